@@ -1,0 +1,30 @@
+.PHONY: setup demo test lint protos clean
+PYTHON ?= python3
+BIN := .venv/bin
+# Where CPU builds of torch live; not asked on a machine with an NVIDIA GPU.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+demo: setup  ## teacher, server, job, table: the whole line on this machine
+	$(BIN)/distill demo
+
+test: setup  ## every test that runs without a GPU
+	$(BIN)/pytest -n 2 --dist worksteal
+
+lint: setup  ## style, types, import contracts
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+setup: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	command -v nvidia-smi >/dev/null || $(BIN)/pip install -q --retries 0 -c constraints.txt --extra-index-url $(TORCH_CPU_INDEX) torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+protos:  ## generate the code of protos/*.proto; a test checks that it is up to date
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. \
+	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	  protos/teacher.proto protos/distill.proto
+
+clean:
+	rm -rf .venv runs

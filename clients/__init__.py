@@ -1,0 +1,1 @@
+"""Everything light that a person or a program calls. Importing it never loads torch."""

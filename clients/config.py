@@ -1,0 +1,144 @@
+"""What a job is: the model of a job file. `config_file.py` reads files into it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class StudentConfig(_Table):
+    """The model that learns."""
+
+    model: str
+    """Hugging Face directory or hub id."""
+    revision: str | None = None
+    """Commit of a hub id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in training."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time."""
+
+
+class TeacherConfig(_Table):
+    """The service that scores what the student wrote."""
+
+    address: str = "localhost:50052"
+    """HOST:PORT of a running `distill-teacher`."""
+    top_k: Count = 64
+    """Head ids of a row: the student's most likely tokens (reverse KL) or the teacher's (forward KL)."""
+    logprob_format: Literal["f16", "f32"] = "f16"
+    """Precision of the log-probs on the wire."""
+    patience_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """How long a teacher that does not answer is waited for before the job fails."""
+
+
+class DataConfig(_Table):
+    """The prompts."""
+
+    path: str
+    """A .jsonl or .parquet file, or a hub data set id."""
+    name: str | None = None
+    """Configuration of a hub data set."""
+    split: str = "train"
+    """Split of a hub data set."""
+    prompt_column: str = "prompt"
+    """Column with the prompt."""
+    answer_column: str = "answer"
+    """Column with the reference answer; only evaluation reads it."""
+    template: str = "{prompt}"
+    """The text given to the student; a model with a chat template gets it as the user's message."""
+    eval_path: str | None = None
+    """File with held-out prompts. By default `eval.prompts` of them are taken out of `path`."""
+
+
+class OnPolicyConfig(_Table):
+    """On-policy distillation: the student writes, the teacher scores every token of it."""
+
+    type: Literal["on_policy"] = "on_policy"
+    """The method."""
+    divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
+    """KL(student||teacher) or KL(teacher||student)."""
+    tail: Literal["none", "published", "sampled", "bucket", "bucket+sampled"] = "bucket+sampled"
+    """What stands for the vocabulary outside the head; the default is unbiased with the least variance."""
+    rollouts_per_prompt: Count = 1
+    """Answers sampled for one prompt."""
+    max_prompt_tokens: Count = 512
+    """Longer prompts are left out, and counted."""
+    max_new_tokens: Count = 256
+    """Tokens of one answer."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of the sampling, and of student and teacher in the loss."""
+
+
+class TrainConfig(_Table):
+    """The optimizer (AdamW) and how a step is cut up."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """From the peak to zero at `max_steps`."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps from zero to the peak."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this norm."""
+    prompts_per_step: Count = 32
+    """Prompts of one optimizer step, over all processes."""
+    tokens_per_micro_batch: Count = 16384
+    """Padded tokens of one forward pass; memory follows it, results do not."""
+    processes: Count = 1
+    """Processes of `accelerate launch`."""
+
+
+class EvalConfig(_Table):
+    """Held-out evaluation, before the first step, every so often, and at the end."""
+
+    every: Count = 50
+    """Steps between evaluations."""
+    prompts: Count = 128
+    """Held-out prompts."""
+    metric: Literal["none", "exact_match"] = "none"
+    """Task accuracy: the final answer (what follows a last '####', or everything) equals the reference's."""
+
+
+class CheckpointConfig(_Table):
+    """Atomic, verified checkpoints."""
+
+    every: Count = 50
+    """Steps between checkpoints."""
+    keep: Annotated[int, Field(ge=2)] = 2
+    """Newest checkpoints kept; two at least, so that a broken disk never takes the only one."""
+
+
+class TrackConfig(_Table):
+    """Where metrics go besides metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard files into the run directory."""
+
+
+class JobConfig(_Table):
+    """A job. A three-line file (student.model, teacher.address, data.path) trains."""
+
+    student: StudentConfig
+    data: DataConfig
+    name: str = "distill"
+    """For people; the job's id is made from it."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Of everything random: the same seed on the same machine gives the same weights."""
+    max_steps: Count = 500
+    """Optimizer steps."""
+    teacher: TeacherConfig = TeacherConfig()
+    method: OnPolicyConfig = OnPolicyConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    track: TrackConfig = TrackConfig()

@@ -1,0 +1,150 @@
+"""runs/<id>/: the only thing that a trainer shares with whoever started it.
+
+    job.toml        the job file as its author wrote it (when there was one)
+    job.json        the resolved JobConfig
+    status.json     the trainer's word: phase, step, and at the end the verdict
+    control.json    the owner's word: stop, please
+    metrics.jsonl   one object a step; after a resume it holds no step twice
+    logs/attempt-N/ rank-0.log, and the files of the attempt's shim
+    checkpoints/step-000050/   samples/   tb/   export/ (a Hugging Face directory)
+
+JSON files are replaced as a whole: a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from clients.config import JobConfig
+from protos.errors import NotFound
+
+Verdict = Literal["running", "succeeded", "failed", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """What the trainer last said of itself.
+
+    `verdict` is final unless it is "running"; a trainer that is gone while its verdict is "running" died.
+    """
+
+    attempt: int
+    verdict: Verdict
+    phase: str = ""
+    step: int = 0
+    max_steps: int = 0
+    reason: str = ""
+    # Name of the DistillError behind a failure ("Unavailable"), for exit codes.
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Control:
+    """The owner's wish: stop after a last checkpoint, or at once."""
+
+    stop: Literal["", "checkpoint", "now"] = ""
+
+
+class RunDirectory:
+    """Paths and the small files of one run. `create` makes one, the constructor opens one."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def create(
+        cls, path: Path | str, config: JobConfig, config_text: str = "", suffix: str = ".toml"
+    ) -> RunDirectory:
+        """Make the directory and its job files; raises FileExistsError if it exists."""
+        run = cls(path)
+        run.path.mkdir(parents=True, mode=0o700)
+        if config_text:
+            (run.path / f"job{suffix}").write_text(config_text)
+        replace_file(run.job_json, config.model_dump_json(indent=2) + "\n")
+        return run
+
+    @property
+    def job_json(self) -> Path:
+        return self.path / "job.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tb"
+
+    def logs(self, attempt: int) -> Path:
+        return self.path / "logs" / f"attempt-{attempt}"
+
+    def log_file(self, attempt: int) -> Path:
+        return self.logs(attempt) / "rank-0.log"
+
+    def config(self) -> JobConfig:
+        """The resolved job; raises NotFound where there is none."""
+        try:
+            return JobConfig.model_validate_json(self.job_json.read_text())
+        except FileNotFoundError as error:
+            raise NotFound(
+                f"{self.path} is not a run directory", hint="it has no job.json"
+            ) from error
+
+    def read_status(self) -> Status | None:
+        found = _read_json(self.path / "status.json")
+        return None if found is None else Status(**found)
+
+    def write_status(self, status: Status) -> None:
+        replace_file(self.path / "status.json", json.dumps(asdict(status)) + "\n")
+
+    def read_control(self) -> Control:
+        found = _read_json(self.path / "control.json")
+        return Control() if found is None else Control(**found)
+
+    def write_control(self, control: Control) -> None:
+        replace_file(self.path / "control.json", json.dumps(asdict(control)) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write `path` so that a reader, or a crash, sees the old content or the new, never a part."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    fsync_directory(path.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames and new names in `path` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_json(path: Path) -> Mapping[str, Any] | None:
+    try:
+        found: Mapping[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return found

@@ -1,0 +1,1 @@
+"""The contract between the programs: messages, the row codec, errors and transport."""

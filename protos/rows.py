@@ -1,0 +1,184 @@
+"""The one codec of rows: on the wire, in the caches and on disk.
+
+A *row* describes one scored position: the log-probs of k head ids, the log of the mass outside the head, and
+the log-prob of the actual token. A block holds the n rows of consecutive positions of one sequence, as planes
+(all ids, then all log-probs, ...): one `frombuffer` a plane, no Python object per token.
+
+Layout, little-endian:
+
+    header   magic "DRow", version u8, flags u8, reserved u16, k u32, n u32, xxh3-128 of (the 16 bytes before
+             and the payload)                                                                 32 bytes
+    ids      u16 [n*k] low bits, then 2 high bits an id, four to a byte     (18-bit ids: V <= 262,144)
+             or i32 [n*k]                                                   (flag WIDE_IDS)
+             or nothing                                                     (no flag HAS_IDS: the reader chose them)
+    logprobs f16 [n*k], or f32 (flag F32)
+    tail     f32 [n]   log of the mass outside the head; -inf when the head is the whole vocabulary
+    token    f32 [n]   log-prob of the actual token
+
+276 bytes a token at k = 64 with f16 and 18-bit ids (2.25 k + 2 k + 8, less the ids the reader already has).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from protos.errors import Corrupt
+
+MAGIC = b"DRow"
+VERSION = 1
+MAX_18_BIT_ID = (1 << 18) - 1
+
+_PREFIX = struct.Struct("<4sBBHII")
+_DIGEST_BYTES = 16
+HEADER_BYTES = _PREFIX.size + _DIGEST_BYTES
+
+_HAS_IDS, _WIDE_IDS, _F32 = 1, 2, 4
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows of n consecutive positions with k head ids each.
+
+    head_ids int32 [n, k], or None where the reader chose the ids itself; head_logprobs float16 or float32
+    [n, k]; tail_logmass and token_logprobs float32 [n]. All in nats, over the full vocabulary.
+    """
+
+    head_ids: NDArray[np.int32] | None
+    head_logprobs: NDArray[np.floating[Any]]
+    tail_logmass: NDArray[np.float32]
+    token_logprobs: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.tail_logmass)
+
+    @property
+    def k(self) -> int:
+        return int(self.head_logprobs.shape[1])
+
+    def slice(self, first: int, last: int) -> RowBlock:
+        """Rows [first, last) as views."""
+        return RowBlock(
+            head_ids=None if self.head_ids is None else self.head_ids[first:last],
+            head_logprobs=self.head_logprobs[first:last],
+            tail_logmass=self.tail_logmass[first:last],
+            token_logprobs=self.token_logprobs[first:last],
+        )
+
+
+def concatenate(blocks: list[RowBlock]) -> RowBlock:
+    """The rows of several blocks of the same k, in order."""
+    ids = [block.head_ids for block in blocks if block.head_ids is not None]
+    assert len(ids) in (0, len(blocks)), "blocks with and without ids"
+    return RowBlock(
+        head_ids=np.concatenate(ids) if ids else None,
+        head_logprobs=np.concatenate([block.head_logprobs for block in blocks]),
+        tail_logmass=np.concatenate([block.tail_logmass for block in blocks]),
+        token_logprobs=np.concatenate([block.token_logprobs for block in blocks]),
+    )
+
+
+def encode_rows(block: RowBlock, *, f32: bool = False) -> bytes:
+    """Pack a block; log-probs are rounded to f16 unless `f32`.
+
+    A log-prob under f16's range (-65,504) becomes -inf. Raises ValueError on a negative id.
+    """
+    n, k = block.head_logprobs.shape
+    flags = _F32 if f32 else 0
+    planes: list[bytes] = []
+    if block.head_ids is not None:
+        flags |= _HAS_IDS
+        ids = np.ascontiguousarray(block.head_ids, dtype="<i4").reshape(-1)
+        if ids.size and ids.min() < 0:
+            raise ValueError(f"head ids must not be negative, got {ids.min()}")
+        if ids.size and ids.max() > MAX_18_BIT_ID:
+            flags |= _WIDE_IDS
+            planes.append(ids.tobytes())
+        else:
+            planes.extend(_pack_18_bit(ids))
+    with np.errstate(over="ignore"):
+        planes.append(block.head_logprobs.astype("<f4" if f32 else "<f2").tobytes())
+    planes.append(block.tail_logmass.astype("<f4").tobytes())
+    planes.append(block.token_logprobs.astype("<f4").tobytes())
+    payload = b"".join(planes)
+    prefix = _PREFIX.pack(MAGIC, VERSION, flags, 0, k, n)
+    return prefix + _digest(prefix, payload) + payload
+
+
+def decode_rows(data: bytes | memoryview) -> RowBlock:
+    """Check and unpack what `encode_rows` made; arrays are views of `data` where the layout allows it.
+
+    Raises Corrupt when the bytes are cut, changed, or of another version.
+    """
+    view = memoryview(data)
+    if len(view) < HEADER_BYTES:
+        raise Corrupt(
+            f"a block of rows is cut short: {len(view)} bytes, its header alone has {HEADER_BYTES}"
+        )
+    magic, version, flags, reserved, k, n = _PREFIX.unpack(view[: _PREFIX.size])
+    if magic != MAGIC:
+        raise Corrupt("these bytes are not a block of rows")
+    if version != VERSION:
+        raise Corrupt(f"rows of codec version {version}; this program reads version {VERSION}")
+    payload = view[HEADER_BYTES:]
+    expected = _payload_bytes(n, k, flags)
+    if len(payload) != expected or reserved:
+        raise Corrupt(
+            f"a block of {n} rows with k = {k} has {expected} payload bytes, got {len(payload)}"
+        )
+    if _digest(view[: _PREFIX.size], payload) != view[_PREFIX.size : HEADER_BYTES]:
+        raise Corrupt("a block of rows does not match its checksum")
+
+    ids: NDArray[np.int32] | None = None
+    at = _ids_bytes(n * k, flags)
+    if flags & _WIDE_IDS:
+        ids = np.frombuffer(payload, "<i4", n * k).reshape(n, k)
+    elif flags & _HAS_IDS:
+        ids = _unpack_18_bit(payload, n * k).reshape(n, k)
+    logprobs = np.frombuffer(payload, "<f4" if flags & _F32 else "<f2", n * k, at).reshape(n, k)
+    at += logprobs.nbytes
+    tail = np.frombuffer(payload, "<f4", n, at)
+    token = np.frombuffer(payload, "<f4", n, at + tail.nbytes)
+    return RowBlock(head_ids=ids, head_logprobs=logprobs, tail_logmass=tail, token_logprobs=token)
+
+
+def _digest(prefix: bytes | memoryview, payload: bytes | memoryview) -> bytes:
+    hasher = xxhash.xxh3_128(prefix)
+    hasher.update(payload)
+    return hasher.digest()
+
+
+def _ids_bytes(count: int, flags: int) -> int:
+    if flags & _WIDE_IDS:
+        return 4 * count
+    return 2 * count + (count + 3) // 4 if flags & _HAS_IDS else 0
+
+
+def _payload_bytes(n: int, k: int, flags: int) -> int:
+    return _ids_bytes(n * k, flags) + n * k * (4 if flags & _F32 else 2) + 8 * n
+
+
+def _pack_18_bit(ids: NDArray[np.int32]) -> tuple[bytes, bytes]:
+    low = ids.astype("<u2")  # keeps the low 16 bits
+    high = np.zeros(-(-ids.size // 4) * 4, dtype=np.uint8)
+    high[: ids.size] = ids >> 16
+    quads = high.reshape(-1, 4)
+    packed = quads[:, 0] | quads[:, 1] << 2 | quads[:, 2] << 4 | quads[:, 3] << 6
+    return low.tobytes(), packed.tobytes()
+
+
+def _unpack_18_bit(payload: memoryview, count: int) -> NDArray[np.int32]:
+    low = np.frombuffer(payload, "<u2", count)
+    packed = np.frombuffer(payload, np.uint8, (count + 3) // 4, low.nbytes)
+    ids = np.empty((packed.size, 4), dtype=np.int32)
+    for column in range(4):
+        ids[:, column] = packed >> 2 * column & 3
+    flat = ids.reshape(-1)[:count]
+    flat <<= 16
+    flat |= low
+    return flat
