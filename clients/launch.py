@@ -1,0 +1,26 @@
+"""The command that runs a trainer on a run directory: the same for `distill run` and the server.
+
+The trainer reads job.json, tells its progress in status.json, and looks at control.json before
+every step. SIGTERM means the same as `stop = "checkpoint"`. It exits 0 when its verdict is
+"succeeded" or "cancelled", otherwise with the ExitCode of the fault that its status names.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def trainer_command(
+    run: Path, *, attempt: int, processes: int, from_step: int | None = None
+) -> list[str]:
+    """Arguments for one attempt; it resumes from the newest good checkpoint, or from `from_step`."""
+    trainer = ["student_trainer", str(run), "--attempt", str(attempt)]
+    if from_step is not None:
+        trainer += ["--from-step", str(from_step)]
+    if processes == 1:
+        return [sys.executable, "-m", *trainer]
+    launcher = ["-m", "accelerate.commands.launch", "--num_processes", str(processes)]
+    # Port 0: a free one, so that two jobs on one machine do not meet.
+    launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    return [sys.executable, *launcher, "--main_process_port", "0", "-m", *trainer]
