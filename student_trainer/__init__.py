@@ -1,0 +1,1 @@
+"""The student's side: losses, rollouts, the sources of teacher rows, and the training loop."""

@@ -1,0 +1,162 @@
+"""One operator that runs any loss of rows straight from hidden states, without [N, V] logits.
+
+Let a loss be a function of head log-probs l_i, token log-prob l_y and tail log-mass T, with
+derivatives g_i, g_y, g_T and G their sum. Then (method: section 7)
+
+    dL/dz_j = p_j ([j not in S] g_T / P_t - G) + [j in S] g_i + [j = y] g_y:
+
+a row's scalar times the softmax, plus k + 1 scattered entries. So a chunk of rows needs its logits
+once, in one buffer that turns in place into exp(z) and then into the gradient, and three matrix
+products in all: gradients are made in the forward pass and only scaled in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from student_trainer.losses.rows import Rows
+
+# Already weighted losses [n] of the rows that stand at `index` of the batch.
+LossFunction = Callable[[Rows, slice], Tensor]
+
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class FusedLoss:
+    """loss_sum, a scalar that can be differentiated; rows and token_losses [N], detached."""
+
+    loss_sum: Tensor
+    rows: Rows
+    token_losses: Tensor
+
+
+def fused_linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    head_ids: Tensor,
+    token_ids: Tensor,
+    loss_fn: LossFunction,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk_rows: int | None = None,
+) -> FusedLoss:
+    """Sum of loss_fn over the rows of softmax((hidden @ weight.T + bias) / temperature).
+
+    hidden [N, H]; weight [V, H]; head_ids [N, K] int64, distinct within a row; token_ids [N] int64;
+    bias [V]. Logits are handled `chunk_rows` at a time in float32 (float64 for float64 input).
+    """
+    if chunk_rows is None:
+        # Each chunk reads and writes the whole weight gradient: few rows would waste bandwidth.
+        chunk_rows = max(1024 if hidden.is_cuda else 128, _CHUNK_BYTES // (4 * len(weight)))
+    loss, head, tail, token, losses = _FusedLinearLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, head_ids, token_ids, loss_fn, temperature, chunk_rows
+    )
+    return FusedLoss(loss, Rows(head, tail, token), losses)
+
+
+class _FusedLinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head_ids: Tensor,
+        token_ids: Tensor,
+        loss_fn: LossFunction,
+        temperature: float,
+        chunk_rows: int,
+    ) -> tuple[Tensor, ...]:
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if of_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and of_bias else None
+        done: list[tuple[Tensor, ...]] = []
+        for first in range(0, len(hidden), chunk_rows):
+            index = slice(first, min(first + chunk_rows, len(hidden)))
+            logits = (hidden[index] @ weight.T).to(wide)
+            if bias is not None:
+                logits += bias
+            logits /= temperature
+            rows, losses = _chunk(logits, head_ids[index], token_ids[index], loss_fn, index)
+            grad_logits = logits.div_(temperature)  # _chunk left the gradient in the buffer
+            done.append((rows.head_logprobs, rows.tail_logmass, rows.token_logprobs, losses))
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+            narrow = grad_logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(narrow, weight, out=grad_hidden[index])
+            if grad_weight is not None:
+                _accumulate(grad_weight, narrow, hidden[index])
+        head, tail, token, losses = (
+            (torch.cat(parts) for parts in zip(*done, strict=True))
+            if done
+            else _nothing(hidden, head_ids, wide)
+        )
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.mark_non_differentiable(head, tail, token, losses)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        return losses.sum(), head, tail, token, losses
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
+        weight_dtype, bias_dtype = ctx.dtypes
+        return (
+            None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype),
+            None if grad_weight is None else (grad_weight * grad_loss).to(weight_dtype),
+            None if grad_bias is None else (grad_bias * grad_loss).to(bias_dtype),
+            *[None] * 5,
+        )
+
+
+def _chunk(
+    logits: Tensor, head_ids: Tensor, token_ids: Tensor, loss_fn: LossFunction, index: slice
+) -> tuple[Rows, Tensor]:
+    """Rows and losses of one chunk; `logits` is overwritten by the loss's gradient in it."""
+    head = logits.gather(1, head_ids)
+    token = logits.gather(1, token_ids[:, None]).squeeze(1)
+    buffer = logits.scatter_(1, head_ids, -torch.inf)
+    top = buffer.amax(1).clamp(min=torch.finfo(buffer.dtype).min)  # a head of everything: not -inf
+    tail_sum = buffer.sub_(top[:, None]).exp_().sum(1)
+    tail = top + tail_sum.log()
+    total = torch.logaddexp(tail, head.logsumexp(1)) if head.shape[1] else tail
+
+    with torch.enable_grad():
+        leaves = [
+            values.detach().requires_grad_()
+            for values in (head - total[:, None], tail - total, token - total)
+        ]
+        losses = loss_fn(Rows(*leaves), index)
+        grads = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+    g_head, g_tail, g_token = (
+        torch.zeros_like(leaf) if grad is None else grad
+        for leaf, grad in zip(leaves, grads, strict=True)
+    )
+    g_sum = g_head.sum(1) + g_tail + g_token
+    tail_mass = leaves[1].detach().exp()
+    scale = (g_tail - g_sum * tail_mass) / torch.where(tail_sum == 0, 1, tail_sum)
+    buffer.mul_(scale[:, None])
+    buffer.scatter_(1, head_ids, g_head - leaves[0].detach().exp() * g_sum[:, None])
+    buffer.scatter_add_(1, token_ids[:, None], g_token[:, None])
+    return Rows(*(leaf.detach() for leaf in leaves)), losses.detach()
+
+
+def _accumulate(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+    if total.dtype == hidden.dtype:
+        total.addmm_(grad_logits.T, hidden)
+    else:  # bf16 products, summed over chunks in float32
+        total += grad_logits.T @ hidden
+
+
+def _nothing(hidden: Tensor, head_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    none = hidden.new_zeros(0, dtype=dtype)
+    return none.reshape(0, head_ids.shape[1]), none, none, none

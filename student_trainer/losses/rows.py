@@ -1,0 +1,60 @@
+"""Rows: all that a loss may know of a distribution over the vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# The lowest log-prob a loss reckons with: the lowest that f16 rows can carry. A probability of
+# exactly zero (a masked token) counts as this much, so that a KL that is infinite on paper stays a
+# large number with a finite gradient, and 0 log 0 is 0.
+LOWEST_LOGPROB = -65504.0
+# Likewise for ratios q/p: the sampling policy cannot draw a token whose ratio is beyond e^60.
+HIGHEST_LOG_RATIO = 60.0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is known of N tokens' distributions, in nats over the full vocabulary.
+
+    head_logprobs [N, K] at the head ids; tail_logmass [N], the log of the mass outside the head
+    (-inf when the head is everything); token_logprobs [N] of the actual tokens.
+    """
+
+    head_logprobs: Tensor
+    tail_logmass: Tensor
+    token_logprobs: Tensor
+
+    def __len__(self) -> int:
+        return len(self.tail_logmass)
+
+    def __getitem__(self, index: slice) -> Rows:
+        return Rows(self.head_logprobs[index], self.tail_logmass[index], self.token_logprobs[index])
+
+
+def rows_from_logits(
+    logits: Tensor, head_ids: Tensor, token_ids: Tensor, *, temperature: float = 1.0
+) -> Rows:
+    """Rows of softmax(logits / temperature) at `head_ids`, differentiable in `logits`.
+
+    logits [N, V]; head_ids [N, K], distinct within a row; token_ids [N]. Half precision is widened
+    to float32. The tail is a logsumexp over the other logits: 1 - sum would lose a small one.
+    """
+    scaled = logits if logits.dtype == torch.float64 else logits.float()
+    scaled = scaled / temperature
+    head = scaled.gather(1, head_ids)
+    tail = _logsumexp(scaled.scatter(1, head_ids, -torch.inf))
+    total = torch.logaddexp(tail, _logsumexp(head))
+    token = scaled.gather(1, token_ids[:, None]).squeeze(1)
+    return Rows(head - total[:, None], tail - total, token - total)
+
+
+def _logsumexp(values: Tensor) -> Tensor:
+    """logsumexp over dim 1; -inf with zero gradient (not NaN) where there is nothing to sum."""
+    if values.shape[1] == 0:
+        return values.new_full((len(values),), -torch.inf)
+    empty = (values == -torch.inf).all(1)
+    safe = torch.where(empty[:, None], torch.zeros_like(values), values)
+    return torch.where(empty, -torch.inf, safe.logsumexp(1))

@@ -1,0 +1,120 @@
+"""Top-k KL with a corrected tail.
+
+S is the head: k ids that neither depend on the sampled token y nor carry a gradient. Reverse,
+KL(p||q): S = top-k of the sampling policy. Forward, KL(q||p): S = top-k of the teacher. The sum
+over S is exact; `tail` says what stands for the rest. P_t and Q_t are the tail masses of student
+and teacher, m = 1[y not in S], r = p(y)/sg(p(y)), w = q(y)/p(y), s the importance weight.
+
+    tail             added to the head: reverse | forward                 unbiased
+    none             0: the truncated KL; not a KL, can be negative       no
+    published        s m r sg(-log w)   | s m (sg(w) log w + log r)       value
+    sampled          s m r (-log w)     | s m sg(w) log w                 value and gradient
+    bucket           P_t log(P_t/Q_t)   | Q_t log(Q_t/P_t)                a lower bound
+    bucket+sampled   bucket + s m R, the default                          value and gradient
+
+`published` is Algorithms 1 and 2 of EMA-PG (arXiv 2602.04417). Its gradient is that of the KL plus
+grad P_S (reverse) or minus it (forward): the term that K4 and K5 drop sums to zero over the whole
+vocabulary but not over the tail. It is here to reproduce the paper. In `bucket+sampled` the dropped
+term is summed within the tail's own conditional distributions p~ = p/P_t and q~ = q/Q_t, where it
+is zero again:
+
+    reverse  R = r sg(log p~(y) - log q~(y))
+    forward  R = sg(w (log q~(y) - log p~(y))) - sg(w - Q_t/P_t) (log p~(y) - sg(log p~(y)))
+
+Q_t/P_t is a control variate of zero mean.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, assert_never
+
+import torch
+from torch import Tensor
+
+from student_trainer.losses.rows import HIGHEST_LOG_RATIO, LOWEST_LOGPROB, Rows
+
+Direction = Literal["reverse", "forward"]
+Tail = Literal["none", "published", "sampled", "bucket", "bucket+sampled"]
+
+
+def topk_kl(
+    student: Rows,
+    teacher: Rows,
+    token_in_head: Tensor,
+    *,
+    direction: Direction,
+    tail: Tail,
+    importance: Tensor | None = None,
+) -> Tensor:
+    """One KL a token, [N] in nats; gradient through `student` only.
+
+    Both rows at the same head ids; token_in_head [N] bool, whether y is one of them; importance
+    [N], the detached p(y)/mu(y) where y was drawn by another policy mu: it weighs the sampled part.
+    """
+    p = _finite(student)
+    q = _finite(Rows(*(t.detach() for t in vars(teacher).values())))
+    head = _divergence(p.head_logprobs, q.head_logprobs, direction).sum(1)
+    if tail == "none":
+        return head
+    if tail == "bucket" or tail == "bucket+sampled":
+        head = head + _divergence(p.tail_logmass, q.tail_logmass, direction)
+    if tail == "bucket":
+        return head
+    # Tokens of the head get harmless numbers, not a product with zero: 0 * inf is NaN.
+    outside = ~token_in_head
+    log_p, log_q, log_p_tail, log_q_tail = (
+        torch.where(outside, values, torch.zeros_like(values))
+        for values in (p.token_logprobs, q.token_logprobs, p.tail_logmass, q.tail_logmass)
+    )
+    match tail:
+        case "published":
+            sampled = _published(log_p, log_q, direction)
+        case "sampled":
+            sampled = _sampled(log_p, log_q, direction)
+        case "bucket+sampled":
+            sampled = _within_tail(log_p, log_q, log_p_tail, log_q_tail, direction)
+        case _:
+            assert_never(tail)
+    sampled = torch.where(outside, sampled, torch.zeros_like(sampled))
+    return head + (sampled if importance is None else importance.detach() * sampled)
+
+
+def _finite(rows: Rows) -> Rows:
+    return Rows(*(t.clamp(min=LOWEST_LOGPROB) for t in vars(rows).values()))
+
+
+def _divergence(log_p: Tensor, log_q: Tensor, direction: Direction) -> Tensor:
+    """The KL's summand of each outcome."""
+    if direction == "reverse":
+        return log_p.exp() * (log_p - log_q)
+    return log_q.exp() * (log_q - log_p)
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.detach().clamp(max=HIGHEST_LOG_RATIO).exp()
+
+
+def _published(log_p: Tensor, log_q: Tensor, direction: Direction) -> Tensor:
+    log_w, log_r = log_q - log_p, log_p - log_p.detach()
+    if direction == "reverse":
+        return log_r.exp() * -log_w.detach()
+    return _ratio(log_w) * log_w + log_r
+
+
+def _sampled(log_p: Tensor, log_q: Tensor, direction: Direction) -> Tensor:
+    log_w, log_r = log_q - log_p, log_p - log_p.detach()
+    if direction == "reverse":
+        return log_r.exp() * -log_w
+    return _ratio(log_w) * log_w
+
+
+def _within_tail(
+    log_p: Tensor, log_q: Tensor, log_p_tail: Tensor, log_q_tail: Tensor, direction: Direction
+) -> Tensor:
+    gap = ((log_p - log_p_tail) - (log_q - log_q_tail)).detach()
+    if direction == "reverse":
+        return (log_p - log_p.detach()).exp() * gap
+    w = _ratio(log_q - log_p)
+    log_p_within = log_p - log_p_tail
+    control = w - _ratio(log_q_tail - log_p_tail)
+    return -w * gap - control * (log_p_within - log_p_within.detach())

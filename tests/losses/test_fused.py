@@ -1,0 +1,186 @@
+"""The fused operator against plain autograd on materialised logits."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from student_trainer.losses import Rows, fused_linear_loss, rows_from_logits, sampled_kl, topk_kl
+
+TAILS = ["none", "published", "sampled", "bucket", "bucket+sampled"]
+
+
+def problem(n, vocab, k, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    # Logits of standard deviation 1.5: enough to matter, and far from ratios that float32 cannot hold.
+    hidden, weight = randn(n, 8).requires_grad_(), (0.4 * randn(vocab, 8)).requires_grad_()
+    bias = (0.5 * randn(vocab)).requires_grad_()
+    teacher_logits = 1.5 * randn(n, vocab)
+    head = teacher_logits.topk(k).indices
+    tokens = torch.randint(vocab, (n,), generator=generator)
+    weights = (torch.rand(n, generator=generator) > 0.2).to(dtype)
+    teacher = rows_from_logits(teacher_logits, head, tokens)
+    return hidden, weight, bias, head, tokens, teacher, weights
+
+
+def make_loss(name, head, tokens, teacher: Rows, weights):
+    member = (head == tokens[:, None]).any(1)
+    old = teacher.token_logprobs
+
+    def clipped_surrogate(rows: Rows, index):
+        ratio = (rows.token_logprobs - old[index]).exp()
+        advantage = torch.linspace(-1, 1, len(old), dtype=ratio.dtype)[index]
+        return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+
+    def loss(rows: Rows, index):
+        match name.split("/"):
+            case ["grpo"]:
+                values = clipped_surrogate(rows, index)
+            case ["grpo+kl"]:
+                kl = topk_kl(
+                    rows, teacher[index], member[index], direction="reverse", tail="bucket+sampled"
+                )
+                values = clipped_surrogate(rows, index) + 0.1 * kl
+            case ["cross-entropy"]:
+                values = -rows.token_logprobs
+            case ["sampled", kind]:
+                values = sampled_kl(rows.token_logprobs, old[index], kind)
+            case [direction, tail]:
+                values = topk_kl(
+                    rows, teacher[index], member[index], direction=direction, tail=tail
+                )
+        return values * weights[index]
+
+    return loss
+
+
+LOSSES = [
+    *[f"{direction}/{tail}" for direction in ("reverse", "forward") for tail in TAILS],
+    *[f"sampled/{kind}" for kind in ("k1", "k2", "k3", "k3++", "k4", "k5")],
+    "grpo",
+    "grpo+kl",
+    "cross-entropy",
+]
+
+
+def compare(
+    name,
+    n,
+    vocab,
+    k,
+    *,
+    seed=0,
+    temperature=1.0,
+    chunk_rows=7,
+    with_bias=True,
+    dtype=torch.float32,
+    tolerance=1e-6,
+):
+    hidden, weight, bias, head, tokens, teacher, weights = problem(n, vocab, k, seed, dtype)
+    loss_fn = make_loss(name, head, tokens, teacher, weights)
+    leaves = [hidden, weight, *([bias] if with_bias else [])]
+
+    logits = hidden @ weight.T + (bias if with_bias else 0)
+    rows = rows_from_logits(logits, head, tokens, temperature=temperature)
+    plain = loss_fn(rows, slice(0, n)).sum()
+    expected = torch.autograd.grad(plain * 3, leaves)
+
+    fused = fused_linear_loss(
+        hidden,
+        weight,
+        head,
+        tokens,
+        loss_fn,
+        bias=bias if with_bias else None,
+        temperature=temperature,
+        chunk_rows=chunk_rows,
+    )
+    got = torch.autograd.grad(fused.loss_sum * 3, leaves)
+    scale = max(1.0, float(plain.detach().abs()))
+    assert abs(fused.loss_sum - plain).detach() <= tolerance * scale * 10
+    for a, b in zip(got, expected, strict=True):
+        assert (a - b).norm() <= tolerance * max(float(b.norm()), 1.0)
+    torch.testing.assert_close(fused.rows.head_logprobs, rows.head_logprobs.detach())
+    torch.testing.assert_close(fused.rows.token_logprobs, rows.token_logprobs.detach())
+    torch.testing.assert_close(fused.rows.tail_logmass, rows.tail_logmass.detach())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_equal_autograd(name):
+    compare(name, n=64, vocab=200, k=16)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_equal_autograd_in_float64(name):
+    compare(name, n=20, vocab=50, k=6, dtype=torch.float64, tolerance=1e-13)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(LOSSES),
+    n=st.integers(1, 12),
+    vocab=st.integers(2, 40),
+    data=st.data(),
+    temperature=st.sampled_from([0.5, 1.0, 1.7]),
+    chunk_rows=st.integers(1, 13),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape(name, n, vocab, data, temperature, chunk_rows, with_bias, seed):
+    k = data.draw(st.integers(1, vocab))
+    compare(
+        name,
+        n,
+        vocab,
+        k,
+        seed=seed,
+        temperature=temperature,
+        chunk_rows=chunk_rows,
+        with_bias=with_bias,
+        dtype=torch.float64,
+        tolerance=1e-10,
+    )
+
+
+def test_frozen_head_or_body_costs_no_gradient():
+    hidden, weight, _, head, tokens, teacher, weights = problem(10, 30, 4)
+    loss_fn = make_loss("reverse/bucket", head, tokens, teacher, weights)
+    both = torch.autograd.grad(
+        fused_linear_loss(hidden, weight, head, tokens, loss_fn).loss_sum, [hidden, weight]
+    )
+    body = fused_linear_loss(hidden, weight.detach(), head, tokens, loss_fn).loss_sum
+    torch.testing.assert_close(torch.autograd.grad(body, hidden)[0], both[0])
+    top = fused_linear_loss(hidden.detach(), weight, head, tokens, loss_fn).loss_sum
+    torch.testing.assert_close(torch.autograd.grad(top, weight)[0], both[1])
+
+
+def test_no_rows():
+    weight = torch.randn(5, 3, requires_grad=True)
+    fused = fused_linear_loss(
+        torch.zeros(0, 3),
+        weight,
+        torch.zeros(0, 2, dtype=torch.long),
+        torch.zeros(0, dtype=torch.long),
+        lambda rows, index: rows.tail_logmass,
+    )
+    fused.loss_sum.backward()
+    assert fused.loss_sum == 0
+    assert (weight.grad == 0).all()
+
+
+def test_bf16_input_is_reckoned_in_float32():
+    hidden, weight, _, head, tokens, teacher, weights = problem(16, 40, 5)
+    loss_fn = make_loss("forward/bucket+sampled", head, tokens, teacher, weights)
+    narrow = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
+    fused = fused_linear_loss(*narrow, head, tokens, loss_fn, chunk_rows=5)
+    assert fused.rows.head_logprobs.dtype == torch.float32
+    got = torch.autograd.grad(fused.loss_sum, narrow)
+    wide = [x.detach().float().requires_grad_() for x in narrow]
+    reference = fused_linear_loss(*wide, head, tokens, loss_fn).loss_sum
+    for a, b in zip(got, torch.autograd.grad(reference, wide), strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a.float() - b).norm() / b.norm() < 2e-2

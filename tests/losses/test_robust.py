@@ -1,0 +1,160 @@
+"""Gradients by finite differences, extreme logits, masked vocabulary, masked tokens."""
+
+import pytest
+import torch
+
+from student_trainer.losses import Rows, exact_kl, rows_from_logits, sampled_kl, topk_kl
+
+TAILS = ["none", "published", "sampled", "bucket", "bucket+sampled"]
+DIRECTIONS = ["reverse", "forward"]
+
+
+def problem(n=6, vocab=12, k=4, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    student, teacher = (torch.randn(n, vocab, dtype=dtype, generator=generator) for _ in range(2))
+    head = teacher.topk(k).indices
+    tokens = torch.randint(vocab, (n,), generator=generator)
+    return student.requires_grad_(), teacher, head, tokens
+
+
+def in_head(head, tokens):
+    return (head == tokens[:, None]).any(1)
+
+
+@pytest.mark.parametrize("k", [0, 1, 4, 12])
+def test_rows_gradcheck(k):
+    student, _, head, tokens = problem(k=k)
+
+    def rows(logits):
+        out = rows_from_logits(logits, head, tokens, temperature=0.7)
+        return out.head_logprobs, out.token_logprobs, *([out.tail_logmass] if k < 12 else [])
+
+    assert torch.autograd.gradcheck(rows, (student,))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("tail", ["none", "bucket"])
+def test_gradcheck_of_the_deterministic_modes(tail, direction):
+    student, teacher, head, tokens = problem()
+    teacher_rows = rows_from_logits(teacher, head, tokens)
+
+    def loss(logits):
+        rows = rows_from_logits(logits, head, tokens)
+        return topk_kl(rows, teacher_rows, in_head(head, tokens), direction=direction, tail=tail)
+
+    assert torch.autograd.gradcheck(loss, (student,))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("tail", ["published", "sampled", "bucket+sampled"])
+def test_gradient_of_the_sampled_modes_is_the_formula(tail, direction):
+    """Stop-gradients defeat finite differences, so the logits' gradient is written out by hand."""
+    student, teacher, head, tokens = problem()
+    s, t = rows_from_logits(student, head, tokens), rows_from_logits(teacher, head, tokens)
+    m = ~in_head(head, tokens)
+    loss = topk_kl(s, t, ~m, direction=direction, tail=tail)
+    (got,) = torch.autograd.grad(loss.sum(), student, retain_graph=True)
+
+    def grad_of(values, weights):
+        return torch.autograd.grad((values * weights.detach()).sum(), student, retain_graph=True)[0]
+
+    log_w = t.token_logprobs - s.token_logprobs
+    w = log_w.exp()
+    base = topk_kl(s, t, ~m, direction=direction, tail="bucket" if "bucket" in tail else "none")
+    expected = grad_of(base, torch.ones_like(base))
+    within = s.token_logprobs - s.tail_logmass
+    weight_of = {
+        ("published", "reverse"): -log_w,
+        ("sampled", "reverse"): 1 - log_w,
+        ("published", "forward"): 1 - w,
+        ("sampled", "forward"): -w,
+        ("bucket+sampled", "reverse"): within - (t.token_logprobs - t.tail_logmass),
+        ("bucket+sampled", "forward"): (t.tail_logmass - s.tail_logmass).exp() - w,
+    }[tail, direction]
+    inside_tail = tail == "bucket+sampled" and direction == "forward"
+    expected = expected + grad_of(within if inside_tail else s.token_logprobs, weight_of * m)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("tail", TAILS)
+def test_finite_at_huge_logits(tail, direction, dtype):
+    student, teacher, head, tokens = problem(dtype=dtype)
+    huge = (student.detach().sign() * 1e4).requires_grad_()
+    for other in (teacher, -huge.detach(), teacher.sign() * 1e4):
+        s, t = rows_from_logits(huge, head, tokens), rows_from_logits(other, head, tokens)
+        loss = topk_kl(s, t, in_head(head, tokens), direction=direction, tail=tail)
+        (gradient,) = torch.autograd.grad(loss.sum(), huge)
+        assert loss.isfinite().all()
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3++", "k4", "k5"])
+def test_sampled_kinds_are_finite_at_huge_ratios(kind):
+    student = torch.tensor([-2e4, 0.0, -torch.inf, -1.0], requires_grad=True)
+    teacher = torch.tensor([0.0, -2e4, -1.0, -torch.inf])
+    loss = sampled_kl(student, teacher, kind)
+    (gradient,) = torch.autograd.grad(loss.sum(), student)
+    assert loss.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("tail", TAILS)
+def test_masked_vocabulary_and_empty_tail_are_finite(tail, direction):
+    student, teacher, head, tokens = problem()
+    masked = teacher.clone()
+    masked[:, head[0, 0]] = -torch.inf  # inside some heads, and for some rows the actual token
+    masked[3, 1:] = -torch.inf  # a teacher that is certain: its tail mass is zero
+    for head_ids in (head, torch.arange(12).expand(6, 12)):
+        s = rows_from_logits(student, head_ids, tokens)
+        t = rows_from_logits(masked, head_ids, tokens)
+        member = in_head(head_ids, tokens)
+        loss = topk_kl(s, t, member, direction=direction, tail=tail)
+        (gradient,) = torch.autograd.grad(loss.sum(), student)
+        assert loss.isfinite().all()
+        assert gradient.isfinite().all()
+
+
+def test_a_masked_token_costs_what_the_documentation_says():
+    """-inf counts as -65504 nats: p (log p + 65504)."""
+    log_half = torch.tensor([[0.5, 0.5]], dtype=torch.float64).log()
+    none = torch.tensor([-torch.inf], dtype=torch.float64)
+    student = Rows(log_half, none, log_half[:, 0])
+    teacher = Rows(torch.tensor([[0.0, -torch.inf]], dtype=torch.float64), none, none + 0)
+    loss = topk_kl(student, teacher, torch.tensor([True]), direction="reverse", tail="bucket")
+    expected = 0.5 * log_half[0, 0] + 0.5 * (log_half[0, 1] + 65504.0)
+    torch.testing.assert_close(loss, expected[None])
+
+
+def test_a_small_tail_mass_keeps_its_precision_in_float32():
+    logits = torch.full((1, 1000), -30.0)
+    logits[0, 0] = 10.0
+    rows = rows_from_logits(logits, torch.tensor([[0]]), torch.tensor([5]))
+    exact = torch.logsumexp(logits[:, 1:].double(), 1) - torch.logsumexp(logits.double(), 1)
+    assert abs(rows.tail_logmass.double() - exact) < 1e-5
+    naive = torch.log1p(-rows.head_logprobs.exp().sum(1))
+    assert naive == -torch.inf, "1 - sum loses this tail"
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("tail", TAILS)
+def test_masked_tokens_get_no_gradient(tail, direction):
+    student, teacher, head, tokens = problem()
+    mask = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+    s, t = rows_from_logits(student, head, tokens), rows_from_logits(teacher, head, tokens)
+    loss = topk_kl(s, t, in_head(head, tokens), direction=direction, tail=tail) * mask
+    (gradient,) = torch.autograd.grad(loss.sum(), student)
+    assert (gradient[mask == 0] == 0).all()
+    assert (gradient[mask == 1] != 0).any(1).all()
+
+
+def test_no_gradient_reaches_the_teacher():
+    student, teacher, head, tokens = problem()
+    teacher.requires_grad_()
+    s, t = rows_from_logits(student, head, tokens), rows_from_logits(teacher, head, tokens)
+    loss = topk_kl(s, t, in_head(head, tokens), direction="forward", tail="bucket+sampled")
+    exact = exact_kl(student, teacher, direction="forward")
+    (loss + exact).sum().backward()
+    assert teacher.grad is None
