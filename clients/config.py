@@ -10,7 +10,13 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        # An infinite learning rate is no learning rate, and JSON cannot say it.
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )
 
 
 class StudentConfig(_Table):
@@ -32,7 +38,7 @@ class TeacherConfig(_Table):
     address: str = "localhost:50052"
     """HOST:PORT of a running `distill-teacher`."""
     top_k: Count = 64
-    """Head ids of a row: the student's most likely tokens (reverse KL) or the teacher's (forward KL)."""
+    """Head ids of a row: the student's likeliest tokens (reverse KL) or the teacher's (forward)."""
     logprob_format: Literal["f16", "f32"] = "f16"
     """Precision of the log-probs on the wire."""
     patience_seconds: Annotated[float, Field(gt=0)] = 60.0
@@ -66,7 +72,7 @@ class OnPolicyConfig(_Table):
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
     """KL(student||teacher) or KL(teacher||student)."""
     tail: Literal["none", "published", "sampled", "bucket", "bucket+sampled"] = "bucket+sampled"
-    """What stands for the vocabulary outside the head; the default is unbiased with the least variance."""
+    """What stands for the vocabulary outside the head; the default: unbiased, least variance."""
     rollouts_per_prompt: Count = 1
     """Answers sampled for one prompt."""
     max_prompt_tokens: Count = 512
@@ -106,7 +112,7 @@ class EvalConfig(_Table):
     prompts: Count = 128
     """Held-out prompts."""
     metric: Literal["none", "exact_match"] = "none"
-    """Task accuracy: the final answer (what follows a last '####', or everything) equals the reference's."""
+    """Task accuracy: the final answer (after a last '####', or everything) equals the reference's."""
 
 
 class CheckpointConfig(_Table):

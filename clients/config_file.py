@@ -1,0 +1,168 @@
+"""Reads job files. A wrong one is refused with every problem at once, each with its line."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from clients.config import JobConfig
+from clients.config_lines import KeyPath, Parsed, SyntaxFault, parse
+from clients.config_problems import describe, fields, holds_text
+from protos.errors import InvalidInput
+
+MAX_BYTES = 256 << 10
+SUFFIXES = (".toml", ".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """A job as read. `sources` says for each key: `default`, `job.toml:6` or `--set`."""
+
+    path: Path
+    text: str
+    config: JobConfig
+    sources: Mapping[str, str]
+
+
+@dataclass
+class _Draft:
+    """A job between its file and its model."""
+
+    name: str
+    parsed: Parsed
+    values: dict[str, Any]
+    overridden: set[KeyPath] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+    def source(self, path: KeyPath) -> str:
+        if any(path[: len(key)] == key for key in self.overridden):
+            return "--set"
+        line = self.parsed.line_of(path)
+        return f"{self.name}:{line}" if line else self.name
+
+
+def load_job(path: Path | str, overrides: Sequence[str] = ()) -> JobFile:
+    """Read a job file, then apply `KEY=VALUE` overrides; raises InvalidInput with all problems."""
+    path = Path(path)
+    text = _read(path)
+    try:
+        parsed = parse(text, path.suffix.lower())
+    except SyntaxFault as fault:
+        where = f"{path}:{fault.line}" if fault.line else str(path)
+        raise InvalidInput(f"{where}: {fault.message}") from None
+    draft = _Draft(str(path), parsed, _copied(parsed.values))
+    for override in overrides:
+        _apply(override, draft)
+    config = _validated(draft)
+    if config is None or draft.problems:
+        raise InvalidInput(_rendered(draft))
+    return JobFile(path, text, config, _sources(draft))
+
+
+def localized(config: JobConfig) -> JobConfig:
+    """Names of files that exist here, made absolute: a server has another working directory."""
+    data = config.data.model_copy(
+        update={"path": _absolute(config.data.path), "eval_path": _absolute(config.data.eval_path)}
+    )
+    student = config.student.model_copy(update={"model": _absolute(config.student.model)})
+    return config.model_copy(update={"data": data, "student": student})
+
+
+def parse_override(override: str) -> tuple[KeyPath, Any]:
+    """`a.b=VALUE`, VALUE in TOML or else a bare string. Raises InvalidInput."""
+    dotted, equals, text = override.partition("=")
+    path = tuple(part.strip() for part in dotted.split("."))
+    if not equals or not all(path):
+        raise InvalidInput(f"--set: {override!r} is not KEY=VALUE")
+    if holds_text(path) and text[:1] not in ('"', "'"):
+        return path, text
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return path, text
+    return path, parsed["value"] if len(parsed) == 1 else text
+
+
+def _read(path: Path) -> str:
+    if path.suffix.lower() not in SUFFIXES:
+        raise InvalidInput(f"{path}: a job file ends in .toml, .yaml or .yml")
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise InvalidInput(f"{path}: no such file") from None
+    except OSError as error:
+        raise InvalidInput(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    if len(data) > MAX_BYTES:
+        raise InvalidInput(f"{path}: larger than {MAX_BYTES >> 10} KiB; is it a job file?")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise InvalidInput(f"{path}:{line}: not UTF-8 text") from None
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _copied(v) if isinstance(v, dict) else v for k, v in values.items()}
+
+
+def _apply(override: str, draft: _Draft) -> None:
+    try:
+        path, value = parse_override(override)
+    except InvalidInput as error:
+        draft.problems.append(error.message)
+        return
+    table: Any = draft.values
+    for depth, part in enumerate(path[:-1], start=1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            inner = ".".join(path[:depth])
+            draft.problems.append(f"--set: {'.'.join(path)}: '{inner}' is not a table")
+            return
+    table[path[-1]] = value
+    draft.overridden.add(path)
+
+
+def _validated(draft: _Draft) -> JobConfig | None:
+    try:
+        # Strict, so that `top_k = true` is a mistake and not 1; as JSON, which knows no dates.
+        document = json.dumps(draft.values, default=str)
+        return JobConfig.model_validate_json(document, strict=True)
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            for path, message in describe(detail):
+                parts = (draft.source(path), ".".join(path), message)
+                draft.problems.append(": ".join(filter(None, parts)))
+        return None
+
+
+def _rendered(draft: _Draft) -> str:
+    if len(draft.problems) == 1:
+        return draft.problems[0]
+    lines = "".join(f"\n  {problem}" for problem in draft.problems)
+    return f"{draft.name}: {len(draft.problems)} problems{lines}"
+
+
+def _sources(draft: _Draft) -> Mapping[str, str]:
+    return {
+        ".".join(path): draft.source(path) if _given(draft.values, path) else "default"
+        for path in fields()
+    }
+
+
+def _given(values: Any, path: KeyPath) -> bool:
+    for part in path:
+        if not isinstance(values, dict) or part not in values:
+            return False
+        values = values[part]
+    return True
+
+
+def _absolute(name: str | None) -> str | None:
+    return str(Path(name).absolute()) if name and Path(name).exists() else name

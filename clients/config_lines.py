@@ -1,0 +1,127 @@
+"""From a job file's text to its values, and to the line on which each key stands."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+KeyPath = tuple[str, ...]
+
+_TOML_HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?$")
+_TOML_KEY = re.compile(r"\s*([\w\"'.\- ]+?)\s*=")
+_TOML_LINE = re.compile(r" \(at line (\d+), column (\d+)\)$")
+
+
+class SyntaxFault(ValueError):
+    """The text is not TOML or YAML at all; `line` is 0 when it is not known."""
+
+    def __init__(self, message: str, line: int = 0) -> None:
+        super().__init__(message)
+        self.message = message
+        self.line = line
+
+
+@dataclass(frozen=True)
+class Parsed:
+    values: Mapping[str, Any]
+    lines: Mapping[KeyPath, int]
+
+    def line_of(self, path: KeyPath) -> int:
+        """The line of a key, or of the nearest table around it; 0 when none is in the text."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.lines:
+                return self.lines[path[:end]]
+        return 0
+
+
+def parse(text: str, suffix: str) -> Parsed:
+    """Raises SyntaxFault."""
+    try:
+        return _parse_toml(text) if suffix == ".toml" else _parse_yaml(text)
+    except RecursionError:
+        raise SyntaxFault("nested too deeply") from None
+
+
+def _parse_toml(text: str) -> Parsed:
+    try:
+        values = tomllib.loads(text)
+    except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
+        found = _TOML_LINE.search(str(error))
+        reason = _TOML_LINE.sub("", str(error))
+        where = f" (column {found[2]})" if found else ""
+        raise SyntaxFault(f"not TOML: {reason}{where}", int(found[1]) if found else 0) from None
+    return Parsed(values, _toml_lines(text))
+
+
+def _toml_lines(text: str) -> Mapping[KeyPath, int]:
+    # A scanner, not a parser: a multi-line string can fool it, and costs a wrong line number.
+    lines: dict[KeyPath, int] = {}
+    table: KeyPath = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _TOML_HEADER.match(line):
+            table = _toml_path(header[1])
+            lines.setdefault(table, number)
+        elif key := _TOML_KEY.match(line):
+            lines.setdefault(table + _toml_path(key[1]), number)
+    return lines
+
+
+def _toml_path(dotted: str) -> KeyPath:
+    return tuple(part.strip().strip("\"'") for part in dotted.split("."))
+
+
+class _YamlLoader(yaml.SafeLoader):
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        # A few nested aliases expand to gigabytes; a job file needs none.
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem="aliases are not allowed", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+
+# YAML 1.1 reads 1e-5 as a string; YAML 1.2, and everyone who writes a learning rate, as a number.
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+
+
+def _parse_yaml(text: str) -> Parsed:
+    loader = _YamlLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return Parsed({}, {})
+        if not isinstance(root, yaml.MappingNode):
+            raise SyntaxFault("must be a mapping of keys to values", root.start_mark.line + 1)
+        lines: dict[KeyPath, int] = {}
+        for path, line in _yaml_lines(root):
+            if path in lines:
+                raise SyntaxFault(f"{'.'.join(path)}: given twice", line)
+            lines[path] = line
+        return Parsed(loader.construct_document(root), lines)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        raise SyntaxFault(f"not YAML: {error.problem}", mark.line + 1 if mark else 0) from None
+    except SyntaxFault:
+        raise
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
+        raise SyntaxFault(f"not YAML: {error}") from None
+    finally:
+        loader.dispose()
+
+
+def _yaml_lines(node: yaml.MappingNode, table: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise SyntaxFault("a key must be a plain word", key.start_mark.line + 1)
+        path = (*table, key.value)
+        yield path, key.start_mark.line + 1
+        if isinstance(value, yaml.MappingNode):
+            yield from _yaml_lines(value, path)

@@ -1,0 +1,80 @@
+"""What is wrong with a job, in words a person can act on."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from clients.config import JobConfig
+from clients.config_lines import KeyPath
+
+
+def fields(model: type[BaseModel] = JobConfig, table: KeyPath = ()) -> Mapping[KeyPath, FieldInfo]:
+    """Every key that holds a value (not the tables), by its path."""
+    found: dict[KeyPath, FieldInfo] = {}
+    for name, info in model.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            found |= fields(info.annotation, (*table, name))
+        else:
+            found[(*table, name)] = info
+    return found
+
+
+def holds_text(path: KeyPath) -> bool:
+    """Whether the key takes a string of any kind."""
+    info = fields().get(path)
+    return info is not None and (info.annotation is str or str in get_args(info.annotation))
+
+
+def describe(error: ErrorDetails) -> Iterator[tuple[KeyPath, str]]:
+    """The keys that one pydantic error is about, and what is wrong with them."""
+    path = tuple(str(part) for part in error["loc"])
+    match error["type"]:
+        case "missing":
+            for key, info in fields().items():
+                if key[: len(path)] == path and info.is_required():
+                    yield key, f"missing; {(info.description or '').rstrip('.')}"
+        case "extra_forbidden":
+            yield path, f"unknown key{_suggestion(path)}"
+        case "literal_error":
+            expected = error["ctx"]["expected"].replace(" or ", ", ")
+            among = "one of " if "," in expected else ""
+            yield path, f"got {_shown(error['input'])}, expected {among}{expected}"
+        case "model_type" | "model_attributes_type" | "dataclass_type":
+            yield path, f"must be a table (got {_shown(error['input'])})"
+        case _:
+            message = error["msg"].replace("Input should be", "must be", 1)
+            yield path, f"{message} (got {_shown(error['input'])})"
+
+
+def _suggestion(path: KeyPath) -> str:
+    """What the author of an unknown key may have meant."""
+    table, name = path[:-1], path[-1]
+    keys = [*fields(), *((table_name,) for table_name in JobConfig.model_fields)]
+    here = [key[-1] for key in keys if key[:-1] == table]
+    if near := difflib.get_close_matches(name, here, n=1, cutoff=0.75):
+        return f"; did you mean '{near[0]}'?"
+    if owners := [key for key in keys if key[-1] == name]:
+        return "; it belongs to " + " or ".join(_table_of(key) for key in owners)
+    # Of two keys with one name, the one in the same table is meant.
+    names = {key[-1]: key for key in sorted(keys, key=lambda key: key[:-1] == table)}
+    if near := difflib.get_close_matches(name, names, n=1):
+        meant = names[near[0]]
+        return f"; did you mean '{'.'.join(meant if meant[:-1] != table else meant[-1:])}'?"
+    return ""
+
+
+def _table_of(key: KeyPath) -> str:
+    return f"[{'.'.join(key[:-1])}]" if len(key) > 1 else "the top of the file"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
