@@ -125,10 +125,15 @@ def _chunk(
     head = logits.gather(1, head_ids)
     token = logits.gather(1, token_ids[:, None]).squeeze(1)
     buffer = logits.scatter_(1, head_ids, -torch.inf)
-    top = buffer.amax(1).clamp(min=torch.finfo(buffer.dtype).min)  # a head of everything: not -inf
+    # A head of everything leaves a maximum of -inf, which nothing can be subtracted from.
+    top = buffer.amax(1).clamp(min=torch.finfo(buffer.dtype).min)
     tail_sum = buffer.sub_(top[:, None]).exp_().sum(1)
+    # One common maximum, so that the probabilities below sum to one to the last bit.
+    common = torch.maximum(top, head.amax(1)) if head.shape[1] else top
+    head_mass, tail_mass = (head - common[:, None]).exp(), tail_sum * (top - common).exp()
+    mass = head_mass.sum(1) + tail_mass
+    total = common + mass.log()
     tail = top + tail_sum.log()
-    total = torch.logaddexp(tail, head.logsumexp(1)) if head.shape[1] else tail
 
     with torch.enable_grad():
         leaves = [
@@ -142,10 +147,9 @@ def _chunk(
         for leaf, grad in zip(leaves, grads, strict=True)
     )
     g_sum = g_head.sum(1) + g_tail + g_token
-    tail_mass = leaves[1].detach().exp()
-    scale = (g_tail - g_sum * tail_mass) / torch.where(tail_sum == 0, 1, tail_sum)
+    scale = (g_tail - g_sum * tail_mass / mass) / torch.where(tail_sum == 0, 1, tail_sum)
     buffer.mul_(scale[:, None])
-    buffer.scatter_(1, head_ids, g_head - leaves[0].detach().exp() * g_sum[:, None])
+    buffer.scatter_(1, head_ids, g_head - head_mass * (g_sum / mass)[:, None])
     buffer.scatter_add_(1, token_ids[:, None], g_token[:, None])
     return Rows(*(leaf.detach() for leaf in leaves)), losses.detach()
 
