@@ -72,10 +72,12 @@ async def serve(
     port: int,
     grace_seconds: float,
     on_ready: Callable[[int], None],
+    on_stop: Callable[[], None] = lambda: None,
 ) -> None:
     """Listen until SIGTERM or SIGINT, then let running calls end within `grace_seconds`.
 
     `register` adds the service and returns its full name, for health checks. `on_ready` gets the bound port.
+    `on_stop` ends the streams that would not end by themselves; it is called before the grace starts.
     Raises InvalidInput when the port is taken.
     """
     require_loopback(host)
@@ -102,6 +104,7 @@ async def serve(
     on_ready(bound)
     await stop.wait()
     await health.enter_graceful_shutdown()
+    on_stop()
     await server.stop(grace_seconds)
 
 

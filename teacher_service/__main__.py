@@ -1,0 +1,81 @@
+"""The command `distill-teacher`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def teacher(
+    model: Annotated[str, typer.Option(help="Hugging Face directory or hub id.")],
+    port: Annotated[int, typer.Option(help="0 takes any free port.")] = 50052,
+    host: Annotated[str, typer.Option(help="Address of this machine to listen on.")] = "127.0.0.1",
+    engine: Annotated[str, typer.Option(help="hf, or fake (rows from a hash, for tests).")] = "hf",
+    dtype: Annotated[
+        str, typer.Option(help="Type of the weights: auto (as saved), float32, bfloat16, float16.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
+    max_top_k: Annotated[int, typer.Option(min=1, help="Most head ids of a row.")] = 1024,
+    max_batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Padded tokens of one forward pass.")
+    ] = 16384,
+    batch_invariant: Annotated[
+        bool, typer.Option(help="Forward each sequence alone: same bits whatever else is scored.")
+    ] = False,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Where rows are kept; ~/.cache/distill-service/rows.")
+    ] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep no rows at all.")] = False,
+    cache_memory_mib: Annotated[int, typer.Option(min=0, help="Rows kept in memory.")] = 1024,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; OMP_NUM_THREADS, or half the cores.")
+    ] = None,
+) -> None:
+    """Score sequences with a model and stream the top-k rows to students."""
+    # Before torch is imported: every thread of it reads this once.
+    os.environ["OMP_NUM_THREADS"] = str(threads or os.environ.get("OMP_NUM_THREADS") or _half())
+    from protos.errors import DistillError
+    from teacher_service.program import Settings, run
+
+    settings = Settings(
+        model=model,
+        host=host,
+        port=port,
+        engine=engine,
+        dtype=dtype,
+        device=device,
+        max_top_k=max_top_k,
+        max_batch_tokens=max_batch_tokens,
+        batch_invariant=batch_invariant,
+        cache_dir=None if no_cache else cache_dir or _default_cache(),
+        cache_memory_bytes=0 if no_cache else cache_memory_mib << 20,
+    )
+    try:
+        run(settings)
+    except DistillError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from error
+
+
+def _half() -> int:
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def _default_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "distill-service" / "rows"
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

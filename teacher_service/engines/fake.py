@@ -1,0 +1,140 @@
+"""Rows from a hash of the prefix: a teacher without a model or torch, for tests and for load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from clients.score_query import ScoreQuery, tokenizer_fingerprint
+from protos.errors import Corrupt, DistillError, InvalidInput
+from protos.rows import RowBlock
+from teacher_service.engines.base import EngineInfo, fingerprint_of
+
+_CHUNK_ROWS = 256
+
+
+@dataclass(frozen=True)
+class FakeSettings:
+    """What `--engine fake --model vocab=512,latency_ms=20` says.
+
+    A sequence with `nan_token` gets NaN logits after it; a batch with `crash_token` raises. -1: no
+    such token.
+    """
+
+    vocab: int = 512
+    seed: int = 0
+    max_length: int = 8192
+    latency_ms: int = 0
+    nan_token: int = -1
+    crash_token: int = -1
+
+
+def parse_settings(text: str) -> FakeSettings:
+    """`name=integer` pairs with commas between; raises InvalidInput."""
+    known = {field.name for field in fields(FakeSettings)}
+    values: dict[str, int] = {}
+    for pair in filter(None, text.split(",")):
+        name, _, value = pair.partition("=")
+        if name not in known or not value.lstrip("-").isdigit():
+            raise InvalidInput(
+                f"the fake engine does not know {pair!r}",
+                field="--model",
+                hint=f"write name=integer pairs of {', '.join(sorted(known))}",
+            )
+        values[name] = int(value)
+    return FakeSettings(**values)
+
+
+class FakeEngine:
+    """Deterministic and batch invariant: a row depends on its prefix, the seed and the vocabulary
+    only.
+    """
+
+    def __init__(self, settings: FakeSettings) -> None:
+        tokens = tuple(f"t{i}" for i in range(settings.vocab))
+        self._settings = settings
+        # Latency changes when rows come, not what they are.
+        facts = {"engine": "fake", **asdict(settings), "latency_ms": 0}
+        self.info = EngineInfo(
+            model="fake",
+            fingerprint=fingerprint_of(facts),
+            tokenizer_fingerprint=tokenizer_fingerprint(tokens),
+            vocabulary=tokens,
+            vocab_size=settings.vocab,
+            max_length=settings.max_length,
+            dtype="float64",
+            name="fake",
+            batch_invariant=True,
+        )
+
+    def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
+        time.sleep(self._settings.latency_ms / 1000)
+        if any(self._settings.crash_token in query.token_ids for query in queries):
+            raise RuntimeError("the fake engine was told to crash on this token")
+        return [self._score_one(query) for query in queries]
+
+    def _score_one(self, query: ScoreQuery) -> RowBlock | DistillError:
+        parts = []
+        for first in range(query.start, len(query.token_ids), _CHUNK_ROWS):
+            last = min(first + _CHUNK_ROWS, len(query.token_ids))
+            logits = self._logits(query.token_ids, first, last) / query.temperature
+            bad = np.flatnonzero(np.isnan(logits).any(axis=1))
+            if bad.size:
+                position = first + int(bad[0])
+                return Corrupt(f"the teacher's logits for position {position} are not finite")
+            heads = None
+            if query.head_ids is not None:
+                heads = query.head_ids[first - query.start : last - query.start]
+            parts.append(_rows(logits, heads, query.k, query.token_ids[first:last]))
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        return RowBlock(columns[0], columns[1], columns[2], columns[3])
+
+    def _logits(self, token_ids: NDArray[np.int32], first: int, last: int) -> NDArray[np.float64]:
+        """[last - first, V]: uniform in [0, 16), a function of (seed, prefix, id)."""
+        hasher = xxhash.xxh3_64(seed=self._settings.seed)
+        hasher.update(token_ids[: first - 1].astype("<i4").tobytes())
+        prefixes = np.empty(last - first, dtype=np.uint64)
+        for row, token in enumerate(token_ids[first - 1 : last - 1].astype("<i4")):
+            hasher.update(token.tobytes())
+            prefixes[row] = hasher.intdigest()
+        ids = np.arange(self._settings.vocab, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = _mix(prefixes[:, None] + ids[None, :])
+        logits = (mixed >> np.uint64(11)).astype(np.float64) * (16 / 2**53)
+        seen = np.cumsum(token_ids == self._settings.nan_token)[first - 1 : last - 1] > 0
+        logits[seen] = np.nan
+        return logits
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _rows(
+    logits: NDArray[np.float64],
+    heads: NDArray[np.int32] | None,
+    k: int,
+    token_ids: NDArray[np.int32],
+) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+    if heads is None:
+        heads = np.argsort(-logits, axis=1, kind="stable")[:, :k].astype(np.int32)
+    logprobs = logits - _logsumexp(logits)[:, None]
+    head = np.take_along_axis(logprobs, heads, axis=1)
+    token = np.take_along_axis(logprobs, token_ids[:, None], axis=1)[:, 0]
+    np.put_along_axis(logprobs, heads, -np.inf, axis=1)
+    tail = _logsumexp(logprobs)
+    return heads, head.astype(np.float32), tail.astype(np.float32), token.astype(np.float32)
+
+
+def _logsumexp(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    top = x.max(axis=1)
+    shift = np.where(np.isfinite(top), top, 0.0)
+    with np.errstate(divide="ignore"):
+        return np.asarray(shift + np.log(np.exp(x - shift[:, None]).sum(axis=1)))

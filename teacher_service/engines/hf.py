@@ -1,0 +1,178 @@
+"""A transformers model: its base gives the hidden states, our head gives the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from clients.score_query import ScoreQuery, tokenizer_fingerprint
+from protos.errors import DistillError, InvalidInput
+from protos.rows import RowBlock
+from teacher_service.engines.base import EngineInfo, fingerprint_of
+from teacher_service.model_files import file_facts, model_directory
+from teacher_service.scoring import score_hidden
+
+_CHECK_TOKENS = 8
+
+
+class HfEngine:
+    """Any causal language model of transformers whose head is one linear layer.
+
+    Sequences are padded on the right and masked. With `batch_invariant` each goes alone, so that
+    its rows are the same bits whatever else is in flight.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        batch_invariant: bool = False,
+    ) -> None:
+        path = model_directory(model)
+        self._device = torch.device(_device(device))
+        self._model = _load(path, dtype).to(self._device).eval()
+        head = self._model.get_output_embeddings()
+        if not isinstance(head, torch.nn.Linear):
+            raise _not_linear(model)
+        self._weight: Tensor = head.weight.detach()
+        self._bias: Tensor | None = None if head.bias is None else head.bias.detach()
+        self._batch_invariant = batch_invariant
+        self._require_linear_head(model)
+        self.info = self._describe(model, path)
+
+    @torch.inference_mode()
+    def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
+        if self._batch_invariant:
+            return [answer for query in queries for answer in self._score_together([query])]
+        return self._score_together(queries)
+
+    def _score_together(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
+        hidden = self._hidden([query.token_ids for query in queries])
+        answers: list[RowBlock | DistillError] = []
+        for query, states in zip(queries, hidden, strict=True):
+            try:
+                answers.append(self._rows(query, states))
+            except DistillError as error:
+                answers.append(error)
+        return answers
+
+    def _hidden(self, sequences: Sequence[np.ndarray[Any, Any]]) -> Tensor:
+        """Final hidden states [B, L - 1, H]: entry i has seen tokens 0..i; the last token predicts
+        nothing.
+        """
+        lengths = [len(sequence) - 1 for sequence in sequences]
+        padded = np.zeros((len(sequences), max(lengths)), dtype=np.int64)
+        for row, sequence in enumerate(sequences):
+            padded[row, : lengths[row]] = sequence[:-1]
+        # Without padding no mask: attention has a faster path then.
+        mask = None
+        if min(lengths) != max(lengths):
+            seen = np.arange(max(lengths)) < np.array(lengths)[:, None]
+            mask = torch.from_numpy(seen.astype(np.int64)).to(self._device)
+        ids = torch.from_numpy(padded).to(self._device)
+        base = self._model.base_model
+        states: Tensor = base(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        return states
+
+    def _rows(self, query: ScoreQuery, states: Tensor) -> RowBlock:
+        """`states` [L - 1, H]: row t comes from the state that has seen tokens 0..t-1."""
+        length = len(query.token_ids)
+        targets = torch.from_numpy(query.token_ids[query.start :].astype(np.int64))
+        heads = None
+        if query.head_ids is not None:
+            heads = torch.from_numpy(query.head_ids.astype(np.int64)).to(self._device)
+        scored = score_hidden(
+            states[query.start - 1 : length - 1],
+            self._weight,
+            bias=self._bias,
+            token_ids=targets.to(self._device),
+            top_k=query.top_k,
+            head_ids=heads,
+            temperature=query.temperature,
+            first_position=query.start,
+        )
+        return RowBlock(
+            head_ids=scored.head_ids.to(torch.int32).cpu().numpy(),
+            head_logprobs=scored.head_logprobs.cpu().numpy(),
+            tail_logmass=scored.tail_logmass.cpu().numpy(),
+            token_logprobs=scored.token_logprobs.cpu().numpy(),
+        )
+
+    @torch.inference_mode()
+    def _require_linear_head(self, model: str) -> None:
+        """Some models scale or cap their logits after the linear layer; our head would be silently
+        wrong.
+        """
+        count = min(_CHECK_TOKENS, self._max_length())
+        ids = (torch.arange(count, device=self._device) * 7 % len(self._weight))[None]
+        states = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        ours = torch.nn.functional.linear(states, self._weight, self._bias).float()
+        theirs = self._model(input_ids=ids, use_cache=False).logits.float()
+        tolerance = 1e-4 if self._weight.dtype is torch.float32 else 2e-2
+        same_shape = ours.shape == theirs.shape
+        if not same_shape or not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance):
+            raise _not_linear(model)
+
+    def _max_length(self) -> int:
+        return int(getattr(self._model.config, "max_position_embeddings", None) or 4096)
+
+    def _describe(self, model: str, path: Path) -> EngineInfo:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        tokens = tuple(tokenizer.convert_ids_to_tokens(i) or "" for i in range(len(tokenizer)))
+        dtype = str(self._weight.dtype).removeprefix("torch.")
+        facts = {
+            **file_facts(path),
+            "tokenizer": tokenizer_fingerprint(tokens),
+            "dtype": dtype,
+            "engine": "hf",
+            "device": self._device.type,
+            "batch_invariant": self._batch_invariant,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+        }
+        return EngineInfo(
+            model=model,
+            fingerprint=fingerprint_of(facts),
+            tokenizer_fingerprint=tokenizer_fingerprint(tokens),
+            vocabulary=tokens,
+            vocab_size=len(self._weight),
+            max_length=self._max_length(),
+            dtype=dtype,
+            name="hf",
+            batch_invariant=self._batch_invariant,
+        )
+
+
+def _load(path: Path, dtype: str) -> Any:
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidInput(
+            f"cannot load {path}: {' '.join(str(error).split())[:300]}",
+            field="--model",
+            hint="give a causal language model that this version of transformers knows",
+        ) from error
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _not_linear(model: str) -> InvalidInput:
+    return InvalidInput(
+        f"the logits of {model} are not one linear layer of its hidden states",
+        field="--model",
+        hint="models that scale or cap their logits (Gemma 2, Granite, Cohere) are not supported",
+    )

@@ -1,0 +1,60 @@
+"""Before the first request: does this engine, on this machine, give the same rows twice?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clients.score_query import ScoreQuery
+from protos.errors import WrongState
+from protos.rows import RowBlock
+from teacher_service.engines.base import Engine
+
+# Largest difference in nats between two scorings of a row, by dtype: batching reorders sums.
+_TOLERANCES = {"float32": 1e-3, "float64": 1e-6}
+_HALF_TOLERANCE = 0.5
+_LENGTH = 8
+
+
+def run_self_test(engine: Engine) -> None:
+    """Score a short sequence alone, again, beside a longer one, and at its own ids.
+
+    Raises WrongState when the rows differ by more than rounding (at all, for a batch-invariant
+    engine).
+    """
+    info = engine.info
+    rng = np.random.default_rng(0)
+    short, long = (min(length, info.max_length) for length in (_LENGTH, 3 * _LENGTH))
+    tokens = rng.integers(0, info.vocab_size, long).astype(np.int32)
+    other = ScoreQuery(tokens[::-1].copy(), 1, top_k=1)
+    query = ScoreQuery(tokens[:short], 1, top_k=1)
+    at_tokens = ScoreQuery(tokens[:short], 1, head_ids=tokens[1:short, None])
+
+    alone = _score(engine, [query])[0]
+    again = _score(engine, [query])[0]
+    beside, _, gathered = _score(engine, [query, other, at_tokens])
+    tolerance = 0.0 if info.batch_invariant else _TOLERANCES.get(info.dtype, _HALF_TOLERANCE)
+    _require_close("scored twice", alone.token_logprobs, again.token_logprobs, tolerance)
+    _require_close("scored in a batch", alone.token_logprobs, beside.token_logprobs, tolerance)
+    _require_close("gathered as a head", beside.token_logprobs, gathered.head_logprobs[:, 0], tolerance)
+
+
+def _score(engine: Engine, queries: list[ScoreQuery]) -> list[RowBlock]:
+    answers = engine.score(queries)
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return [answer for answer in answers if isinstance(answer, RowBlock)]
+
+
+def _require_close(
+    how: str, first: NDArray[np.float32], second: NDArray[np.floating[Any]], tolerance: float
+) -> None:
+    difference = float(np.max(np.abs(first - second)))
+    if not difference <= tolerance:
+        raise WrongState(
+            f"self-test: log-probs differ by {difference:.3g} when {how}; {tolerance:.3g} is
+            allowed", field="--model", hint="try --dtype float32, or --device cpu",
+        )
