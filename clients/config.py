@@ -112,7 +112,7 @@ class EvalConfig(_Table):
     prompts: Count = 128
     """Held-out prompts."""
     metric: Literal["none", "exact_match"] = "none"
-    """Task accuracy: the final answer (after a last '####', or everything) equals the reference's."""
+    """Task accuracy: the final answer (after a last '####', or all of it) is the reference's."""
 
 
 class CheckpointConfig(_Table):

@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True)
 class JobEvent:
-    """One change of a job. `seq` counts from 1 without gaps; `metrics` is empty unless a step ended."""
+    """One change of a job. `seq` counts from 1 without gaps; only a step has `metrics`."""
 
     seq: int
     time: float

@@ -14,7 +14,7 @@ from pathlib import Path
 def trainer_command(
     run: Path, *, attempt: int, processes: int, from_step: int | None = None
 ) -> list[str]:
-    """Arguments for one attempt; it resumes from the newest good checkpoint, or from `from_step`."""
+    """One attempt's arguments; it resumes from the newest good checkpoint, or from `from_step`."""
     trainer = ["student_trainer", str(run), "--attempt", str(attempt)]
     if from_step is not None:
         trainer += ["--from-step", str(from_step)]

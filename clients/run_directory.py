@@ -30,7 +30,7 @@ Verdict = Literal["running", "succeeded", "failed", "cancelled"]
 class Status:
     """What the trainer last said of itself.
 
-    `verdict` is final unless it is "running"; a trainer that is gone while its verdict is "running" died.
+    `verdict` is final unless it is "running"; a trainer that is gone with that verdict died.
     """
 
     attempt: int

@@ -1,0 +1,8 @@
+"""`python -m clients` is `distill`."""
+
+import sys
+
+from clients.cli.app import main
+
+if __name__ == "__main__":
+    sys.exit(main())

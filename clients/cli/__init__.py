@@ -1,0 +1,1 @@
+"""The command `distill`. Nothing heavy is imported at the top here: `--help` must be instant."""

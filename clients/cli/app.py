@@ -1,0 +1,111 @@
+"""`distill`: global options, the list of commands, and the one boundary of errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from clients.cli import config_commands, demo, doctor, job_commands, logs_and_files, run, submit
+from clients.cli.output import Output
+from clients.cli.settings import DEFAULT_SERVER, Settings
+from protos.errors import DistillError, ExitCode, InternalFault, InvalidInput
+
+EXIT_CODE_MEANINGS = {
+    ExitCode.OK: "fine, or the job SUCCEEDED",
+    ExitCode.JOB_FAILED: "the job FAILED, or the command did",
+    ExitCode.USAGE: "wrong usage, or an invalid job file",
+    ExitCode.NOT_FOUND: "no such job, checkpoint or attempt",
+    ExitCode.UNREACHABLE: "the server or the teacher cannot be reached",
+    ExitCode.JOB_CANCELLED: "the job was CANCELLED",
+    ExitCode.WRONG_STATE: "not allowed in the job's state",
+    ExitCode.TIMED_OUT: "no answer in time",
+    ExitCode.INTERRUPTED: "Ctrl-C; a submitted job goes on",
+}
+# \b: the lines stay as they are.
+EPILOG = "\b\nExit codes:\n" + "\n".join(
+    f"  {code.value:<4} {meaning}" for code, meaning in EXIT_CODE_MEANINGS.items()
+)
+GLOBAL_OPTIONS = ("--server", "--json", "-q", "--quiet", "-v", "--verbose", "--no-color")
+
+app = typer.Typer(
+    name="distill",
+    help="Distil language models: submit jobs, watch them, fetch what they made.",
+    epilog=EPILOG,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+app.command("run")(run.run)
+app.command("submit")(submit.submit)
+app.command("ls")(job_commands.ls)
+app.command("show")(job_commands.show)
+app.command("watch")(submit.watch)
+app.command("logs")(logs_and_files.logs)
+app.command("cancel")(job_commands.cancel)
+app.command("resume")(job_commands.resume)
+app.command("pull")(logs_and_files.pull)
+app.add_typer(config_commands.app, name="config")
+app.command("doctor")(doctor.doctor)
+app.command("demo")(demo.demo)
+
+
+@app.callback()
+def global_options(
+    context: typer.Context,
+    server: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", envvar="DISTILL_SERVER", show_envvar=True, help="Job server."
+        ),
+    ] = DEFAULT_SERVER,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Results as JSON; watch and logs as JSON Lines.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Tell more.")] = False,
+    no_color: Annotated[bool, typer.Option("--no-color", help="As $NO_COLOR.")] = False,
+) -> None:
+    color = not (no_color or os.environ.get("NO_COLOR"))
+    output = Output(as_json=as_json, quiet=quiet, verbose=verbose, color=color)
+    context.obj = Settings(output, server)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is an ExitCode."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    # The options may be what is wrong, so errors are told in the way that they seem to ask for.
+    plain = "--no-color" in arguments or bool(os.environ.get("NO_COLOR"))
+    output = Output(as_json="--json" in arguments, color=not plain)
+    try:
+        command = typer.main.get_command(app)
+        return int(command.main(arguments, prog_name="distill", standalone_mode=False) or 0)
+    except DistillError as error:
+        output.fail(error)
+        return int(error.exit_code)
+    except typer.TyperException as error:
+        return _usage(error, output)
+    except OSError as error:
+        # A full disk or a forbidden directory is no defect of ours, and needs no traceback.
+        what = f"{error.filename}: " if error.filename else ""
+        output.fail(InternalFault(f"{what}{error.strerror or error}"))
+        return int(ExitCode.JOB_FAILED)
+
+
+def _usage(error: typer.TyperException, output: Output) -> int:
+    message = error.format_message()
+    context: typer.Context | None = getattr(error, "ctx", None)
+    if context is not None and message == context.get_help():
+        print(message, file=sys.stderr)
+        return int(ExitCode.USAGE)
+    path = context.command_path if context is not None else "distill"
+    hint = f"see {path} --help"
+    if getattr(error, "option_name", "") in GLOBAL_OPTIONS:
+        hint = f"global options stand before the command: distill {error.option_name} ..."  # type: ignore[attr-defined]
+    output.fail(InvalidInput(message.rstrip(".?"), hint=hint))
+    return int(ExitCode.USAGE)

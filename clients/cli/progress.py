@@ -1,0 +1,100 @@
+"""How a job fares, folded from its events: what every display of it shows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from clients.jobs import JobEvent, JobState
+
+# Steps over which speed is averaged, and that the sparkline shows.
+WINDOW = 40
+KL = "kl/teacher"
+
+
+@dataclass
+class Progress:
+    job_id: str
+    state: JobState = JobState.QUEUED
+    phase: str = ""
+    reason: str = ""
+    attempt: int = 1
+    step: int = 0
+    max_steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    kl_history: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    evaluations: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
+    _clock: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def add(self, event: JobEvent) -> None:
+        if event.attempt != self.attempt:
+            self._clock.clear()
+        self.state, self.phase, self.reason = event.state, event.phase, event.reason
+        self.attempt = event.attempt
+        self.step = event.step
+        self.max_steps = event.max_steps or self.max_steps
+        if event.metrics:
+            self._add_step(event)
+
+    def _add_step(self, event: JobEvent) -> None:
+        self.metrics.update(event.metrics)
+        self._clock.append((event.step, event.time))
+        if KL in event.metrics:
+            self.kl_history.append(event.metrics[KL])
+        if found := evaluation(event.metrics):
+            self.evaluations.append((event.step, found))
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the pace of the last steps; None before there is one."""
+        if len(self._clock) < 2 or self.state is not JobState.RUNNING:
+            return None
+        (first, began), (last, now) = self._clock[0], self._clock[-1]
+        if last <= first or now <= began:
+            return None
+        return (now - began) / (last - first) * max(self.max_steps - last, 0)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Names and values of the newest step, ready to print."""
+        known = self.metrics
+        shown = [
+            (label, f"{known[name]:{spec}}")
+            for label, name, spec in (
+                ("loss", "loss", ".4g"),
+                ("kl", KL, ".4g"),
+                ("tok/s", "tokens_per_sec", ".0f"),
+            )
+            if name in known
+        ]
+        if known.get("time/step") and "time/teacher_wait" in known:
+            shown.append(("wait", f"{known['time/teacher_wait'] / known['time/step']:.0%}"))
+        if self.seconds_left is not None:
+            shown.append(("eta", duration(self.seconds_left)))
+        return shown
+
+
+def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The held-out part of a step's metrics."""
+    return {name: value for name, value in metrics.items() if name.startswith("eval/")}
+
+
+def sparkline(values: deque[float], *, unicode: bool = True) -> str:
+    """One character a value, between the smallest and the largest of them."""
+    levels = "".join(map(chr, range(0x2581, 0x2589))) if unicode else "_.-~=+*#"
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    scale = (len(levels) - 1) / (high - low) if high > low else 0.0
+    return "".join(levels[round((value - low) * scale)] for value in values)
+
+
+def duration(seconds: float) -> str:
+    """`42s`, `3m20s`, `2h05m`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02}s"
+    return f"{minutes // 60}h{minutes % 60:02}m"
