@@ -25,6 +25,8 @@ MAX_MESSAGE_BYTES = 4 << 20
 # Rows are cut into messages of at most this, so that one long sequence never stalls the others of a stream.
 MAX_CHUNK_BYTES = 1 << 20
 ERROR_DOMAIN = "distill-service"
+# Initial metadata of a stream that may stay quiet for long: its client knows that the connection stands.
+STREAM_OPEN = ("stream", "open")
 _STATUS_DETAILS = "grpc-status-details-bin"
 
 _LIMITS = [

@@ -1,0 +1,59 @@
+"""`distill-server`, or `python -m distill_server`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from protos.errors import DistillError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def serve(
+    runs: Annotated[Path, typer.Option(help="Directory of the jobs.")] = Path("runs"),
+    port: Annotated[int, typer.Option(help="0: any free port.", min=0, max=65535)] = 50051,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    slots: Annotated[int, typer.Option(help="Jobs that run at once.", min=1)] = 1,
+    threads_per_job: Annotated[
+        int, typer.Option(help="CPU threads of a job; 0: half of the CPUs, shared.", min=0)
+    ] = 0,
+    retries: Annotated[
+        int, typer.Option(help="How often a job whose trainer died is started again.", min=0)
+    ] = 1,
+) -> None:
+    """Accept distillation jobs, run them, and tell how they fare."""
+    from distill_server.runner import LocalRunner
+    from distill_server.scheduler import Policy
+    from distill_server.server import run_server
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    share = max(1, (os.cpu_count() or 1) // 2 // slots)
+    try:
+        asyncio.run(
+            run_server(
+                runs,
+                host=host,
+                port=port,
+                runner=LocalRunner(threads_per_job=threads_per_job or share),
+                policy=Policy(slots=slots, retries=retries),
+                on_ready=lambda bound: print(f"server listening on {host}:{bound}", flush=True),
+            )
+        )
+    except DistillError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

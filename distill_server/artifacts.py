@@ -1,0 +1,101 @@
+"""The files a job leaves: its export, or one of its checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from clients.jobs import Job, JobState
+from clients.run_directory import RunDirectory
+from protos.errors import Corrupt, NotFound, WrongState
+from protos.transport import MAX_CHUNK_BYTES
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of one file. `sha256` is of the whole file, and comes with its last piece."""
+
+    path: str
+    offset: int
+    data: bytes
+    last: bool
+    sha256: str
+
+
+async def pieces_of(root: Path) -> AsyncIterator[Piece]:
+    """Every file under `root`. Raises WrongState for a link, NotFound for a vanished file."""
+    for path in await asyncio.to_thread(lambda: list(_files(root))):
+        relative = path.relative_to(root).as_posix()
+        try:
+            # A link that took the file's place after the listing is refused here.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError as error:
+            raise NotFound(f"{relative} was removed meanwhile", hint="try again") from error
+        with open(descriptor, "rb") as file:
+            async for piece in _pieces(file, relative):
+                yield piece
+
+
+def artifact_root(job: Job, run: RunDirectory, checkpoint_step: int) -> Path:
+    """The directory to send; raises NotFound, or WrongState when the job has no export."""
+    if checkpoint_step:
+        root = run.checkpoints / f"step-{checkpoint_step:06d}"
+        if not root.is_dir():
+            known = sorted(path.name for path in run.checkpoints.glob("step-*"))
+            raise NotFound(
+                f"job {job.id} has no checkpoint of step {checkpoint_step}",
+                field="checkpoint_step",
+                hint=f"it has {', '.join(known)}" if known else "it has none",
+            )
+        return root
+    if job.state is JobState.FAILED:
+        raise WrongState(f"job {job.id} failed: {job.reason}", field="job_id")
+    if job.state is not JobState.SUCCEEDED:
+        raise WrongState(
+            f"job {job.id} is {job.state} and has no export",
+            field="job_id",
+            hint="wait for its end, or ask for a checkpoint",
+        )
+    if not run.export.is_dir():
+        raise NotFound(f"the export of job {job.id} is gone", field="job_id")
+    return run.export
+
+
+def _files(root: Path) -> Iterator[Path]:
+    if root.is_symlink():
+        raise WrongState(f"{root.name} is a link, which is not followed")
+    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
+        if entry.is_symlink():
+            raise WrongState(f"{entry.name} is a link, which is not followed")
+        if entry.is_dir():
+            yield from _files(Path(entry.path))
+        elif entry.is_file():
+            yield Path(entry.path)
+
+
+async def _pieces(file: BinaryIO, relative: str) -> AsyncIterator[Piece]:
+    size = os.fstat(file.fileno()).st_size
+    digest = hashlib.sha256()
+    offset = 0
+    while True:
+        # Off the event loop: gigabytes are read and hashed here.
+        data = await asyncio.to_thread(_read_into, file, digest)
+        end = offset + len(data)
+        last = end >= size
+        if end > size or (not data and end < size):
+            raise Corrupt(f"{relative} changed while it was read", hint="try again")
+        yield Piece(relative, offset, data, last, digest.hexdigest() if last else "")
+        if last:
+            return
+        offset = end
+
+
+def _read_into(file: BinaryIO, digest: hashlib._Hash) -> bytes:
+    data = file.read(MAX_CHUNK_BYTES)
+    digest.update(data)
+    return data

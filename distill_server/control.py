@@ -1,0 +1,174 @@
+"""What people ask of jobs: submit, cancel, resume."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from clients.config import JobConfig
+from clients.jobs import Job, JobState
+from clients.run_directory import Control, RunDirectory, fsync_directory
+from distill_server.store import Attempt, Change, Store
+from protos.errors import InvalidInput, NotFound, WrongState
+
+_SLUG_CHARS = 40
+_KEY_CHARS = 200
+
+
+class JobControl:
+    """The wishes of people, turned into changes of the store; `wake` tells the scheduler."""
+
+    def __init__(self, store: Store, runs: Path, wake: Callable[[], None]) -> None:
+        self._store = store
+        self._runs = runs
+        self._wake = wake
+
+    def submit(self, config_json: str, config_text: str, idempotency_key: str) -> Job:
+        """Queue a job; the same key returns the same job. Raises InvalidInput with the field."""
+        config = _validated(config_json)
+        resolved = config.model_dump_json()
+        if len(idempotency_key) > _KEY_CHARS:
+            raise InvalidInput(f"longer than {_KEY_CHARS} characters", field="idempotency_key")
+        if idempotency_key and (known := self._store.submitted(idempotency_key, resolved)):
+            return known
+        kind = config.method.type
+        job_id = self._new_id(kind, config.name)
+        # The directory first: a job that was acknowledged always has one.
+        run = RunDirectory.create(
+            self._runs / job_id, config, config_text, suffix=_suffix(config_text)
+        )
+        fsync_directory(run.path.parent)
+        job = self._store.add(
+            Job(
+                id=job_id,
+                name=config.name,
+                kind=kind,
+                state=JobState.QUEUED,
+                reason="",
+                phase="",
+                attempt=1,
+                step=0,
+                max_steps=config.max_steps,
+                created_at=time.time(),
+                started_at=0.0,
+                ended_at=0.0,
+                last_seq=0,
+                config_json=resolved,
+            ),
+            idempotency_key,
+        )
+        self._wake()
+        return job
+
+    def cancel(self, text: str, *, now: bool) -> Job:
+        """Stop a job, after a last checkpoint unless `now`. Repeating it is harmless."""
+        job = self._store.resolve(text)
+        match job.state:
+            case JobState.CANCELLED:
+                return job
+            case JobState.SUCCEEDED | JobState.FAILED:
+                raise WrongState(
+                    f"job {job.id} has already {job.state.lower()}; nothing is left to cancel",
+                    field="job_id",
+                )
+            case JobState.QUEUED:
+                return self._store.change(
+                    job.id, Change(JobState.CANCELLED, reason="cancelled while queued", phase="")
+                )
+        self._tell(job, now=now)
+        if job.state is not JobState.CANCELLING:
+            job = self._store.change(job.id, Change(JobState.CANCELLING))
+        self._wake()
+        return job
+
+    def resume(self, text: str, *, max_steps: int, from_step: int) -> Job:
+        """A further attempt of a job that ended; 0 means: as before, and the newest checkpoint."""
+        job = self._store.resolve(text)
+        if job.state not in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED):
+            raise WrongState(
+                f"job {job.id} is {job.state}; only a job that ended can be resumed", field="job_id"
+            )
+        if job.state is JobState.SUCCEEDED and max_steps <= job.max_steps:
+            raise WrongState(
+                f"job {job.id} has succeeded with {job.max_steps} steps",
+                field="max_steps",
+                hint="resume it with more steps",
+            )
+        config = self._extended(job, max_steps) if max_steps else None
+        if from_step:
+            self._require_checkpoint(job, from_step)
+        resumed = self._store.queue_again(
+            job.id,
+            Attempt(job.attempt + 1, from_step=from_step or None),
+            Change(JobState.QUEUED, reason="", phase=""),
+            last=True,
+            config=config,
+        )
+        self._wake()
+        return resumed
+
+    def _tell(self, job: Job, *, now: bool) -> None:
+        run = RunDirectory(self._runs / job.id)
+        # Never back from "now" to "checkpoint": the trainer may already be on its way out.
+        if now or run.read_control().stop != "now":
+            run.write_control(Control("now" if now else "checkpoint"))
+
+    def _extended(self, job: Job, max_steps: int) -> JobConfig:
+        if max_steps <= job.step:
+            raise InvalidInput(
+                f"the job has already made {job.step} steps", field="max_steps", hint="give more"
+            )
+        values = JobConfig.model_validate_json(job.config_json).model_dump(mode="json")
+        return _checked(lambda: JobConfig.model_validate({**values, "max_steps": max_steps}))
+
+    def _require_checkpoint(self, job: Job, step: int) -> None:
+        checkpoints = RunDirectory(self._runs / job.id).checkpoints
+        if not (checkpoints / f"step-{step:06d}").is_dir():
+            raise NotFound(f"job {job.id} has no checkpoint of step {step}", field="from_step")
+
+    def _new_id(self, kind: str, name: str) -> str:
+        slug = re.sub(r"[^a-z0-9.]+", "-", name.lower())[:_SLUG_CHARS].strip("-.") or "job"
+        digits = 2
+        while True:
+            job_id = f"{kind.replace('_', '-')}-{slug}-{secrets.token_hex(digits)}"
+            if not self._store.has(job_id) and not (self._runs / job_id).exists():
+                return job_id
+            # Many jobs of one name: rather a longer id than a search for the last free one.
+            digits = 4
+
+
+def _validated(config_json: str) -> JobConfig:
+    return _checked(lambda: JobConfig.model_validate_json(config_json))
+
+
+def _checked(make: Callable[[], JobConfig]) -> JobConfig:
+    try:
+        return make()
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        raise InvalidInput(_sentence(problems), field=_path(problems[0])) from error
+
+
+def _sentence(problems: list[Any]) -> str:
+    others = [f"{_path(p)}: {p['msg']}" for p in problems[1:]]
+    return "; ".join([problems[0]["msg"], *others])
+
+
+def _path(problem: Any) -> str:
+    return ".".join(str(part) for part in problem["loc"]) or "config_json"
+
+
+def _suffix(config_text: str) -> str:
+    """The author's file was TOML or YAML; its name did not travel with it."""
+    try:
+        tomllib.loads(config_text)
+    except tomllib.TOMLDecodeError:
+        return ".yaml"
+    return ".toml"

@@ -1,0 +1,141 @@
+"""The one SQLite file of a server: opened by one process, written through one connection."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from protos.errors import Corrupt, Unavailable, WrongState
+
+_VERSION = 1
+_SCHEMA = """
+CREATE TABLE jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- the order of submission
+    id TEXT NOT NULL UNIQUE,
+    name TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    config_json TEXT NOT NULL,
+    state TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    phase TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    max_steps INTEGER NOT NULL,
+    metrics TEXT NOT NULL,  -- a JSON object, of the newest step
+    created_at REAL NOT NULL,
+    started_at REAL NOT NULL,
+    ended_at REAL NOT NULL,
+    last_seq INTEGER NOT NULL,
+    place INTEGER NOT NULL  -- in the queue
+);
+CREATE INDEX jobs_by_state ON jobs (state, place);
+CREATE INDEX jobs_by_place ON jobs (place);
+CREATE TABLE attempts (
+    job_id TEXT NOT NULL REFERENCES jobs (id),
+    number INTEGER NOT NULL,
+    retries INTEGER NOT NULL,  -- automatic ones, since a person last asked for an attempt
+    from_step INTEGER,  -- NULL: the newest checkpoint
+    seen_step INTEGER NOT NULL,  -- newest step whose metrics are among the events
+    PRIMARY KEY (job_id, number)
+) WITHOUT ROWID;
+CREATE TABLE events (
+    job_id TEXT NOT NULL REFERENCES jobs (id),
+    seq INTEGER NOT NULL,
+    time REAL NOT NULL,
+    state TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    phase TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    max_steps INTEGER NOT NULL,
+    metrics TEXT NOT NULL,
+    PRIMARY KEY (job_id, seq)
+) WITHOUT ROWID;
+CREATE TABLE submissions (
+    idempotency_key TEXT PRIMARY KEY,
+    job_id TEXT NOT NULL REFERENCES jobs (id),
+    config_sha256 TEXT NOT NULL
+) WITHOUT ROWID;
+"""
+
+
+@contextmanager
+def open_database(path: Path) -> Iterator[sqlite3.Connection]:
+    """The database at `path`, made if missing, locked against other servers while open.
+
+    Raises WrongState when another server has it or its schema is unknown, Corrupt when damaged.
+    """
+    with _locked(path.with_suffix(".lock")):
+        # SQLite gives its journal files the mode of the database.
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        connection = sqlite3.connect(path, isolation_level=None)
+        try:
+            _prepare(connection, path)
+            yield connection
+        finally:
+            connection.close()
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """All or nothing, and durable once it returns. Raises Unavailable when the disk refuses."""
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+        connection.execute("COMMIT")
+    except sqlite3.OperationalError as error:
+        _roll_back(connection)
+        raise Unavailable(
+            f"the server cannot write its job database: {error}", hint="is its disk full?"
+        ) from error
+    except BaseException:
+        _roll_back(connection)
+        raise
+
+
+def _roll_back(connection: sqlite3.Connection) -> None:
+    # SQLite has done it already after some errors, a full disk among them.
+    if connection.in_transaction:
+        connection.execute("ROLLBACK")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise WrongState(
+                f"another server runs on {path.parent}",
+                hint="stop it, or give this one another --runs directory",
+            ) from error
+        yield
+    finally:
+        # Closing unlocks. The file stays: removing it would let two servers lock two files.
+        os.close(descriptor)
+
+
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    try:
+        found = connection.execute("PRAGMA integrity_check").fetchone()[0]
+    except sqlite3.DatabaseError as error:
+        found = str(error)
+    if found != "ok":
+        raise Corrupt(f"{path} is damaged: {found}", hint="restore it from a copy, or move it away")
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA foreign_keys = ON")
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version == 0:
+        connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+    elif version != _VERSION:
+        raise WrongState(
+            f"{path} has schema {version}, this server reads {_VERSION}",
+            hint="run the version of the server that made it",
+        )

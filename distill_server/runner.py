@@ -1,0 +1,165 @@
+"""Starts trainers on this machine, each under a shim that outlives the server.
+
+What it knows of an attempt it reads from the attempt's log directory, so a restarted server asks
+the same questions and gets the same answers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from clients.launch import trainer_command
+from clients.run_directory import RunDirectory
+from distill_server.process import (
+    Identity,
+    boot_id,
+    claim,
+    identity_of,
+    kill_family,
+    read_json,
+    send_signal,
+)
+
+_ALLOWED = frozenset(
+    {"PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"}
+    | {"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "XDG_CACHE_HOME"}
+    | {"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"}
+    | {"TOKENIZERS_PARALLELISM"}
+)
+_ALLOWED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "HF_", "TORCH_", "PYTORCH_", "WANDB_")
+# From SIGTERM to SIGKILL. The trainer was asked politely long before, through control.json.
+_KILL_GRACE_SECONDS = 5.0
+# From the shim's claim to its shim.json: milliseconds, but the machine may be very busy.
+_START_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Running:
+    """The attempt goes on."""
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The trainer ended with `code`; minus the signal's number when a signal killed it."""
+
+    code: int
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Nobody runs the attempt and nobody wrote how it ended.
+
+    `blameless`: it never started, or the machine was rebooted under it.
+    """
+
+    blameless: bool
+
+
+Outcome = Running | Exited | Lost
+
+
+class CommandFactory(Protocol):
+    def __call__(
+        self, run: Path, *, attempt: int, processes: int, from_step: int | None = None
+    ) -> list[str]: ...
+
+
+class LocalRunner:
+    """Trainers as processes of this machine. One instance per server."""
+
+    def __init__(self, *, threads_per_job: int, command: CommandFactory = trainer_command) -> None:
+        self._threads = threads_per_job
+        self._command = command
+        # Shims this server started: they must be waited for, or they stay zombies.
+        self._children: dict[Path, subprocess.Popen[bytes]] = {}
+        self._started: set[Path] = set()
+        self._claimed_since: dict[Path, float] = {}
+
+    def start(
+        self, run: RunDirectory, *, attempt: int, processes: int, from_step: int | None
+    ) -> None:
+        """Launch the shim of one attempt; raises OSError when the machine cannot."""
+        log = run.log_file(attempt)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._started.add(log.parent)
+        argv = self._command(run.path, attempt=attempt, processes=processes, from_step=from_step)
+        shim = [sys.executable, "-m", "distill_server.shim", str(log), str(_KILL_GRACE_SECONDS)]
+        with log.open("ab") as output:
+            self._children[log.parent] = subprocess.Popen(
+                [*shim, "--", *argv],
+                env=trainer_environment(os.environ, self._threads // processes),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                # Ctrl-C in the server's terminal is not meant for the trainers.
+                start_new_session=True,
+            )
+
+    def poll(self, run: RunDirectory, attempt: int) -> Outcome:
+        """How an attempt fares. Asking about an attempt that never started claims it for good."""
+        directory = run.logs(attempt)
+        self._reap()
+        if ended := _exit_of(directory):
+            return ended
+        card = read_json(directory / "shim.json")
+        if card is None:
+            return self._starting(directory)
+        if identity_of(card["pid"]) == _shim_of(card):
+            return Running()
+        # It may have written the file between the two looks.
+        return _exit_of(directory) or _abandoned(card)
+
+    def stop(self, run: RunDirectory, attempt: int, *, now: bool) -> None:
+        """SIGTERM for the trainer, and SIGKILL after a grace; `now`: SIGKILL. Safe to repeat."""
+        card = read_json(run.logs(attempt) / "shim.json")
+        if card is not None:
+            send_signal(_shim_of(card), signal.SIGQUIT if now else signal.SIGTERM)
+
+    def _starting(self, directory: Path) -> Outcome:
+        """There is no shim.json: is a shim on its way?"""
+        if directory in self._children:
+            return Running()
+        if not directory.is_dir() or claim(directory):
+            return Lost(blameless=directory not in self._started)
+        since = self._claimed_since.setdefault(directory, time.monotonic())
+        if directory not in self._started and time.monotonic() - since < _START_SECONDS:
+            return Running()
+        return Lost(blameless=False)
+
+    def _reap(self) -> None:
+        self._children = {d: c for d, c in self._children.items() if c.poll() is None}
+
+
+def trainer_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
+    """What of the server's environment a trainer may see, and its thread count."""
+    allowed = {
+        name: value
+        for name, value in environment.items()
+        if name in _ALLOWED or name.startswith(_ALLOWED_PREFIXES)
+    }
+    return {**allowed, "OMP_NUM_THREADS": str(max(1, threads)), "PYTHONUNBUFFERED": "1"}
+
+
+def _exit_of(directory: Path) -> Exited | None:
+    found = read_json(directory / "exit.json")
+    return None if found is None else Exited(found["code"])
+
+
+def _shim_of(card: Mapping[str, object]) -> Identity:
+    return Identity(str(card["boot_id"]), int(str(card["pid"])), int(str(card["start_time"])))
+
+
+def _abandoned(card: Mapping[str, object]) -> Lost:
+    """The shim was killed: end what it left, so that no two trainers share a run directory."""
+    if card["boot_id"] != boot_id():
+        return Lost(blameless=True)
+    kill_family(str(card["mark"]))
+    return Lost(blameless=False)

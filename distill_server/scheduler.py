@@ -1,0 +1,209 @@
+"""Starts queued jobs, follows running ones, and decides what becomes of them in the end.
+
+It keeps nothing that a restarted server would miss: jobs are in the store, what runs is on disk.
+Looks at files and at SQLite take well under a millisecond each, so it makes them on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from clients.config import JobConfig
+from clients.jobs import Job, JobState
+from clients.run_directory import Control, RunDirectory, replace_file
+from distill_server.progress import MetricsTail, Point, progress_changes, status_of
+from distill_server.runner import LocalRunner, Running
+from distill_server.store import Attempt, Change, Store
+from distill_server.verdict import Died, Ended, verdict_of
+
+log = logging.getLogger(__name__)
+
+ACTIVE = (JobState.PREPARING, JobState.RUNNING, JobState.CANCELLING)
+_LONGEST_BACKOFF_SECONDS = 60.0
+# A job whose files cannot be read now is looked at again after this.
+_TROUBLE_SECONDS = 5.0
+_LOG_TAIL_BYTES, _LOG_TAIL_LINES, _LOG_LINE_CHARS = 4096, 5, 200
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How many jobs run at once, and how patient the scheduler is. Times are seconds."""
+
+    slots: int = 1
+    retries: int = 1
+    # Doubled with every retry.
+    backoff: float = 2.0
+    # From the wish to cancel until the trainer is killed; it writes a checkpoint meanwhile.
+    cancel_grace: float = 60.0
+    cancel_now_grace: float = 5.0
+    look_every: float = 0.2
+
+
+class Scheduler:
+    """The one task that moves jobs. `wake` makes it look at once."""
+
+    def __init__(self, store: Store, runs: Path, runner: LocalRunner, policy: Policy) -> None:
+        self._store = store
+        self._runs = runs
+        self._runner = runner
+        self._policy = policy
+        self._awake = asyncio.Event()
+        self._tails: dict[tuple[str, int], MetricsTail] = {}
+        # Monotonic times: until when a job rests, and when a cancelled one is killed.
+        self._resting: dict[str, float] = {}
+        self._kill_at: dict[tuple[str, int, str], float] = {}
+
+    def wake(self) -> None:
+        self._awake.set()
+
+    async def run(self) -> None:
+        """Until cancelled. Trainers do not notice when it ends."""
+        while True:
+            self._awake.clear()
+            busy = self._look()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._policy.look_every if busy else None):
+                    await self._awake.wait()
+
+    def _look(self) -> bool:
+        """One round over all jobs that need one; False when there is nothing to wait for."""
+        for job in self._store.in_state(*ACTIVE):
+            self._attend(job)
+        active = self._store.in_state(*ACTIVE)
+        # A job that rests before a retry keeps its slot: the queue stays first come, first served.
+        free = max(0, self._policy.slots - len(active))
+        queued = self._store.in_state(JobState.QUEUED, limit=free)
+        for job in queued:
+            self._attend(job)
+        return bool(active or queued)
+
+    def _attend(self, job: Job) -> None:
+        """The boundary of errors of one job: a defect, or a full disk, must not stop the others."""
+        if time.monotonic() < self._resting.get(job.id, 0.0):
+            return
+        self._resting.pop(job.id, None)
+        try:
+            if job.state is JobState.QUEUED:
+                self._start(job)
+            else:
+                self._follow(job)
+        except Exception:
+            log.exception("job %s: trying again in %g s", job.id, _TROUBLE_SECONDS)
+            self._resting[job.id] = time.monotonic() + _TROUBLE_SECONDS
+
+    def _start(self, job: Job) -> None:
+        attempt = self._store.attempt(job)
+        config = JobConfig.model_validate_json(job.config_json)
+        run = self._run(job)
+        # First the record, then the process: a server that dies between the two leaves a job that
+        # never started, which the next one queues again; the other way round would start it twice.
+        job = self._store.change(
+            job.id, Change(JobState.PREPARING, reason="", phase="starting the trainer")
+        )
+        try:
+            replace_file(run.job_json, config.model_dump_json(indent=2) + "\n")
+            run.write_control(Control())
+            self._runner.start(
+                run,
+                attempt=attempt.number,
+                processes=config.train.processes,
+                from_step=attempt.from_step,
+            )
+        except OSError as error:
+            self._died(job, Died(f"the trainer could not be started: {error}", blameless=False))
+
+    def _follow(self, job: Job) -> None:
+        run = self._run(job)
+        # First the process, then its files: the files of a process that is gone are complete.
+        outcome = self._runner.poll(run, job.attempt)
+        status = status_of(run, job.attempt)
+        points = self._points(job, run, complete=not isinstance(outcome, Running))
+        changes = progress_changes(job, status, points)
+        if changes:
+            job = self._store.change(job.id, *changes)
+        if isinstance(outcome, Running):
+            if job.state is JobState.CANCELLING:
+                self._press(job, run)
+            return
+        step = max(job.step, status.step) if status is not None else job.step
+        match verdict_of(job.state, step, status, outcome):
+            case Ended() as ended:
+                self._end(job, ended, step)
+            case Died() as died:
+                self._died(job, died)
+        self._forget(job)
+
+    def _points(self, job: Job, run: RunDirectory, *, complete: bool) -> Sequence[Point]:
+        key = (job.id, job.attempt)
+        if key not in self._tails:
+            seen = self._store.attempt(job).seen_step
+            self._tails[key] = MetricsTail(run.metrics, attempt=job.attempt, seen_step=seen)
+        tail = self._tails[key]
+        return tail.read_all() if complete else tail.read()
+
+    def _press(self, job: Job, run: RunDirectory) -> None:
+        """Kill the trainer of a cancelled job when its grace is over."""
+        stop = run.read_control().stop
+        graces = {"now": self._policy.cancel_now_grace}
+        grace = graces.get(stop, self._policy.cancel_grace)
+        kill_at = self._kill_at.setdefault((job.id, job.attempt, stop), time.monotonic() + grace)
+        if time.monotonic() >= kill_at:
+            self._runner.stop(run, job.attempt, now=stop == "now")
+
+    def _end(self, job: Job, ended: Ended, step: int) -> None:
+        """Record the end, by legal transitions: a trainer may be quicker than the looks at it."""
+        changes = []
+        if job.state is JobState.PREPARING and ended.state is JobState.SUCCEEDED:
+            changes.append(Change(JobState.RUNNING))
+        if job.state is not JobState.CANCELLING and ended.state is JobState.CANCELLED:
+            changes.append(Change(JobState.CANCELLING))
+        changes.append(Change(ended.state, reason=ended.reason, phase="", step=step))
+        self._store.change(job.id, *changes)
+
+    def _died(self, job: Job, died: Died) -> None:
+        """Queue the job again, or give up."""
+        attempt = self._store.attempt(job)
+        retries = attempt.retries + (0 if died.blameless else 1)
+        if retries > self._policy.retries:
+            tail = _last_lines(self._run(job).log_file(job.attempt))
+            reason = died.reason + (f"; its log ends with:\n{tail}" if tail else "")
+            self._store.change(job.id, Change(JobState.FAILED, reason=reason, phase=""))
+            return
+        pause = min(_LONGEST_BACKOFF_SECONDS, self._policy.backoff * 2 ** max(0, retries - 1))
+        # An attempt that was told where to start, and made steps from there, goes on from its own.
+        from_step = attempt.from_step if attempt.seen_step < 0 else None
+        self._store.queue_again(
+            job.id,
+            Attempt(job.attempt + 1, retries, from_step),
+            Change(JobState.QUEUED, reason=died.reason, phase=f"trying again in {pause:g} s"),
+            last=False,
+        )
+        self._resting[job.id] = time.monotonic() + pause
+
+    def _forget(self, job: Job) -> None:
+        self._tails.pop((job.id, job.attempt), None)
+        for stop in ("", "checkpoint", "now"):
+            self._kill_at.pop((job.id, job.attempt, stop), None)
+
+    def _run(self, job: Job) -> RunDirectory:
+        return RunDirectory(self._runs / job.id)
+
+
+def _last_lines(path: Path) -> str:
+    """The end of a log, short enough for a reason."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _LOG_TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    lines = [line.rstrip()[:_LOG_LINE_CHARS] for line in text.splitlines() if line.strip()]
+    return "\n".join(lines[-_LOG_TAIL_LINES:])

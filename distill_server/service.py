@@ -1,0 +1,94 @@
+"""The rpcs of protos/distill.proto: decode, one call, encode."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TypeAlias
+
+import grpc.aio
+
+from clients.run_directory import RunDirectory
+from distill_server.artifacts import artifact_root, pieces_of
+from distill_server.control import JobControl
+from distill_server.encode import decode_state, encode_event, encode_job
+from distill_server.store import Store
+from distill_server.streams import Streams
+from protos import distill_pb2 as pb
+from protos import distill_pb2_grpc
+from protos.transport import STREAM_OPEN
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Distill"].full_name
+_PAGE_JOBS = 50
+# Answers stay far below the largest message.
+_MAX_PAGE_JOBS = 500
+
+# grpc's stubs give the context two more type parameters, which the class at run time does not have.
+_Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
+
+
+class DistillService(distill_pb2_grpc.DistillServicer):
+    def __init__(self, store: Store, runs: Path, control: JobControl, streams: Streams) -> None:
+        self._store = store
+        self._runs = runs
+        self._control = control
+        self._streams = streams
+
+    async def SubmitJob(self, request: pb.SubmitJobRequest, context: _Context) -> pb.Job:
+        job = self._control.submit(
+            request.config_json, request.config_text, request.idempotency_key
+        )
+        return encode_job(job)
+
+    async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.Job:
+        return encode_job(self._store.resolve(request.job_id), with_config=True)
+
+    async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
+        before = self._store.resolve(request.before_id).id if request.before_id else ""
+        limit = min(request.limit or _PAGE_JOBS, _MAX_PAGE_JOBS)
+        jobs = self._store.page(state=decode_state(request.state), limit=limit, before_id=before)
+        return pb.ListJobsResponse(jobs=[encode_job(job) for job in jobs])
+
+    async def WatchJob(
+        self, request: pb.WatchJobRequest, context: _Context
+    ) -> AsyncIterator[pb.JobEvent]:
+        await context.send_initial_metadata((STREAM_OPEN,))
+        async for event in self._streams.events(request.job_id, request.after_seq):
+            yield encode_event(event)
+
+    async def StreamLogs(
+        self, request: pb.StreamLogsRequest, context: _Context
+    ) -> AsyncIterator[pb.LogChunk]:
+        await context.send_initial_metadata((STREAM_OPEN,))
+        pieces = self._streams.log(
+            request.job_id,
+            attempt=request.attempt,
+            after_offset=request.after_offset,
+            follow=request.follow,
+            tail_lines=request.tail_lines,
+        )
+        async for piece in pieces:
+            yield pb.LogChunk(data=piece.data, next_offset=piece.next_offset, attempt=piece.attempt)
+
+    async def CancelJob(self, request: pb.CancelJobRequest, context: _Context) -> pb.Job:
+        return encode_job(self._control.cancel(request.job_id, now=request.now))
+
+    async def ResumeJob(self, request: pb.ResumeJobRequest, context: _Context) -> pb.Job:
+        job = self._control.resume(
+            request.job_id, max_steps=request.max_steps, from_step=request.from_step
+        )
+        return encode_job(job)
+
+    async def GetArtifact(
+        self, request: pb.GetArtifactRequest, context: _Context
+    ) -> AsyncIterator[pb.ArtifactChunk]:
+        job = self._store.resolve(request.job_id)
+        root = artifact_root(job, RunDirectory(self._runs / job.id), request.checkpoint_step)
+        async for piece in pieces_of(root):
+            yield pb.ArtifactChunk(
+                path=piece.path,
+                offset=piece.offset,
+                data=piece.data,
+                last=piece.last,
+                sha256=piece.sha256,
+            )

@@ -1,0 +1,116 @@
+"""Between a server and a trainer: it outlives the server and tells how the trainer ended.
+
+    python -m distill_server.shim LOG_FILE GRACE_SECONDS -- argv...
+
+Beside the log it writes shim.json (who runs), touches `heartbeat` every second, and writes
+exit.json (how it ended). SIGTERM: the trainer's group gets SIGTERM, and SIGKILL after the grace.
+SIGQUIT: SIGKILL at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+
+from distill_server.process import MARK, boot_id, claim, identity_of, kill_family, write_json
+
+_WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGQUIT}
+_HEARTBEAT_SECONDS = 1.0
+# What a shell says of a command that it cannot run.
+_CANNOT_RUN = 127
+
+
+def main() -> None:
+    log_file, grace, separator, *argv = sys.argv[1:]
+    assert separator == "--"
+    log = Path(log_file)
+    # Blocked signals wait for sigtimedwait: no handlers, no races between a check and a wait.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*_WATCHED, signal.SIGHUP, signal.SIGINT})
+    if claim(log.parent):
+        _run(log, float(grace), argv)
+
+
+def _run(log: Path, grace_seconds: float, argv: list[str]) -> None:
+    mark = secrets.token_hex(16)
+    try:
+        child = _spawn(log, mark, argv)
+    except OSError as error:
+        print(f"cannot run {argv[0]}: {error}", file=sys.stderr, flush=True)
+        _write_exit(log.parent, _CANNOT_RUN)
+        return
+    try:
+        _introduce(log.parent, mark, child)
+        code = _follow(child, mark, log.parent / "heartbeat", grace_seconds)
+    finally:
+        # Ranks and workers that were left behind would keep memory, ports and the run directory.
+        kill_family(mark)
+    _write_exit(log.parent, code)
+
+
+def _write_exit(directory: Path, code: int) -> None:
+    """Keep trying on a full disk: the job's verdict depends on this file."""
+    while directory.is_dir():
+        try:
+            write_json(directory / "exit.json", {"code": code, "ended_at": time.time()})
+            return
+        except OSError:
+            time.sleep(_HEARTBEAT_SECONDS)
+
+
+def _spawn(log: Path, mark: str, argv: list[str]) -> int:
+    """Start the trainer in a process group of its own, with no signal blocked."""
+    output = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+    files = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_DUP2, output, 1),
+        (os.POSIX_SPAWN_DUP2, output, 2),
+    ]
+    environment = {**os.environ, MARK: mark}
+    return os.posix_spawn(
+        argv[0], argv, environment, file_actions=files, setpgroup=0, setsigmask=[]
+    )
+
+
+def _introduce(directory: Path, mark: str, child: int) -> None:
+    me, trainer = identity_of(os.getpid()), identity_of(child)
+    assert me is not None
+    card = {
+        "boot_id": boot_id(),
+        "pid": me.pid,
+        "start_time": me.start_time,
+        "child_pid": child,
+        # 0: it is gone already.
+        "child_start_time": trainer.start_time if trainer else 0,
+        "mark": mark,
+    }
+    write_json(directory / "shim.json", card)
+
+
+def _follow(child: int, mark: str, heartbeat: Path, grace_seconds: float) -> int:
+    """Wait for the trainer's end: its exit code, or minus the signal that killed it."""
+    kill_at = float("inf")
+    while True:
+        with contextlib.suppress(OSError):
+            heartbeat.touch()
+        pause = min(_HEARTBEAT_SECONDS, max(0.0, kill_at - time.monotonic()))
+        event = signal.sigtimedwait(_WATCHED, pause)
+        # Looked at but not waited for, its pid, and its group's, are still its own.
+        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        told = event.si_signo if event is not None else 0
+        if told == signal.SIGTERM and not ended:
+            os.killpg(child, signal.SIGTERM)
+            kill_at = min(kill_at, time.monotonic() + grace_seconds)
+        if ended or told == signal.SIGQUIT or time.monotonic() >= kill_at:
+            os.killpg(child, signal.SIGKILL)
+            kill_family(mark)
+        if ended:
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Real servers on free ports, whose trainers are scripted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from clients.config import DataConfig, JobConfig, StudentConfig
+from clients.distill_client import DistillClient
+from distill_server.process import identity_of, kill_family
+
+SCRIPT = Path(__file__).with_name("scripted_server.py")
+
+
+def job_config(name: str = "test", max_steps: int = 5) -> JobConfig:
+    return JobConfig(
+        student=StudentConfig(model="tiny"),
+        data=DataConfig(path="prompts.jsonl"),
+        name=name,
+        max_steps=max_steps,
+    )
+
+
+class Server:
+    """A server process that can be killed and started again on the same port and directory."""
+
+    def __init__(self, runs: Path, slots: int = 1) -> None:
+        self.runs = runs
+        self.slots = slots
+        self.port = 0
+        self.process: subprocess.Popen[str] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self.process = self.launch()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("server listening on"), line
+        self.port = int(line.rsplit(":", 1)[1])
+
+    def launch(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(self.runs), str(self.port), str(self.slots)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def kill(self, signum: int = signal.SIGKILL) -> int:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        self.process.send_signal(signum)
+        code = self.process.wait(10)
+        self.process.stdout.close()
+        self.process = None
+        return code
+
+    def clean_up(self) -> None:
+        if self.process is not None:
+            self.kill()
+        for card in self.runs.glob("*/logs/*/shim.json"):
+            found = json.loads(card.read_text())
+            who = identity_of(found["pid"])
+            if who is not None and who.start_time == found["start_time"]:
+                os.kill(who.pid, signal.SIGKILL)
+            kill_family(found["mark"])
+
+    def card(self, job_id: str, attempt: int = 1) -> dict[str, int]:
+        """The attempt's shim.json, once it is there."""
+        path = self.runs / job_id / "logs" / f"attempt-{attempt}" / "shim.json"
+        eventually(path.exists)
+        found: dict[str, int] = json.loads(path.read_text())
+        return found
+
+
+def eventually(true: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait until it holds; the time is only for machines that are very busy."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def make_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def make(slots: int = 1) -> Server:
+        server = Server(tmp_path / "runs", slots)
+        servers.append(server)
+        server.start()
+        return server
+
+    yield make
+    for server in servers:
+        server.clean_up()
+
+
+@pytest.fixture
+def server(make_server: Callable[..., Server]) -> Server:
+    return make_server()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[DistillClient]:
+    with DistillClient(server.address) as client:
+        yield client

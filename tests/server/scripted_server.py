@@ -1,0 +1,45 @@
+"""The real server with the scripted trainer, and less patience: scripted_server.py RUNS PORT SLOTS."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from distill_server.runner import LocalRunner
+from distill_server.scheduler import Policy
+from distill_server.server import run_server
+from protos.errors import DistillError
+
+POLICY = {"backoff": 0.1, "cancel_grace": 1.5, "cancel_now_grace": 0.5, "look_every": 0.05}
+
+
+def command(run: Path, *, attempt: int, processes: int, from_step: int | None = None) -> list[str]:
+    trainer = Path(__file__).with_name("scripted_trainer.py")
+    step = "" if from_step is None else str(from_step)
+    return [sys.executable, "-S", str(trainer), str(run), str(attempt), step]
+
+
+def main() -> int:
+    runs, port, slots = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    logging.basicConfig()
+    try:
+        asyncio.run(
+            run_server(
+                runs,
+                host="127.0.0.1",
+                port=port,
+                runner=LocalRunner(threads_per_job=1, command=command),
+                policy=Policy(slots=slots, **POLICY),
+                on_ready=lambda bound: print(f"server listening on 127.0.0.1:{bound}", flush=True),
+            )
+        )
+    except DistillError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

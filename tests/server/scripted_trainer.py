@@ -1,0 +1,122 @@
+"""A trainer without a model: it obeys the run directory's contract and misbehaves on request.
+
+What it does is told in RUN/script.json, or in the job's name as `key=value` words:
+    steps=N            stop early (default: the job's max_steps)
+    pause=SECONDS      per step (default 0.01)
+    crash_at=STEP      exit without a verdict: by `crash_code`, or by SIGKILL (default)
+    crashes=N          only in the first N attempts
+    fail_at=STEP       end with the verdict "failed"
+    hang_at=STEP       make no step any more, and look at no control.json
+    deaf=1             ignore SIGTERM
+    orphan=1           leave a process in a session of its own
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def replace(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+class Trainer:
+    def __init__(self, run: Path, attempt: int, from_step: int | None) -> None:
+        self.run = run
+        self.attempt = attempt
+        self.config = json.loads((run / "job.json").read_text())
+        self.script = dict(w.split("=") for w in self.config["name"].split() if "=" in w)
+        self.max_steps = self.config["max_steps"]
+        self.stop = False
+        done = [int(p.name[5:]) for p in (run / "checkpoints").glob("step-*")]
+        self.step = from_step if from_step is not None else max(done, default=0)
+
+    def number(self, name: str, default: float) -> float:
+        return float(self.script.get(name, default))
+
+    def say(self, verdict: str, phase: str = "", reason: str = "") -> None:
+        status: dict[str, Any] = {"attempt": self.attempt, "verdict": verdict, "phase": phase}
+        status |= {"step": self.step, "max_steps": self.max_steps, "reason": reason, "error": ""}
+        replace(self.run / "status.json", json.dumps(status))
+
+    def checkpoint(self) -> None:
+        path = self.run / "checkpoints" / f"step-{self.step:06d}"
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "weights.bin").write_bytes(bytes([self.step % 256]) * 1000)
+
+    def forget_redone_steps(self) -> None:
+        metrics = self.run / "metrics.jsonl"
+        if metrics.exists():
+            lines = metrics.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if json.loads(line)["step"] <= self.step]
+            replace(metrics, "".join(kept))
+
+    def wishes(self) -> str:
+        control = self.run / "control.json"
+        asked = json.loads(control.read_text())["stop"] if control.exists() else ""
+        return asked or ("checkpoint" if self.stop else "")
+
+    def misbehave(self) -> None:
+        if self.attempt <= self.number("crashes", 1000) and self.step == self.number(
+            "crash_at", -1
+        ):
+            print("about to crash", flush=True)
+            if "crash_code" in self.script:
+                os._exit(int(self.script["crash_code"]))
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.step == self.number("hang_at", -1):
+            while not self.stop:
+                time.sleep(0.02)
+
+    def main(self) -> int:
+        signal.signal(signal.SIGTERM, self.on_sigterm)
+        self.forget_redone_steps()
+        self.say("running", "training")
+        print(f"attempt {self.attempt} starts after step {self.step}", flush=True)
+        if "orphan" in self.script:
+            subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        with (self.run / "metrics.jsonl").open("a", buffering=1) as metrics:
+            while self.step < self.max_steps:
+                if stop := self.wishes():
+                    if stop == "checkpoint":
+                        self.checkpoint()
+                    self.say("cancelled")
+                    return 0
+                self.step += 1
+                time.sleep(self.number("pause", 0.01))
+                self.misbehave()
+                if self.step == self.number("fail_at", -1):
+                    self.say("failed", reason="the loss is not finite")
+                    return 1
+                line = {"attempt": self.attempt, "step": self.step, "loss": 1 / self.step}
+                metrics.write(json.dumps(line) + "\n")
+                print(f"step {self.step}", flush=True)
+                self.say("running", "training")
+                if self.step % 5 == 0:
+                    self.checkpoint()
+        self.export()
+        self.say("succeeded")
+        return 0
+
+    def on_sigterm(self, *_: object) -> None:
+        self.stop = "deaf" not in self.script
+
+    def export(self) -> None:
+        (self.run / "export" / "nested").mkdir(parents=True, exist_ok=True)
+        (self.run / "export" / "config.json").write_text("{}")
+        (self.run / "export" / "empty.txt").write_text("")
+        (self.run / "export" / "nested" / "model.bin").write_bytes(os.urandom(1 << 20) * 2 + b"end")
+
+
+if __name__ == "__main__":
+    _, path, attempt, from_step = sys.argv
+    sys.exit(Trainer(Path(path), int(attempt), int(from_step) if from_step else None).main())
