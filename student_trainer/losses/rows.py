@@ -30,6 +30,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.tail_logmass)
 
+    def detach(self) -> Rows:
+        return Rows(*(values.detach() for values in vars(self).values()))
+
     def __getitem__(self, index: slice) -> Rows:
         return Rows(self.head_logprobs[index], self.tail_logmass[index], self.token_logprobs[index])
 

@@ -52,7 +52,7 @@ def topk_kl(
     [N], the detached p(y)/mu(y) where y was drawn by another policy mu: it weighs the sampled part.
     """
     p = _finite(student)
-    q = _finite(Rows(*(t.detach() for t in vars(teacher).values())))
+    q = _finite(teacher.detach())
     head = _divergence(p.head_logprobs, q.head_logprobs, direction).sum(1)
     if tail == "none":
         return head

@@ -1,0 +1,158 @@
+"""Checkpoints that a crash cannot spoil.
+
+    checkpoints/step-000050/   model/ (a Hugging Face directory)  optimizer.safetensors
+                               state.json                         manifest.json (sha256 of the rest)
+
+Everything is written into a directory of another name, synced, and renamed when it is whole; older
+ones are deleted only then. A resume takes the newest one whose every byte is as the manifest says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from clients.run_directory import fsync_directory
+from protos.errors import NotFound
+
+log = logging.getLogger(__name__)
+
+
+def checkpoint_path(root: Path, step: int) -> Path:
+    return root / f"step-{step:06d}"
+
+
+def save_checkpoint(
+    root: Path, step: int, *, model: Any, tokenizer: Any, optimizer: torch.optim.Optimizer
+) -> None:
+    """Write the checkpoint of `step`; it appears as a whole or not at all."""
+
+    def write(partial: Path) -> None:
+        save_model(partial / "model", model, tokenizer)
+        save_file(_optimizer_tensors(model, optimizer), partial / "optimizer.safetensors")
+        (partial / "state.json").write_text(json.dumps({"step": step}) + "\n")
+
+    write_whole(checkpoint_path(root, step), write)
+
+
+def save_model(path: Path, model: Any, tokenizer: Any) -> None:
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a directory that then appears at `path`, with a manifest, in one rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    write(partial)
+    manifest = {"files": {str(f.relative_to(partial)): _sha256(f) for f in _files(partial)}}
+    (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    for file in _files(partial):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+    for directory in (partial, *(d for d in partial.rglob("*") if d.is_dir())):
+        fsync_directory(directory)
+    if path.exists():  # of an earlier attempt that went another way
+        shutil.rmtree(path)
+    partial.rename(path)
+    fsync_directory(path.parent)
+
+
+def delete_old(root: Path, keep: int) -> None:
+    """Keep the newest `keep` checkpoints, and no leftovers of interrupted saves."""
+    for path in _by_step(root)[:-keep]:
+        shutil.rmtree(path)
+    for leftover in root.glob(".step-*.tmp"):
+        shutil.rmtree(leftover)
+
+
+def delete_after(root: Path, step: int) -> None:
+    """Forget what came after `step`: a run that goes back to it goes another way from there."""
+    for path in _by_step(root):
+        if _step(path) > step:
+            shutil.rmtree(path)
+
+
+def newest_checkpoint(root: Path, from_step: int | None = None) -> tuple[int, Path] | None:
+    """(step, path) of the newest one that verifies, or of `from_step`; None where there is none.
+
+    Raises NotFound if the one asked for is missing or broken.
+    """
+    if from_step is not None:
+        path = checkpoint_path(root, from_step)
+        if not verifies(path):
+            have = ", ".join(str(_step(p)) for p in _by_step(root)) or "none"
+            raise NotFound(
+                f"no good checkpoint of step {from_step}", field="--from", hint=f"there are: {have}"
+            )
+        return from_step, path
+    for path in reversed(_by_step(root)):
+        if verifies(path):
+            return _step(path), path
+        log.warning("%s is incomplete or damaged, trying the one before it", path)
+    return None
+
+
+def verifies(path: Path) -> bool:
+    """Whether every file is there with the bytes that the manifest names."""
+    try:
+        files: dict[str, str] = json.loads((path / "manifest.json").read_text())["files"]
+        return all(_sha256(path / name) == digest for name, digest in files.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put the saved moments back; the model's own weights are loaded from path/model."""
+    saved = load_file(path / "optimizer.safetensors")
+    for name, parameter in model.named_parameters():
+        moments = {
+            key.split("/", 1)[1]: value
+            for key, value in saved.items()
+            if key.startswith(name + "/")
+        }
+        if moments:
+            optimizer.state[parameter] = {
+                # AdamW counts its steps on the CPU.
+                kind: value if kind == "step" else value.to(parameter.device)
+                for kind, value in moments.items()
+            }
+
+
+def _optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}/{kind}": value
+        for name, parameter in model.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _by_step(root: Path) -> list[Path]:
+    return sorted((p for p in root.glob("step-*") if p.name[5:].isdigit()), key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(f for f in path.rglob("*") if f.is_file())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,51 @@
+"""On-policy distillation as a loss of rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from clients.config import OnPolicyConfig
+from student_trainer.batches import Batch
+from student_trainer.losses import Direction, LossFunction, Rows, topk_kl
+
+
+def direction_of(method: OnPolicyConfig) -> Direction:
+    return "reverse" if method.divergence == "reverse_kl" else "forward"
+
+
+def distillation_loss(batch: Batch, method: OnPolicyConfig) -> LossFunction:
+    """The Top-k KL to the teacher, in nats a token."""
+    in_head = batch.token_in_head
+
+    def loss(rows: Rows, index: slice) -> Tensor:
+        return topk_kl(
+            rows,
+            batch.teacher[index],
+            in_head[index],
+            direction=direction_of(method),
+            tail=method.tail,
+        )
+
+    return loss
+
+
+@torch.no_grad()
+def kl_metrics(batch: Batch, rows: Rows, method: OnPolicyConfig) -> dict[str, Tensor]:
+    """Sums over the batch's tokens; the KL is the unbiased one, whatever the loss is.
+
+    The entropy is the sampled estimate -log p(y).
+    """
+    kl = topk_kl(
+        rows,
+        batch.teacher,
+        batch.token_in_head,
+        direction=direction_of(method),
+        tail="bucket+sampled",
+    )
+    return {
+        "kl/teacher": kl.sum(),
+        "entropy": -rows.token_logprobs.sum(),
+        "topk/student_mass": rows.head_logprobs.exp().sum(),
+        "topk/teacher_mass": batch.teacher.head_logprobs.exp().sum(),
+    }

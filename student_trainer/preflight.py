@@ -1,0 +1,75 @@
+"""Everything that can be known to be wrong before a weight is loaded. Imports no torch: an answer
+comes in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from clients.config import DataConfig, JobConfig
+from clients.score_query import tokenizer_fingerprint
+from clients.teacher_client import TeacherClient, TeacherInfo
+from protos.errors import InvalidInput, WrongState
+
+DATA_SUFFIXES = (".jsonl", ".parquet")
+
+
+def check_data(data: DataConfig) -> None:
+    """Refuse a data file that is not there."""
+    for field, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
+        if path is not None and path.endswith(DATA_SUFFIXES) and not Path(path).is_file():
+            raise InvalidInput(f"no such file: {path}", field=field, hint="check the path")
+
+
+def check_teacher(info: TeacherInfo, config: JobConfig) -> None:
+    """Refuse what this teacher cannot do: k and lengths."""
+    if config.teacher.top_k > info.max_top_k:
+        raise InvalidInput(
+            f"{config.teacher.top_k} is more than this teacher gives ({info.max_top_k})",
+            field="teacher.top_k",
+            hint=f"lower it to {info.max_top_k}, or start the teacher with a larger --max-top-k",
+        )
+    longest = config.method.max_prompt_tokens + config.method.max_new_tokens
+    if longest > info.max_length:
+        raise InvalidInput(
+            f"a prompt and its answer may have {longest} tokens, this teacher takes "
+            f"{info.max_length}",
+            field="method.max_new_tokens",
+            hint="lower it or method.max_prompt_tokens",
+        )
+
+
+def check_vocabulary(
+    client: TeacherClient, info: TeacherInfo, tokens: Sequence[str], width: int
+) -> None:
+    """Refuse a teacher whose ids mean other tokens than the student's, naming the first one.
+
+    `tokens`: the student's by id; `width`: of the student's logits.
+    """
+    if tokenizer_fingerprint(tokens) != info.tokenizer_fingerprint:
+        raise WrongState(
+            first_difference(client.vocabulary(), tokens),
+            field="student.model",
+            hint="distillation by token id needs a student with the teacher's tokenizer",
+        )
+    if width != info.vocab_size:
+        raise WrongState(
+            f"the student has logits for {width} ids, the teacher for {info.vocab_size}; the "
+            f"tokenizers agree, so one is padded from id {min(width, info.vocab_size)} on",
+            field="student.model",
+            hint="pad or trim the student's embeddings to the teacher's size",
+        )
+
+
+def first_difference(teacher: Sequence[str], student: Sequence[str]) -> str:
+    """A sentence about the first id that means two things."""
+    for token_id, (ours, theirs) in enumerate(zip(student, teacher, strict=False)):
+        if ours != theirs:
+            return (
+                f"the tokenizers differ: id {token_id} is {ours!r} to the student and {theirs!r} "
+                "to the teacher"
+            )
+    return (
+        f"the tokenizers differ: the student has {len(student)} tokens, the teacher {len(teacher)}"
+    )

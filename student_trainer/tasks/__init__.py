@@ -1,0 +1,1 @@
+"""Small verifiable tasks that need no download."""

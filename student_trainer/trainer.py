@@ -1,0 +1,239 @@
+"""The training loop.
+
+A step is a pure function of (weights, optimizer state, seed, number of the step): nothing else is
+carried from one to the next, so a run that was killed goes on bit by bit as if it had not been.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from clients.config import JobConfig, TrainConfig
+from clients.run_directory import RunDirectory
+from protos.errors import Unavailable
+from student_trainer import checkpoint
+from student_trainer.batches import make_batch, micro_batches
+from student_trainer.distillation import distillation_loss, kl_metrics
+from student_trainer.evaluate import Evaluation
+from student_trainer.metrics import MetricsLog
+from student_trainer.model import Student
+from student_trainer.progress import Progress
+from student_trainer.prompts import PromptSet
+from student_trainer.rollouts import HuggingFaceRollouts
+from student_trainer.teachers import PendingRows, TeacherSource
+
+
+class Trainer:
+    """Runs a job from its last step to its verdict: "succeeded" or "cancelled"."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        run: RunDirectory,
+        *,
+        step: int,
+        accelerator: Accelerator,
+        student: Student,
+        optimizer: torch.optim.Optimizer,
+        tokenizer: Any,
+        prompts: PromptSet,
+        rollouts: HuggingFaceRollouts,
+        teacher: TeacherSource,
+        evaluation: Evaluation,
+        metrics: MetricsLog | None,
+        progress: Progress,
+    ) -> None:
+        """`step`: the last one done; `metrics` only in the main process."""
+        self._config = config
+        self._run = run
+        self._step = self._saved = step
+        self._accelerator = accelerator
+        self._wrapped = accelerator.prepare(student)
+        self._student = student
+        self._optimizer = optimizer
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._rollouts = rollouts
+        self._teacher = teacher
+        self._evaluation = evaluation
+        self._metrics = metrics
+        self._progress = progress
+
+    def train(self) -> str:
+        """Returns the verdict; raises what cannot be mended, after saving what is good."""
+        config = self._config
+        try:
+            if self._step == 0:
+                self._log(self._evaluate())
+            while self._step < config.max_steps:
+                stop = self._progress.stop_wanted()
+                if stop:
+                    if stop == "checkpoint":
+                        self._save()
+                    return "cancelled"
+                metrics = self._train_step(self._step + 1)
+                self._step += 1
+                last = self._step == config.max_steps
+                if last or self._step % config.eval.every == 0:
+                    metrics |= self._evaluate()
+                self._log(metrics)
+                if last or self._step % config.checkpoint.every == 0:
+                    self._save()
+        except Unavailable:
+            self._save()  # the weights are those of the last whole step
+            raise
+        self._export()
+        return "succeeded"
+
+    def _train_step(self, step: int) -> dict[str, float]:
+        started = time.monotonic()
+        pending = self._write(step)
+        written = time.monotonic()
+        sums, waited = self._learn(pending)
+        learned = time.monotonic()
+        rate = learning_rate(self._config.train, step, self._config.max_steps)
+        grad_norm = self._update(rate)
+        ended = time.monotonic()
+        tokens = sums.pop("tokens")
+        rollouts, truncated = sums.pop("rollouts"), sums.pop("truncated")
+        return {
+            **{name: value / tokens for name, value in sums.items()},
+            "length/mean": tokens / rollouts,
+            "length/truncated": truncated / rollouts,
+            "grad_norm": grad_norm,
+            "lr": rate,
+            "tokens": tokens,
+            "tokens_per_sec": tokens / (ended - started),
+            "time/step": ended - started,
+            "time/rollout": written - started,
+            "time/teacher_wait": waited,
+            "time/optim": ended - learned,
+        }
+
+    def _write(self, step: int) -> list[PendingRows]:
+        """This process's rollouts of the step; the teacher reads each batch while the next is
+        written.
+        """
+        config, accelerator = self._config, self._accelerator
+        count, per_prompt = config.train.prompts_per_step, config.method.rollouts_per_prompt
+        chosen = [p for p in self._prompts.of_step(step, count) for _ in range(per_prompt)]
+        mine = range(accelerator.process_index, len(chosen), accelerator.num_processes)
+        first = (step - 1) * len(chosen)
+        self._student.eval()
+        batches = self._rollouts.generate(
+            [chosen[i] for i in mine], [first + i for i in mine], seed=config.seed
+        )
+        return [
+            PendingRows(rollout, self._teacher.score(rollout))
+            for batch in batches
+            for rollout in batch
+        ]
+
+    def _learn(self, pending: list[PendingRows]) -> tuple[dict[str, float], float]:
+        """Gradients of the mean loss over all tokens of all processes; (sums, seconds waited)."""
+        own = {
+            "tokens": sum(len(item.rollout.completion) for item in pending),
+            "rollouts": len(pending),
+            "truncated": sum(item.rollout.truncated for item in pending),
+        }
+        counts = self._reduce({name: torch.tensor(float(value)) for name, value in own.items()})
+        # DDP averages over processes what the loss divides by all of their tokens.
+        scale = self._accelerator.num_processes / counts["tokens"]
+        method = self._config.method
+        sums: dict[str, Tensor] = {}
+        waited = 0.0
+        self._student.train()
+        groups = micro_batches(pending, self._config.train.tokens_per_micro_batch)
+        for number, group in enumerate(groups):
+            started = time.monotonic()
+            scored = [item.wait() for item in group]
+            waited += time.monotonic() - started
+            batch = make_batch(scored, self._accelerator.device)
+            with self._synchronized(number == len(groups) - 1):
+                out = self._wrapped(batch, distillation_loss(batch, method), method.temperature)
+                self._accelerator.backward(out.loss_sum * scale)
+            found = {"loss": out.loss_sum.detach(), **kl_metrics(batch, out.rows, method)}
+            sums = {name: sums.get(name, 0) + value for name, value in found.items()}
+        return {**self._reduce(sums), **counts}, waited
+
+    def _synchronized(self, last: bool) -> Any:
+        """Gradients cross processes once a step, with the last micro-batch."""
+        if last:
+            return self._accelerator.accumulate()
+        return self._accelerator.no_sync(self._wrapped)
+
+    def _update(self, rate: float) -> float:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        norm = self._accelerator.clip_grad_norm_(
+            self._wrapped.parameters(), self._config.train.max_grad_norm
+        )
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(norm)
+
+    def _reduce(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        stacked = torch.stack([value.double().cpu() for value in sums.values()])
+        total = self._accelerator.reduce(stacked.to(self._accelerator.device))
+        return dict(zip(sums, total.tolist(), strict=True))
+
+    def _evaluate(self) -> dict[str, float]:
+        self._progress.say("evaluating", self._step)
+        metrics, transcripts = self._evaluation(self._student)
+        if transcripts and self._metrics is not None:
+            self._run.samples.mkdir(exist_ok=True)
+            path = self._run.samples / f"step-{self._step:06d}.jsonl"
+            path.write_text("".join(json.dumps(t, ensure_ascii=False) + "\n" for t in transcripts))
+        return metrics
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        if self._metrics is not None:
+            self._metrics.write(self._step, metrics)
+        self._progress.say("training", self._step)
+
+    def _save(self) -> None:
+        if self._step == self._saved:
+            return
+        self._progress.say("saving", self._step)
+        if self._accelerator.is_main_process:
+            checkpoint.save_checkpoint(
+                self._run.checkpoints,
+                self._step,
+                model=self._student.model,
+                tokenizer=self._tokenizer,
+                optimizer=self._optimizer,
+            )
+            checkpoint.delete_old(self._run.checkpoints, self._config.checkpoint.keep)
+        self._accelerator.wait_for_everyone()
+        self._saved = self._step
+
+    def _export(self) -> None:
+        self._progress.say("exporting", self._step)
+        if self._accelerator.is_main_process:
+            write: Callable[[Any], None] = lambda path: checkpoint.save_model(  # noqa: E731
+                path, self._student.model, self._tokenizer
+            )
+            checkpoint.write_whole(self._run.export, write)
+        self._accelerator.wait_for_everyone()
+
+
+def learning_rate(train: TrainConfig, step: int, max_steps: int) -> float:
+    """The rate of `step` (from 1): a pure function, so a resume needs no scheduler state."""
+    if step <= train.warmup_steps:
+        return train.learning_rate * step / train.warmup_steps
+    left = (max_steps - step + 1) / max(1, max_steps - train.warmup_steps)
+    match train.schedule:
+        case "constant":
+            return train.learning_rate
+        case "linear":
+            return train.learning_rate * left
+        case "cosine":
+            return train.learning_rate * (1 - math.cos(math.pi * left)) / 2
