@@ -36,7 +36,7 @@ class CacheCounters:
 
 
 class RowCache:
-    """LRU in memory, bounded in bytes, over an optional disk tier. The first write of a key wins."""
+    """LRU in memory, bounded in bytes, over an optional disk tier. A key's first write wins."""
 
     def __init__(self, *, memory_bytes: int, disk: DiskTier | None) -> None:
         self._memory_bytes = memory_bytes

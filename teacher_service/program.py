@@ -1,4 +1,4 @@
-"""The running teacher: engine, cache and batcher put together, checked, and served until a signal."""
+"""The running teacher: engine, cache and batcher put together, checked, and served."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GRACE_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of `distill-teacher`. `cache_dir` None: no cache, neither on disk nor in memory."""
+    """The options of `distill-teacher`. `cache_dir` None: no cache at all."""
 
     model: str
     host: str
@@ -114,5 +114,5 @@ async def _serve(settings: Settings, engine: Engine, cache: RowCache | None) -> 
             port=settings.port,
             grace_seconds=GRACE_SECONDS,
             on_ready=on_ready,
-            on_drain=servicer.drain,
+            on_stop=servicer.drain,
         )

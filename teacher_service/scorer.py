@@ -49,7 +49,7 @@ class Scorer:
 def chunks_of(
     scored: ScoredSequence, query: ScoreQuery, request_id: str, next_position: int
 ) -> Iterator[teacher_pb2.ScoreChunk]:
-    """The rows from `next_position` (0: all) on, in order, in messages of at most MAX_CHUNK_BYTES."""
+    """The rows from `next_position` (0: all) on, in order, in messages of MAX_CHUNK_BYTES."""
     row_bytes = max(1, (len(scored.encoded) - HEADER_BYTES) // query.rows + 1)
     step = max(1, (MAX_CHUNK_BYTES - HEADER_BYTES - _ENVELOPE_BYTES) // row_bytes)
     digest = xxhash.xxh3_64_intdigest(scored.encoded)

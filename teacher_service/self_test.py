@@ -38,7 +38,8 @@ def run_self_test(engine: Engine) -> None:
     tolerance = 0.0 if info.batch_invariant else _TOLERANCES.get(info.dtype, _HALF_TOLERANCE)
     _require_close("scored twice", alone.token_logprobs, again.token_logprobs, tolerance)
     _require_close("scored in a batch", alone.token_logprobs, beside.token_logprobs, tolerance)
-    _require_close("gathered as a head", beside.token_logprobs, gathered.head_logprobs[:, 0], tolerance)
+    gathered_logprobs = gathered.head_logprobs[:, 0]
+    _require_close("gathered as a head", beside.token_logprobs, gathered_logprobs, tolerance)
 
 
 def _score(engine: Engine, queries: list[ScoreQuery]) -> list[RowBlock]:
@@ -55,6 +56,7 @@ def _require_close(
     difference = float(np.max(np.abs(first - second)))
     if not difference <= tolerance:
         raise WrongState(
-            f"self-test: log-probs differ by {difference:.3g} when {how}; {tolerance:.3g} is
-            allowed", field="--model", hint="try --dtype float32, or --device cpu",
+            f"self-test: log-probs differ by {difference:.3g} when {how}, not {tolerance:.3g}",
+            field="--model",
+            hint="try --dtype float32, or --device cpu",
         )

@@ -69,7 +69,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
             stream.drain()
 
     def _require_same_teacher(self, metadata: Any) -> None:
-        """A client that reconnects may meet another teacher on the old port: never mix their rows."""
+        """Who reconnects may meet another teacher on the old port: their rows must never mix."""
         expected = dict(metadata or ()).get(IDENTITY_KEY)
         if expected is None:
             return
