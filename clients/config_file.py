@@ -44,6 +44,8 @@ class _Draft:
         if any(path[: len(key)] == key for key in self.overridden):
             return "--set"
         line = self.parsed.line_of(path)
+        if not line and any(key[: len(path)] == path for key in self.overridden):
+            return "--set"  # it made a table of what should be a value
         return f"{self.name}:{line}" if line else self.name
 
 

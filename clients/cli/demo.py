@@ -25,8 +25,18 @@ if TYPE_CHECKING:
 
 # Arguments after `python -m`; {data}, {teacher} and {student} are directories.
 MAKE_DATA = ("student_trainer.tasks.addition", "{data}", "--seed", "0")
-MAKE_TEACHER = ("student_trainer.pretrain", "{data}", "{teacher}", "--size", "teacher")
-MAKE_STUDENT = ("student_trainer.pretrain", "{data}", "{student}", "--size", "student")
+PRETRAIN = ("student_trainer.pretrain", "--data", "{data}/train.jsonl", "--loss-on", "last")
+MAKE_TEACHER = (
+    *PRETRAIN,
+    *("--out", "{teacher}", "--tokenizer", "characters"),
+    *("--layers", "4", "--width", "128", "--steps", "2000"),
+)
+# The teacher's tokenizer: a student of another vocabulary could not learn from it.
+MAKE_STUDENT = (
+    *PRETRAIN,
+    *("--out", "{student}", "--tokenizer", "{teacher}"),
+    *("--layers", "2", "--width", "64", "--steps", "300"),
+)
 EVALUATE_TEACHER = (
     "student_trainer.evaluate",
     "{teacher}",

@@ -126,4 +126,4 @@ def conclude(output: Output, job: Progress, **more: Any) -> ExitCode:
             parts.append(job.reason)
         parts += [f"{name} {value}" for name, value in more.items()]
         print("  ".join(parts), flush=True)
-    return EXIT_CODES[job.state]
+    return EXIT_CODES.get(job.state, ExitCode.JOB_FAILED)

@@ -1,0 +1,129 @@
+"""The command as a whole: its boundary of errors, its exit codes, its two ways of talking."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clients.cli.app import EXIT_CODE_MEANINGS, main
+from protos.errors import ExitCode
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_help_lists_every_exit_code(capsys: Capture) -> None:
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert set(EXIT_CODE_MEANINGS) == set(ExitCode)
+    for code, meaning in EXIT_CODE_MEANINGS.items():
+        assert f"  {code.value:<4} {meaning}\n" in printed
+
+
+def test_no_command_is_help_and_usage(capsys: Capture) -> None:
+    assert main([]) == ExitCode.USAGE
+    assert capsys.readouterr().err.startswith("Usage: distill")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["lss"], "error: No such command 'lss'. Did you mean 'ls'; see distill --help\n"),
+        (["show"], "error: Missing argument 'JOB'; see distill show --help\n"),
+        (
+            ["ls", "--server", "x"],
+            "error: No such option: --server; global options stand before the",
+        ),
+        (["ls", "--limit", "0"], "error: Invalid value for '--limit': "),
+        (["run"], "error: give a job file or --resume DIR; see distill run --help\n"),
+        (["resume", "x", "--set", "seed=3"], "error: --set seed: a resumed job can only change"),
+        (["resume", "x", "--set", "max_steps=0"], "error: max_steps: must be a whole number"),
+        (["config", "check", "none.toml"], "error: none.toml: no such file\n"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(capsys: Capture, arguments: list[str], said: str) -> None:
+    assert main(arguments) == ExitCode.USAGE
+    captured = capsys.readouterr()
+    assert captured.err.startswith(said)
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_errors_as_json(capsys: Capture) -> None:
+    assert main(["--json", "resume", "x", "--set", "seed=3"]) == ExitCode.USAGE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert json.loads(captured.err) == {
+        "error": {
+            "code": "INVALID_ARGUMENT",
+            "message": "a resumed job can only change max_steps",
+            "field": "--set seed",
+            "hint": "submit a new job for anything else",
+        }
+    }
+
+
+@pytest.fixture
+def nowhere() -> str:
+    """An address that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("command", [["ls"], ["show", "x"], ["cancel", "x"], ["logs", "x"]])
+def test_no_server_is_one_sentence_and_4(
+    capsys: Capture, nowhere: str, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISTILL_SERVER", nowhere)
+    assert main(command) == ExitCode.UNREACHABLE
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: cannot reach the distill server {nowhere}")
+    assert said.count("\n") == 1
+
+
+def test_a_disk_that_refuses_is_one_sentence(
+    capsys: Capture, job_file: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "runs").write_text("in the way")
+    assert main(["run", job_file()]) == ExitCode.JOB_FAILED
+    assert capsys.readouterr().err.startswith("error: runs")
+
+
+def test_config_commands(capsys: Capture, job_file: Callable[..., str]) -> None:
+    name = job_file()
+    assert main(["config", "check", name]) == 0
+    assert capsys.readouterr().out == "job.toml: ok\n"
+    assert main(["config", "show", name, "--set", "seed=4"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["KEY", "VALUE", "SOURCE"] in lines
+    assert ["student.model", '"org/model"', "job.toml:1"] in lines
+    assert ["seed", "4", "--set"] in lines
+    assert ["student.revision", "-", "default"] in lines
+    assert main(["--json", "config", "show", name]) == 0
+    rows = json.loads(capsys.readouterr().out)["values"]
+    assert {"key": "seed", "value": 0, "source": "default"} in rows
+    assert main(["config", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["properties"]["max_steps"]["description"] == "Optimizer steps."
+
+
+def test_dry_run_needs_no_server(capsys: Capture, job_file: Callable[..., str]) -> None:
+    assert main(["submit", job_file(), "--dry-run", "--name", "7"]) == 0
+    assert '"7"' in capsys.readouterr().out
+
+
+def test_doctor(capsys: Capture, nowhere: str) -> None:
+    code = main(["--json", "--server", nowhere, "doctor"])
+    report = json.loads(capsys.readouterr().out)
+    assert code == ExitCode.JOB_FAILED
+    assert report["problems"] == [f"server: {nowhere} does not answer (UNAVAILABLE)"]
+    values = {check["name"]: check["value"] for check in report["checks"]}
+    assert values["protos"].endswith("protos/__init__.py")
+    assert values["clients"].endswith("clients/__init__.py")
+    main(["--server", nowhere, "doctor", "--teacher", nowhere])
+    last = capsys.readouterr().out.splitlines()[-2:]
+    assert [line.split()[1] for line in last] == ["server:", "teacher:"]

@@ -1,0 +1,205 @@
+"""Commands that talk to a server, with the client's place taken by a script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.cli.app import main
+from clients.cli.logs_and_files import whole_lines
+from clients.config import JobConfig
+from clients.jobs import Job, JobEvent, JobState
+from protos.errors import ExitCode
+
+Capture = pytest.CaptureFixture[str]
+
+
+def made(state: JobState = JobState.RUNNING, **more: Any) -> Job:
+    known: dict[str, Any] = {
+        "id": "on-policy-x-7f3a", "name": "x", "kind": "on_policy", "state": state, "reason": "",
+        "phase": "training", "attempt": 1, "step": 12, "max_steps": 50, "created_at": 1.0,
+        "started_at": 2.0, "ended_at": 0.0, "last_seq": 3, "metrics": {"kl/teacher": 0.25},
+    }  # fmt: skip
+    return Job(**{**known, **more})
+
+
+def event(seq: int, state: JobState, step: int = 0, **more: Any) -> JobEvent:
+    known: dict[str, Any] = {"reason": "", "phase": "training", "metrics": {}, "attempt": 1}
+    return JobEvent(
+        seq=seq, time=1e9 + seq, state=state, step=step, max_steps=50, **{**known, **more}
+    )
+
+
+class ScriptedClient:
+    """Stands in for DistillClient: answers from `events`, remembers what it was asked."""
+
+    events: tuple[JobEvent | BaseException, ...] = ()
+    asked: list[tuple[Any, ...]]
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def __enter__(self) -> ScriptedClient:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def submit(self, config: JobConfig, *, config_text: str = "") -> Job:
+        self.asked.append(("submit", config, config_text))
+        return made(JobState.QUEUED)
+
+    def get(self, job_id: str) -> Job:
+        return made()
+
+    def list(self, *, state: JobState | None = None, limit: int = 50) -> list[Job]:
+        self.asked.append(("list", state, limit))
+        return [made(), made(JobState.FAILED, id="on-policy-y-0001", reason="no teacher")]
+
+    def cancel(self, job_id: str, *, now: bool) -> Job:
+        self.asked.append(("cancel", job_id, now))
+        return made(JobState.CANCELLING)
+
+    def resume(self, job_id: str, *, max_steps: int | None, from_step: int | None) -> Job:
+        self.asked.append(("resume", job_id, max_steps, from_step))
+        return made(JobState.QUEUED, attempt=2)
+
+    def watch(self, job_id: str) -> Iterator[JobEvent]:
+        for step in self.events:
+            if isinstance(step, BaseException):
+                raise step
+            yield step
+
+    def logs(self, job_id: str, *, attempt: int, follow: bool, tail_lines: int) -> Iterator[bytes]:
+        self.asked.append(("logs", attempt, follow, tail_lines))
+        yield from (b"one\ntw", b"o\nthree")
+
+    def pull(self, job_id: str, destination: Path, *, checkpoint: int | None) -> Path:
+        self.asked.append(("pull", str(destination), checkpoint))
+        return destination
+
+
+@pytest.fixture(autouse=True)
+def client(monkeypatch: pytest.MonkeyPatch) -> type[ScriptedClient]:
+    monkeypatch.setattr("clients.distill_client.DistillClient", ScriptedClient)
+    ScriptedClient.asked = []
+    ScriptedClient.events = (
+        event(1, JobState.QUEUED, phase=""),
+        event(2, JobState.RUNNING, phase="training"),
+        event(3, JobState.RUNNING, 10, metrics={"loss": 0.5, "kl/teacher": 0.25, "eval/kl": 0.3}),
+        event(4, JobState.RUNNING, 11, metrics={"loss": 0.4, "kl/teacher": 0.24}),
+        event(5, JobState.SUCCEEDED, 50, phase=""),
+    )
+    return ScriptedClient
+
+
+def test_ls(capsys: Capture, client: type[ScriptedClient]) -> None:
+    assert main(["ls", "--state", "failed", "--limit", "3"]) == 0
+    assert client.asked == [("list", JobState.FAILED, 3)]
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["ID", "STATE", "STEPS", "KL"]
+    assert first.split()[:4] == ["on-policy-x-7f3a", "RUNNING", "12/50", "0.25"]
+    assert second.endswith("no teacher")
+    assert main(["--json", "ls"]) == 0
+    rows = json.loads(capsys.readouterr().out)["jobs"]
+    assert {column.lower() for column in head.split()} <= set(rows[0])
+
+
+def test_show_cancel_resume_pull(capsys: Capture, client: type[ScriptedClient]) -> None:
+    assert main(["show", "@last"]) == 0
+    assert "state                RUNNING training" in capsys.readouterr().out
+    assert main(["cancel", "x", "--now"]) == 0
+    assert capsys.readouterr().out == "on-policy-x-7f3a CANCELLING\n"
+    assert main(["resume", "x", "--set", "max_steps=9", "--from", "4"]) == 0
+    assert main(["pull", "x", "--checkpoint", "4"]) == 0
+    assert main(["--json", "pull", "x", "-o", "out"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"path": "out"}
+    assert client.asked == [
+        ("cancel", "x", True),
+        ("resume", "x", 9, 4),
+        ("pull", "on-policy-x-7f3a", 4),
+        ("pull", "out", None),
+    ]
+
+
+def test_submit_prints_the_id_alone(
+    capsys: Capture, client: type[ScriptedClient], job_file: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "d.jsonl").touch()
+    assert main(["submit", job_file(), "--set", "data.path=d.jsonl", "--name", "n"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "on-policy-x-7f3a\n"
+    assert [line.split()[:2] for line in captured.err.splitlines()] == [
+        ["distill", "watch"],
+        ["distill", "logs"],
+        ["distill", "cancel"],
+    ]
+    _, config, text = client.asked[0]
+    assert (config.name, config.data.path) == ("n", str(tmp_path / "d.jsonl"))
+    assert text.startswith("student.model")
+
+
+def test_watch_without_a_terminal(capsys: Capture) -> None:
+    assert main(["watch", "x"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "on-policy-x-7f3a SUCCEEDED  50/50 steps  eval/kl 0.3\n"
+    told = [line.split("  ", 1)[1] for line in captured.err.splitlines()]
+    assert told == [
+        "on-policy-x-7f3a QUEUED",
+        "on-policy-x-7f3a RUNNING training",
+        "on-policy-x-7f3a RUNNING training  10/50  loss 0.5  kl 0.25  eval/kl 0.3",
+        "on-policy-x-7f3a SUCCEEDED  50/50",
+    ]
+    assert "\033" not in captured.err
+
+
+def test_watch_as_json_lines(capsys: Capture) -> None:
+    assert main(["--json", "watch", "x"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["seq"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[2]["metrics"]["loss"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        (JobState.FAILED, ExitCode.JOB_FAILED),
+        (JobState.CANCELLED, ExitCode.JOB_CANCELLED),
+        (JobState.SUCCEEDED, ExitCode.OK),
+    ],
+)
+def test_the_exit_code_is_the_verdict(
+    capsys: Capture, client: type[ScriptedClient], state: JobState, code: ExitCode
+) -> None:
+    client.events = (event(1, state, 3, reason="so it went"),)
+    assert main(["-q", "watch", "x"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == f"on-policy-x-7f3a {state}  3/50 steps  so it went\n"
+    assert captured.err == ""
+
+
+def test_ctrl_c_detaches(
+    capsys: Capture, client: type[ScriptedClient], job_file: Callable[..., str]
+) -> None:
+    client.events = (event(1, JobState.RUNNING), KeyboardInterrupt())
+    assert main(["submit", "-f", job_file()]) == ExitCode.INTERRUPTED
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == "job on-policy-x-7f3a goes on; distill watch on-policy-x-7f3a"
+    assert [asked[0] for asked in client.asked] == ["submit"]
+
+
+def test_logs(capsysbinary: pytest.CaptureFixture[bytes], client: type[ScriptedClient]) -> None:
+    assert main(["logs", "x", "-f", "-n", "5", "--attempt", "2"]) == 0
+    assert capsysbinary.readouterr().out == b"one\ntwo\nthree"
+    assert client.asked == [("logs", 2, True, 5)]
+    assert main(["--json", "logs", "x"]) == 0
+    lines = capsysbinary.readouterr().out.splitlines()
+    assert [json.loads(line)["line"] for line in lines] == ["one", "two", "three"]
+
+
+def test_whole_lines_of_broken_text() -> None:
+    assert list(whole_lines([b"a\xff\n", b"", b"\n"])) == ["a\ufffd", ""]
