@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -15,8 +16,10 @@ import pytest
 
 from clients.config import DataConfig, JobConfig, StudentConfig
 from clients.distill_client import DistillClient
+from clients.jobs import Job, JobState
 from distill_server.process import identity_of, kill_family
 
+_COUNTER = itertools.count()
 SCRIPT = Path(__file__).with_name("scripted_server.py")
 
 
@@ -35,12 +38,14 @@ class Server:
     def __init__(self, runs: Path, slots: int = 1) -> None:
         self.runs = runs
         self.slots = slots
+        # An address of its own: nobody takes its port between a kill and the next start.
+        self.host = f"127.{os.getpid() >> 8 & 127}.{os.getpid() & 255}.{next(_COUNTER) % 254 + 1}"
         self.port = 0
         self.process: subprocess.Popen[str] | None = None
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def start(self) -> None:
         self.process = self.launch()
@@ -50,10 +55,9 @@ class Server:
         self.port = int(line.rsplit(":", 1)[1])
 
     def launch(self) -> subprocess.Popen[str]:
+        where = [str(self.runs), self.host, str(self.port), str(self.slots)]
         return subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(self.runs), str(self.port), str(self.slots)],
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, str(SCRIPT), *where], stdout=subprocess.PIPE, text=True
         )
 
     def kill(self, signum: int = signal.SIGKILL) -> int:
@@ -115,3 +119,23 @@ def server(make_server: Callable[..., Server]) -> Server:
 def client(server: Server) -> Iterator[DistillClient]:
     with DistillClient(server.address) as client:
         yield client
+
+
+def queued_job(job_id: str, created_at: float = 1.0) -> Job:
+    config = job_config()
+    return Job(
+        id=job_id,
+        name=config.name,
+        kind="on_policy",
+        state=JobState.QUEUED,
+        reason="",
+        phase="",
+        attempt=1,
+        step=0,
+        max_steps=config.max_steps,
+        created_at=created_at,
+        started_at=0.0,
+        ended_at=0.0,
+        last_seq=0,
+        config_json=config.model_dump_json(),
+    )

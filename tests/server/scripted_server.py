@@ -1,4 +1,4 @@
-"""The real server with the scripted trainer, and less patience: scripted_server.py RUNS PORT SLOTS."""
+"""The real server with the scripted trainer, and less patience: RUNS HOST PORT SLOTS."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def command(run: Path, *, attempt: int, processes: int, from_step: int | None = 
 
 
 def main() -> int:
-    runs, port, slots = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    runs, host, port, slots = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     logging.basicConfig()
     try:
         asyncio.run(
             run_server(
                 runs,
-                host="127.0.0.1",
+                host=host,
                 port=port,
                 runner=LocalRunner(threads_per_job=1, command=command),
                 policy=Policy(slots=slots, **POLICY),
-                on_ready=lambda bound: print(f"server listening on 127.0.0.1:{bound}", flush=True),
+                on_ready=lambda bound: print(f"server listening on {host}:{bound}", flush=True),
             )
         )
     except DistillError as error:

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clients.jobs import JobState
+from clients.run_directory import RunDirectory, Status
+from distill_server.progress import MetricsTail, Point, progress_changes, status_of
+from distill_server.runner import Exited, Lost
+from distill_server.store import Change
+from distill_server.verdict import Died, Ended, verdict_of
+
+from .conftest import queued_job
+
+
+def lines(attempt: int, *steps: int) -> str:
+    return "".join(json.dumps({"attempt": attempt, "step": s, "loss": 1.0}) + "\n" for s in steps)
+
+
+def steps_of(tail: MetricsTail) -> list[int]:
+    return [point.step for point in tail.read()]
+
+
+def test_tail_follows(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path, attempt=1, seen_step=-1)
+    assert tail.read() == []
+    path.write_text(lines(1, 0, 1) + '{"attempt": 1, "st')
+    assert steps_of(tail) == [0, 1]
+    with path.open("a") as file:
+        file.write('ep": 2}\n')
+    assert tail.read() == [Point(2, {})]
+    assert tail.read() == []
+
+
+def test_tail_of_a_rewritten_file_repeats_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(1, 1, 2, 3, 4))
+    tail = MetricsTail(path, attempt=2, seen_step=-1)
+    assert steps_of(tail) == []
+    shorter = tmp_path / "new"
+    shorter.write_text(lines(1, 1, 2))
+    shorter.replace(path)
+    assert steps_of(tail) == []
+    with path.open("a") as file:
+        file.write(lines(2, 3, 4, 5))
+    assert steps_of(tail) == [3, 4, 5]
+    path.write_text(lines(1, 1, 2) + lines(2, 3))
+    assert steps_of(tail) == []
+
+
+def test_tail_after_a_restart_of_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(1, *range(10)))
+    assert steps_of(MetricsTail(path, attempt=1, seen_step=7)) == [8, 9]
+
+
+def test_tail_reads_all_of_a_long_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(1, *range(60_000)) + '{"half')
+    tail = MetricsTail(path, attempt=1, seen_step=-1)
+    assert len(tail.read_all()) == 60_000
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", "7", "{}", '{"attempt": 1}', '{"attempt": 1, "step": []}']
+)
+def test_nonsense_is_passed_over(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line + "\n" + lines(1, 4))
+    assert steps_of(MetricsTail(path, attempt=1, seen_step=-1)) == [4]
+
+
+def test_only_finite_numbers_are_metrics(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    values = {"attempt": 1, "step": 1, "loss": float("nan"), "note": "x", "lr": 1, "big": 1e400}
+    path.write_text(json.dumps(values) + "\n")
+    tail = MetricsTail(path, attempt=1, seen_step=-1)
+    assert tail.read() == [Point(1, {"lr": 1.0})]
+
+
+def test_status_of_another_attempt_is_no_word(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert status_of(run, 1) is None
+    run.write_status(Status(1, "cancelled"))
+    assert status_of(run, 1) == Status(1, "cancelled")
+    assert status_of(run, 2) is None
+    for nonsense in ("{", "[]", '{"unknown": 1}'):
+        (tmp_path / "status.json").write_text(nonsense)
+        assert status_of(run, 1) is None
+
+
+def test_changes_of_a_look() -> None:
+    job = queued_job("a")
+    preparing = type(job)(**{**vars(job), "state": JobState.PREPARING})
+    assert progress_changes(preparing, None, []) == []
+    loading = Status(1, "running", phase="loading student")
+    assert progress_changes(preparing, loading, []) == [
+        Change(JobState.RUNNING, phase="loading student")
+    ]
+    running = type(job)(**{**vars(job), "state": JobState.RUNNING, "phase": "training"})
+    assert progress_changes(running, Status(1, "running", phase="training"), []) == []
+    assert progress_changes(
+        running, Status(1, "running", phase="saving"), [Point(4, {"x": 1.0})]
+    ) == [
+        Change(phase="saving"),
+        Change(step=4, metrics={"x": 1.0}),
+    ]
+
+
+RUNNING, CANCELLING = JobState.RUNNING, JobState.CANCELLING
+
+
+@pytest.mark.parametrize(
+    ("state", "verdict", "outcome", "expected"),
+    [
+        (RUNNING, "succeeded", Exited(0), Ended(JobState.SUCCEEDED)),
+        # Its word counts, not what happened while the interpreter shut down.
+        (RUNNING, "succeeded", Exited(-11), Ended(JobState.SUCCEEDED)),
+        (RUNNING, "failed", Exited(1), Ended(JobState.FAILED, "said so")),
+        (RUNNING, "cancelled", Exited(0), Ended(JobState.CANCELLED, "said so")),
+        (
+            RUNNING,
+            "running",
+            Exited(-9),
+            Died("the trainer was killed by signal 9 at step 37", False),
+        ),
+        (
+            RUNNING,
+            None,
+            Exited(3),
+            Died("the trainer exited with code 3 without a verdict at step 37", False),
+        ),
+        (
+            RUNNING,
+            None,
+            Lost(False),
+            Died("the trainer and its watcher disappeared at step 37", False),
+        ),
+        (CANCELLING, "succeeded", Exited(0), Ended(JobState.SUCCEEDED)),
+        (CANCELLING, "failed", Exited(1), Ended(JobState.FAILED, "said so")),
+        (CANCELLING, "cancelled", Exited(0), Ended(JobState.CANCELLED, "said so")),
+        (
+            CANCELLING,
+            "running",
+            Exited(-9),
+            Ended(JobState.CANCELLED, "cancelled; the trainer was killed by signal 9 at step 37"),
+        ),
+    ],
+)
+def test_verdicts(
+    state: JobState, verdict: str | None, outcome: Exited | Lost, expected: object
+) -> None:
+    status = Status(1, verdict, reason="said so") if verdict else None  # type: ignore[arg-type]
+    assert verdict_of(state, 37, status, outcome) == expected
+
+
+def test_a_shutdown_of_the_machine_costs_no_retry_and_cancels_nothing() -> None:
+    rebooted = Lost(blameless=True)
+    died = verdict_of(RUNNING, 37, Status(1, "cancelled"), rebooted)
+    assert isinstance(died, Died)
+    assert died.blameless
+    assert verdict_of(CANCELLING, 37, Status(1, "cancelled"), rebooted) == Ended(
+        JobState.CANCELLED, "cancelled on request"
+    )
