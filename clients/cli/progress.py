@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from clients.jobs import JobEvent, JobState
@@ -48,9 +48,10 @@ class Progress:
     @property
     def seconds_left(self) -> float | None:
         """At the pace of the last steps; None before there is one."""
-        if len(self._clock) < 2 or self.state is not JobState.RUNNING:
+        clock = list(self._clock)  # a copy: a live display asks from a thread of its own
+        if len(clock) < 2 or self.state is not JobState.RUNNING:
             return None
-        (first, began), (last, now) = self._clock[0], self._clock[-1]
+        (first, began), (last, now) = clock[0], clock[-1]
         if last <= first or now <= began:
             return None
         return (now - began) / (last - first) * max(self.max_steps - last, 0)
@@ -79,8 +80,9 @@ def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
 
-def sparkline(values: deque[float], *, unicode: bool = True) -> str:
+def sparkline(history: Iterable[float], *, unicode: bool = True) -> str:
     """One character a value, between the smallest and the largest of them."""
+    values = list(history)
     levels = "".join(map(chr, range(0x2581, 0x2589))) if unicode else "_.-~=+*#"
     if not values:
         return ""

@@ -1,0 +1,73 @@
+"""Who imports whom, and what it costs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "transformers", "accelerate", "safetensors", "datasets", "pyarrow")
+SECONDS_FOR_HELP = 0.5
+
+
+def modules_of(*packages: str) -> list[str]:
+    paths = (path for package in packages for path in sorted((ROOT / package).rglob("*.py")))
+    names = (".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths)
+    return [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
+
+
+def loaded_after(code: str) -> set[str]:
+    """The top-level packages in a fresh interpreter after `code`."""
+    script = f"import sys\n{code}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_import_contracts_hold() -> None:
+    command = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([command, "--no-cache"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_light_packages_load_no_torch() -> None:
+    modules = modules_of("protos", "clients", "distill_server")
+    loaded = loaded_after("".join(f"import {module}\n" for module in modules))
+    # pyarrow belongs to [teacher] and [train]: the store of rows imports it when it is used.
+    assert loaded & set(HEAVY) == set()
+
+
+def test_the_job_model_is_light() -> None:
+    assert loaded_after("import clients.config") & {*HEAVY, "grpc", "numpy", "rich"} == set()
+
+
+def test_help_loads_nothing_heavy() -> None:
+    loaded = loaded_after("from clients.cli.app import main\nassert main(['--help']) == 0")
+    assert loaded & {*HEAVY, "grpc", "numpy", "pydantic", "rich", "yaml"} == set()
+
+
+def test_help_is_instant() -> None:
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "clients", "--help"], check=True, capture_output=True)
+        times.append(time.perf_counter() - began)
+    assert min(times) < SECONDS_FOR_HELP
+
+
+@pytest.mark.parametrize("package", ["clients", "distill_server", "teacher_service"])
+def test_python_m_works(package: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", package, "--help"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout or "usage" in done.stdout

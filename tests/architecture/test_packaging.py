@@ -1,0 +1,64 @@
+"""What is generated is up to date, and what is shipped is what we mean to ship."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {"clients", "distill_server", "protos", "student_trainer", "teacher_service"}
+PROTOS = ("protos/teacher.proto", "protos/distill.proto")
+
+
+def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
+    """The command of `make protos`, into another directory."""
+    binaries = Path(sys.executable).parent
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "grpc_tools.protoc", "-I."),
+            *(
+                f"--{kind}_out={tmp_path}"
+                for kind in ("python", "grpc_python", "mypy", "mypy_grpc")
+            ),
+            f"--plugin=protoc-gen-mypy={binaries / 'protoc-gen-mypy'}",
+            f"--plugin=protoc-gen-mypy_grpc={binaries / 'protoc-gen-mypy_grpc'}",
+            *PROTOS,
+        ],
+        check=True,
+        capture_output=True,
+        cwd=ROOT,
+    )
+    made = {path.name: path.read_bytes() for path in (tmp_path / "protos").iterdir()}
+    committed = {path.name: path.read_bytes() for path in (ROOT / "protos").glob("*_pb2*.py*")}
+    assert sorted(made) == sorted(committed)
+    stale = [name for name in made if made[name] != committed[name]]
+    assert stale == [], "run `make protos` and commit"
+
+
+def test_makefile_generates_the_same_protos() -> None:
+    assert " ".join(PROTOS) in (ROOT / "Makefile").read_text()
+    assert sorted(PROTOS) == sorted(f"protos/{path.name}" for path in ROOT.glob("protos/*.proto"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names in the built wheel; made without a network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, check=True, capture_output=True, cwd=ROOT)
+    (path,) = folder.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        return set(archive.namelist())
+
+
+def test_the_wheel_holds_five_packages(wheel: set[str]) -> None:
+    top = {name.split("/")[0] for name in wheel}
+    assert {name for name in top if not name.endswith(".dist-info")} == PACKAGES
+
+
+def test_the_wheel_ships_what_is_not_python(wheel: set[str]) -> None:
+    assert {"clients/cli/demo_job.toml", "protos/teacher.proto", "protos/teacher_pb2.pyi"} <= wheel

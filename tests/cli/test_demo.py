@@ -1,0 +1,85 @@
+"""The parts of the demo that need no models: its processes and its directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from clients.cli.app import main
+from clients.cli.demo import _figures
+from clients.cli.services import Services
+from protos.errors import ExitCode, InternalFault
+
+SERVER = """
+import os, sys, time, pathlib
+print("some warning", file=sys.stderr)
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+print(f"server listening on 127.0.0.1:{os.environ['OMP_NUM_THREADS']}")
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory from which `python -m` runs."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    (tmp_path / "logs").mkdir()
+    return tmp_path
+
+
+def test_a_server_is_found_and_stopped(modules: Path) -> None:
+    (modules / "stand_in.py").write_text(SERVER)
+    with Services(modules / "logs") as services:
+        assert services.listen("server", ["stand_in", str(modules / "pid")]) == "127.0.0.1:1"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((modules / "pid").read_text()), 0)
+
+
+def test_failures_name_the_log(modules: Path) -> None:
+    (modules / "broken.py").write_text("raise SystemExit(3)")
+    with Services(modules / "logs") as services:
+        for start in (services.run, services.listen):
+            with pytest.raises(InternalFault, match="thing ended with exit code 3") as caught:
+                start("thing", ["broken"])
+            assert caught.value.hint == f"read {modules / 'logs' / 'thing.log'}"
+
+
+def test_output_of_a_process_that_ends(modules: Path) -> None:
+    (modules / "fine.py").write_text("print('{}')")
+    began = time.monotonic()
+    with Services(modules / "logs") as services:
+        assert services.run("fine", ["fine"]) == "{}\n"
+    assert time.monotonic() - began < 10
+
+
+def test_a_directory_of_something_else_is_never_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").touch()
+    assert main(["demo", "--runs", "thesis"]) == ExitCode.USAGE
+    assert "holds something else than a demo" in capsys.readouterr().err
+    assert (tmp_path / "thesis" / "chapter.tex").exists()
+
+
+def test_an_older_demo_is_replaced_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clients.cli.demo.MAKE_DATA", ("no_such_module",))
+    assert main(["demo", "--runs", "d"]) == ExitCode.JOB_FAILED
+    (tmp_path / "d" / "summary.json").write_text(json.dumps({}))
+    assert main(["demo", "--runs", "d"]) == ExitCode.JOB_FAILED
+    said = capsys.readouterr().err
+    assert f"replacing the earlier demo in {tmp_path / 'd'}" in said
+    log = tmp_path / "d" / "logs" / "make-data.log"
+    assert f"error: make-data ended with exit code 1; read {log}" in said
+    assert not (tmp_path / "d" / "summary.json").exists()
+
+
+def test_figures_are_accuracy_then_kl() -> None:
+    assert _figures({"eval/kl": 0.5, "eval/accuracy": 0.25}) == (0.25, 0.5)

@@ -1,0 +1,147 @@
+"""What people see while a job runs."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Mapping
+
+import pytest
+
+from clients.cli.display import LiveBlock, PlainLines, display
+from clients.cli.output import Output
+from clients.cli.progress import Progress, duration, sparkline
+from clients.jobs import JobEvent, JobState
+from protos.errors import InvalidInput
+
+
+def step(number: int, *, attempt: int = 1, **metrics: float) -> JobEvent:
+    known: Mapping[str, float] = {"loss": 0.5, "kl/teacher": 1 / number, **metrics}
+    return JobEvent(
+        seq=number,
+        time=1000.0 + 2 * number,
+        state=JobState.RUNNING,
+        reason="",
+        phase="training",
+        attempt=attempt,
+        step=number,
+        max_steps=100,
+        metrics=known,
+    )
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def attach(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Not a fixture: pytest puts its own stderr in place when a test begins."""
+    fake = Terminal()
+    monkeypatch.setattr("sys.stderr", fake)
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "100")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return fake
+
+
+def test_numbers_of_the_newest_step() -> None:
+    job = Progress("job")
+    for number in range(1, 11):
+        job.add(
+            step(number, **{"tokens_per_sec": 512.4, "time/step": 2.0, "time/teacher_wait": 0.5})
+        )
+    assert job.facts() == [
+        ("loss", "0.5"),
+        ("kl", "0.1"),
+        ("tok/s", "512"),
+        ("wait", "25%"),
+        ("eta", "3m00s"),
+    ]
+
+
+def test_a_new_attempt_starts_a_new_clock() -> None:
+    job = Progress("job")
+    job.add(step(1))
+    job.add(step(2))
+    assert job.seconds_left == 196.0
+    job.add(step(3, attempt=2))
+    assert job.seconds_left is None
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0.4, 59, 60, 200, 3600, 7500)] == [
+        "0s", "59s", "1m00s", "3m20s", "1h00m", "2h05m",
+    ]  # fmt: skip
+
+
+def test_sparkline() -> None:
+    assert sparkline(deque([0.0, 1.0, 0.5]), unicode=False) == "_#="
+    assert sparkline(deque([1.0, 1.0])) == "\u2581\u2581"
+    assert sparkline(deque()) == ""
+
+
+def test_one_line_in_ten_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("clients.cli.display.time.monotonic", lambda: now)
+    job = Progress("job")
+    lines = PlainLines(job, Output())
+    for number in range(1, 41):
+        now = float(number)
+        job.add(event := step(number))
+        lines.show(event)
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split("  ")[2] for line in told] == ["1/100", "11/100", "21/100", "31/100"]
+
+
+def test_live_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = attach(monkeypatch)
+    job = Progress("job-7f3a")
+    with display(Output(), job) as shown:
+        assert isinstance(shown, LiveBlock)
+        for number in range(1, 21):
+            job.add(event := step(number, **({"eval/kl": 0.25} if number == 10 else {})))
+            shown.show(event)
+    printed = terminal.getvalue()
+    last = printed.rsplit("job-7f3a", 1)[1]
+    for part in (
+        "RUNNING training",
+        "20/100",
+        "loss 0.5",
+        "kl 0.05",
+        "eta 2m40s",
+        "\u2588\u2584\u2583",
+    ):
+        assert part in last
+    assert "eval/kl 0.25" in printed
+    assert "\033[36m" in printed
+
+
+def test_no_color_keeps_the_block_and_drops_colors(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = attach(monkeypatch)
+    with display(Output(color=False), job := Progress("job")) as shown:
+        job.add(event := step(1))
+        shown.show(event)
+    assert "1/100" in terminal.getvalue()
+    assert "\033[36m" not in terminal.getvalue()
+
+
+def test_errors_are_red_on_a_terminal_only_if_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = attach(monkeypatch)
+    Output().fail(InvalidInput("no"))
+    Output(color=False).fail(InvalidInput("no"))
+    assert terminal.getvalue() == "\033[1;31merror:\033[0m no\nerror: no\n"
+
+
+def test_quiet_and_dumb_terminals_get_no_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attach(monkeypatch)
+    assert Output().live
+    assert not Output(quiet=True).live
+    monkeypatch.setenv("TERM", "dumb")
+    assert not Output().live

@@ -1,0 +1,255 @@
+"""`distill run` with a script in the trainer's place: it writes the files that a trainer writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clients.cli.app import main
+from clients.cli.follow import RunFollower
+from clients.config import JobConfig
+from clients.jobs import JobEvent, JobState
+from clients.run_directory import RunDirectory, Status
+from protos.errors import ExitCode
+
+Capture = pytest.CaptureFixture[str]
+Script = Callable[[str], None]
+
+HEAD = """
+import json, sys, time
+from clients.run_directory import RunDirectory, Status
+run, attempt = RunDirectory(sys.argv[1]), int(sys.argv[2])
+most = run.config().max_steps
+def tell(verdict, phase="training", step=0, **more):
+    run.write_status(Status(attempt, verdict, phase, step, most, **more))
+def log(step, **metrics):
+    with run.metrics.open("a") as file:
+        file.write(json.dumps({"attempt": attempt, "step": step, **metrics}) + "\\n")
+tell("running", "preflight")
+print("the log", flush=True)
+"""
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Script:
+    """Replaces the trainer's command by a script that starts with HEAD."""
+    script = tmp_path / "trainer.py"
+
+    def command(run: Path, *, attempt: int, processes: int) -> list[str]:
+        return [sys.executable, str(script), str(run), str(attempt)]
+
+    def write(body: str) -> None:
+        script.write_text(HEAD + textwrap.dedent(body))
+
+    monkeypatch.setattr("clients.cli.attempt.trainer_command", command)
+    return write
+
+
+def only_run() -> RunDirectory:
+    (path,) = Path("runs").iterdir()
+    return RunDirectory(path)
+
+
+def test_a_run_that_succeeds(
+    capsys: Capture, job_file: Callable[..., str], trainer: Script
+) -> None:
+    trainer("""
+        log(0, **{"eval/kl": 0.9, "eval/accuracy": 0.1})
+        log(1, **{"loss": 0.5, "kl/teacher": 0.7})
+        log(2, **{"loss": 0.4, "kl/teacher": 0.6, "eval/kl": 0.5, "eval/accuracy": 0.4})
+        tell("succeeded", "", 2)
+    """)
+    assert main(["run", job_file(), "--name", "My Job!", "--set", "max_steps=2"]) == 0
+    run = only_run()
+    captured = capsys.readouterr()
+    name = run.path.name
+    assert name.startswith("on-policy-my-job-")
+    assert captured.out == (
+        f"{name} SUCCEEDED  2/2 steps  eval/kl 0.5  eval/accuracy 0.4  run runs/{name}\n"
+    )
+    assert (run.path / "job.toml").read_text().startswith("student.model")
+    assert run.config().max_steps == 2
+    assert run.log_file(1).read_text() == "the log\n"
+    assert f"{name} SUCCEEDED  2/2" in captured.err
+
+
+def test_a_refused_run_leaves_nothing(
+    capsys: Capture, job_file: Callable[..., str], trainer: Script
+) -> None:
+    trainer("""
+        tell("failed", "preflight", reason="no teacher at x; start one", error="Unavailable")
+        sys.exit(4)
+    """)
+    assert main(["run", job_file()]) == ExitCode.UNREACHABLE
+    assert list(Path("runs").iterdir()) == []
+    assert capsys.readouterr().err.endswith("error: no teacher at x; start one\n")
+
+
+def test_a_run_that_fails_later_is_kept(
+    capsys: Capture, job_file: Callable[..., str], trainer: Script
+) -> None:
+    trainer("""
+        log(1, loss=0.5)
+        tell("failed", "training", 1, reason="loss is not finite", error="Corrupt")
+        sys.exit(1)
+    """)
+    assert main(["run", job_file(name="job.toml")]) == ExitCode.JOB_FAILED
+    captured = capsys.readouterr()
+    run = only_run()
+    assert "FAILED" in captured.out
+    assert "loss is not finite" in captured.out
+    assert f"its log: {run.log_file(1)}" in captured.err
+    assert f"distill run --resume {run.path}" in captured.err
+
+
+def test_a_trainer_that_dies_without_a_word(
+    capsys: Capture, job_file: Callable[..., str], trainer: Script
+) -> None:
+    trainer("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert main(["run", job_file()]) == ExitCode.JOB_FAILED
+    assert "by signal 9 without a word" in capsys.readouterr().out
+    assert only_run().log_file(1).exists()
+
+
+def test_resume_is_a_new_attempt(
+    capsys: Capture, job_file: Callable[..., str], trainer: Script
+) -> None:
+    trainer("""
+        log(attempt, loss=0.5)
+        tell("cancelled" if attempt == 1 else "succeeded", "", attempt)
+    """)
+    assert main(["run", job_file(), "--set", "max_steps=1"]) == ExitCode.JOB_CANCELLED
+    path = str(only_run().path)
+    assert main(["run", "--resume", path, "--set", "max_steps=2"]) == 0
+    assert only_run().config().max_steps == 2
+    assert only_run().log_file(2).exists()
+    capsys.readouterr()
+    assert main(["run", "--resume", path]) == ExitCode.WRONG_STATE
+    assert main(["run", "--resume", "nowhere"]) == ExitCode.NOT_FOUND
+    assert "is not a run directory" in capsys.readouterr().err
+
+
+def test_missing_files_are_found_before_the_run(
+    capsys: Capture, job_file: Callable[..., str]
+) -> None:
+    assert main(["run", job_file(), "--set", "data.path=none.jsonl"]) == ExitCode.USAGE
+    assert main(["run", job_file(), "--set", "student.model=./none"]) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert "data.path: no such file: none.jsonl" in said
+    assert "student.model: no such file: ./none" in said
+    assert not Path("runs").exists()
+
+
+def send(after: Callable[[], bool], *signals: signal.Signals) -> threading.Thread:
+    def work() -> None:
+        while not after():
+            time.sleep(0.02)
+        for number in signals:
+            os.kill(os.getpid(), number)
+            time.sleep(0.4)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def started() -> bool:
+    return any(Path("runs").glob("*/metrics.jsonl"))
+
+
+def test_ctrl_c_stops_after_a_checkpoint(
+    capsys: Capture, job_file: Callable[..., str], trainer: Script
+) -> None:
+    trainer("""
+        log(1, loss=0.5)
+        while run.read_control().stop != "checkpoint":
+            time.sleep(0.05)
+        tell("cancelled", "", 1, reason="asked to stop")
+    """)
+    thread = send(started, signal.SIGINT)
+    assert main(["run", job_file()]) == ExitCode.JOB_CANCELLED
+    thread.join()
+    captured = capsys.readouterr()
+    assert "stopping after a checkpoint; Ctrl-C again kills" in captured.err
+    assert "asked to stop" in captured.out
+
+
+def test_ctrl_c_twice_kills(capsys: Capture, job_file: Callable[..., str], trainer: Script) -> None:
+    trainer("""
+        import os
+        (run.path / "pid").write_text(str(os.getpid()))
+        log(1, loss=0.5)
+        time.sleep(60)
+    """)
+    thread = send(started, signal.SIGINT, signal.SIGINT)
+    began = time.monotonic()
+    assert main(["run", job_file()]) == ExitCode.INTERRUPTED
+    thread.join()
+    assert time.monotonic() - began < 20
+    pid = int((only_run().path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert "killed" in capsys.readouterr().out
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    config = JobConfig.model_validate({"student": {"model": "m"}, "data": {"path": "d"}})
+    return RunDirectory.create(tmp_path / "run", config)
+
+
+def line(attempt: int, step: int) -> str:
+    return json.dumps({"attempt": attempt, "step": step, "loss": 1}) + "\n"
+
+
+def steps(events: list[JobEvent]) -> list[tuple[int, int]]:
+    return [(event.attempt, event.step) for event in events if event.metrics]
+
+
+def test_follower_waits_for_whole_lines(run: RunDirectory) -> None:
+    follower = RunFollower(run, 1, 10)
+    assert list(follower.poll()) == []
+    text = line(1, 1) + line(1, 2)
+    run.metrics.write_text(text[:-5])
+    assert steps(list(follower.poll())) == [(1, 1)]
+    run.metrics.write_text(text)
+    assert steps(list(follower.poll())) == [(1, 2)]
+
+
+def test_follower_tells_no_step_twice_after_a_resume(run: RunDirectory) -> None:
+    run.metrics.write_text(line(1, 1) + line(1, 2) + line(1, 3))
+    follower = RunFollower(run, 2, 10)
+    assert steps(list(follower.poll())) == [(1, 1), (1, 2), (1, 3)]
+    run.metrics.write_text(line(1, 1))
+    assert list(follower.poll()) == []
+    run.metrics.write_text(line(1, 1) + line(2, 2))
+    assert steps(list(follower.poll())) == [(2, 2)]
+
+
+def test_follower_ignores_the_status_of_an_earlier_attempt(run: RunDirectory) -> None:
+    run.write_status(Status(1, "failed", "training", 3, 10, "old"))
+    follower = RunFollower(run, 2, 10)
+    assert list(follower.poll()) == []
+    run.write_status(Status(2, "running", "training", 3, 10))
+    (event,) = follower.poll()
+    assert (event.state, event.step, event.seq) == (JobState.RUNNING, 3, 1)
+    run.write_status(Status(2, "running", "training", 4, 10))
+    assert list(follower.poll()) == [], "a step is told by its metrics"
+
+
+def test_python_m_clients_is_distill() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "clients", "lss"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == ExitCode.USAGE
+    assert "Did you mean 'ls'" in done.stderr
