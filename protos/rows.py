@@ -15,7 +15,7 @@ Layout, little-endian:
     tail     f32 [n]   log of the mass outside the head; -inf when the head is the whole vocabulary
     token    f32 [n]   log-prob of the actual token
 
-276 bytes a token at k = 64 with f16 and 18-bit ids (2.25 k + 2 k + 8, less the ids the reader already has).
+280 bytes a token at k = 64 with f16 and 18-bit ids: 2.25 k + 2 k + 8, less the ids the reader already has.
 """
 
 from __future__ import annotations

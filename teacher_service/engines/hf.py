@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor
 
 from clients.score_query import ScoreQuery, tokenizer_fingerprint
@@ -117,8 +118,11 @@ class HfEngine:
         ours = torch.nn.functional.linear(states, self._weight, self._bias).float()
         theirs = self._model(input_ids=ids, use_cache=False).logits.float()
         tolerance = 1e-4 if self._weight.dtype is torch.float32 else 2e-2
-        same_shape = ours.shape == theirs.shape
-        if not same_shape or not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance):
+        # A NaN is not our subject here: it fails the sequences that meet it.
+        same = ours.shape == theirs.shape and torch.allclose(
+            ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True
+        )
+        if not same:
             raise _not_linear(model)
 
     def _max_length(self) -> int:
@@ -153,15 +157,28 @@ class HfEngine:
 
 def _load(path: Path, dtype: str) -> Any:
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise InvalidInput(
-            f"cannot load {path}: {' '.join(str(error).split())[:300]}",
-            field="--model",
-            hint="give a causal language model that this version of transformers knows",
-        ) from error
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise _not_loaded(path, " ".join(str(error).split())[:300]) from error
+    if loading["missing_keys"]:
+        # transformers would fill them with random numbers and only warn.
+        raise _not_loaded(path, f"it has no weights for {min(loading['missing_keys'])}")
+    return model
+
+
+def _not_loaded(path: Path, reason: str) -> InvalidInput:
+    return InvalidInput(
+        f"cannot load {path}: {reason}",
+        field="--model",
+        hint="give a complete causal language model that this version of transformers knows",
+    )
 
 
 def _device(name: str) -> str:

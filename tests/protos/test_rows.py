@@ -1,0 +1,99 @@
+"""The row codec: exact round trips, its size, and no changed bit that goes unseen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protos.errors import Corrupt
+from protos.rows import HEADER_BYTES, MAX_18_BIT_ID, RowBlock, concatenate, decode_rows, encode_rows
+
+
+def make_block(n: int, k: int, *, top_id: int = 1000, ids: bool = True, seed: int = 0) -> RowBlock:
+    rng = np.random.default_rng(seed)
+    return RowBlock(
+        head_ids=rng.integers(0, top_id + 1, (n, k)).astype(np.int32) if ids else None,
+        head_logprobs=-rng.exponential(4, (n, k)).astype(np.float32),
+        tail_logmass=-rng.exponential(4, n).astype(np.float32),
+        token_logprobs=-rng.exponential(4, n).astype(np.float32),
+    )
+
+
+def assert_same(actual: RowBlock, expected: RowBlock, *, f32: bool) -> None:
+    if expected.head_ids is None:
+        assert actual.head_ids is None
+    else:
+        np.testing.assert_array_equal(actual.head_ids, expected.head_ids)
+    logprobs = expected.head_logprobs.astype(np.float32 if f32 else np.float16)
+    np.testing.assert_array_equal(actual.head_logprobs, logprobs)
+    assert actual.head_logprobs.dtype == logprobs.dtype
+    np.testing.assert_array_equal(actual.tail_logmass, expected.tail_logmass)
+    np.testing.assert_array_equal(actual.token_logprobs, expected.token_logprobs)
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(
+    n=st.integers(0, 9),
+    k=st.integers(1, 9),
+    top_id=st.sampled_from([0, 3, 65_535, 65_536, MAX_18_BIT_ID, MAX_18_BIT_ID + 1, 2**31 - 1]),
+    ids=st.booleans(),
+    f32=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_round_trip(n: int, k: int, top_id: int, ids: bool, f32: bool, seed: int) -> None:
+    block = make_block(n, k, top_id=top_id, ids=ids, seed=seed)
+    decoded = decode_rows(encode_rows(block, f32=f32))
+    assert (len(decoded), decoded.k) == (n, k)
+    assert_same(decoded, block, f32=f32)
+
+
+def test_minus_infinity_survives() -> None:
+    block = make_block(3, 2)
+    block.tail_logmass[:] = -np.inf
+    block.head_logprobs[0, 0] = -np.inf
+    block.head_logprobs[1, 1] = -1e30
+    decoded = decode_rows(encode_rows(block))
+    assert np.isneginf(decoded.tail_logmass).all()
+    assert np.isneginf(decoded.head_logprobs[0, 0])
+    assert np.isneginf(decoded.head_logprobs[1, 1])
+
+
+def test_size_at_64_head_ids() -> None:
+    n = 1000
+    data = encode_rows(make_block(n, 64, top_id=MAX_18_BIT_ID))
+    assert len(data) <= 280 * n + HEADER_BYTES
+
+
+def test_negative_ids_are_refused() -> None:
+    block = make_block(1, 2)
+    assert block.head_ids is not None
+    block.head_ids[0, 1] = -1
+    with pytest.raises(ValueError, match="negative"):
+        encode_rows(block)
+
+
+@pytest.mark.parametrize(("ids", "f32"), [(True, False), (True, True), (False, False)])
+def test_every_flipped_bit_is_seen(ids: bool, f32: bool) -> None:
+    data = encode_rows(make_block(3, 5, ids=ids), f32=f32)
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(Corrupt):
+            decode_rows(bytes(changed))
+
+
+def test_every_truncation_and_extension_is_seen() -> None:
+    data = encode_rows(make_block(3, 5))
+    for length in range(len(data)):
+        with pytest.raises(Corrupt):
+            decode_rows(data[:length])
+    with pytest.raises(Corrupt):
+        decode_rows(data + b"\0")
+
+
+def test_slices_put_together_are_the_whole() -> None:
+    block = decode_rows(encode_rows(make_block(10, 4)))
+    parts = [decode_rows(encode_rows(block.slice(a, b))) for a, b in ((0, 3), (3, 4), (4, 10))]
+    assert encode_rows(concatenate(parts)) == encode_rows(block)

@@ -1,0 +1,91 @@
+"""Errors keep category, field and hint across the wire; defects stay secret; SIGTERM drains."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos import teacher_pb2, teacher_pb2_grpc
+from protos.errors import InternalFault, InvalidInput, Unavailable
+from protos.transport import CHANNEL_OPTIONS, fault_of, require_loopback
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "tests.protos.stub_server"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        yield process, process.stdout.readline().split()[-1]
+        process.kill()
+
+
+@pytest.fixture
+def channel(server: tuple[subprocess.Popen[str], str]) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(server[1], options=CHANNEL_OPTIONS) as channel:
+        yield channel
+
+
+def test_a_fault_keeps_category_field_and_hint(channel: grpc.Channel) -> None:
+    stub = teacher_pb2_grpc.TeacherStub(channel)
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.GetInfo(teacher_pb2.GetInfoRequest(), timeout=10)
+    fault = fault_of(caught.value, "teacher")
+    assert isinstance(fault, InvalidInput)
+    assert fault.message == "it is too long: \u00e9"
+    assert (fault.field, fault.hint) == ("name[3]", "shorten it")
+
+
+def test_a_defect_is_an_id_for_the_caller_and_a_traceback_for_the_log(
+    server: tuple[subprocess.Popen[str], str], channel: grpc.Channel
+) -> None:
+    stub = teacher_pb2_grpc.TeacherStub(channel)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.GetVocabulary(teacher_pb2.GetVocabularyRequest(), timeout=10))
+    fault = fault_of(caught.value, "teacher")
+    assert isinstance(fault, InternalFault)
+    assert "secret" not in str(caught.value)
+    process, _ = server
+    process.terminate()
+    _, log = process.communicate(timeout=20)
+    assert "a secret of the server" in log
+    assert fault.message.split()[-1] in log
+
+
+def test_sigterm_lets_a_running_stream_end(
+    server: tuple[subprocess.Popen[str], str], channel: grpc.Channel
+) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    check = health_pb2.HealthCheckRequest(service="distill.v1.Teacher")
+    assert health.Check(check, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+    stub = teacher_pb2_grpc.TeacherStub(channel)
+    stream = stub.Score(iter([teacher_pb2.ScoreRequest(start=20)]), timeout=20)
+    received = [next(stream) for _ in range(3)]
+    server[0].send_signal(signal.SIGTERM)
+    received.extend(stream)
+    assert [chunk.first_position for chunk in received] == list(range(20))
+    assert server[0].wait(20) == 0
+
+
+def test_nobody_listens() -> None:
+    with grpc.insecure_channel("127.0.0.1:1", options=CHANNEL_OPTIONS) as channel:
+        stub = teacher_pb2_grpc.TeacherStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.GetInfo(teacher_pb2.GetInfoRequest(), timeout=10)
+    assert isinstance(fault_of(caught.value, "teacher"), Unavailable)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "example.org", ""])
+def test_only_loopback(host: str) -> None:
+    with pytest.raises(InvalidInput):
+        require_loopback(host)

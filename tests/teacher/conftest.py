@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from tests.teacher.processes import TeacherProcess
+
+
+class StartTeacher(Protocol):
+    def __call__(self, *args: str, port: int = 0) -> TeacherProcess: ...
+
+
+@pytest.fixture
+def start_teacher(tmp_path: Path) -> Iterator[StartTeacher]:
+    """Starts teachers; what still runs at the end of the test is killed."""
+    started: list[TeacherProcess] = []
+
+    def start(*args: str, port: int = 0) -> TeacherProcess:
+        # No test may read or fill the user's own cache.
+        if "--cache-dir" not in args:
+            args = (*args, "--no-cache")
+        started.append(TeacherProcess(args, log=tmp_path / "teacher.log", port=port))
+        return started[-1]
+
+    yield start
+    for teacher in started:
+        teacher.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.teacher.tiny_model import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("tiny_model"))

@@ -1,0 +1,50 @@
+"""Real teacher processes for tests: started on any port, killed at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class TeacherProcess:
+    """`python -m teacher_service`, ready when the constructor returns."""
+
+    def __init__(self, args: Sequence[str], *, log: Path, port: int = 0) -> None:
+        self.log = log
+        command = [sys.executable, "-m", "teacher_service", *args, "--port", str(port)]
+        with log.open("ab") as stderr:
+            self.process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        assert line.startswith("teacher listening on "), log.read_text()
+        self.address = line.split()[-1]
+        self.port = int(self.address.rsplit(":")[-1])
+
+    def send(self, signum: signal.Signals) -> None:
+        self.process.send_signal(signum)
+
+    def kill(self) -> None:
+        """As a crash would: no last word."""
+        self.process.kill()
+        self.process.wait(20)
+
+    def stop(self) -> int:
+        """As an operator would; the exit code."""
+        self.process.terminate()
+        return self.process.wait(30)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.kill()
+        assert self.process.stdout
+        self.process.stdout.close()

@@ -1,0 +1,99 @@
+"""The batcher with a scripted engine: budget, isolation of faults, cancellation, bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from clients.score_query import ScoreQuery
+from protos.errors import Corrupt, DistillError, Overloaded
+from protos.rows import RowBlock
+from teacher_service.batcher import Batcher
+from teacher_service.engines.fake import FakeEngine, FakeSettings
+
+
+class ScriptedEngine(FakeEngine):
+    """Records its batches; waits for `gate` before each; crashes on token 9, refuses token 8."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeSettings(vocab=16, crash_token=9, nan_token=8))
+        self.batches: list[list[int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
+        self.gate.wait(20)
+        self.batches.append([len(query.token_ids) for query in queries])
+        return super().score(queries)
+
+
+def query(*ids: int) -> ScoreQuery:
+    return ScoreQuery(np.array(ids, np.int32), 1, top_k=2)
+
+
+def test_one_bad_query_fails_alone() -> None:
+    async def main() -> list[RowBlock | BaseException]:
+        async with Batcher(ScriptedEngine(), max_batch_tokens=1000) as batcher:
+            queries = [query(1, 2, 3), query(1, 9, 3), query(4, 5), query(8, 1, 2)]
+            return await asyncio.gather(*map(batcher.score, queries), return_exceptions=True)
+
+    fine, crashed, also_fine, refused = asyncio.run(main())
+    assert isinstance(fine, RowBlock)
+    assert isinstance(also_fine, RowBlock)
+    assert isinstance(crashed, RuntimeError)
+    assert isinstance(refused, Corrupt)
+
+
+def test_a_batch_keeps_to_its_padded_tokens() -> None:
+    engine = ScriptedEngine()
+
+    async def main() -> None:
+        async with Batcher(engine, max_batch_tokens=20) as batcher:
+            lengths = [5, 5, 30, 5, 5, 4, 7]
+            await asyncio.gather(*(batcher.score(query(*[1] * n)) for n in lengths))
+
+    asyncio.run(main())
+    assert engine.batches == [[5, 5, 5, 5], [30], [4, 7]]
+    # A sequence above the budget goes alone; all others stay below it.
+
+
+def test_cancelled_queries_are_never_computed() -> None:
+    engine = ScriptedEngine()
+
+    async def main() -> None:
+        async with Batcher(engine, max_batch_tokens=4) as batcher:
+            engine.gate.clear()
+            first = asyncio.create_task(batcher.score(query(1, 1, 1)))
+            await asyncio.sleep(0.05)
+            waiting = [asyncio.create_task(batcher.score(query(2, 2))) for _ in range(5)]
+            kept = asyncio.create_task(batcher.score(query(1, 1, 1, 1)))
+            await asyncio.sleep(0.05)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            engine.gate.set()
+            await asyncio.gather(first, kept)
+
+    asyncio.run(main())
+    assert engine.batches == [[3], [4]]
+
+
+def test_a_full_queue_says_so_and_recovers() -> None:
+    engine = ScriptedEngine()
+
+    async def main() -> None:
+        async with Batcher(engine, max_batch_tokens=100, max_queued_bytes=3500) as batcher:
+            engine.gate.clear()
+            accepted = [asyncio.create_task(batcher.score(query(1, 2))) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            with pytest.raises(Overloaded):
+                await batcher.score(query(1, 2))
+            engine.gate.set()
+            await asyncio.gather(*accepted)
+            await batcher.score(query(1, 2))
+
+    asyncio.run(main())

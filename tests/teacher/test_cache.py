@@ -1,0 +1,166 @@
+"""The cache: identical bytes without a forward pass, nothing corrupt served, nothing lost by a
+restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clients.logit_store import LogitStore, StoredRows
+from clients.score_query import ScoreQuery, row_key
+from protos.errors import DistillError, WrongState
+from protos.rows import RowBlock
+from teacher_service.batcher import Batcher
+from teacher_service.cache import RowCache
+from teacher_service.disk_tier import DiskTier
+from teacher_service.engines.fake import FakeEngine, FakeSettings
+from teacher_service.scorer import Scorer
+
+
+class CountingEngine(FakeEngine):
+    def __init__(self) -> None:
+        super().__init__(FakeSettings(vocab=64))
+        self.forwards = 0
+
+    def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
+        self.forwards += len(queries)
+        return super().score(queries)
+
+
+QUERIES = [
+    ScoreQuery(np.arange(i, i + 9, dtype=np.int32), 2, top_k=4, temperature=1.0) for i in range(5)
+]
+FINGERPRINT = CountingEngine().info.fingerprint
+
+
+def score_all(engine: CountingEngine, cache: RowCache | None) -> list[bytes]:
+    """One life of a teacher that is asked every query; closes the cache."""
+
+    async def main() -> list[bytes]:
+        async with Batcher(engine, max_batch_tokens=100) as batcher:
+            scorer = Scorer(batcher, cache, fingerprint=FINGERPRINT)
+            return [(await scorer.score(query)).encoded for query in QUERIES * 2]
+
+    scored = asyncio.run(main())
+    if cache:
+        cache.close()
+    return scored
+
+
+def disk(path: Path) -> DiskTier:
+    return DiskTier(path, fingerprint=FINGERPRINT)
+
+
+def test_a_hit_is_the_same_bytes_without_a_forward() -> None:
+    engine = CountingEngine()
+    cache = RowCache(memory_bytes=1 << 20, disk=None)
+    scored = score_all(engine, cache)
+    assert engine.forwards == len(QUERIES)
+    assert scored[: len(QUERIES)] == scored[len(QUERIES) :]
+    assert scored == score_all(CountingEngine(), None)
+    assert (cache.counters.hits, cache.counters.misses) == (len(QUERIES), len(QUERIES))
+
+
+def test_memory_is_bounded() -> None:
+    engine = CountingEngine()
+    rows = len(score_all(CountingEngine(), None)[0])
+    score_all(engine, RowCache(memory_bytes=3 * (rows + 256), disk=None))
+    # Five queries in turn through room for three: every one is gone before it is asked again.
+    assert engine.forwards == 2 * len(QUERIES)
+    score_all(engine, RowCache(memory_bytes=0, disk=None))
+    assert engine.forwards == 4 * len(QUERIES)
+
+
+def test_a_restart_keeps_the_disk(tmp_path: Path) -> None:
+    first, second = CountingEngine(), CountingEngine()
+    scored = score_all(first, RowCache(memory_bytes=1 << 20, disk=disk(tmp_path)))
+    assert scored == score_all(second, RowCache(memory_bytes=1 << 20, disk=disk(tmp_path)))
+    assert (first.forwards, second.forwards) == (len(QUERIES), 0)
+
+
+def test_the_disk_answers_what_memory_forgot(tmp_path: Path) -> None:
+    score_all(CountingEngine(), RowCache(memory_bytes=0, disk=disk(tmp_path)))
+    engine = CountingEngine()
+    score_all(engine, RowCache(memory_bytes=0, disk=disk(tmp_path)))
+    assert engine.forwards == 0
+
+
+def test_corrupt_rows_on_disk_are_scored_again_and_replaced(tmp_path: Path) -> None:
+    scored = score_all(CountingEngine(), RowCache(memory_bytes=1 << 20, disk=disk(tmp_path)))
+    shard = next(tmp_path.glob("*.arrow"))
+    data = bytearray(shard.read_bytes())
+    # A bit of the rows of the third query.
+    data[data.index(scored[2]) + 60] ^= 1
+    shard.write_bytes(data)
+
+    engine = CountingEngine()
+    cache = RowCache(memory_bytes=1 << 20, disk=disk(tmp_path))
+    assert score_all(engine, cache) == scored
+    assert (engine.forwards, cache.counters.corrupt) == (1, 1)
+
+    engine = CountingEngine()
+    cache = RowCache(memory_bytes=1 << 20, disk=disk(tmp_path))
+    assert score_all(engine, cache) == scored
+    assert (engine.forwards, cache.counters.corrupt) == (0, 0)
+
+
+def test_rows_of_another_shape_are_not_served(tmp_path: Path) -> None:
+    """Valid codec bytes under the wrong key."""
+    scored = score_all(CountingEngine(), None)
+    short = QUERIES[0]
+    longer = ScoreQuery(np.arange(12, dtype=np.int32), 2, top_k=4)
+    with LogitStore(tmp_path, write=True, metadata={"fingerprint": FINGERPRINT}) as store:
+        key = row_key(FINGERPRINT, 0, longer)
+        store.append([StoredRows(key, short.token_ids.tobytes(), 2, scored[0])])
+    cache = RowCache(memory_bytes=1 << 20, disk=disk(tmp_path))
+    assert asyncio.run(cache.get(key, longer)) is None
+    assert cache.counters.corrupt == 1
+    cache.close()
+
+
+def test_the_first_write_wins() -> None:
+    cache = RowCache(memory_bytes=1 << 20, disk=None)
+
+    async def main() -> tuple[Any, Any]:
+        async with Batcher(FakeEngine(FakeSettings(vocab=64)), max_batch_tokens=99) as batcher:
+            first = await Scorer(batcher, None, fingerprint="a").score(QUERIES[0])
+        async with Batcher(
+            FakeEngine(FakeSettings(vocab=64, seed=1)), max_batch_tokens=99
+        ) as batcher:
+            return first, await Scorer(batcher, None, fingerprint="a").score(QUERIES[0])
+
+    first, second = asyncio.run(main())
+    key = row_key("a", 0, QUERIES[0])
+    assert cache.put(key, QUERIES[0], first).encoded == first.encoded
+    assert cache.put(key, QUERIES[0], second).encoded == first.encoded != second.encoded
+
+
+def test_a_second_teacher_on_the_same_rows_is_told(tmp_path: Path) -> None:
+    tier = disk(tmp_path)
+    with pytest.raises(WrongState):
+        disk(tmp_path)
+    tier.close()
+
+
+def test_a_full_disk_turns_the_tier_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_space(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", no_space)
+    engine = CountingEngine()
+    cache = RowCache(memory_bytes=1 << 20, disk=disk(tmp_path))
+    score_all(engine, cache)
+    monkeypatch.undo()
+    assert engine.forwards == len(QUERIES)
+    assert "No space left" in caplog.text
+    assert list(tmp_path.glob("*.arrow*")) == []
