@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from clients.config import JobConfig
     from clients.distill_client import DistillClient
 
-# Arguments after `python -m`; {data}, {teacher} and {student} are directories.
+# Arguments after `python -m`; {data} and so on are directories of the demo.
 MAKE_DATA = ("student_trainer.tasks.addition", "{data}", "--seed", "0")
 PRETRAIN = ("student_trainer.pretrain", "--data", "{data}/train.jsonl", "--loss-on", "last")
 MAKE_TEACHER = (
@@ -38,12 +38,15 @@ MAKE_STUDENT = (
     *("--layers", "2", "--width", "64", "--steps", "300"),
 )
 EVALUATE_TEACHER = (
-    "student_trainer.evaluate",
-    "{teacher}",
-    "--data",
-    "{data}/heldout.jsonl",
-    "--json",
+    *("student_trainer.evaluate", "{teacher}", "--data", "{data}/heldout.jsonl"),
+    *("--max-new-tokens", "16", "--json"),
 )
+TEACHER = (
+    *("teacher_service", "--model", "{teacher}", "--port", "0"),
+    # In the demo's directory and not in the user's: a second run starts from nothing.
+    *("--cache-dir", "{cache}"),
+)
+SERVER = ("distill_server", "--runs", "{jobs}", "--port", "0")
 JOB = Path(__file__).with_name("demo_job.toml")
 # Only a directory with this file in it is ever replaced.
 MARKER = ".distill-demo"
@@ -82,12 +85,8 @@ def demo(
     with Services(place / "logs") as services:
         accuracy = _make_models(place, services, output)
         with output.stage("starting teacher and server"):
-            teacher = services.listen(
-                "teacher", ["teacher_service", "--model", str(place / "teacher"), "--port", "0"]
-            )
-            server = services.listen(
-                "server", ["distill_server", "--runs", str(place / "jobs"), "--port", "0"]
-            )
+            teacher = services.listen("teacher", _filled(TEACHER, place))
+            server = services.listen("server", _filled(SERVER, place))
         config, progress = _train(place, server, teacher, output)
         summary = _summary(config, progress, accuracy, time.monotonic() - began)
         (place / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
@@ -111,9 +110,13 @@ def _clear(place: Path, output: Output) -> None:
     (place / MARKER).touch()
 
 
+def _filled(command: tuple[str, ...], place: Path) -> list[str]:
+    names = ("data", "teacher", "student", "cache", "jobs")
+    return [part.format_map({name: place / name for name in names}) for part in command]
+
+
 def _make_models(place: Path, services: Services, output: Output) -> float:
     """Data, teacher and student; returns the accuracy of the teacher."""
-    names = {name: str(place / name) for name in ("data", "teacher", "student")}
     printed = ""
     for log, title, command in (
         ("make-data", "making exercises", MAKE_DATA),
@@ -122,7 +125,7 @@ def _make_models(place: Path, services: Services, output: Output) -> float:
         ("evaluate-teacher", "examining the teacher", EVALUATE_TEACHER),
     ):
         with output.stage(title):
-            printed = services.run(log, [part.format(**names) for part in command])
+            printed = services.run(log, _filled(command, place))
     # The log holds warnings of libraries too; the answer is its last line.
     return float(json.loads(printed.strip().splitlines()[-1])["accuracy"])
 

@@ -57,10 +57,12 @@ class PlainLines:
         self._progress = progress
         self._output = output
         self._next = 0.0
-        self._told: tuple[JobState, int, str] | None = None
+        self._told: tuple[JobState | None, int, str] = (None, 0, "")
 
     def show(self, event: JobEvent) -> None:
-        now = (event.state, event.attempt, event.phase)
+        # Later phases come and go with every evaluation; the first ones tell what one waits for.
+        phase = event.phase if event.step == 0 else self._told[-1]
+        now = (event.state, event.attempt, phase)
         due = bool(event.metrics) and time.monotonic() >= self._next
         if now != self._told or due or evaluation(event.metrics):
             self._told = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,7 +27,7 @@ class RunFollower:
         self._attempt = attempt
         self._max_steps = max_steps
         self._status = Status(attempt=attempt, verdict="running", phase="starting")
-        self._offset = 0
+        self._inode = self._offset = 0
         # (attempt, step) of the newest line told: a rewritten file repeats older ones.
         self._newest = (0, -1)
         self._seq = 0
@@ -57,8 +58,9 @@ class RunFollower:
     def _new_lines(self) -> Iterator[Mapping[str, Any]]:
         try:
             with self._run.metrics.open("rb") as file:
-                if file.seek(0, 2) < self._offset:
-                    self._offset = 0
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._inode or found.st_size < self._offset:
+                    self._inode, self._offset = found.st_ino, 0
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
