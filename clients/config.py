@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1)]
+# The upper end keeps every count within the integers of messages and of SQLite.
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class _Table(BaseModel):
@@ -136,7 +137,7 @@ class JobConfig(_Table):
 
     student: StudentConfig
     data: DataConfig
-    name: str = "distill"
+    name: Annotated[str, Field(max_length=200)] = "distill"
     """For people; the job's id is made from it."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Of everything random: the same seed on the same machine gives the same weights."""

@@ -31,7 +31,7 @@ _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
 
 # A unary call is tried again soon, for the moment in which a server restarts; a stream patiently.
-_TRIES = 3
+_TRIES = 5
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 2.0
 

@@ -46,7 +46,7 @@ def serve(
                 on_ready=lambda bound: print(f"server listening on {host}:{bound}", flush=True),
             )
         )
-    except DistillError as error:
+    except (DistillError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
-import time
+import shutil
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from clients.config import JobConfig
 from clients.jobs import Job, JobState
 from clients.run_directory import Control, RunDirectory, fsync_directory
+from distill_server.job_file import parse_config
 from distill_server.store import Attempt, Change, Store
-from protos.errors import InvalidInput, NotFound, WrongState
+from protos.errors import DistillError, InvalidInput, NotFound, Unavailable, WrongState
 
 _SLUG_CHARS = 40
 _KEY_CHARS = 200
@@ -32,38 +32,20 @@ class JobControl:
 
     def submit(self, config_json: str, config_text: str, idempotency_key: str) -> Job:
         """Queue a job; the same key returns the same job. Raises InvalidInput with the field."""
-        config = _validated(config_json)
+        config = parse_config(config_json)
         resolved = config.model_dump_json()
         if len(idempotency_key) > _KEY_CHARS:
             raise InvalidInput(f"longer than {_KEY_CHARS} characters", field="idempotency_key")
         if idempotency_key and (known := self._store.submitted(idempotency_key, resolved)):
             return known
-        kind = config.method.type
-        job_id = self._new_id(kind, config.name)
+        job_id = self._new_id(config.method.type, config.name)
         # The directory first: a job that was acknowledged always has one.
-        run = RunDirectory.create(
-            self._runs / job_id, config, config_text, suffix=_suffix(config_text)
-        )
-        fsync_directory(run.path.parent)
-        job = self._store.add(
-            Job(
-                id=job_id,
-                name=config.name,
-                kind=kind,
-                state=JobState.QUEUED,
-                reason="",
-                phase="",
-                attempt=1,
-                step=0,
-                max_steps=config.max_steps,
-                created_at=time.time(),
-                started_at=0.0,
-                ended_at=0.0,
-                last_seq=0,
-                config_json=resolved,
-            ),
-            idempotency_key,
-        )
+        with _writing(self._runs / job_id):
+            RunDirectory.create(
+                self._runs / job_id, config, config_text, suffix=_suffix(config_text)
+            )
+            fsync_directory(self._runs)
+            job = self._store.add(job_id, config, idempotency_key)
         self._wake()
         return job
 
@@ -125,8 +107,7 @@ class JobControl:
             raise InvalidInput(
                 f"the job has already made {job.step} steps", field="max_steps", hint="give more"
             )
-        values = JobConfig.model_validate_json(job.config_json).model_dump(mode="json")
-        return _checked(lambda: JobConfig.model_validate({**values, "max_steps": max_steps}))
+        return parse_config(json.dumps({**json.loads(job.config_json), "max_steps": max_steps}))
 
     def _require_checkpoint(self, job: Job, step: int) -> None:
         checkpoints = RunDirectory(self._runs / job.id).checkpoints
@@ -144,25 +125,18 @@ class JobControl:
             digits = 4
 
 
-def _validated(config_json: str) -> JobConfig:
-    return _checked(lambda: JobConfig.model_validate_json(config_json))
-
-
-def _checked(make: Callable[[], JobConfig]) -> JobConfig:
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    """Leave nothing of a job that could not be stored; a disk that refuses is Unavailable."""
     try:
-        return make()
-    except ValidationError as error:
-        problems = error.errors(include_url=False)
-        raise InvalidInput(_sentence(problems), field=_path(problems[0])) from error
-
-
-def _sentence(problems: list[Any]) -> str:
-    others = [f"{_path(p)}: {p['msg']}" for p in problems[1:]]
-    return "; ".join([problems[0]["msg"], *others])
-
-
-def _path(problem: Any) -> str:
-    return ".".join(str(part) for part in problem["loc"]) or "config_json"
+        yield
+    except Exception as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        if isinstance(error, OSError) and not isinstance(error, DistillError):
+            raise Unavailable(
+                f"the server cannot write the job: {error.strerror}", hint="is its disk full?"
+            ) from error
+        raise
 
 
 def _suffix(config_text: str) -> str:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from clients.jobs import Job, JobState
 from clients.run_directory import RunDirectory, Status
@@ -83,18 +84,20 @@ def _point_of(line: bytes, attempt: int) -> Point | None:
         found = json.loads(line)
         if found["attempt"] != attempt:
             return None
-        step = int(found["step"])
-    except (ValueError, KeyError, TypeError):
+        return Point(int(found["step"]), _numbers(found))
+    except (ValueError, KeyError, TypeError, OverflowError):
         log.warning("metrics.jsonl: not a step: %r", line[:200])
         return None
-    numbers = {
+
+
+def _numbers(found: Mapping[str, Any]) -> Mapping[str, float]:
+    return {
         name: float(value)
         for name, value in found.items()
         if name not in ("attempt", "step")
         and isinstance(value, int | float)
         and math.isfinite(value)
     }
-    return Point(step, numbers)
 
 
 def status_of(run: RunDirectory, attempt: int) -> Status | None:

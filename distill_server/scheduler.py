@@ -67,9 +67,13 @@ class Scheduler:
         """Until cancelled. Trainers do not notice when it ends."""
         while True:
             self._awake.clear()
-            busy = self._look()
+            try:
+                pause = self._policy.look_every if self._look() else None
+            except Exception:
+                log.exception("cannot look at the jobs: trying again in %g s", _TROUBLE_SECONDS)
+                pause = _TROUBLE_SECONDS
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._policy.look_every if busy else None):
+                async with asyncio.timeout(pause):
                     await self._awake.wait()
 
     def _look(self) -> bool:
@@ -100,7 +104,6 @@ class Scheduler:
 
     def _start(self, job: Job) -> None:
         attempt = self._store.attempt(job)
-        config = JobConfig.model_validate_json(job.config_json)
         run = self._run(job)
         # First the record, then the process: a server that dies between the two leaves a job that
         # never started, which the next one queues again; the other way round would start it twice.
@@ -108,6 +111,7 @@ class Scheduler:
             job.id, Change(JobState.PREPARING, reason="", phase="starting the trainer")
         )
         try:
+            config = JobConfig.model_validate_json(job.config_json)
             replace_file(run.job_json, config.model_dump_json(indent=2) + "\n")
             run.write_control(Control())
             self._runner.start(
@@ -116,7 +120,8 @@ class Scheduler:
                 processes=config.train.processes,
                 from_step=attempt.from_step,
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            # No space, no processes, or a config from before an upgrade.
             self._died(job, Died(f"the trainer could not be started: {error}", blameless=False))
 
     def _follow(self, job: Job) -> None:

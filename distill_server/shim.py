@@ -102,9 +102,10 @@ def _follow(child: int, mark: str, heartbeat: Path, grace_seconds: float) -> int
         # Looked at but not waited for, its pid, and its group's, are still its own.
         ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         told = event.si_signo if event is not None else 0
-        if told == signal.SIGTERM and not ended:
+        # Once only: to some programs a second one means to drop everything.
+        if told == signal.SIGTERM and not ended and kill_at == float("inf"):
             os.killpg(child, signal.SIGTERM)
-            kill_at = min(kill_at, time.monotonic() + grace_seconds)
+            kill_at = time.monotonic() + grace_seconds
         if ended or told == signal.SIGQUIT or time.monotonic() >= kill_at:
             os.killpg(child, signal.SIGKILL)
             kill_family(mark)

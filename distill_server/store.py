@@ -20,6 +20,8 @@ from distill_server.database import transaction
 from protos.errors import InvalidInput, NotFound, WrongState
 
 _CANDIDATES_SHOWN = 10
+# A page of jobs must fit into one message.
+_REASON_CHARS, _PHASE_CHARS = 2000, 200
 _EVENT_FIELDS = "seq, time, state, reason, phase, attempt, step, max_steps, metrics"
 
 
@@ -70,27 +72,28 @@ class Store:
             )
         return self.job(row["job_id"])
 
-    def add(self, job: Job, idempotency_key: str) -> Job:
+    def add(self, job_id: str, config: JobConfig, idempotency_key: str) -> Job:
         """Put a new job at the end of the queue; an empty key is none."""
+        config_json = config.model_dump_json()
         with transaction(self._db):
             self._db.execute(
                 "INSERT INTO jobs (id, name, kind, config_json, state, reason, phase, attempt,"
                 " step, max_steps, metrics, created_at, started_at, ended_at, last_seq, place)"
                 " VALUES (?, ?, ?, ?, ?, '', '', 1, 0, ?, '{}', ?, 0, 0, 0, ?)",
                 (
-                    *(job.id, job.name, job.kind, job.config_json, JobState.QUEUED),
-                    *(job.max_steps, job.created_at, self._last_place()),
+                    *(job_id, config.name, config.method.type, config_json, JobState.QUEUED),
+                    *(config.max_steps, time.time(), self._last_place()),
                 ),
             )
-            self._insert_attempt(job.id, Attempt(1))
+            self._insert_attempt(job_id, Attempt(1))
             if idempotency_key:
                 self._db.execute(
                     "INSERT INTO submissions VALUES (?, ?, ?)",
-                    (idempotency_key, job.id, _digest(job.config_json)),
+                    (idempotency_key, job_id, _digest(config_json)),
                 )
-            self._write(job.id, Change())
-        self._on_change(job.id)
-        return self.job(job.id)
+            self._write(job_id, Change())
+        self._on_change(job_id)
+        return self.job(job_id)
 
     def job(self, job_id: str) -> Job:
         row = self._db.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
@@ -211,8 +214,8 @@ class Store:
         now = time.time()
         values: dict[str, Any] = {
             "state": state,
-            "reason": job.reason if change.reason is None else change.reason,
-            "phase": job.phase if change.phase is None else change.phase,
+            "reason": job.reason if change.reason is None else change.reason[:_REASON_CHARS],
+            "phase": job.phase if change.phase is None else change.phase[:_PHASE_CHARS],
             "step": job.step if change.step is None else change.step,
             "metrics": json.dumps(dict(job.metrics if change.metrics is None else change.metrics)),
             "started_at": job.started_at or (now if state is JobState.PREPARING else 0.0),

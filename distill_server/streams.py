@@ -69,6 +69,8 @@ class Streams:
             raise NotFound(f"job {job.id} has made {job.attempt} attempts", field="attempt")
         path = RunDirectory(self._runs / job.id).log_file(attempt)
         offset = _tail_offset(path, tail_lines) if tail_lines else after_offset
+        if offset > _size(path):
+            raise InvalidInput("beyond the end of the log", field="after_offset")
         while True:
             bell = self._bells.of(job.id)
             # Looked at before the file: what an attempt wrote before it was over is still read.
@@ -87,6 +89,10 @@ class Streams:
 
 def _is_over(job: Job, attempt: int) -> bool:
     return job.attempt != attempt or job.state in TERMINAL
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _read(path: Path, offset: int) -> bytes:

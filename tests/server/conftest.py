@@ -16,7 +16,6 @@ import pytest
 
 from clients.config import DataConfig, JobConfig, StudentConfig
 from clients.distill_client import DistillClient
-from clients.jobs import Job, JobState
 from distill_server.process import identity_of, kill_family
 
 _COUNTER = itertools.count()
@@ -119,23 +118,3 @@ def server(make_server: Callable[..., Server]) -> Server:
 def client(server: Server) -> Iterator[DistillClient]:
     with DistillClient(server.address) as client:
         yield client
-
-
-def queued_job(job_id: str, created_at: float = 1.0) -> Job:
-    config = job_config()
-    return Job(
-        id=job_id,
-        name=config.name,
-        kind="on_policy",
-        state=JobState.QUEUED,
-        reason="",
-        phase="",
-        attempt=1,
-        step=0,
-        max_steps=config.max_steps,
-        created_at=created_at,
-        started_at=0.0,
-        ended_at=0.0,
-        last_seq=0,
-        config_json=config.model_dump_json(),
-    )

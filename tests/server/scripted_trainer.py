@@ -1,12 +1,12 @@
 """A trainer without a model: it obeys the run directory's contract and misbehaves on request.
 
-What it does is told in RUN/script.json, or in the job's name as `key=value` words:
-    steps=N            stop early (default: the job's max_steps)
+What it does is told in the job's name, as `key=value` words:
     pause=SECONDS      per step (default 0.01)
     crash_at=STEP      exit without a verdict: by `crash_code`, or by SIGKILL (default)
     crashes=N          only in the first N attempts
     fail_at=STEP       end with the verdict "failed"
     hang_at=STEP       make no step any more, and look at no control.json
+    hangs=N            only in the first N attempts
     deaf=1             ignore SIGTERM
     orphan=1           leave a process in a session of its own
 """
@@ -73,7 +73,7 @@ class Trainer:
             if "crash_code" in self.script:
                 os._exit(int(self.script["crash_code"]))
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.step == self.number("hang_at", -1):
+        if self.attempt <= self.number("hangs", 1000) and self.step == self.number("hang_at", -1):
             while not self.stop:
                 time.sleep(0.02)
 

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from clients.jobs import JobState
+from clients.jobs import Job, JobState
 from clients.run_directory import RunDirectory, Status
 from distill_server.progress import MetricsTail, Point, progress_changes, status_of
 from distill_server.runner import Exited, Lost
 from distill_server.store import Change
 from distill_server.verdict import Died, Ended, verdict_of
-
-from .conftest import queued_job
 
 
 def lines(attempt: int, *steps: int) -> str:
@@ -65,7 +63,16 @@ def test_tail_reads_all_of_a_long_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[]", "7", "{}", '{"attempt": 1}', '{"attempt": 1, "step": []}']
+    "line",
+    [
+        "{",
+        "[]",
+        "7",
+        "{}",
+        '{"attempt": 1, "step": 1e999}',
+        '{"attempt": 1}',
+        '{"attempt": 1, "step": []}',
+    ],
 )
 def test_nonsense_is_passed_over(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -92,15 +99,18 @@ def test_status_of_another_attempt_is_no_word(tmp_path: Path) -> None:
         assert status_of(run, 1) is None
 
 
+def job_in(state: JobState, phase: str) -> Job:
+    return Job("a", "a", "on_policy", state, "", phase, 1, 0, 5, 1.0, 1.0, 0.0, 2)
+
+
 def test_changes_of_a_look() -> None:
-    job = queued_job("a")
-    preparing = type(job)(**{**vars(job), "state": JobState.PREPARING})
+    preparing = job_in(JobState.PREPARING, "")
     assert progress_changes(preparing, None, []) == []
     loading = Status(1, "running", phase="loading student")
     assert progress_changes(preparing, loading, []) == [
         Change(JobState.RUNNING, phase="loading student")
     ]
-    running = type(job)(**{**vars(job), "state": JobState.RUNNING, "phase": "training"})
+    running = job_in(JobState.RUNNING, "training")
     assert progress_changes(running, Status(1, "running", phase="training"), []) == []
     assert progress_changes(
         running, Status(1, "running", phase="saving"), [Point(4, {"x": 1.0})]

@@ -14,7 +14,7 @@ from distill_server.database import open_database
 from distill_server.store import Change, Store
 from protos.errors import WrongState
 
-from .conftest import queued_job
+from .conftest import job_config
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
 def test_pair(connection: sqlite3.Connection, old: JobState, new: JobState) -> None:
     rung: list[str] = []
     store = Store(connection, on_change=rung.append)
-    store.add(queued_job("a"), "")
+    store.add("a", job_config(), "")
     connection.execute("UPDATE jobs SET state = ?", (old,))
     if (old, new) in TRANSITIONS:
         job = store.change("a", Change(new, reason="because"))

@@ -16,7 +16,7 @@ from distill_server.database import open_database
 from distill_server.store import Attempt, Change, Store
 from protos.errors import Corrupt, InvalidInput, NotFound, Unavailable, WrongState
 
-from .conftest import job_config, queued_job
+from .conftest import job_config
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def test_files_are_private(tmp_path: Path) -> None:
     os.umask(0o022)
     with open_database(tmp_path / "server.sqlite") as connection:
-        Store(connection, on_change=lambda job_id: None).add(queued_job("a"), "")
+        Store(connection, on_change=lambda job_id: None).add("a", job_config(), "")
         modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.iterdir()}
     assert set(modes) >= {"server.sqlite", "server.sqlite-wal", "server.lock"}
     assert set(modes.values()) == {0o600}
@@ -65,7 +65,7 @@ def test_damaged_file_is_told(tmp_path: Path) -> None:
     with open_database(path) as connection:
         store = Store(connection, on_change=lambda job_id: None)
         for number in range(200):
-            store.add(queued_job(f"job-{number}"), "")
+            store.add(f"job-{number}", job_config(), "")
     content = bytearray(path.read_bytes())
     content[5000:60000] = os.urandom(55000)
     path.write_bytes(content)
@@ -87,7 +87,7 @@ def test_schema_of_the_future_is_refused(tmp_path: Path) -> None:
 def test_full_disk_is_unavailable_and_changes_nothing(tmp_path: Path) -> None:
     with open_database(tmp_path / "server.sqlite") as connection:
         store = Store(connection, on_change=lambda job_id: None)
-        store.add(queued_job("a"), "")
+        store.add("a", job_config(), "")
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {pages}")
         with pytest.raises(Unavailable, match="full"):
@@ -101,7 +101,7 @@ def test_resolve(store: Store) -> None:
     with pytest.raises(NotFound):
         store.resolve("@last")
     for job_id in ("run-a1", "run-a2", "run-a", "other-1"):
-        store.add(queued_job(job_id), "")
+        store.add(job_id, job_config(), "")
     assert store.resolve("oth").id == "other-1"
     assert store.resolve("run-a").id == "run-a"
     assert store.resolve("@last").id == "other-1"
@@ -115,7 +115,7 @@ def test_resolve(store: Store) -> None:
 def test_pages_cover_everything_once(store: Store) -> None:
     ids = [f"job-{number}" for number in range(7)]
     for job_id in ids:
-        store.add(queued_job(job_id), "")
+        store.add(job_id, job_config(), "")
     store.change("job-3", Change(JobState.CANCELLED))
     seen: list[str] = []
     while page := store.page(limit=3, before_id=seen[-1] if seen else ""):
@@ -127,7 +127,7 @@ def test_pages_cover_everything_once(store: Store) -> None:
 def test_queue_order(store: Store) -> None:
     """A retry keeps its place, a resumed job goes to the end."""
     for job_id in ("a", "b", "c"):
-        store.add(queued_job(job_id), "")
+        store.add(job_id, job_config(), "")
     store.change("a", Change(JobState.PREPARING))
     store.queue_again("a", Attempt(2, retries=1), Change(JobState.QUEUED), last=False)
     assert [job.id for job in store.in_state(JobState.QUEUED)] == ["a", "b", "c"]
@@ -138,7 +138,7 @@ def test_queue_order(store: Store) -> None:
 
 
 def test_illegal_requeue_leaves_no_trace(store: Store) -> None:
-    store.add(queued_job("a"), "")
+    store.add("a", job_config(), "")
     more = job_config(max_steps=99)
     with pytest.raises(WrongState):
         store.queue_again("a", Attempt(2), Change(JobState.QUEUED), last=True, config=more)
@@ -148,7 +148,7 @@ def test_illegal_requeue_leaves_no_trace(store: Store) -> None:
 
 
 def test_key_of_another_job(store: Store) -> None:
-    job = store.add(queued_job("a"), "key")
+    job = store.add("a", job_config(), "key")
     assert store.submitted("key", job.config_json) == job
     assert store.submitted("other", job.config_json) is None
     with pytest.raises(InvalidInput) as caught:
@@ -157,7 +157,7 @@ def test_key_of_another_job(store: Store) -> None:
 
 
 def test_metrics_survive_and_count_as_seen(store: Store) -> None:
-    store.add(queued_job("a"), "")
+    store.add("a", job_config(), "")
     store.change("a", Change(step=3, metrics={"loss": 0.5}), Change(phase="saving"))
     job = store.job("a")
     assert (job.step, job.metrics, store.attempt(job).seen_step) == (3, {"loss": 0.5}, 3)

@@ -1,0 +1,96 @@
+"""`python -m distill_server` itself."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from clients.distill_client import DistillClient
+from protos.errors import NotFound
+
+
+def command(runs: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "distill_server", "--runs", str(runs), *options]
+
+
+@contextmanager
+def program(runs: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The program once it is ready, and its line."""
+    with subprocess.Popen(
+        command(runs, "--port", "0"), stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline()
+        finally:
+            process.kill()
+
+
+def test_starts_serves_and_stops(tmp_path: Path) -> None:
+    with program(tmp_path / "runs") as (process, line):
+        assert line.startswith("server listening on 127.0.0.1:")
+        with DistillClient(line.split()[-1]) as client:
+            with pytest.raises(NotFound, match="there are no jobs yet"):
+                client.get("@last")
+            assert client.list() == []
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert time.monotonic() - started < 5
+        assert process.stdout is not None
+        assert process.stdout.read() == ""
+    assert (tmp_path / "runs" / "server.sqlite").exists()
+
+
+def test_one_server_per_directory(tmp_path: Path) -> None:
+    with program(tmp_path):
+        other = run(command(tmp_path, "--port", "0"))
+    assert other.returncode == 2
+    assert other.stdout == ""
+    assert other.stderr == (
+        f"error: another server runs on {tmp_path}; "
+        "stop it, or give this one another --runs directory\n"
+    )
+
+
+def test_taken_port(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        found = run(command(tmp_path, "--port", port))
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr.splitlines()[-1] == (
+        f"error: --port: port {port} is taken; choose another one, or 0 for any free port"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [(["--host", "0.0.0.0"], "refusing to listen"), (["--slots", "0"], "--slots")],
+)
+def test_bad_options(tmp_path: Path, options: list[str], word: str) -> None:
+    found = run(command(tmp_path / "runs", "--port", "0", *options))
+    assert found.returncode == 2
+    assert word in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = run(command(tmp_path / "file" / "runs", "--port", "0"))
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: ")
+    assert len(found.stderr.splitlines()) == 1
+
+
+def run(argv: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)

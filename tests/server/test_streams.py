@@ -1,0 +1,174 @@
+"""Logs, artifacts, and a server that is not there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from clients.distill_client import DistillClient
+from clients.jobs import JobState
+from distill_server.streams import _tail_offset
+from protos.errors import InvalidInput, NotFound, TimedOut, Unavailable, WrongState
+
+from .conftest import Server, eventually, job_config
+
+
+def test_log_of_a_finished_job(server: Server, client: DistillClient) -> None:
+    job = client.submit(job_config(max_steps=4))
+    client.wait(job.id, timeout=20)
+    log = b"".join(client.logs(job.id))
+    assert log == b"attempt 1 starts after step 0\nstep 1\nstep 2\nstep 3\nstep 4\n"
+    assert b"".join(client.logs(job.id, tail_lines=2)) == b"step 3\nstep 4\n"
+    assert b"".join(client.logs(job.id, tail_lines=99, follow=True)) == log
+    with pytest.raises(NotFound, match="made 1 attempts"):
+        list(client.logs(job.id, attempt=2))
+
+
+def test_log_is_followed_through_a_restart(server: Server, client: DistillClient) -> None:
+    """From before the first attempt starts until it is over; no byte is lost or doubled."""
+    first = client.submit(job_config("pause=0.2", max_steps=2))
+    job = client.submit(job_config("pause=0.03", max_steps=40))
+    got: list[bytes] = []
+    thread = threading.Thread(target=lambda: got.extend(client.logs(job.id, follow=True)))
+    thread.start()
+    eventually(lambda: b"step 3" in b"".join(got))
+    server.kill()
+    server.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    expected = "attempt 1 starts after step 0\n" + "".join(f"step {n}\n" for n in range(1, 41))
+    assert b"".join(got).decode() == expected
+    assert client.get(first.id).state is JobState.SUCCEEDED
+
+
+def test_logs_of_attempts(client: DistillClient) -> None:
+    job = client.submit(job_config("crash_at=3 crashes=1", max_steps=4))
+    followed = b"".join(client.logs(job.id, attempt=1, follow=True))
+    assert followed.endswith(b"step 2\nabout to crash\n")
+    client.wait(job.id, timeout=20)
+    assert b"".join(client.logs(job.id)).startswith(b"attempt 2 starts after step 0")
+    assert b"".join(client.logs(job.id, attempt=1)) == followed
+
+
+@pytest.mark.parametrize("content", [b"", b"a", b"a\n", b"a\nb", b"\n\n\n", b"x\n" * 100_000])
+@pytest.mark.parametrize("lines", [1, 2, 70_000, 200_000])
+def test_tail_offset(tmp_path: Path, content: bytes, lines: int) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(content)
+    tail = b"".join(content.splitlines(keepends=True)[-lines:])
+    assert content[_tail_offset(path, lines) :] == tail
+
+
+def test_pull(server: Server, client: DistillClient, tmp_path: Path) -> None:
+    job = client.submit(job_config(max_steps=5))
+    client.wait(job.id, timeout=20)
+    export = server.runs / job.id / "export"
+    out = client.pull(job.id, tmp_path / "deep" / "out")
+    names = sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file())
+    assert names == ["config.json", "empty.txt", "nested/model.bin"]
+    for name in names:
+        assert (out / name).read_bytes() == (export / name).read_bytes()
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+    with pytest.raises(InvalidInput, match="not an empty directory"):
+        client.pull(job.id, out)
+    (tmp_path / "empty").mkdir()
+    weights = client.pull(job.id, tmp_path / "empty", checkpoint=5) / "weights.bin"
+    assert weights.read_bytes() == bytes([5]) * 1000
+
+
+def test_pull_of_what_is_not_there(client: DistillClient, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    failed = client.submit(job_config("fail_at=3"))
+    running = client.submit(job_config("pause=1", max_steps=99))
+    client.wait(failed.id, timeout=20)
+    with pytest.raises(WrongState, match="failed: the loss is not finite"):
+        client.pull(failed.id, out)
+    with pytest.raises(WrongState, match="has no export"):
+        client.pull(running.id, out)
+    with pytest.raises(NotFound, match="no checkpoint of step 3"):
+        client.pull(failed.id, out, checkpoint=3)
+    assert list(tmp_path.glob("*out*")) == []
+
+
+def test_pull_follows_no_links(server: Server, client: DistillClient, tmp_path: Path) -> None:
+    job = client.submit(job_config(max_steps=2))
+    client.wait(job.id, timeout=20)
+    (server.runs / job.id / "export" / "link").symlink_to("/etc/passwd")
+    with pytest.raises(WrongState, match="link is a link"):
+        client.pull(job.id, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_watchers_and_late_ones_see_the_same(client: DistillClient) -> None:
+    job = client.submit(job_config("pause=0.02", max_steps=20))
+    seen: list[list[object]] = [[], []]
+    threads = [
+        threading.Thread(target=lambda out=out: out.extend(client.watch(job.id))) for out in seen
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    late = list(client.watch(job.id))
+    assert seen == [late, late]
+    assert list(client.watch(job.id, after_seq=late[4].seq)) == late[5:]
+    assert list(client.watch(job.id, after_seq=late[-1].seq)) == []
+    with pytest.raises(InvalidInput) as caught:
+        list(client.watch(job.id, after_seq=late[-1].seq + 1))
+    assert caught.value.field == "after_seq"
+
+
+def test_watch_of_a_resumed_job_goes_on_to_its_last_end(client: DistillClient) -> None:
+    job = client.submit(job_config("fail_at=2"))
+    client.wait(job.id, timeout=20)
+    client.resume(job.id)
+    states = [event.state for event in client.watch(job.id)]
+    assert states.count(JobState.FAILED) == 2
+
+
+def test_dead_server_is_told_within_the_timeout() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        with DistillClient(address, timeout=2, patience_seconds=0.5) as client:
+            for call in (
+                lambda: client.get("x"),
+                lambda: client.submit(job_config()),
+                client.list,
+                lambda: client.resume("x"),
+                lambda: list(client.watch("x")),
+            ):
+                started = time.monotonic()
+                with pytest.raises(Unavailable, match=f"cannot reach the distill server {address}"):
+                    call()
+                assert time.monotonic() - started < 2.5
+
+
+def test_silent_server_is_told_within_the_timeout() -> None:
+    """It accepts connections and never says a word."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with DistillClient(address, timeout=0.5) as client:
+            started = time.monotonic()
+            with pytest.raises((Unavailable, TimedOut)):
+                client.get("x")
+            assert time.monotonic() - started < 5
+
+
+def test_watch_gives_up_when_the_server_stays_away(server: Server) -> None:
+    with DistillClient(server.address, patience_seconds=0.5) as client:
+        job = client.submit(job_config(max_steps=100_000))
+        events = client.watch(job.id)
+        next(events)
+        server.kill()
+        with pytest.raises(Unavailable):
+            list(events)
+        with pytest.raises(Unavailable):
+            client.pull(job.id, f"{os.devnull}-out")
