@@ -30,8 +30,8 @@ from protos.transport import CHANNEL_OPTIONS, STREAM_OPEN, fault_of
 _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
 
-# A unary call is tried again soon, for the moment in which a server restarts; a stream patiently.
-_TRIES = 5
+# A server that restarts is back within this: a unary call waits so long, a stream is patient.
+_RESTART_SECONDS = 1.5
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 2.0
 
@@ -108,7 +108,7 @@ class DistillClient:
             job_id=job_id, max_steps=max_steps or 0, from_step=from_step or 0
         )
         # Once only: after an answer that was lost, a second try would meet a job that already runs.
-        return _job_of(self._call(self._stub.ResumeJob, request, tries=1))
+        return _job_of(self._call(self._stub.ResumeJob, request, again=False))
 
     def watch(self, job_id: str, after_seq: int = 0) -> Iterator[JobEvent]:
         """Every event after `after_seq` until the job is over, each once, across server restarts.
@@ -168,22 +168,23 @@ class DistillClient:
         self,
         method: grpc.UnaryUnaryMultiCallable[_Request, _Answer],
         request: _Request,
-        tries: int = _TRIES,
+        *,
+        again: bool = True,
     ) -> _Answer:
-        """A unary call within the timeout, all tries together."""
+        """A unary call within the timeout; `again`: once more if the server was not there."""
         deadline = time.monotonic() + self._timeout
-        pauses = _pauses()
-        while True:
-            tries -= 1
-            try:
-                return method(request, timeout=max(0.001, deadline - time.monotonic()))
-            except grpc.RpcError as error:
-                fault = fault_of(error, self._server)
-                pause = next(pauses)
-                late = time.monotonic() + pause > deadline
-                if not isinstance(fault, Unavailable) or tries <= 0 or late:
-                    raise fault from error
-            time.sleep(pause)
+        try:
+            return method(request, timeout=self._timeout)
+        except grpc.RpcError as error:
+            fault = fault_of(error, self._server)
+            if not again or not isinstance(fault, Unavailable):
+                raise fault from error
+        patience = max(0.001, min(_RESTART_SECONDS, deadline - time.monotonic()))
+        try:
+            return method(request, timeout=patience, wait_for_ready=True)
+        except grpc.RpcError as error:
+            second = fault_of(error, self._server)
+            raise fault if isinstance(second, TimedOut) else second from error
 
     def _events(self, job_id: str, after_seq: int, deadline: float | None) -> Iterator[JobEvent]:
         request = pb.WatchJobRequest(job_id=job_id, after_seq=after_seq)

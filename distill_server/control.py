@@ -16,7 +16,7 @@ from clients.jobs import Job, JobState
 from clients.run_directory import Control, RunDirectory, fsync_directory
 from distill_server.job_file import parse_config
 from distill_server.store import Attempt, Change, Store
-from protos.errors import DistillError, InvalidInput, NotFound, Unavailable, WrongState
+from protos.errors import InvalidInput, NotFound, Unavailable, WrongState
 
 _SLUG_CHARS = 40
 _KEY_CHARS = 200
@@ -39,13 +39,13 @@ class JobControl:
         if idempotency_key and (known := self._store.submitted(idempotency_key, resolved)):
             return known
         job_id = self._new_id(config.method.type, config.name)
-        # The directory first: a job that was acknowledged always has one.
-        with _writing(self._runs / job_id):
-            RunDirectory.create(
-                self._runs / job_id, config, config_text, suffix=_suffix(config_text)
-            )
-            fsync_directory(self._runs)
+        try:
+            # The directory first: a job that was acknowledged always has one.
+            self._make_run(job_id, config, config_text)
             job = self._store.add(job_id, config, idempotency_key)
+        except Exception:
+            shutil.rmtree(self._runs / job_id, ignore_errors=True)
+            raise
         self._wake()
         return job
 
@@ -96,11 +96,19 @@ class JobControl:
         self._wake()
         return resumed
 
+    def _make_run(self, job_id: str, config: JobConfig, config_text: str) -> None:
+        with _disk():
+            RunDirectory.create(
+                self._runs / job_id, config, config_text, suffix=_suffix(config_text)
+            )
+            fsync_directory(self._runs)
+
     def _tell(self, job: Job, *, now: bool) -> None:
         run = RunDirectory(self._runs / job.id)
         # Never back from "now" to "checkpoint": the trainer may already be on its way out.
         if now or run.read_control().stop != "now":
-            run.write_control(Control("now" if now else "checkpoint"))
+            with _disk():
+                run.write_control(Control("now" if now else "checkpoint"))
 
     def _extended(self, job: Job, max_steps: int) -> JobConfig:
         if max_steps <= job.step:
@@ -126,17 +134,14 @@ class JobControl:
 
 
 @contextmanager
-def _writing(directory: Path) -> Iterator[None]:
-    """Leave nothing of a job that could not be stored; a disk that refuses is Unavailable."""
+def _disk() -> Iterator[None]:
+    """A disk that refuses is Unavailable, and no defect of ours."""
     try:
         yield
-    except Exception as error:
-        shutil.rmtree(directory, ignore_errors=True)
-        if isinstance(error, OSError) and not isinstance(error, DistillError):
-            raise Unavailable(
-                f"the server cannot write the job: {error.strerror}", hint="is its disk full?"
-            ) from error
-        raise
+    except OSError as error:
+        raise Unavailable(
+            f"the server cannot write the job: {error.strerror}", hint="is its disk full?"
+        ) from error
 
 
 def _suffix(config_text: str) -> str:

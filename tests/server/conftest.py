@@ -16,7 +16,7 @@ import pytest
 
 from clients.config import DataConfig, JobConfig, StudentConfig
 from clients.distill_client import DistillClient
-from distill_server.process import identity_of, kill_family
+from distill_server.process import claim, identity_of, kill_family
 
 _COUNTER = itertools.count()
 SCRIPT = Path(__file__).with_name("scripted_server.py")
@@ -71,12 +71,8 @@ class Server:
     def clean_up(self) -> None:
         if self.process is not None:
             self.kill()
-        for card in self.runs.glob("*/logs/*/shim.json"):
-            found = json.loads(card.read_text())
-            who = identity_of(found["pid"])
-            if who is not None and who.start_time == found["start_time"]:
-                os.kill(who.pid, signal.SIGKILL)
-            kill_family(found["mark"])
+        for directory in self.runs.glob("*/logs/attempt-*"):
+            end_attempt(directory)
 
     def card(self, job_id: str, attempt: int = 1) -> dict[str, int]:
         """The attempt's shim.json, once it is there."""
@@ -84,6 +80,20 @@ class Server:
         eventually(path.exists)
         found: dict[str, int] = json.loads(path.read_text())
         return found
+
+
+def end_attempt(directory: Path) -> None:
+    """Leave no process of an attempt behind, not even one that is just being started."""
+    card = directory / "shim.json"
+    if claim(directory):
+        return
+    eventually(lambda: card.exists() or (directory / "exit.json").exists())
+    if card.exists():
+        found = json.loads(card.read_text())
+        who = identity_of(found["pid"])
+        if who is not None and who.start_time == found["start_time"]:
+            os.kill(who.pid, signal.SIGKILL)
+        kill_family(found["mark"])
 
 
 def eventually(true: Callable[[], object], seconds: float = 20.0) -> None:

@@ -7,6 +7,7 @@ What it does is told in the job's name, as `key=value` words:
     fail_at=STEP       end with the verdict "failed"
     hang_at=STEP       make no step any more, and look at no control.json
     hangs=N            only in the first N attempts
+    every=STEPS        between checkpoints (default 5)
     deaf=1             ignore SIGTERM
     orphan=1           leave a process in a session of its own
 """
@@ -101,7 +102,7 @@ class Trainer:
                 metrics.write(json.dumps(line) + "\n")
                 print(f"step {self.step}", flush=True)
                 self.say("running", "training")
-                if self.step % 5 == 0:
+                if self.step % self.number("every", 5) == 0:
                     self.checkpoint()
         self.export()
         self.say("succeeded")

@@ -175,7 +175,7 @@ def test_second_server_is_refused(server: Server, tmp_path: Path) -> None:
 
 
 def test_storm_of_kills(make_server: Callable[..., Server]) -> None:
-    """Killed again and again while jobs are submitted and end: none is lost, doubled or run twice."""
+    """Killed while jobs are submitted and end: none is lost, doubled or run twice."""
     server = make_server(slots=2)
     acknowledged: dict[str, str] = {}
 
