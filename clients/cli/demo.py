@@ -178,12 +178,14 @@ def _watched(client: DistillClient, job_id: str, place: Path, output: Output) ->
 @contextmanager
 def _cancelled_on_error(client: DistillClient, job_id: str, output: Output) -> Iterator[None]:
     """A job outlives its server: whoever gives up on the demo must end the job first."""
+    from clients.cli.services import uninterrupted
+
     try:
         yield
     except BaseException:
-        with suppress(DistillError):
+        output.say(f"cancelling {job_id} and stopping what was started")
+        with uninterrupted(), suppress(DistillError):
             client.cancel(job_id, now=True)
-            output.say(f"cancelling {job_id}")
             client.wait(job_id, timeout=30.0)
         raise
 

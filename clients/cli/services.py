@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from protos.errors import InternalFault
@@ -25,12 +25,20 @@ class Services:
         self._running: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Services:
+        # A closed terminal, or a polite kill, must leave as little behind as a Ctrl-C.
+        self._before = {
+            number: signal.signal(number, signal.default_int_handler)
+            for number in (signal.SIGTERM, signal.SIGHUP)
+        }
         return self
 
     def __exit__(self, *error: object) -> None:
-        # The last one started may need the earlier ones to end well.
-        for process in reversed(self._running):
-            _stop(process)
+        with uninterrupted():
+            # The last one started may need the earlier ones to end well.
+            for process in reversed(self._running):
+                _stop(process)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def run(self, name: str, arguments: Sequence[str]) -> str:
         """Wait for a process to end and return what it printed. Raises InternalFault."""
@@ -78,6 +86,18 @@ class Services:
 
     def _failed(self, name: str, how: str) -> InternalFault:
         return InternalFault(f"{name} {how}", hint=f"read {self._log(name)}")
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Clean up without being stopped half-way by an impatient second Ctrl-C."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -36,6 +37,22 @@ def test_a_server_is_found_and_stopped(modules: Path) -> None:
     (modules / "stand_in.py").write_text(SERVER)
     with Services(modules / "logs") as services:
         assert services.listen("server", ["stand_in", str(modules / "pid")]) == "127.0.0.1:1"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((modules / "pid").read_text()), 0)
+
+
+def test_sigterm_stops_everything_too(modules: Path) -> None:
+    (modules / "stand_in.py").write_text(SERVER)
+
+    def work() -> None:
+        with Services(modules / "logs") as services:
+            services.listen("server", ["stand_in", str(modules / "pid")])
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     with pytest.raises(ProcessLookupError):
         os.kill(int((modules / "pid").read_text()), 0)
 
