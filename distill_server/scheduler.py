@@ -17,7 +17,7 @@ from pathlib import Path
 
 from clients.config import JobConfig
 from clients.jobs import Job, JobState
-from clients.run_directory import Control, RunDirectory, replace_file
+from clients.run_directory import Control, RunDirectory, Status, replace_file
 from distill_server.progress import MetricsTail, Point, progress_changes, status_of
 from distill_server.runner import LocalRunner, Running
 from distill_server.store import Attempt, Change, Store
@@ -137,13 +137,18 @@ class Scheduler:
             if job.state is JobState.CANCELLING:
                 self._press(job, run)
             return
-        step = max(job.step, status.step) if status is not None else job.step
+        step = self._reached(job, status)
         match verdict_of(job.state, step, status, outcome):
             case Ended() as ended:
                 self._end(job, ended, step)
             case Died() as died:
                 self._died(job, died)
         self._forget(job)
+
+    def _reached(self, job: Job, status: Status | None) -> int:
+        """The newest step of this attempt, or the job's if it made none."""
+        told = status.step if status is not None else 0
+        return max(told, self._store.attempt(job).seen_step) if told else job.step
 
     def _points(self, job: Job, run: RunDirectory, *, complete: bool) -> Sequence[Point]:
         key = (job.id, job.attempt)

@@ -104,13 +104,19 @@ def _follow(child: int, mark: str, heartbeat: Path, grace_seconds: float) -> int
         told = event.si_signo if event is not None else 0
         # Once only: to some programs a second one means to drop everything.
         if told == signal.SIGTERM and not ended and kill_at == float("inf"):
-            os.killpg(child, signal.SIGTERM)
+            _signal_group(child, signal.SIGTERM)
             kill_at = time.monotonic() + grace_seconds
         if ended or told == signal.SIGQUIT or time.monotonic() >= kill_at:
-            os.killpg(child, signal.SIGKILL)
+            _signal_group(child, signal.SIGKILL)
             kill_family(mark)
         if ended:
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _signal_group(leader: int, signum: int) -> None:
+    # A trainer may have moved to another group; its family is found by the mark.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signum)
 
 
 if __name__ == "__main__":

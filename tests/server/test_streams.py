@@ -123,6 +123,16 @@ def test_two_watchers_and_late_ones_see_the_same(client: DistillClient) -> None:
     assert caught.value.field == "after_seq"
 
 
+def test_slow_watcher_holds_nobody_up_and_misses_nothing(client: DistillClient) -> None:
+    job = client.submit(job_config("pause=0 every=1000", max_steps=600))
+    slow = client.watch(job.id)
+    first = next(slow)
+    prompt = list(client.watch(job.id))
+    assert prompt[-1].state is JobState.SUCCEEDED
+    assert [first, *slow] == prompt
+    assert sum(bool(event.metrics) for event in prompt) == 600
+
+
 def test_watch_of_a_resumed_job_goes_on_to_its_last_end(client: DistillClient) -> None:
     job = client.submit(job_config("fail_at=2"))
     client.wait(job.id, timeout=20)
