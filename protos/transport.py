@@ -44,6 +44,8 @@ CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Servers listen on loopback only; a proxy of the environment would get the calls instead.
+    ("grpc.enable_http_proxy", 0),
 ]
 SERVER_OPTIONS = [
     *_LIMITS,

@@ -12,6 +12,7 @@ from protos.errors import InvalidInput
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 # Written by the saving program; they do not change a single row.
 _IRRELEVANT_CONFIG = ("_name_or_path", "transformers_version")
 
@@ -40,6 +41,9 @@ def model_directory(model: str) -> Path:
             f"{model} has no .safetensors weights; other formats can run code when loaded",
             "convert it with save_pretrained(..., safe_serialization=True)",
         )
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        # transformers would make an empty one, and the student's could not be compared with it.
+        raise _refused(f"{model} has no tokenizer", "save the tokenizer into the same directory")
     return path
 
 

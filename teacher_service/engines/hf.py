@@ -20,6 +20,7 @@ from teacher_service.model_files import file_facts, model_directory
 from teacher_service.scoring import score_hidden
 
 _CHECK_TOKENS = 8
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 class HfEngine:
@@ -38,8 +39,8 @@ class HfEngine:
         batch_invariant: bool = False,
     ) -> None:
         path = model_directory(model)
-        self._device = torch.device(_device(device))
-        self._model = _load(path, dtype).to(self._device).eval()
+        self._device = _device(device)
+        self._model = _load(path, _require_dtype(dtype)).to(self._device).eval()
         head = self._model.get_output_embeddings()
         if not isinstance(head, torch.nn.Linear):
             raise _not_linear(model)
@@ -181,10 +182,24 @@ def _not_loaded(path: Path, reason: str) -> InvalidInput:
     )
 
 
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        # A small allocation finds out what a name alone does not say.
+        return torch.empty(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidInput(
+            f"there is no device {name!r} on this machine", field="--device", hint="use auto or cpu"
+        ) from error
+
+
+def _require_dtype(name: str) -> str:
+    if name not in _DTYPES:
+        raise InvalidInput(
+            f"there is no dtype {name!r}", field="--dtype", hint=f"use one of {', '.join(_DTYPES)}"
+        )
+    return name
 
 
 def _not_linear(model: str) -> InvalidInput:

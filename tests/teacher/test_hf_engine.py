@@ -148,7 +148,10 @@ def test_refusals_say_what_and_what_to_do(tiny_model: Path, tmp_path: Path) -> N
     weights = load_file(partial / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+    silent = shutil.copytree(tiny_model, tmp_path / "silent")
+    (silent / "tokenizer.json").unlink()
     cases = {
+        str(silent): "no tokenizer",
         str(own_code): "own Python code",
         str(pickled): "no .safetensors weights",
         str(unknown): "cannot load",
@@ -162,6 +165,13 @@ def test_refusals_say_what_and_what_to_do(tiny_model: Path, tmp_path: Path) -> N
             HfEngine(model, device="cpu")
         assert caught.value.field == "--model"
         assert caught.value.hint
+
+
+def test_wrong_settings_are_named(tiny_model: Path) -> None:
+    for settings in ({"dtype": "float7"}, {"device": "nonsense"}, {"device": "cuda:99"}):
+        with pytest.raises(InvalidInput) as caught:
+            HfEngine(str(tiny_model), **settings)
+        assert caught.value.field == f"--{next(iter(settings))}"
 
 
 def test_a_head_that_is_not_one_linear_layer_is_refused(tmp_path: Path) -> None:
