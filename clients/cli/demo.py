@@ -35,7 +35,7 @@ MAKE_TEACHER = (
 MAKE_STUDENT = (
     *PRETRAIN,
     *("--out", "{student}", "--tokenizer", "{teacher}"),
-    *("--layers", "2", "--width", "64", "--steps", "300"),
+    *("--layers", "2", "--width", "64", "--steps", "600"),
 )
 EVALUATE_TEACHER = (
     *("student_trainer.evaluate", "{teacher}", "--data", "{data}/heldout.jsonl"),
