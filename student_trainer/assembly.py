@@ -19,10 +19,10 @@ from student_trainer.metrics import MetricsLog
 from student_trainer.model import Student, load_config, load_model, load_tokenizer, vocabulary
 from student_trainer.preflight import check_vocabulary
 from student_trainer.progress import Progress
-from student_trainer.prompts import PromptSet, load_prompts
+from student_trainer.prompts import load_prompts
 from student_trainer.rollouts import HuggingFaceRollouts
 from student_trainer.teachers import RemoteTeacher
-from student_trainer.trainer import Trainer
+from student_trainer.trainer import Parts, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -56,49 +56,48 @@ def assemble(
     if from_step is not None:
         checkpoint.delete_after(run.checkpoints, from_step)
 
-    progress.say("loading student", found[0] if found else 0)
-    torch.manual_seed(config.seed)  # a model with dropout or new weights is made the same each time
+    step, saved = found if found else (0, None)
+    progress.say("loading student", step)
+    torch.manual_seed(config.seed)  # dropout and new weights: the same each time
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     progress.agree = lambda wish: _largest(accelerator, wish)
-    model = load_model(config.student, found[1] / "model" if found else None)
+    model = load_model(config.student, saved / "model" if saved else None)
     model.to(accelerator.device)
-    student = Student(model)
-    optimizer = _optimizer(config, model, found[1] if found else None)
-    log.info(
-        "student %s on %s, teacher %s, %d prompts, from step %d",
-        config.student.model,
-        accelerator.device,
-        info.model,
-        len(prompts.prompts),
-        found[0] if found else 0,
+    rollouts, teacher = _sources(config, client, model, tokenizer)
+    evaluation = Evaluation(config, held_out, accelerator, tokenizer, rollouts, teacher)
+    metrics = None
+    if accelerator.is_main_process:
+        board = config.track.tensorboard
+        metrics = MetricsLog(run, attempt=attempt, last_step=step or None, tensorboard=board)
+    log.info("%s on %s, teacher %s, step %d", config.student.model, model.device, info.model, step)
+    return Trainer(
+        config,
+        run,
+        progress,
+        Parts(
+            step=step,
+            accelerator=accelerator,
+            student=Student(model),
+            optimizer=_optimizer(config, model, saved),
+            tokenizer=tokenizer,
+            prompts=prompts,
+            rollouts=rollouts,
+            teacher=teacher,
+            evaluation=evaluation,
+            metrics=metrics,
+        ),
     )
-    return _trainer(
-        config, run, client, progress, attempt, found[0] if found else 0,
-        accelerator, student, optimizer, tokenizer, prompts, held_out,
-    )  # fmt: skip
 
 
-def _trainer(
-    config: JobConfig,
-    run: RunDirectory,
-    client: TeacherClient,
-    progress: Progress,
-    attempt: int,
-    step: int,
-    accelerator: Accelerator,
-    student: Student,
-    optimizer: torch.optim.Optimizer,
-    tokenizer: Any,
-    prompts: PromptSet,
-    held_out: list[Any],
-) -> Trainer:
+def _sources(
+    config: JobConfig, client: TeacherClient, model: Any, tokenizer: Any
+) -> tuple[HuggingFaceRollouts, RemoteTeacher]:
+    """Who writes and who scores. Reverse KL is over the student's top-k, forward the teacher's."""
     student_head = direction_of(config.method) == "reverse"
     rollouts = HuggingFaceRollouts(
-        student.model,
+        model,
         tokenizer,
-        top_k=min(config.teacher.top_k, student.model.config.get_text_config().vocab_size)
-        if student_head
-        else 0,
+        top_k=config.teacher.top_k if student_head else 0,
         temperature=config.method.temperature,
         max_new_tokens=config.method.max_new_tokens,
         # Sampling keeps no activations: it can take larger batches than training.
@@ -110,37 +109,7 @@ def _trainer(
         student_head=student_head,
         temperature=config.method.temperature,
     )
-    evaluation = Evaluation(
-        config,
-        held_out,
-        accelerator=accelerator,
-        tokenizer=tokenizer,
-        rollouts=rollouts,
-        teacher=teacher,
-    )
-    metrics = None
-    if accelerator.is_main_process:
-        metrics = MetricsLog(
-            run,
-            attempt=attempt,
-            last_step=step or None,
-            tensorboard=config.track.tensorboard,
-        )
-    return Trainer(
-        config,
-        run,
-        step=step,
-        accelerator=accelerator,
-        student=student,
-        optimizer=optimizer,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        rollouts=rollouts,
-        teacher=teacher,
-        evaluation=evaluation,
-        metrics=metrics,
-        progress=progress,
-    )
+    return rollouts, teacher
 
 
 def _optimizer(config: JobConfig, model: Any, saved: Path | None) -> torch.optim.Optimizer:

@@ -32,7 +32,6 @@ class Evaluation:
         self,
         config: JobConfig,
         prompts: Sequence[Prompt],
-        *,
         accelerator: Accelerator,
         tokenizer: Any,
         rollouts: HuggingFaceRollouts,

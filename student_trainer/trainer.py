@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,41 +32,42 @@ from student_trainer.rollouts import HuggingFaceRollouts
 from student_trainer.teachers import PendingRows, TeacherSource
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a trainer works with; `assembly.py` makes them from a job."""
+
+    step: int  # the last one done
+    accelerator: Accelerator
+    student: Student
+    optimizer: torch.optim.Optimizer
+    tokenizer: Any
+    prompts: PromptSet
+    rollouts: HuggingFaceRollouts
+    teacher: TeacherSource
+    evaluation: Evaluation
+    metrics: MetricsLog | None  # only in the main process
+
+
 class Trainer:
     """Runs a job from its last step to its verdict: "succeeded" or "cancelled"."""
 
     def __init__(
-        self,
-        config: JobConfig,
-        run: RunDirectory,
-        *,
-        step: int,
-        accelerator: Accelerator,
-        student: Student,
-        optimizer: torch.optim.Optimizer,
-        tokenizer: Any,
-        prompts: PromptSet,
-        rollouts: HuggingFaceRollouts,
-        teacher: TeacherSource,
-        evaluation: Evaluation,
-        metrics: MetricsLog | None,
-        progress: Progress,
+        self, config: JobConfig, run: RunDirectory, progress: Progress, parts: Parts
     ) -> None:
-        """`step`: the last one done; `metrics` only in the main process."""
         self._config = config
         self._run = run
-        self._step = self._saved = step
-        self._accelerator = accelerator
-        self._wrapped = accelerator.prepare(student)
-        self._student = student
-        self._optimizer = optimizer
-        self._tokenizer = tokenizer
-        self._prompts = prompts
-        self._rollouts = rollouts
-        self._teacher = teacher
-        self._evaluation = evaluation
-        self._metrics = metrics
         self._progress = progress
+        self._step = self._saved = parts.step
+        self._accelerator = parts.accelerator
+        self._student = parts.student
+        self._wrapped = parts.accelerator.prepare(parts.student)
+        self._optimizer = parts.optimizer
+        self._tokenizer = parts.tokenizer
+        self._prompts = parts.prompts
+        self._rollouts = parts.rollouts
+        self._teacher = parts.teacher
+        self._evaluation = parts.evaluation
+        self._metrics = parts.metrics
 
     def train(self) -> str:
         """Returns the verdict; raises what cannot be mended, after saving what is good."""
@@ -218,10 +220,10 @@ class Trainer:
     def _export(self) -> None:
         self._progress.say("exporting", self._step)
         if self._accelerator.is_main_process:
-            write: Callable[[Any], None] = lambda path: checkpoint.save_model(  # noqa: E731
-                path, self._student.model, self._tokenizer
+            model, tokenizer = self._student.model, self._tokenizer
+            checkpoint.write_whole(
+                self._run.export, lambda path: checkpoint.save_model(path, model, tokenizer)
             )
-            checkpoint.write_whole(self._run.export, write)
         self._accelerator.wait_for_everyone()
 
 
