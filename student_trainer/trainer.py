@@ -71,29 +71,41 @@ class Trainer:
 
     def train(self) -> str:
         """Returns the verdict; raises what cannot be mended, after saving what is good."""
-        config = self._config
         try:
-            if self._step == 0:
-                self._log(self._evaluate())
-            while self._step < config.max_steps:
-                stop = self._progress.stop_wanted()
-                if stop:
-                    if stop == "checkpoint":
-                        self._save()
-                    return "cancelled"
-                metrics = self._train_step(self._step + 1)
-                self._step += 1
-                last = self._step == config.max_steps
-                if last or self._step % config.eval.every == 0:
-                    metrics |= self._evaluate()
-                self._log(metrics)
-                if last or self._step % config.checkpoint.every == 0:
+            return self._train()
+        finally:
+            if self._metrics is not None:
+                self._metrics.close()
+
+    def _train(self) -> str:
+        config = self._config
+        if self._step == 0:
+            self._log(self._evaluate())
+        while self._step < config.max_steps:
+            stop = self._progress.stop_wanted()
+            if stop:
+                if stop == "checkpoint":
                     self._save()
-        except Unavailable:
-            self._save()  # the weights are those of the last whole step
-            raise
+                return "cancelled"
+            metrics = self._train_or_save(self._step + 1)
+            self._step += 1
+            last = self._step == config.max_steps
+            if last or self._step % config.eval.every == 0:
+                metrics |= self._evaluate()
+            self._log(metrics)
+            if last or self._step % config.checkpoint.every == 0:
+                self._save()
         self._export()
         return "succeeded"
+
+    def _train_or_save(self, step: int) -> dict[str, float]:
+        try:
+            return self._train_step(step)
+        except Unavailable:
+            # The weights are those of the last whole step. A teacher lost in an evaluation is
+            # another matter: a checkpoint then would be of a step whose metrics were never written.
+            self._save()
+            raise
 
     def _train_step(self, step: int) -> dict[str, float]:
         started = time.monotonic()
