@@ -15,7 +15,13 @@ from pathlib import Path
 from clients.run_directory import RunDirectory
 from clients.teacher_client import TeacherClient
 from protos.errors import DistillError, ExitCode
-from student_trainer.preflight import check_data, check_teacher
+from student_trainer.preflight import (
+    check_data,
+    check_hub,
+    check_processes,
+    check_student,
+    check_teacher,
+)
 from student_trainer.progress import Progress
 
 
@@ -48,6 +54,9 @@ def main() -> int:
     progress.say("preflight", 0)
     try:
         check_data(config.data)
+        check_student(config.student)
+        check_processes(config)
+        check_hub(config)
         patience = config.teacher.patience_seconds
         with TeacherClient(config.teacher.address, patience_seconds=patience) as client:
             info = client.info()

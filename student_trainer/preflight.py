@@ -4,15 +4,67 @@ comes in seconds.
 
 from __future__ import annotations
 
+import logging
+import os
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from clients.config import DataConfig, JobConfig
+from clients.config import DataConfig, JobConfig, StudentConfig
 from clients.score_query import tokenizer_fingerprint
 from clients.teacher_client import TeacherClient, TeacherInfo
 from protos.errors import InvalidInput, WrongState
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
+_HUB_SECONDS = 3.0
+
+log = logging.getLogger(__name__)
+
+
+def check_hub(config: JobConfig) -> None:
+    """Where the hub is needed but cannot be reached, leave its libraries to their caches.
+
+    They would try again for most of a minute, once for each file, before they say the same. Call
+    it before they are imported.
+    """
+    path = config.data.path
+    local_data = path.endswith(DATA_SUFFIXES) or Path(path).exists()
+    if local_data and Path(config.student.model).is_dir():
+        return
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        request = urllib.request.Request(endpoint, method="HEAD")
+        urllib.request.urlopen(request, timeout=_HUB_SECONDS).close()
+    except urllib.error.HTTPError as answer:
+        answer.close()  # it is there, whatever it thinks of the request
+    except OSError as error:
+        log.warning("%s cannot be reached, only its cache is used: %s", endpoint, error)
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def check_student(student: StudentConfig) -> None:
+    """Refuse a student directory without a model in it."""
+    path = Path(student.model)
+    if path.is_dir() and not ((path / "config.json").is_file() and any(path.glob("*.safetensors"))):
+        missing = "*.safetensors" if (path / "config.json").is_file() else "config.json"
+        raise InvalidInput(
+            f"no {missing} in {path}",
+            field="student.model",
+            hint="give a Hugging Face directory with config, tokenizer and safetensors",
+        )
+
+
+def check_processes(config: JobConfig) -> None:
+    """Refuse more processes than there is work for: one without any would stop the others."""
+    answers = config.train.prompts_per_step * config.method.rollouts_per_prompt
+    for field, work in (("train.prompts_per_step", answers), ("eval.prompts", config.eval.prompts)):
+        if work < config.train.processes:
+            raise InvalidInput(
+                f"{work} answers cannot be shared by {config.train.processes} processes",
+                field=field,
+                hint="raise it, or lower train.processes",
+            )
 
 
 def check_data(data: DataConfig) -> None:

@@ -38,7 +38,11 @@ def main() -> None:
     options = _parser().parse_args()
     torch.manual_seed(options.seed)
     records = [json.loads(line) for line in options.data.read_text().splitlines()]
-    columns = [[record[name] for name in options.columns] for record in records]
+    ends = [options.separator] * (len(options.columns) - 1) + [""]
+    columns = [
+        [record[name] + end for name, end in zip(options.columns, ends, strict=True)]
+        for record in records
+    ]
     if Path(options.tokenizer).is_dir():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(options.tokenizer)
     else:
@@ -116,9 +120,12 @@ def train(model: Qwen3ForCausalLM, texts: list[Text], options: argparse.Namespac
         optimizer.step()
         optimizer.zero_grad()
         recent = [*recent[-49:], loss.item()]
-        if (step + 1) % options.report_every == 0:
-            mean = sum(recent) / len(recent)
+        mean = sum(recent) / len(recent)
+        done = mean < options.until_loss
+        if done or (step + 1) % options.report_every == 0:
             print(f"step {step + 1}/{options.steps} loss {mean:.4f}", file=sys.stderr, flush=True)
+        if done:
+            break
     return sum(recent) / len(recent)
 
 
@@ -146,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="a .jsonl file")
     parser.add_argument("--columns", nargs="+", default=["prompt", "answer"])
+    parser.add_argument("--separator", default="", help="between two columns' texts")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokenizer", default="bpe", help="characters, bpe, or a directory")
     parser.add_argument("--vocab-size", type=int, default=4096)
@@ -156,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--until-loss", type=float, default=0.0, help="stop at this mean loss")
     parser.add_argument("--report-every", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     return parser

@@ -79,6 +79,12 @@ def _encode(
             )
         text = data.template.replace("{prompt}", str(record[data.prompt_column]))
         ids = _token_ids(tokenizer, text)
+        if not ids:
+            raise InvalidInput(
+                f"a prompt of {path} is empty (answer {str(record.get(data.answer_column))!r})",
+                field=field,
+                hint="there is nothing to go on from: leave it out, or use data.template",
+            )
         if len(ids) > max_tokens:
             too_long += 1
         else:
@@ -121,6 +127,12 @@ def _json_lines(path: str, field: str) -> Iterator[dict[str, Any]]:
                     field=field,
                     hint="each line must be one JSON object",
                 ) from error
+            if not isinstance(record, dict):
+                raise InvalidInput(
+                    f"{path}:{number} is not a JSON object",
+                    field=field,
+                    hint="each line must be one JSON object",
+                )
             yield record
 
 
