@@ -1,8 +1,8 @@
 """Every fault a user can meet: one exception per category, the same on both ends of a connection.
 
-A fault says what went wrong, where (`field`) and what to do next (`hint`). Servers turn it into a gRPC status
-with `google.rpc.ErrorInfo` at one boundary (`transport.py`); clients turn it back; the CLI prints it and exits
-with `exit_code`.
+A fault says what went wrong, where (`field`) and what to do next (`hint`). Servers turn it into a
+gRPC status with `google.rpc.ErrorInfo` at one boundary (`transport.py`); clients turn it back; the
+CLI prints it and exits with `exit_code`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class TimedOut(DistillError, TimeoutError):
 
 
 class Corrupt(DistillError, ValueError):
-    """Bytes do not match their checksum, or numbers are not what they must be: nothing of them was used."""
+    """Bytes do not match their checksum, or numbers are impossible: nothing of them was used."""
 
     code = ErrorCode.DATA_LOSS
     exit_code = ExitCode.JOB_FAILED

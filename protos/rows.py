@@ -1,21 +1,23 @@
 """The one codec of rows: on the wire, in the caches and on disk.
 
-A *row* describes one scored position: the log-probs of k head ids, the log of the mass outside the head, and
-the log-prob of the actual token. A block holds the n rows of consecutive positions of one sequence, as planes
-(all ids, then all log-probs, ...): one `frombuffer` a plane, no Python object per token.
+A *row* describes one scored position: the log-probs of k head ids, the log of the mass outside the
+head, and the log-prob of the actual token. A block holds the n rows of consecutive positions of one
+sequence, as planes (all ids, then all log-probs, ...): one `frombuffer` a plane, no Python object
+per token.
 
 Layout, little-endian:
 
-    header   magic "DRow", version u8, flags u8, reserved u16, k u32, n u32, xxh3-128 of (the 16 bytes before
-             and the payload)                                                                 32 bytes
-    ids      u16 [n*k] low bits, then 2 high bits an id, four to a byte     (18-bit ids: V <= 262,144)
-             or i32 [n*k]                                                   (flag WIDE_IDS)
-             or nothing                                                     (no flag HAS_IDS: the reader chose them)
+    header   magic "DRow", version u8, flags u8, reserved u16, k u32, n u32, and the xxh3-128 of
+             these 16 bytes and the payload: 32 bytes
+    ids      u16 [n*k] low bits, then 2 high bits an id, four to a byte (18-bit ids: V <= 262,144)
+             or i32 [n*k] (flag WIDE_IDS)
+             or nothing (no flag HAS_IDS: the reader chose them)
     logprobs f16 [n*k], or f32 (flag F32)
     tail     f32 [n]   log of the mass outside the head; -inf when the head is the whole vocabulary
     token    f32 [n]   log-prob of the actual token
 
-280 bytes a token at k = 64 with f16 and 18-bit ids: 2.25 k + 2 k + 8, less the ids the reader already has.
+280 bytes a token at k = 64 with f16 and 18-bit ids: 2.25 k + 2 k + 8, less the ids that the reader
+already has.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ _HAS_IDS, _WIDE_IDS, _F32 = 1, 2, 4
 class RowBlock:
     """Rows of n consecutive positions with k head ids each.
 
-    head_ids int32 [n, k], or None where the reader chose the ids itself; head_logprobs float16 or float32
-    [n, k]; tail_logmass and token_logprobs float32 [n]. All in nats, over the full vocabulary.
+    head_ids int32 [n, k], or None where the reader chose the ids itself; head_logprobs float16 or
+    float32 [n, k]; tail_logmass and token_logprobs float32 [n]. In nats, over the full vocabulary.
     """
 
     head_ids: NDArray[np.int32] | None
@@ -111,7 +113,7 @@ def encode_rows(block: RowBlock, *, f32: bool = False) -> bytes:
 
 
 def decode_rows(data: bytes | memoryview) -> RowBlock:
-    """Check and unpack what `encode_rows` made; arrays are views of `data` where the layout allows it.
+    """Check and unpack what `encode_rows` made; arrays are views of `data` where they can be.
 
     Raises Corrupt when the bytes are cut, changed, or of another version.
     """

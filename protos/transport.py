@@ -1,4 +1,4 @@
-"""How every program of the service speaks gRPC: limits, health, drain, and the one boundary of errors."""
+"""How every program speaks gRPC: limits, health, drain, and the one boundary of errors."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from protos.errors import DistillError, InternalFault, InvalidInput, error_of
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 4 << 20
-# Rows are cut into messages of at most this, so that one long sequence never stalls the others of a stream.
+# Rows are cut into messages of at most this: one long sequence never stalls a stream's others.
 MAX_CHUNK_BYTES = 1 << 20
 ERROR_DOMAIN = "distill-service"
-# Initial metadata of a stream that may stay quiet for long: its client knows that the connection stands.
+# Initial metadata of a stream that may stay quiet: its client knows that the connection stands.
 STREAM_OPEN = ("stream", "open")
 _STATUS_DETAILS = "grpc-status-details-bin"
 
 _LIMITS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A killed peer is seen at once, a frozen one never without pings: 30 s between them, 10 s for the answer.
+    # A killed peer is seen at once, a frozen one never without pings: every 30 s, 10 s to answer.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -40,7 +40,7 @@ _LIMITS = [
 ]
 CHANNEL_OPTIONS = [
     *_LIMITS,
-    # A restarted server is found again within a second, not after gRPC's default of up to two minutes.
+    # A restarted server is found again within a second, not after gRPC's default of two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -80,8 +80,8 @@ async def serve(
 ) -> None:
     """Listen until SIGTERM or SIGINT, then let running calls end within `grace_seconds`.
 
-    `register` adds the service and returns its full name, for health checks. `on_ready` gets the bound port.
-    `on_stop` ends the streams that would not end by themselves; it is called before the grace starts.
+    `register` adds the service and returns its full name, for health checks. `on_ready` gets the
+    bound port.    `on_stop` ends the streams that would not end by themselves, before the grace starts.
     Raises InvalidInput when the port is taken.
     """
     require_loopback(host)
@@ -115,8 +115,8 @@ async def serve(
 class ErrorBoundary(grpc.aio.ServerInterceptor):
     """The only place where exceptions become statuses.
 
-    A DistillError is told to the caller in full, with its field and hint as google.rpc.ErrorInfo. Anything else
-    is a defect: the caller gets an id, the log gets the traceback under the same id.
+    A DistillError is told to the caller in full, with its field and hint as google.rpc.ErrorInfo.
+    Anything else is a defect: the caller gets an id, the log gets the traceback under the same id.
     """
 
     async def intercept_service(
@@ -165,7 +165,7 @@ def _guard_stream(behavior: Any, method: str) -> Any:
 
 
 def told(error: Exception, where: str) -> DistillError:
-    """What a caller may know of `error`; a defect is logged under the id that the caller is given."""
+    """What a caller may know of `error`; a defect is logged under the id that the caller gets."""
     if isinstance(error, DistillError):
         return error
     error_id = secrets.token_hex(4)
@@ -195,7 +195,7 @@ async def _abort(
 
 
 def fault_of(error: grpc.RpcError, server: str) -> DistillError:
-    """The DistillError that a failed call stands for; `server` names it to the user (`teacher localhost:50052`)."""
+    """The DistillError that a failed call stands for; `server` is its name (`teacher HOST:PORT`)."""
     call: Any = error
     status: grpc.StatusCode = call.code()
     for key, value in call.trailing_metadata() or ():
