@@ -81,7 +81,7 @@ async def serve(
     """Listen until SIGTERM or SIGINT, then let running calls end within `grace_seconds`.
 
     `register` adds the service and returns its full name, for health checks. `on_ready` gets the
-    bound port.    `on_stop` ends the streams that would not end by themselves, before the grace starts.
+    bound port. `on_stop` ends the streams that would not end by themselves, before the grace.
     Raises InvalidInput when the port is taken.
     """
     require_loopback(host)
@@ -195,7 +195,7 @@ async def _abort(
 
 
 def fault_of(error: grpc.RpcError, server: str) -> DistillError:
-    """The DistillError that a failed call stands for; `server` is its name (`teacher HOST:PORT`)."""
+    """The DistillError that a failed call stands for; `server`: its name, `teacher HOST:PORT`."""
     call: Any = error
     status: grpc.StatusCode = call.code()
     for key, value in call.trailing_metadata() or ():
