@@ -19,6 +19,7 @@ import pytest
 import typer
 
 from clients.cli.app import app
+from tests.architecture.reference import with_table
 
 ROOT = Path(__file__).parents[2]
 MARK = "<!-- test: fast -->"
@@ -129,3 +130,8 @@ def test_blocks() -> None:
 def test_a_wrong_command_is_found(command: str) -> None:
     with pytest.raises(typer.TyperException):
         parse(command)
+
+
+def test_the_reference_of_job_files_is_up_to_date() -> None:
+    hint = "run python -m tests.architecture.reference"
+    assert with_table(README) == README, hint

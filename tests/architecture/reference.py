@@ -1,0 +1,45 @@
+"""The table of every key of a job file, made from the fields themselves.
+
+`python -m tests.architecture.reference` writes it into the README; a test keeps it up to date.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from clients.config import JobConfig
+
+README = Path(__file__).parents[2] / "README.md"
+BEGIN, END = "<!-- reference: begin -->\n", "<!-- reference: end -->"
+
+
+def rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from rows(inner, f"{prefix}{name}.")
+        else:
+            missing = field.default is PydanticUndefined
+            shown = "required" if missing else f"`{json.dumps(field.default)}`"
+            if field.default is None:
+                shown = "none"
+            yield f"| `{prefix}{name}` | {shown} | {field.description} |"
+
+
+def table() -> str:
+    lines = ["| key | default | |", "|---|---|---|", *rows(JobConfig)]
+    return "".join(line.replace("||", "\\|\\|") + "\n" for line in lines)
+
+
+def with_table(text: str) -> str:
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + table() + END + rest.split(END, 1)[1]
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text()))
