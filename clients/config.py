@@ -28,7 +28,7 @@ class StudentConfig(_Table):
     revision: str | None = None
     """Commit of a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights; bfloat16 halves the memory, and drops updates under 1/256 of a weight."""
+    """Type of the weights; bfloat16 halves memory but drops updates under 1/256 of a weight."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
 
