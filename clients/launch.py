@@ -21,6 +21,8 @@ def trainer_command(
     if processes == 1:
         return [sys.executable, "-m", *trainer]
     launcher = ["-m", "accelerate.commands.launch", "--num_processes", str(processes)]
+    # Without it, a machine with less than two GPUs silently gets one process; CPUs do as well.
+    launcher.append("--multi_gpu")
     # Port 0: a free one, so that two jobs on one machine do not meet.
     launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     return [sys.executable, *launcher, "--main_process_port", "0", "-m", *trainer]
