@@ -1,0 +1,84 @@
+"""Made once and shared: models, a teacher (one a test worker), and runs that nobody disturbed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from clients.run_directory import RunDirectory
+from tests.end_to_end.processes import MakeServer, RealServer, finish, new_run
+from tests.teacher.processes import TeacherProcess
+
+if TYPE_CHECKING:
+    from tests.trainer.tiny import Material
+
+
+def teacher_arguments(material: Material) -> list[str]:
+    return ["--model", str(material.teacher), "--batch-invariant", "--no-cache"]
+
+
+Once = Callable[[str, Callable[[Path], object]], Path]
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """A directory that the first test worker to ask for it makes, and all use."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def path_of(name: str, make: Callable[[Path], object]) -> Path:
+        path = root / name
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (path / "whole").exists():
+                make(path)
+                (path / "whole").touch()
+        return path
+
+    return path_of
+
+
+@pytest.fixture(scope="session")
+def material(once: Once) -> Material:
+    from tests.trainer.tiny import Material, save_material
+
+    return Material.at(once("material", save_material))
+
+
+@pytest.fixture(scope="session")
+def teacher(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a teacher that nobody may disturb."""
+    log = tmp_path_factory.mktemp("teacher") / "teacher.log"
+    process = TeacherProcess(teacher_arguments(material), log=log)
+    yield process.address
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(material: Material, teacher: str, once: Once) -> RunDirectory:
+    """What every disturbed run of the same job must come to, bit by bit."""
+    from tests.trainer.tiny import job
+
+    return RunDirectory(
+        once("undisturbed", lambda path: finish(new_run(path, job(material, teacher))))
+    )
+
+
+@pytest.fixture
+def make_server(tmp_path: Path) -> Iterator[MakeServer]:
+    servers: list[RealServer] = []
+
+    def make(slots: int = 1) -> RealServer:
+        servers.append(RealServer(tmp_path / "runs", slots))
+        servers[-1].start()
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.clean_up()

@@ -1,0 +1,196 @@
+"""What cannot work is refused at once, in one sentence that names the field and the remedy."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from clients.distill_client import DistillClient
+from clients.jobs import JobState
+from protos.errors import ExitCode
+from tests.end_to_end.processes import ENVIRONMENT, MakeServer
+
+if TYPE_CHECKING:
+    from tests.trainer.tiny import Material
+
+# The promise is 10 s; the rest is for a machine that has much else to do.
+SECONDS = 20.0
+JOB = """\
+max_steps = 5
+student.model = "{student}"
+teacher = {{ address = "{address}", top_k = 4 }}
+data.path = "{prompts}"
+method = {{ max_prompt_tokens = 16, max_new_tokens = 6 }}
+eval.prompts = 8
+track.tensorboard = false
+"""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Overrides of a job that works; {root} is the place of what `make` made."""
+
+    sets: Mapping[str, str]
+    says: tuple[str, ...]  # the field first, then what is wrong, then the remedy
+    code: ExitCode = ExitCode.USAGE
+    make: Callable[[Path], object] = field(default=lambda root: None)
+
+
+def other_student(characters: str, width: int = 0) -> Callable[[Path], object]:
+    """A student of another alphabet, or with logits for `width` ids."""
+
+    def make(root: Path) -> None:
+        from tests.trainer import tiny
+
+        student = tiny.model(characters=characters)
+        if width:
+            student.resize_token_embeddings(width, mean_resizing=False)
+        tiny.save(student, tiny.tokenizer(characters), root / "student")
+
+    return make
+
+
+def without_weights(root: Path) -> None:
+    other_student("0123456789+=")(root)
+    (root / "student" / "model.safetensors").unlink()
+
+
+def text(name: str, *lines: str) -> Callable[[Path], object]:
+    return lambda root: (root / name).write_text("".join(line + "\n" for line in lines))
+
+
+STUDENT = {"student.model": "{root}/student"}
+CASES = {
+    "another tokenizer": Refusal(
+        STUDENT,
+        ("student.model: ", "the tokenizers differ: id 1 is '*'", "the teacher's tokenizer"),
+        ExitCode.WRONG_STATE,
+        other_student("*0123456789+="),
+    ),
+    "a token more": Refusal(
+        STUDENT,
+        ("student.model: ", "the student has 14 tokens, the teacher 13", "the teacher's tokenizer"),
+        ExitCode.WRONG_STATE,
+        other_student("0123456789+=z"),
+    ),
+    "padded embeddings": Refusal(
+        STUDENT,
+        ("student.model: ", "logits for 16 ids, the teacher for 13", "pad or trim"),
+        ExitCode.WRONG_STATE,
+        other_student("0123456789+=", width=16),
+    ),
+    "unknown key": Refusal(
+        {"teacher.topk": "3"}, ("teacher.topk: ", "unknown key", "did you mean 'top_k'")
+    ),
+    "no data file": Refusal(
+        {"data.path": "{root}/no.jsonl"}, ("data.path: ", "no such file", "path")
+    ),
+    "no student": Refusal(
+        {"student.model": "{root}/nothing"}, ("student.model: ", "/nothing", "director")
+    ),
+    "a name that is nowhere": Refusal(
+        {"student.model": "nobody/nothing-of-this-name"},
+        ("student.model: ", "no usable model", "give a Hugging Face directory"),
+    ),
+    "no weights": Refusal(
+        STUDENT, ("student.model: ", "no *.safetensors", "give a Hugging Face directory"),
+        make=without_weights,
+    ),
+    "no teacher": Refusal(
+        {"teacher.address": "127.0.0.1:1"},
+        ("teacher.address: ", "no teacher answers at 127.0.0.1:1", "start one"),
+        ExitCode.UNREACHABLE,
+    ),
+    "k > max": Refusal(
+        {"teacher.top_k": "14"}, ("teacher.top_k: ", "14 is more than", "lower it to 13")
+    ),
+    "too long": Refusal(
+        {"method.max_new_tokens": "4096"},
+        ("method.max_new_tokens: ", "this teacher takes 2048", "lower it"),
+    ),
+    "no column": Refusal(
+        {"data.path": "{root}/data.jsonl"},
+        ("data.prompt_column: ", "no column 'prompt'; it has question", "name the column"),
+        make=text("data.jsonl", '{"question": "1+1="}'),
+    ),
+    "bad json": Refusal(
+        {"data.path": "{root}/data.jsonl"},
+        ("data.path: ", "data.jsonl:2 is not JSON", "one JSON object"),
+        make=text("data.jsonl", '{"prompt": "1+1="}', '{"prompt": "1+'),
+    ),
+    "idle processes": Refusal(
+        {"train.prompts_per_step": "1", "train.processes": "2"},
+        ("train.prompts_per_step: ", "1 answers cannot be shared by 2", "lower train.processes"),
+    ),
+}  # fmt: skip
+refusals = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+@refusals
+def test_distill_run(case: Refusal, material: Material, teacher: str, tmp_path: Path) -> None:
+    case.make(tmp_path)
+    file, runs = tmp_path / "job.toml", tmp_path / "runs"
+    file.write_text(JOB.format(student=material.student, prompts=material.prompts, address=teacher))
+    sets = [f"--set={key}={value.format(root=tmp_path)}" for key, value in case.sets.items()]
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "clients", "-q", "run", str(file), "--runs", str(runs), *sets],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        check=False,
+    )
+    seconds = time.monotonic() - began
+    print(f"{seconds:.1f} s: {done.stderr}")
+    assert (done.returncode, done.stdout) == (case.code, "")
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith("error: ")
+    assert says(sentence, case)
+    assert not runs.exists() or list(runs.iterdir()) == []
+    assert seconds < SECONDS
+
+
+def says(sentence: str, case: Refusal) -> bool:
+    """All the parts, in their order."""
+    return re.search(".*".join(map(re.escape, case.says)), sentence) is not None
+
+
+@pytest.mark.slow
+def test_the_server(
+    material: Material, teacher: str, make_server: MakeServer, tmp_path: Path
+) -> None:
+    """The job is FAILED with the same sentence, and without a second try."""
+    from tests.trainer.tiny import job
+
+    # What distill run and submit refuse from the looks of the file alone comes to a server as well.
+    chosen = {name: CASES[name] for name in ("another tokenizer", "k > max", "no data file")}
+    chosen |= {name: CASES[name] for name in ("no teacher", "no weights", "bad json")}
+    server = make_server(slots=2)
+    with DistillClient(server.address) as client:
+        ids = {}
+        began = time.monotonic()
+        for name, case in chosen.items():
+            root = tmp_path / name.replace(" ", "-")
+            root.mkdir()
+            case.make(root)
+            changes: dict[str, Any] = {
+                key.replace(".", "__"): value.format(root=root) for key, value in case.sets.items()
+            }
+            if "teacher__top_k" in changes:
+                changes["teacher__top_k"] = json.loads(changes["teacher__top_k"])
+            ids[name] = client.submit(job(material, teacher, **changes)).id
+        for name, job_id in ids.items():
+            ended = client.wait(job_id, timeout=60)
+            print(f"{time.monotonic() - began:.1f} s: {name}: {ended.reason}")
+            assert (ended.state, ended.attempt, ended.step) == (JobState.FAILED, 1, 0)
+            assert says(ended.reason, chosen[name])
+            assert "\n" not in ended.reason

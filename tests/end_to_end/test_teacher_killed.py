@@ -1,0 +1,109 @@
+"""`kill -9` of the teacher in the middle of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from clients.run_directory import RunDirectory
+from protos.errors import ExitCode
+from tests.end_to_end.conftest import teacher_arguments
+from tests.end_to_end.processes import finish, metrics_of, new_run, trainer, weights
+from tests.teacher.processes import TeacherProcess
+
+if TYPE_CHECKING:
+    from tests.trainer.tiny import Material
+
+
+class MortalTeacher:
+    """A teacher on one port, whose processes come and go."""
+
+    def __init__(self, material: Material, log: Path) -> None:
+        self._arguments, self._log = teacher_arguments(material), log
+        self._process = TeacherProcess(self._arguments, log=log)
+        self.address = self._process.address
+
+    def kill(self) -> None:
+        self._process.close()
+
+    def start(self) -> None:
+        self._process = TeacherProcess(
+            self._arguments, log=self._log, port=int(self.address.rsplit(":", 1)[1])
+        )
+
+
+@pytest.fixture
+def mortal(material: Material, tmp_path: Path) -> Iterator[MortalTeacher]:
+    teacher = MortalTeacher(material, tmp_path / "teacher.log")
+    yield teacher
+    teacher.kill()
+
+
+@pytest.mark.slow
+def test_the_job_outlives_its_teacher(
+    material: Material, mortal: MortalTeacher, undisturbed: RunDirectory, tmp_path: Path
+) -> None:
+    """Killed twice and started again: not a row is missing or counted twice."""
+    from tests.trainer.tiny import curve, job
+
+    run = new_run(tmp_path / "run", job(material, mortal.address))
+    with trainer(run) as process:
+        for step in (5, 25):
+            process.wait_for_step(step)
+            mortal.kill()
+            before = metrics_of(run)[-1]["step"]
+            mortal.start()
+            process.wait_for_step(before + 2)
+        assert process.wait() == 0, process.log
+        assert "Warning" not in process.log
+    lines = metrics_of(run)
+    assert curve(lines) == curve(metrics_of(undisturbed))
+    assert {line["attempt"] for line in lines} == {1}, "the trainer itself never stopped"
+    assert weights(run) == weights(undisturbed)
+    waits = [line["time/teacher_wait"] for line in lines if "time/teacher_wait" in line]
+    print(f"the longest waits for the teacher: {sorted(waits)[-2:]} s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("step", "changes"),
+    [(20, {}), (4, {"max_steps": 12, "eval__every": 1, "eval__prompts": 96})],
+    ids=["in a step", "in an evaluation"],
+)
+def test_a_teacher_that_stays_away(
+    material: Material,
+    mortal: MortalTeacher,
+    teacher: str,
+    undisturbed: RunDirectory,
+    tmp_path: Path,
+    step: int,
+    changes: dict[str, int],
+) -> None:
+    """The job fails in time, names the teacher, and goes on where it was."""
+    from tests.trainer.tiny import curve, job
+
+    expected = undisturbed
+    if changes:
+        expected = finish(new_run(tmp_path / "straight", job(material, teacher, **changes)))
+    config = job(material, mortal.address, **changes, teacher__patience_seconds=1.5)
+    run = new_run(tmp_path / "run", config)
+    with trainer(run) as process:
+        process.wait_for_step(step)
+        mortal.kill()
+        assert process.wait() == ExitCode.UNREACHABLE, process.log
+    status = run.read_status()
+    assert status is not None
+    assert (status.verdict, status.error) == ("failed", "Unavailable")
+    assert "has not answered for 1.5 s" in status.reason
+    assert "start the teacher again" in status.reason
+    last = metrics_of(run)[-1]["step"]
+    saved = max(int(path.name[5:]) for path in run.checkpoints.glob("step-*"))
+    # Lost in a step, nothing is done again; never is a step saved that was not told.
+    assert saved == last if status.phase == "saving" else saved <= last
+    mortal.start()
+    finish(run, 2)
+    assert curve(metrics_of(run)) == curve(metrics_of(expected))
+    assert weights(run) == weights(expected)

@@ -1,0 +1,82 @@
+"""`kill -9` of the trainer, anywhere: the run comes to the same bits."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from clients.run_directory import RunDirectory
+from tests.end_to_end.processes import finish, metrics_of, new_run, trainer, weights
+
+if TYPE_CHECKING:
+    from tests.trainer.tiny import Material
+
+DYING = str(Path(__file__).with_name("dying_trainer.py"))
+# (event, path, count): where in a save the trainer dies. Several of its files are there by then.
+IN_SAVES = [
+    ("open", ".tmp/model/tokenizer_config.json", 1),  # the weights are written, the rest is not
+    ("open", ".tmp/manifest.json", 1),  # everything is written but what says so
+    ("open", ".tmp/model/model.safetensors", 2),  # nothing of it is synced
+    ("os.rename", ".step-", 1),  # the last moment before it counts
+]
+IN_EXPORT = ("os.rename", ".export.tmp", 1)
+
+
+def die_at(run: RunDirectory, attempt: int, event: str, text: str, count: int) -> None:
+    command = [sys.executable, DYING, event, text, str(count), str(run.path)]
+    with trainer(run, attempt, command=[*command, "--attempt", str(attempt)]) as process:
+        assert process.wait() == -signal.SIGKILL, process.log
+
+
+def kill_at(run: RunDirectory, attempt: int, step: int) -> None:
+    with trainer(run, attempt) as process:
+        process.wait_for_step(step)
+        process.kill()
+
+
+def assert_same(run: RunDirectory, undisturbed: RunDirectory) -> None:
+    from tests.trainer.tiny import curve
+
+    assert curve(metrics_of(run)) == curve(metrics_of(undisturbed))
+    assert weights(run) == weights(undisturbed)
+    names = [sorted(path.name for path in r.checkpoints.iterdir()) for r in (run, undisturbed)]
+    assert names[0] == names[1], "leftovers"
+
+
+@pytest.mark.slow
+def test_ten_kills(
+    material: Material, teacher: str, undisturbed: RunDirectory, tmp_path: Path
+) -> None:
+    """At random steps, inside saves and inside the export."""
+    from tests.trainer.tiny import job
+
+    run = new_run(tmp_path / "run", job(material, teacher))
+    numbers = random.Random(0)
+    steps = sorted(numbers.sample(range(1, 40), 6))
+    in_saves = dict(zip(numbers.sample(range(6), 4), IN_SAVES, strict=True))
+    plan = []
+    for number, step in enumerate(steps):
+        plan.append((kill_at, (step,)))
+        if number in in_saves:
+            plan.append((die_at, in_saves[number]))
+    plan.append((die_at, IN_EXPORT))
+    executed: set[tuple[int, int]] = set()
+    torn_saves = 0
+    for attempt, (kill, where) in enumerate(plan, 1):
+        kill(run, attempt, *where)
+        executed |= {(line["attempt"], line["step"]) for line in metrics_of(run)}
+        if kill is die_at:
+            torn_saves += any([*run.checkpoints.glob(".step-*.tmp"), *run.path.glob(".export.tmp")])
+    assert not run.export.exists()
+    finish(run, len(plan) + 1)
+
+    redone = len(executed) - len(metrics_of(undisturbed))
+    print(f"{len(plan)} kills, {torn_saves} of them in a save; {redone} steps were done again")
+    assert (len(plan), torn_saves) == (11, 5)
+    assert redone > 0
+    assert_same(run, undisturbed)

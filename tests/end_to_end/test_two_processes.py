@@ -1,0 +1,80 @@
+"""Two processes of `accelerate launch` over gloo: the same run as one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from clients.run_directory import Control, RunDirectory
+from tests.end_to_end.conftest import Once
+from tests.end_to_end.processes import finish, metrics_of, new_run, trainer, weights
+
+if TYPE_CHECKING:
+    from tests.trainer.tiny import Material
+
+STEPS = 12
+COUNTS = {"tokens", "length/mean", "length/truncated", "step", "lr"}
+
+
+PAIR = {"max_steps": STEPS, "train__processes": 2, "eval__every": 4}
+
+
+@pytest.fixture(scope="module")
+def pair(material: Material, teacher: str, once: Once) -> RunDirectory:
+    """Two processes, undisturbed."""
+    from tests.trainer.tiny import job
+
+    run = RunDirectory(
+        once("pair", lambda path: finish(new_run(path, job(material, teacher, **PAIR))))
+    )
+    assert run.log_file(1).read_text().count("INFO student_trainer.assembly") == 2
+    return run
+
+
+@pytest.mark.slow
+def test_the_same_curve_as_one_process(
+    material: Material, teacher: str, pair: RunDirectory, tmp_path: Path
+) -> None:
+    from tests.trainer.tiny import curve, job
+
+    config = job(material, teacher, max_steps=STEPS, eval__every=4)
+    alone = curve(metrics_of(finish(new_run(tmp_path / "run", config))))
+    both = curve(metrics_of(pair))
+    worst = 0.0
+    for one, two in zip(alone, both, strict=True):
+        assert one.keys() == two.keys()
+        for name, value in one.items():
+            if name in COUNTS or name == "eval/accuracy":
+                assert two[name] == pytest.approx(value, rel=1e-12), (name, one["step"])
+            else:
+                worst = max(worst, abs(two[name] - value))
+                assert math.isclose(two[name], value, abs_tol=1e-5), (name, one["step"])
+    print(f"largest difference between one process and two: {worst:.1e}")
+
+
+@pytest.mark.slow
+def test_two_processes_stopped_killed_and_resumed(
+    material: Material, teacher: str, pair: RunDirectory, tmp_path: Path
+) -> None:
+    """Both leave together after a checkpoint; both are killed; the bits are those of `pair`."""
+    from tests.trainer.tiny import curve, job
+
+    run = new_run(tmp_path / "run", job(material, teacher, **PAIR))
+    with trainer(run, 1) as process:
+        process.wait_for_step(3)
+        run.write_control(Control("checkpoint"))
+        assert process.wait() == 0, process.log
+    status = run.read_status()
+    assert status is not None
+    assert status.verdict == "cancelled"
+    assert (run.checkpoints / f"step-{status.step:06d}").is_dir()
+    run.write_control(Control())
+    with trainer(run, 2) as process:
+        process.wait_for_step(status.step + 1)
+        process.kill()
+    finish(run, 3)
+    assert curve(metrics_of(run)) == curve(metrics_of(pair))
+    assert weights(run) == weights(pair)

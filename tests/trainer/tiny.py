@@ -1,0 +1,99 @@
+"""Random models that know the characters of an addition, and jobs for them: made in a blink."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from clients.config import JobConfig
+from student_trainer.pretrain import make_model, make_tokenizer
+from student_trainer.tasks import addition
+
+ALPHABET = "0123456789+="
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a job needs, on disk: prompts, and a teacher and a student of one tokenizer."""
+
+    prompts: Path
+    teacher: Path
+    student: Path
+
+    @classmethod
+    def at(cls, root: Path) -> Material:
+        return cls(root / "data" / "train.jsonl", root / "teacher", root / "student")
+
+
+def tokenizer(characters: str = ALPHABET) -> PreTrainedTokenizerFast:
+    return make_tokenizer("characters", [characters], 0)
+
+
+def model(
+    *, seed: int = 0, layers: int = 1, spread: float = 0.5, characters: str = ALPHABET
+) -> Qwen3ForCausalLM:
+    """`spread`: of the tied embeddings, and so of the logits."""
+    torch.manual_seed(seed)
+    words = tokenizer(characters)
+    made = make_model(len(words), words, layers, 32).eval()
+    with torch.no_grad():
+        made.get_input_embeddings().weight.normal_(std=spread)
+    return made
+
+
+def save(made: Any, words: PreTrainedTokenizerFast, path: Path) -> Path:
+    made.save_pretrained(path)
+    words.save_pretrained(path)
+    return path
+
+
+def save_material(root: Path) -> Material:
+    material = Material.at(root)
+    addition.write(material.prompts.parent, seed=0)
+    save(model(seed=1, layers=2), tokenizer(), material.teacher)
+    save(model(seed=2, spread=0.2), tokenizer(), material.student)
+    return material
+
+
+def job(material: Material, address: str = "localhost:1", **changes: Any) -> JobConfig:
+    """A job of a few seconds. `train__processes=2` sets train.processes."""
+    values: dict[str, Any] = {
+        "student": {"model": str(material.student)},
+        "teacher": {"address": address, "top_k": 4},
+        "data": {"path": str(material.prompts)},
+        "max_steps": 60,
+        "method": {"max_prompt_tokens": 16, "max_new_tokens": 6},
+        "train": {
+            "learning_rate": 3e-3,
+            "schedule": "cosine",
+            "warmup_steps": 5,
+            "prompts_per_step": 8,
+            "tokens_per_micro_batch": 48,
+        },
+        "eval": {"every": 10, "prompts": 8, "metric": "exact_match"},
+        "checkpoint": {"every": 4},
+        "track": {"tensorboard": False},
+    }
+    for name, value in changes.items():
+        *tables, key = name.split("__")
+        table = values
+        for inner in tables:
+            table = table.setdefault(inner, {})
+        table[key] = value
+    return JobConfig.model_validate(values)
+
+
+TIMES = ("time/", "tokens_per_sec")
+
+
+def curve(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What must not depend on the machine, the attempt or the clock."""
+    return [
+        {name: v for name, v in line.items() if name != "attempt" and not name.startswith(TIMES)}
+        for line in lines
+    ]
