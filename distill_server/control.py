@@ -6,7 +6,6 @@ import json
 import re
 import secrets
 import shutil
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,8 @@ from protos.errors import InvalidInput, NotFound, Unavailable, WrongState
 
 _SLUG_CHARS = 40
 _KEY_CHARS = 200
+# A job file is smaller; what is checked and stored on the event loop must be.
+_TEXT_CHARS = 256 << 10
 
 
 class JobControl:
@@ -32,6 +33,9 @@ class JobControl:
 
     def submit(self, config_json: str, config_text: str, idempotency_key: str) -> Job:
         """Queue a job; the same key returns the same job. Raises InvalidInput with the field."""
+        for field, text in (("config_json", config_json), ("config_text", config_text)):
+            if len(text) > _TEXT_CHARS:
+                raise InvalidInput(f"longer than {_TEXT_CHARS} characters", field=field)
         config = parse_config(config_json)
         resolved = config.model_dump_json()
         if len(idempotency_key) > _KEY_CHARS:
@@ -145,9 +149,11 @@ def _disk() -> Iterator[None]:
 
 
 def _suffix(config_text: str) -> str:
-    """The author's file was TOML or YAML; its name did not travel with it."""
-    try:
-        tomllib.loads(config_text)
-    except tomllib.TOMLDecodeError:
-        return ".yaml"
-    return ".toml"
+    """The author's file was TOML or YAML; its name did not travel with it.
+
+    Told by the first line that says something: a parser may need minutes for a hostile text.
+    """
+    lines = (line.strip() for line in config_text.splitlines())
+    first = next((line for line in lines if line and not line.startswith("#")), "")
+    key, equals, _ = first.partition("=")
+    return ".toml" if first.startswith("[") or (equals and ":" not in key) else ".yaml"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from clients.jobs import Job, JobEvent, JobState
 from protos import distill_pb2 as pb
+from protos.errors import InvalidInput
 
 
 def encode_job(job: Job, *, with_config: bool = False) -> pb.Job:
@@ -41,5 +42,7 @@ def encode_event(event: JobEvent) -> pb.JobEvent:
 
 
 def decode_state(state: pb.JobState.ValueType) -> JobState | None:
-    """None for unspecified."""
+    """None for unspecified. Raises InvalidInput for a number that is no state."""
+    if state not in pb.JobState.values():
+        raise InvalidInput(f"there is no state {state}", field="state")
     return JobState(pb.JobState.Name(state)) if state else None

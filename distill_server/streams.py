@@ -68,7 +68,10 @@ class Streams:
         if attempt > job.attempt:
             raise NotFound(f"job {job.id} has made {job.attempt} attempts", field="attempt")
         path = RunDirectory(self._runs / job.id).log_file(attempt)
-        offset = _tail_offset(path, tail_lines) if tail_lines else after_offset
+        offset = after_offset
+        if tail_lines:
+            # Off the event loop: the last lines of a log may be most of it.
+            offset = await asyncio.to_thread(_tail_offset, path, tail_lines)
         if offset > _size(path):
             raise InvalidInput("beyond the end of the log", field="after_offset")
         while True:
@@ -121,10 +124,10 @@ def _seek_lines(file: BinaryIO, lines: int) -> int:
         start -= size
         file.seek(start)
         block = file.read(size)
-        for place in range(len(block) - 1, -1, -1):
-            # The newline that ends the file ends the last line; it does not start another.
-            if block[place] == 0x0A and start + place != end - 1:
-                newlines += 1
-                if newlines == lines:
-                    return start + place + 1
+        # The newline that ends the file ends the last line; it does not start another.
+        place = size - 1 if start + size == end else size
+        while (place := block.rfind(b"\n", 0, place)) >= 0:
+            newlines += 1
+            if newlines == lines:
+                return start + place + 1
     return 0

@@ -13,6 +13,7 @@ import pytest
 from clients.jobs import JobState
 from distill_server.control import JobControl
 from distill_server.database import open_database
+from distill_server.encode import decode_state
 from distill_server.store import Store
 from protos.errors import InvalidInput, Unavailable
 
@@ -134,3 +135,35 @@ def test_resume_checks_max_steps(control: JobControl, connection: sqlite3.Connec
     job = control.resume(job_id, max_steps=21, from_step=0)
     assert (job.state, job.max_steps, job.attempt) == (JobState.QUEUED, 21, 2)
     assert json.loads(job.config_json)["max_steps"] == 21
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("# why\n\nmax_steps = 1\n", "job.toml"),
+        ("[student]\n", "job.toml"),
+        ("max_steps: 1\n", "job.yaml"),
+        ("a: b=c\n", "job.yaml"),
+        # Minutes of parsing, a RecursionError, and an integer that Python refuses.
+        (".".join("a" * 100_000) + " = 1", "job.toml"),
+        ("a = " + "[" * 100_000, "job.toml"),
+        ("a = " + "9" * 5_000, "job.toml"),
+    ],
+)
+def test_the_author_s_text_is_kept_and_not_parsed(
+    control: JobControl, tmp_path: Path, text: str, name: str
+) -> None:
+    job = control.submit(job_config().model_dump_json(), text, "")
+    assert (tmp_path / "runs" / job.id / name).read_text() == text
+
+
+def test_texts_are_bounded(control: JobControl) -> None:
+    with pytest.raises(InvalidInput, match="config_text"):
+        control.submit(job_config().model_dump_json(), "#" * 300_000, "")
+    with pytest.raises(InvalidInput, match="config_json"):
+        submit(control, name="n" * 300_000)
+
+
+def test_a_state_that_is_none() -> None:
+    with pytest.raises(InvalidInput, match="no state 99"):
+        decode_state(99)  # type: ignore[arg-type]

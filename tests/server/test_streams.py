@@ -64,6 +64,15 @@ def test_tail_offset(tmp_path: Path, content: bytes, lines: int) -> None:
     assert content[_tail_offset(path, lines) :] == tail
 
 
+def test_tail_of_a_log_that_is_one_line(tmp_path: Path) -> None:
+    """A progress bar's: a look at every byte took seconds, and held every other call up."""
+    path = tmp_path / "log"
+    path.write_bytes(b"progress 5%\r" * 8_000_000)
+    began = time.process_time()
+    assert _tail_offset(path, 5) == 0
+    assert time.process_time() - began < 2
+
+
 def test_pull(server: Server, client: DistillClient, tmp_path: Path) -> None:
     job = client.submit(job_config(max_steps=5))
     client.wait(job.id, timeout=20)
