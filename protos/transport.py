@@ -28,6 +28,8 @@ ERROR_DOMAIN = "distill-service"
 # Initial metadata of a stream that may stay quiet: its client knows that the connection stands.
 STREAM_OPEN = ("stream", "open")
 _STATUS_DETAILS = "grpc-status-details-bin"
+# Of a message, a field, a hint: gRPC drops trailers of more than 8 KiB, and with them the fault.
+_TOLD_BYTES = 1000
 
 _LIMITS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -185,13 +187,19 @@ async def _abort(
     info = error_details_pb2.ErrorInfo(
         reason=type(fault).__name__,
         domain=ERROR_DOMAIN,
-        metadata={"field": fault.field, "hint": fault.hint},
+        metadata={"field": _cut(fault.field), "hint": _cut(fault.hint)},
     )
     packed = any_pb2.Any()
     packed.Pack(info)
-    details = status_pb2.Status(code=status.value[0], message=fault.message, details=[packed])
+    message = _cut(fault.message)
+    details = status_pb2.Status(code=status.value[0], message=message, details=[packed])
     metadata = ((_STATUS_DETAILS, details.SerializeToString()),)
-    await context.abort(status, fault.message, trailing_metadata=metadata)
+    await context.abort(status, message, trailing_metadata=metadata)
+
+
+def _cut(text: str) -> str:
+    data = text.encode(errors="replace")
+    return text if len(data) <= _TOLD_BYTES else data[:_TOLD_BYTES].decode(errors="ignore") + " ..."
 
 
 def fault_of(error: grpc.RpcError, server: str) -> DistillError:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
@@ -14,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import InternalFault, InvalidInput, Unavailable
-from protos.transport import CHANNEL_OPTIONS, fault_of, require_loopback
+from protos.transport import CHANNEL_OPTIONS, _abort, fault_of, require_loopback
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +46,18 @@ def test_a_fault_keeps_category_field_and_hint(channel: grpc.Channel) -> None:
     assert isinstance(fault, InvalidInput)
     assert fault.message == "it is too long: \u00e9"
     assert (fault.field, fault.hint) == ("name[3]", "shorten it")
+
+
+def test_a_fault_survives_its_own_length() -> None:
+    """Trailers of more than 8 KiB are dropped: the caller would read of them, not of its fault."""
+    text = "\u00e9" * 50_000
+    fault = InvalidInput(text, field=text, hint=text)
+    context = AsyncMock()
+    asyncio.run(_abort(context, fault, "a test"))
+    _, message = context.abort.await_args.args
+    [(_, details)] = context.abort.await_args.kwargs["trailing_metadata"]
+    assert message.startswith("\u00e9" * 400)
+    assert 3 * len(message.encode()) + len(details) < 8 << 10
 
 
 def test_a_defect_is_an_id_for_the_caller_and_a_traceback_for_the_log(
