@@ -14,7 +14,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @app.command()
 def teacher(
     model: Annotated[str, typer.Option(help="Hugging Face directory or hub id.")],
-    port: Annotated[int, typer.Option(help="0 takes any free port.")] = 50052,
+    port: Annotated[int, typer.Option(help="0: any free port.", min=0, max=65535)] = 50052,
     host: Annotated[str, typer.Option(help="Address of this machine to listen on.")] = "127.0.0.1",
     engine: Annotated[str, typer.Option(help="hf, or fake (rows from a hash, for tests).")] = "hf",
     dtype: Annotated[

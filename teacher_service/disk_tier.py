@@ -32,6 +32,7 @@ class DiskTier:
             log.warning("cache: shard %s of %s is damaged; its rows are scored again", name, path)
         self._queue: queue.SimpleQueue[StoredRows | None] = queue.SimpleQueue()
         self._waiting_bytes = 0
+        self._counting = threading.Lock()
         self._failed = False
         self._thread = threading.Thread(target=self._write, name="cache-disk", daemon=True)
         self._thread.start()
@@ -49,7 +50,8 @@ class DiskTier:
         """Hand over an entry; one is dropped when the disk is too far behind."""
         if self._failed or self._waiting_bytes + len(entry.rows) > MAX_WAITING_BYTES:
             return
-        self._waiting_bytes += len(entry.rows)
+        with self._counting:
+            self._waiting_bytes += len(entry.rows)
         self._queue.put(entry)
 
     def close(self) -> None:
@@ -67,7 +69,11 @@ class DiskTier:
             except OSError as error:
                 log.error("cache: %s; rows are kept in memory only from here on", error)
                 self._failed = True
-            self._waiting_bytes -= sum(len(entry.rows) for entry in entries)
+            self._written(sum(len(entry.rows) for entry in entries))
+
+    def _written(self, size: int) -> None:
+        with self._counting:
+            self._waiting_bytes -= size
 
     def _collect(self) -> tuple[list[StoredRows], bool]:
         """The entries of the next shard, and whether more may come."""
@@ -76,8 +82,10 @@ class DiskTier:
         entries: dict[bytes, StoredRows] = {}
         size = 0
         while entry is not None:
-            if entry.key not in self._store:
-                entries.setdefault(entry.key, entry)
+            if entry.key in self._store or entry.key in entries:
+                self._written(len(entry.rows))
+            else:
+                entries[entry.key] = entry
                 size += len(entry.rows)
             if size >= FLUSH_BYTES:
                 return [*entries.values()], True

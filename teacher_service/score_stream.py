@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 from protos import teacher_pb2
 from protos.transport import told
+from teacher_service.validation import MAX_REQUEST_ID_CHARS
 
 # Requests of one stream that are worked on; further ones stay in the network until one is answered.
 MAX_IN_FLIGHT = 256
@@ -77,7 +78,7 @@ class ScoreStream:
             fault = told(error, "Score")
             await self._outgoing.put(
                 teacher_pb2.ScoreChunk(
-                    request_id=request.request_id,
+                    request_id=request.request_id[:MAX_REQUEST_ID_CHARS],
                     last=True,
                     error=teacher_pb2.RequestError(
                         code=fault.code,

@@ -13,6 +13,9 @@ from clients.score_query import ScoreQuery
 from protos import teacher_pb2
 from protos.errors import InvalidInput
 
+# It comes back with every chunk, which must stay far below the largest message.
+MAX_REQUEST_ID_CHARS = 200
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -27,6 +30,8 @@ class Limits:
 
 def query_of(request: teacher_pb2.ScoreRequest, limits: Limits) -> ScoreQuery:
     """The query of a request; InvalidInput names the field, its index and the remedy."""
+    if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+        _refuse("request_id", f"longer than {MAX_REQUEST_ID_CHARS} characters", "use a number")
     token_ids = _ids(request.token_ids, "token_ids", limits)
     length, start = len(token_ids), request.start
     if not 2 <= length <= limits.max_length:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,21 @@ def test_a_full_disk_turns_the_tier_off(
     assert engine.forwards == len(QUERIES)
     assert "No space left" in caplog.text
     assert list(tmp_path.glob("*.arrow*")) == []
+
+
+def test_rows_given_twice_do_not_fill_the_queue_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that forgets hands the same key over again before the first is on disk."""
+    monkeypatch.setattr("teacher_service.disk_tier.MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr("teacher_service.disk_tier.FLUSH_SECONDS", 0.05)
+    tier = disk(tmp_path)
+    keys = [bytes([i]) * 32 for i in range(10)]
+    for key in keys:
+        for _ in range(3):
+            tier.put(StoredRows(key, b"", 1, bytes(300)))
+        deadline = time.monotonic() + 10
+        while key not in tier and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert all(key in tier for key in keys)
+    tier.close()

@@ -29,6 +29,7 @@ def request(**changes: Any) -> teacher_pb2.ScoreRequest:
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
+        ({"request_id": "x" * 201}, "request_id"),
         ({"token_ids": b""}, "token_ids"),
         ({"token_ids": int32(5)}, "token_ids"),
         ({"token_ids": int32(*range(11))}, "token_ids"),
