@@ -58,10 +58,13 @@ def load_job(path: Path | str, overrides: Sequence[str] = ()) -> JobFile:
     except SyntaxFault as fault:
         where = f"{path}:{fault.line}" if fault.line else str(path)
         raise InvalidInput(f"{where}: {fault.message}") from None
-    draft = _Draft(str(path), parsed, _copied(parsed.values))
-    for override in overrides:
-        _apply(override, draft)
-    config = _validated(draft)
+    try:
+        draft = _Draft(str(path), parsed, _copied(parsed.values))
+        for override in overrides:
+            _apply(override, draft)
+        config = _validated(draft)
+    except RecursionError:
+        raise InvalidInput(f"{path}: nested too deeply") from None
     if config is None or draft.problems:
         raise InvalidInput(_rendered(draft))
     return JobFile(path, text, config, _sources(draft))
@@ -135,6 +138,11 @@ def _validated(draft: _Draft) -> JobConfig | None:
     try:
         # Strict, so that `top_k = true` is a mistake and not 1; as JSON, which knows no dates.
         document = json.dumps(draft.values, default=str)
+    except ValueError:
+        # Python writes no integer of more than 4300 digits; hexadecimal ones can be read.
+        draft.problems.append(f"{draft.name}: an integer has thousands of digits")
+        return None
+    try:
         return JobConfig.model_validate_json(document, strict=True)
     except ValidationError as error:
         for detail in error.errors(include_url=False):

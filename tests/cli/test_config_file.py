@@ -119,6 +119,13 @@ def test_files_that_cannot_be_read(job_file: Write, tmp_path: Path) -> None:
     assert complaint("latin.toml") == "latin.toml:2: not UTF-8 text"
 
 
+def test_what_a_parser_takes_and_nobody_else(job_file: Write) -> None:
+    deep = ".".join(["a"] * 2000)
+    assert "nested too deeply" in complaint(job_file(f"{deep} = 1\n"))
+    assert "nested too deeply" in complaint(job_file(), f"{deep}=1")
+    assert "thousands of digits" in complaint(job_file(f"max_steps = 0x{'f' * 4000}\n" + HEAD))
+
+
 def test_overrides_are_toml_values_or_bare_strings(job_file: Write) -> None:
     chosen = ("max_steps=7", "teacher.address=host:1", "track.tensorboard=false", "name=12",
               "train.learning_rate=3e-4", 'student.model="quoted"', "data.template=a=b",
