@@ -174,12 +174,12 @@ def test_rows_given_twice_do_not_fill_the_queue_for_ever(
     monkeypatch.setattr("teacher_service.disk_tier.MAX_WAITING_BYTES", 1000)
     monkeypatch.setattr("teacher_service.disk_tier.FLUSH_SECONDS", 0.05)
     tier = disk(tmp_path)
-    keys = [bytes([i]) * 32 for i in range(10)]
-    for key in keys:
+    for number, size in enumerate((300, 300, 900)):
+        key = bytes([number]) * 32
         for _ in range(3):
-            tier.put(StoredRows(key, b"", 1, bytes(300)))
+            tier.put(StoredRows(key, b"", 1, bytes(size)))
         deadline = time.monotonic() + 10
         while key not in tier and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert all(key in tier for key in keys)
+        assert key in tier
     tier.close()
