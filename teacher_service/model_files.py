@@ -83,7 +83,10 @@ def weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if (path / "model.safetensors").is_file() or not index.is_file():
         return sorted(path.glob("model.safetensors"))
-    names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    try:
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _refused(f"{index} is not an index of weights", "restore the file") from error
     return [path / name for name in sorted(names)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from clients.score_query import ScoreQuery, tokenizer_fingerprint
-from protos.errors import DistillError, InvalidInput
+from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows import RowBlock
 from teacher_service.engines.base import EngineInfo, fingerprint_of
 from teacher_service.model_files import file_facts, model_directory
@@ -58,13 +59,33 @@ class HfEngine:
 
     def _score_together(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
         hidden = self._hidden([query.token_ids for query in queries])
-        answers: list[RowBlock | DistillError] = []
-        for query, states in zip(queries, hidden, strict=True):
-            try:
-                answers.append(self._rows(query, states))
-            except DistillError as error:
-                answers.append(error)
-        return answers
+        # The state that has seen tokens 0..t-1 gives row t.
+        states = [
+            of_one[query.start - 1 : len(query.token_ids) - 1]
+            for query, of_one in zip(queries, hidden, strict=True)
+        ]
+        answers: dict[int, RowBlock | DistillError] = {}
+        for group in _alike(queries):
+            answers |= self._answers(group, queries, states)
+        return [answers[index] for index in range(len(queries))]
+
+    def _answers(
+        self, group: Sequence[int], queries: Sequence[ScoreQuery], states: Sequence[Tensor]
+    ) -> dict[int, RowBlock | DistillError]:
+        """The group's rows in one call: short sequences spend the head's time on its calls."""
+        try:
+            block = self._rows([queries[i] for i in group], [states[i] for i in group])
+        except Corrupt as error:
+            if len(group) == 1:
+                return {group[0]: error}
+            # Alone, each names its own position.
+            alone = [self._answers([index], queries, states) for index in group]
+            return {index: answer for found in alone for index, answer in found.items()}
+        ends = itertools.accumulate(queries[index].rows for index in group)
+        return {
+            index: block.slice(end - queries[index].rows, end)
+            for index, end in zip(group, ends, strict=True)
+        }
 
     def _hidden(self, sequences: Sequence[np.ndarray[Any, Any]]) -> Tensor:
         """Final hidden states [B, L - 1, H]: entry i has seen tokens 0..i; the last token predicts
@@ -84,22 +105,19 @@ class HfEngine:
         states: Tensor = base(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         return states
 
-    def _rows(self, query: ScoreQuery, states: Tensor) -> RowBlock:
-        """`states` [L - 1, H]: row t comes from the state that has seen tokens 0..t-1."""
-        length = len(query.token_ids)
-        targets = torch.from_numpy(query.token_ids[query.start :].astype(np.int64))
-        heads = None
-        if query.head_ids is not None:
-            heads = torch.from_numpy(query.head_ids.astype(np.int64)).to(self._device)
+    def _rows(self, queries: Sequence[ScoreQuery], states: Sequence[Tensor]) -> RowBlock:
+        """The rows of queries of one kind, one after the other; `states` [rows, H] of each."""
+        targets = np.concatenate([query.token_ids[query.start :] for query in queries])
+        chosen = [query.head_ids for query in queries if query.head_ids is not None]
         scored = score_hidden(
-            states[query.start - 1 : length - 1],
+            torch.cat(list(states)),
             self._weight,
             bias=self._bias,
-            token_ids=targets.to(self._device),
-            top_k=query.top_k,
-            head_ids=heads,
-            temperature=query.temperature,
-            first_position=query.start,
+            token_ids=self._long(targets),
+            top_k=queries[0].top_k,
+            head_ids=self._long(np.concatenate(chosen)) if chosen else None,
+            temperature=queries[0].temperature,
+            first_position=queries[0].start,
         )
         return RowBlock(
             head_ids=scored.head_ids.to(torch.int32).cpu().numpy(),
@@ -107,6 +125,9 @@ class HfEngine:
             tail_logmass=scored.tail_logmass.cpu().numpy(),
             token_logprobs=scored.token_logprobs.cpu().numpy(),
         )
+
+    def _long(self, ids: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(ids.astype(np.int64)).to(self._device)
 
     @torch.inference_mode()
     def _require_linear_head(self, model: str) -> None:
@@ -130,7 +151,12 @@ class HfEngine:
         return int(getattr(self._model.config, "max_position_embeddings", None) or 4096)
 
     def _describe(self, model: str, path: Path) -> EngineInfo:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise _not_loaded(
+                path, f"its tokenizer: {' '.join(str(error).split())[:300]}"
+            ) from error
         tokens = tuple(tokenizer.convert_ids_to_tokens(i) or "" for i in range(len(tokenizer)))
         dtype = str(self._weight.dtype).removeprefix("torch.")
         facts = {
@@ -154,6 +180,15 @@ class HfEngine:
             name="hf",
             batch_invariant=self._batch_invariant,
         )
+
+
+def _alike(queries: Sequence[ScoreQuery]) -> list[list[int]]:
+    """Which of the queries differ only in their tokens and head ids."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, query in enumerate(queries):
+        kind = (query.k, query.head_ids is None, query.temperature)
+        groups.setdefault(kind, []).append(index)
+    return list(groups.values())
 
 
 def _load(path: Path, dtype: str) -> Any:

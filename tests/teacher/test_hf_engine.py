@@ -92,16 +92,39 @@ def test_tied_weights(tmp_path: Path) -> None:
     run_self_test(HfEngine(str(save_tiny_model(tmp_path, tied=True)), device="cpu"))
 
 
-def test_one_bad_sequence_of_a_batch(tmp_path: Path) -> None:
+def test_queries_of_several_kinds_together(engine: HfEngine) -> None:
+    """Those of one kind share the head's work; every answer is still its query's own."""
+    heads = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9], [2, 4, 6]], np.int32)
+    queries = [
+        query
+        for tokens in sequences([12, 20, 12])
+        for query in (
+            ScoreQuery(tokens, len(tokens) - 4, head_ids=heads),
+            ScoreQuery(tokens, 5, top_k=3),
+            ScoreQuery(tokens, 5, top_k=3, temperature=0.5),
+            ScoreQuery(tokens, 2, top_k=4),
+        )
+    ]
+    for query, together in zip(queries, rows(engine, queries), strict=True):
+        alone = rows(engine, [query])[0]
+        assert together.head_logprobs.shape == (query.rows, query.k)
+        np.testing.assert_array_equal(together.head_ids, alone.head_ids)
+        np.testing.assert_allclose(together.head_logprobs, alone.head_logprobs, atol=1e-5)
+        np.testing.assert_allclose(together.token_logprobs, alone.token_logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_one_bad_sequence_of_a_batch(tmp_path: Path, batch_invariant: bool) -> None:
     path = save_tiny_model(tmp_path)
     weights = load_file(path / "model.safetensors")
     weights["model.embed_tokens.weight"][7] = torch.nan
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    engine = HfEngine(str(path), device="cpu", batch_invariant=True)
+    engine = HfEngine(str(path), device="cpu", batch_invariant=batch_invariant)
     good, bad = np.array([1, 2, 3, 4], np.int32), np.array([1, 2, 7, 4, 5], np.int32)
     answers = engine.score([ScoreQuery(ids, 1, top_k=2) for ids in (good, bad, good)])
     assert isinstance(answers[1], Corrupt)
-    assert answers[1].field.startswith("token_ids[")
+    # The states that have seen token 2 give row 3 and the later ones.
+    assert answers[1].field == "token_ids[3]"
     assert isinstance(answers[0], RowBlock)
     assert isinstance(answers[2], RowBlock)
 
