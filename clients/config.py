@@ -28,7 +28,7 @@ class StudentConfig(_Table):
     revision: str | None = None
     """Commit of a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights; bfloat16 halves memory but drops updates under 1/256 of a weight."""
+    """What is computed in; the weights and their optimizer are always float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
 

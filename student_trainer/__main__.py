@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import sys
 from pathlib import Path
 
+from clients.config import JobConfig
 from clients.run_directory import RunDirectory
 from clients.teacher_client import TeacherClient
-from protos.errors import DistillError, ExitCode
+from protos.errors import DistillError, ExitCode, WrongState
+from student_trainer.launcher import end_with_launcher, is_main_process, only_trainer_of
 from student_trainer.preflight import (
     check_data,
     check_hub,
@@ -42,31 +43,34 @@ def main() -> int:
         terminated = True
 
     signal.signal(signal.SIGTERM, on_sigterm)
+    end_with_launcher()
     run = RunDirectory(options.run)
     config = run.config()
     progress = Progress(
         run,
         attempt=options.attempt,
         max_steps=config.max_steps,
-        main=os.environ.get("RANK", "0") == "0",
+        main=is_main_process(),
         terminated=lambda: terminated,
     )
-    progress.say("preflight", 0)
     try:
-        check_data(config.data)
-        check_student(config.student)
-        check_processes(config)
-        check_hub(config)
-        patience = config.teacher.patience_seconds
-        with TeacherClient(config.teacher.address, patience_seconds=patience) as client:
-            info = client.info()
-            check_teacher(info, config)
-            from student_trainer.assembly import assemble
+        with only_trainer_of(run):
+            return _to_the_end(run, config, progress, options.attempt, options.from_step)
+    except WrongState as error:  # the status belongs to the other trainer
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
 
-            trainer = assemble(
-                config, run, client, info, progress, options.attempt, options.from_step
-            )
-            verdict = trainer.train()
+
+def _to_the_end(
+    run: RunDirectory,
+    config: JobConfig,
+    progress: Progress,
+    attempt: int,
+    from_step: int | None,
+) -> int:
+    """Whatever happens ends in a verdict and an exit code."""
+    try:
+        verdict = _attempt(run, config, progress, attempt, from_step)
     except DistillError as error:
         progress.end("failed", str(error), type(error).__name__)
         print(f"error: {error}", file=sys.stderr)
@@ -77,6 +81,28 @@ def main() -> int:
         return ExitCode.JOB_FAILED
     progress.end("succeeded" if verdict == "succeeded" else "cancelled")
     return ExitCode.OK
+
+
+def _attempt(
+    run: RunDirectory,
+    config: JobConfig,
+    progress: Progress,
+    attempt: int,
+    from_step: int | None,
+) -> str:
+    """From what is cheap to check to the verdict."""
+    progress.say("preflight", 0)
+    check_data(config.data)
+    check_student(config.student)
+    check_processes(config)
+    check_hub(config)
+    patience = config.teacher.patience_seconds
+    with TeacherClient(config.teacher.address, patience_seconds=patience) as client:
+        info = client.info()
+        check_teacher(info, config)
+        from student_trainer.assembly import assemble
+
+        return assemble(config, run, client, info, progress, attempt, from_step).train()
 
 
 if __name__ == "__main__":

@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from clients.config import JobConfig
 from clients.run_directory import RunDirectory
 from clients.teacher_client import TeacherClient, TeacherInfo
+from protos.errors import InvalidInput
 from student_trainer import checkpoint
 from student_trainer.distillation import direction_of
 from student_trainer.evaluate import Evaluation
 from student_trainer.metrics import MetricsLog
 from student_trainer.model import Student, load_config, load_model, load_tokenizer, vocabulary
-from student_trainer.preflight import check_vocabulary
+from student_trainer.preflight import check_length, check_vocabulary
+from student_trainer.processes import largest, make_accelerator
 from student_trainer.progress import Progress
-from student_trainer.prompts import load_prompts
+from student_trainer.prompts import Prompt, PromptSet, load_prompts
 from student_trainer.rollouts import HuggingFaceRollouts
 from student_trainer.teachers import RemoteTeacher
 from student_trainer.trainer import Parts, Trainer
@@ -41,26 +42,26 @@ def assemble(
     Raises a DistillError for everything that a user can mend, before the first step.
     """
     tokenizer = load_tokenizer(config.student)
-    width = load_config(config.student).get_text_config().vocab_size
-    check_vocabulary(client, info, vocabulary(tokenizer), width)
-    prompts, held_out, too_long = load_prompts(
-        config.data,
-        tokenizer,
-        held_out=config.eval.prompts,
-        max_tokens=config.method.max_prompt_tokens,
-        seed=config.seed,
-    )
-    if too_long:
-        log.warning("%d prompts are longer than method.max_prompt_tokens: left out", too_long)
+    shape = load_config(config.student).get_text_config()
+    check_vocabulary(client, info, vocabulary(tokenizer), shape.vocab_size)
+    check_length(config, "student", getattr(shape, "max_position_embeddings", None))
+    prompts, held_out = _prompts(config, tokenizer)
     found = checkpoint.newest_checkpoint(run.checkpoints, from_step)
-    if from_step is not None:
-        checkpoint.delete_after(run.checkpoints, from_step)
-
     step, saved = found if found else (0, None)
+    if step > config.max_steps:
+        raise InvalidInput(
+            f"the run is at step {step} already, max_steps is {config.max_steps}",
+            field="max_steps",
+            hint="raise it, or resume from an earlier checkpoint",
+        )
+
     progress.say("loading student", step)
-    torch.manual_seed(config.seed)  # dropout and new weights: the same each time
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    progress.agree = lambda wish: _largest(accelerator, wish)
+    torch.manual_seed(config.seed)  # new weights, if there are any: the same each time
+    accelerator = make_accelerator()
+    progress.agree = lambda wish: largest(accelerator, wish)
+    if accelerator.is_main_process:
+        # Later ones are damaged, or of another course than the one that begins here.
+        checkpoint.delete_after(run.checkpoints, step)
     model = load_model(config.student, saved / "model" if saved else None)
     model.to(accelerator.device)
     rollouts, teacher = _sources(config, client, model, tokenizer)
@@ -77,7 +78,7 @@ def assemble(
         Parts(
             step=step,
             accelerator=accelerator,
-            student=Student(model),
+            student=Student(model, bf16=config.student.dtype == "bfloat16"),
             optimizer=_optimizer(config, model, saved),
             tokenizer=tokenizer,
             prompts=prompts,
@@ -87,6 +88,26 @@ def assemble(
             metrics=metrics,
         ),
     )
+
+
+def _prompts(config: JobConfig, tokenizer: Any) -> tuple[PromptSet, list[Prompt]]:
+    prompts, held_out, too_long = load_prompts(
+        config.data,
+        tokenizer,
+        held_out=config.eval.prompts,
+        max_tokens=config.method.max_prompt_tokens,
+        seed=config.seed,
+    )
+    if too_long:
+        log.warning("%d prompts are longer than method.max_prompt_tokens: left out", too_long)
+    if len(held_out) < config.train.processes:
+        raise InvalidInput(
+            f"{len(held_out)} held-out prompts cannot be shared by {config.train.processes} "
+            "processes",
+            field="data.eval_path" if config.data.eval_path else "data.path",
+            hint="give more prompts, or lower train.processes",
+        )
+    return prompts, held_out
 
 
 def _sources(
@@ -102,6 +123,7 @@ def _sources(
         max_new_tokens=config.method.max_new_tokens,
         # Sampling keeps no activations: it can take larger batches than training.
         batch_tokens=4 * config.train.tokens_per_micro_batch,
+        bf16=config.student.dtype == "bfloat16",
     )
     teacher = RemoteTeacher(
         client,
@@ -121,10 +143,3 @@ def _optimizer(config: JobConfig, model: Any, saved: Path | None) -> torch.optim
     if saved is not None:
         checkpoint.load_optimizer(saved, model, optimizer)
     return optimizer
-
-
-def _largest(accelerator: Accelerator, number: int) -> int:
-    if accelerator.num_processes == 1:
-        return number
-    mine = torch.tensor([number], device=accelerator.device)
-    return int(accelerator.gather(mine).max())

@@ -33,7 +33,8 @@ class Batch:
     """B sequences of at most T tokens, and the N rows of their completions.
 
     input_ids [B, T], padded at the end; sequence, position [N]: where row n's token stands;
-    token_ids [N]; head_ids [N, K]; teacher: Rows of N.
+    token_ids [N]; head_ids [N, K]; teacher: Rows of N; sampling_logprobs [N] of the tokens by the
+    policy that sampled them.
     """
 
     input_ids: Tensor
@@ -42,6 +43,7 @@ class Batch:
     token_ids: Tensor
     head_ids: Tensor
     teacher: Rows
+    sampling_logprobs: Tensor
 
     def select(self, outputs: Tensor) -> Tensor:
         """What a model put out for each row: [B, T, ...] -> [N, ...]."""
@@ -78,6 +80,7 @@ def make_batch(scored: Sequence[ScoredRollout], device: torch.device) -> Batch:
             _floats([block.tail_logmass for block in rows], device),
             _floats([block.token_logprobs for block in rows], device),
         ),
+        sampling_logprobs=torch.cat([item.rollout.token_logprobs for item in scored]).to(device),
     )
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from clients.run_directory import fsync_directory
-from protos.errors import NotFound
+from protos.errors import Corrupt, NotFound
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,21 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    write(partial)
+    try:
+        partial.mkdir()
+        write(partial)
+        _seal(partial)
+    except BaseException:  # a full disk, most likely: do not keep it full
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if path.exists():  # of an earlier attempt that went another way
+        shutil.rmtree(path)
+    partial.rename(path)
+    fsync_directory(path.parent)
+
+
+def _seal(partial: Path) -> None:
+    """Add the manifest, and let nothing of it be only in memory."""
     manifest = {"files": {str(f.relative_to(partial)): _sha256(f) for f in _files(partial)}}
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     for file in _files(partial):
@@ -64,10 +77,6 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
             os.fsync(opened.fileno())
     for directory in (partial, *(d for d in partial.rglob("*") if d.is_dir())):
         fsync_directory(directory)
-    if path.exists():  # of an earlier attempt that went another way
-        shutil.rmtree(path)
-    partial.rename(path)
-    fsync_directory(path.parent)
 
 
 def delete_old(root: Path, keep: int) -> None:
@@ -88,7 +97,8 @@ def delete_after(root: Path, step: int) -> None:
 def newest_checkpoint(root: Path, from_step: int | None = None) -> tuple[int, Path] | None:
     """(step, path) of the newest one that verifies, or of `from_step`; None where there is none.
 
-    Raises NotFound if the one asked for is missing or broken.
+    Raises NotFound if the one asked for is missing or broken, Corrupt if all there are are broken:
+    to start again would throw the run's history away.
     """
     if from_step is not None:
         path = checkpoint_path(root, from_step)
@@ -102,6 +112,12 @@ def newest_checkpoint(root: Path, from_step: int | None = None) -> tuple[int, Pa
         if verifies(path):
             return _step(path), path
         log.warning("%s is incomplete or damaged, trying the one before it", path)
+    if _by_step(root):
+        raise Corrupt(
+            f"no checkpoint in {root} is whole",
+            field="checkpoints",
+            hint="restore one from a copy, or submit the job anew",
+        )
     return None
 
 
@@ -142,7 +158,11 @@ def _optimizer_tensors(
 
 
 def _by_step(root: Path) -> list[Path]:
-    return sorted((p for p in root.glob("step-*") if p.name[5:].isdigit()), key=_step)
+    return sorted((p for p in root.glob("step-*") if _is_checkpoint(p)), key=_step)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.name[5:].isdecimal() and path.is_dir() and not path.is_symlink()
 
 
 def _step(path: Path) -> int:

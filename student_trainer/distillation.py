@@ -45,6 +45,7 @@ def kl_metrics(batch: Batch, rows: Rows, method: OnPolicyConfig) -> dict[str, Te
     )
     return {
         "kl/teacher": kl.sum(),
+        "ratio/mean": (rows.token_logprobs - batch.sampling_logprobs).exp().sum(),
         "entropy": -rows.token_logprobs.sum(),
         "topk/student_mass": rows.head_logprobs.exp().sum(),
         "topk/teacher_mass": batch.teacher.head_logprobs.exp().sum(),

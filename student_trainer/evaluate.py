@@ -16,10 +16,12 @@ import torch
 from accelerate import Accelerator
 
 from clients.config import DataConfig, JobConfig, StudentConfig
+from protos.errors import DistillError
 from student_trainer.answers import exact_match
 from student_trainer.batches import make_batch, micro_batches
 from student_trainer.distillation import distillation_loss, kl_metrics
 from student_trainer.model import Student, load_model, load_tokenizer
+from student_trainer.processes import raise_together
 from student_trainer.prompts import Prompt, load_prompts
 from student_trainer.rollouts import HuggingFaceRollouts, Rollout
 from student_trainer.teachers import PendingRows, TeacherSource
@@ -50,7 +52,13 @@ class Evaluation:
     def __call__(self, student: Student) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """(metrics, transcripts of a few answers of this process)."""
         student.eval()
-        kl, tokens = self._kl(student)
+        fault: DistillError | None = None
+        kl = tokens = 0.0
+        try:
+            kl, tokens = self._kl(student)
+        except DistillError as error:
+            fault = error
+        raise_together(self._accelerator, fault)
         sums = [kl, tokens, 0.0, 0.0]
         transcripts: list[dict[str, Any]] = []
         if self._config.eval.metric == "exact_match":
@@ -61,7 +69,6 @@ class Evaluation:
         total = self._accelerator.reduce(
             torch.tensor(sums, dtype=torch.float64, device=self._accelerator.device)
         ).tolist()
-        student.train()
         metrics = {"eval/kl": total[0] / max(total[1], 1)}
         if total[3]:
             metrics["eval/accuracy"] = total[2] / total[3]
@@ -102,7 +109,7 @@ def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens:
     """Share of right greedy answers of the model at `model_path`."""
     student = StudentConfig(model=model_path)
     tokenizer = load_tokenizer(student)
-    model = load_model(student).eval()
+    model = load_model(student).eval().to("cuda" if torch.cuda.is_available() else "cpu")
     _, chosen, _ = load_prompts(data, tokenizer, held_out=prompts, max_tokens=4096, seed=0)
     rollouts = HuggingFaceRollouts(
         model,

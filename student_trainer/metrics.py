@@ -3,6 +3,7 @@
 loss                 the objective, nats a token
 kl/teacher           unbiased KL between student and teacher, nats a token
 entropy              of the student, estimated from its samples, nats a token
+ratio/mean           p(y)/mu(y), of the student over the one that sampled: 1 but for rounding
 topk/student_mass    probability that the student gives to the head
 topk/teacher_mass    probability that the teacher gives to the head
 length/mean          tokens of an answer
@@ -21,6 +22,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,6 +59,10 @@ class MetricsLog:
             self._board.flush()
         return finite
 
+    def sync(self) -> None:
+        """Before a checkpoint: one that survives a power cut must not outlive its metrics."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
         if self._board is not None:
@@ -69,9 +75,19 @@ def _lines_to(run: RunDirectory, last_step: int | None) -> list[str]:
     kept = []
     for line in run.metrics.read_text().splitlines(keepends=True):
         # A killed process may have left the last line unfinished.
-        if line.endswith("\n") and json.loads(line)["step"] <= last_step:
+        step = _step_of(line) if line.endswith("\n") else None
+        if step is None:
+            log.warning("a line of metrics.jsonl is damaged and was dropped")
+        elif step <= last_step:
             kept.append(line)
     return kept
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _tensorboard(run: RunDirectory, last_step: int | None) -> Any:

@@ -34,12 +34,21 @@ def load_model(student: StudentConfig, directory: Path | None = None) -> Any:
     model = _explained(
         source,
         AutoModelForCausalLM.from_pretrained,
-        dtype=getattr(torch, student.dtype),
+        config=_without_dropout(load_config(source)),
+        dtype=torch.float32,
         use_safetensors=True,
     )
     if student.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def _without_dropout(config: Any) -> Any:
+    """With dropout the student that learns would not be the one that sampled, nor repeatable."""
+    for name, value in config.to_dict().items():
+        if ("drop" in name) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
 
 
 def _explained(student: StudentConfig, load: Any, **options: Any) -> Any:
@@ -52,7 +61,7 @@ def _explained(student: StudentConfig, load: Any, **options: Any) -> Any:
     except (OSError, ValueError) as error:
         what = "directory" if path.is_dir() else "directory or reachable hub id"
         raise InvalidInput(
-            f"no usable model at {student.model!r}",
+            f"no usable model at {student.model!r}: {str(error).strip().splitlines()[0]}",
             field="student.model",
             hint=f"give a Hugging Face {what} with config, tokenizer and safetensors",
         ) from error
@@ -77,9 +86,11 @@ def vocabulary(tokenizer: Any) -> list[str]:
 class Student(nn.Module):
     """What DDP and FSDP wrap: the head runs inside `forward`, where its weights are at hand."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, bf16: bool = False) -> None:
+        """`bf16`: compute in it (the weights stay float32, or their updates would be lost)."""
         super().__init__()
         self.model = model
+        self._bf16 = bf16
         self._linear_head = has_linear_head(model)
         if not self._linear_head:
             log.info("the head is not one linear layer: its logits are made in full")
@@ -89,7 +100,8 @@ class Student(nn.Module):
         if not self._linear_head:
             return self._plain(batch, loss_fn, temperature)
         body = self.model.get_decoder()
-        states = body(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        with self._precision():
+            states = body(input_ids=batch.input_ids, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()
         return fused_linear_loss(
             batch.select(states),
@@ -101,8 +113,12 @@ class Student(nn.Module):
             temperature=temperature,
         )
 
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self._bf16)
+
     def _plain(self, batch: Batch, loss_fn: LossFunction, temperature: float) -> FusedLoss:
-        logits = batch.select(self.model(input_ids=batch.input_ids, use_cache=False).logits)
+        with self._precision():
+            logits = batch.select(self.model(input_ids=batch.input_ids, use_cache=False).logits)
         rows = rows_from_logits(logits, batch.head_ids, batch.token_ids, temperature=temperature)
         losses = loss_fn(rows, slice(0, len(rows)))
         return FusedLoss(losses.sum(), rows.detach(), losses.detach())
@@ -110,16 +126,28 @@ class Student(nn.Module):
 
 @torch.no_grad()
 def has_linear_head(model: Any) -> bool:
-    """Whether the logits are exactly hidden @ weight.T (+ bias): no soft-cap, no scale."""
+    """Whether the logits are exactly a linear layer of the last hidden states: no cap, no scale.
+
+    The layer's output is replaced by large numbers: they must come out as they are. A comparison
+    of logits would miss a cap that only bites when they grow.
+    """
     head = model.get_output_embeddings()
-    if head is None or getattr(head, "weight", None) is None:
+    if not isinstance(head, nn.Linear):
         return False
-    size = min(model.config.get_text_config().vocab_size, 1000)
-    ids = torch.arange(1, 9, device=model.device)[None] % size
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    states = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-    linear = nn.functional.linear(states, head.weight, getattr(head, "bias", None))
-    tolerance = 1e-4 if logits.dtype == torch.float32 else 2e-2
-    return linear.shape == logits.shape and bool(
-        torch.allclose(linear, logits, rtol=tolerance, atol=tolerance)
-    )
+    seen: list[Tensor] = []
+    probe = torch.linspace(-200, 200, head.out_features, device=model.device)
+
+    def replace(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        seen.append(inputs[0])
+        return probe.to(output.dtype).expand_as(output)
+
+    ids = torch.arange(4, device=model.device)[None] % head.out_features
+    handle = head.register_forward_hook(replace)
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits
+        states = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    except AttributeError:
+        return False
+    finally:
+        handle.remove()
+    return torch.equal(logits, probe.expand_as(logits)) and torch.equal(seen[0], states)

@@ -15,6 +15,7 @@ from clients.config import DataConfig, JobConfig, StudentConfig
 from clients.score_query import tokenizer_fingerprint
 from clients.teacher_client import TeacherClient, TeacherInfo
 from protos.errors import InvalidInput, WrongState
+from protos.transport import MAX_MESSAGE_BYTES
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 _HUB_SECONDS = 3.0
@@ -82,11 +83,24 @@ def check_teacher(info: TeacherInfo, config: JobConfig) -> None:
             field="teacher.top_k",
             hint=f"lower it to {info.max_top_k}, or start the teacher with a larger --max-top-k",
         )
-    longest = config.method.max_prompt_tokens + config.method.max_new_tokens
-    if longest > info.max_length:
+    check_length(config, "teacher", info.max_length)
+    # A student's own head ids travel with the query, four bytes each.
+    size = 4 * config.method.max_new_tokens * config.teacher.top_k
+    if config.method.divergence == "reverse_kl" and size > MAX_MESSAGE_BYTES * 3 // 4:
         raise InvalidInput(
-            f"a prompt and its answer may have {longest} tokens, this teacher takes "
-            f"{info.max_length}",
+            f"{config.method.max_new_tokens} tokens with {config.teacher.top_k} head ids each are "
+            "more than one query holds",
+            field="teacher.top_k",
+            hint=f"lower it to {MAX_MESSAGE_BYTES * 3 // 16 // config.method.max_new_tokens}",
+        )
+
+
+def check_length(config: JobConfig, model: str, most: int | None) -> None:
+    """Refuse prompts and answers that together are longer than `model` can read."""
+    longest = config.method.max_prompt_tokens + config.method.max_new_tokens
+    if most is not None and longest > most:
+        raise InvalidInput(
+            f"a prompt and its answer may have {longest} tokens, the {model} takes {most}",
             field="method.max_new_tokens",
             hint="lower it or method.max_prompt_tokens",
         )

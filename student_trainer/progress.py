@@ -45,6 +45,11 @@ class Progress:
         self._status = new
 
     def end(self, verdict: Verdict, reason: str = "", error: str = "") -> None:
+        """The last word. A failure is told by the process that met it, the first one counts."""
+        if verdict == "failed":
+            told = self._run.read_status()
+            first = told is None or (told.attempt, told.verdict) != (self._status.attempt, verdict)
+            self._main = first
         self._write(dataclasses.replace(self._status, verdict=verdict, reason=reason, error=error))
 
     def stop_wanted(self) -> str:

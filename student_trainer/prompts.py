@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from clients.config import DataConfig
 from protos.errors import InvalidInput
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prompt:
-    """Token ids given to the student, and the reference answer ("" when the data has none)."""
+    """Token ids int32 [T] given to the student, and the reference answer ("" if there is none)."""
 
-    ids: tuple[int, ...]
+    ids: NDArray[np.int32]
     answer: str
 
 
@@ -56,12 +58,16 @@ def load_prompts(
     else:
         aside = [everything[i] for i in order[:held_out]]
         training = [everything[i] for i in order[held_out:]]
-    if not training or not aside:
-        raise InvalidInput(
-            f"{len(everything)} prompts of at most {max_tokens} tokens are too few",
-            field="data.path",
-            hint="give more data, fewer eval.prompts, or a larger method.max_prompt_tokens",
-        )
+    for field, found in (
+        ("data.eval_path" if data.eval_path else "data.path", aside),
+        ("data.path", training),
+    ):
+        if not found:
+            raise InvalidInput(
+                f"no prompt of at most {max_tokens} tokens is left",
+                field=field,
+                hint="give more data, fewer eval.prompts, or a larger method.max_prompt_tokens",
+            )
     return PromptSet(training, seed), aside, too_long
 
 
@@ -70,26 +76,40 @@ def _encode(
 ) -> tuple[list[Prompt], int]:
     prompts = []
     too_long = 0
-    for record in _records(path, field, data):
-        if data.prompt_column not in record:
-            raise InvalidInput(
-                f"{path} has no column {data.prompt_column!r}; it has {', '.join(record)}",
-                field="data.prompt_column",
-                hint="name the column that holds the prompt",
-            )
-        text = data.template.replace("{prompt}", str(record[data.prompt_column]))
-        ids = _token_ids(tokenizer, text)
+    for number, record in enumerate(_records(path, field, data), 1):
+        text = _text(record, data.prompt_column, "data.prompt_column", path, number)
+        ids = _token_ids(tokenizer, data.template.replace("{prompt}", text))
         if not ids:
             raise InvalidInput(
-                f"a prompt of {path} is empty (answer {str(record.get(data.answer_column))!r})",
+                f"the prompt of row {number} of {path} has no tokens",
                 field=field,
-                hint="there is nothing to go on from: leave it out, or use data.template",
+                hint="every answer must have something to follow",
             )
+        answer = ""
+        if record.get(data.answer_column) is not None:
+            answer = _text(record, data.answer_column, "data.answer_column", path, number)
         if len(ids) > max_tokens:
             too_long += 1
         else:
-            prompts.append(Prompt(tuple(ids), str(record.get(data.answer_column, ""))))
+            prompts.append(Prompt(np.array(ids, dtype=np.int32), answer))
     return prompts, too_long
+
+
+def _text(record: dict[str, Any], column: str, field: str, path: str, number: int) -> str:
+    if column not in record:
+        raise InvalidInput(
+            f"{path} has no column {column!r} in row {number}; it has {', '.join(record)}",
+            field=field,
+            hint="name the column that holds the text",
+        )
+    value = record[column]
+    if not isinstance(value, str | int | float):
+        raise InvalidInput(
+            f"row {number} of {path} has {type(value).__name__} in column {column!r}, not text",
+            field=field,
+            hint="write it as one string",
+        )
+    return str(value).encode("utf-8", "replace").decode()  # a lone surrogate is no text
 
 
 def _token_ids(tokenizer: Any, text: str) -> list[int]:
@@ -111,29 +131,37 @@ def _records(path: str, field: str, data: DataConfig) -> Iterator[dict[str, Any]
     elif path.endswith(".parquet"):
         import pyarrow.parquet
 
-        yield from pyarrow.parquet.read_table(path).to_pylist()
+        wanted = {data.prompt_column, data.answer_column}
+        file = pyarrow.parquet.ParquetFile(path)
+        columns = [name for name in file.schema_arrow.names if name in wanted]
+        # Without the prompt's column read them all: the refusal names what there is.
+        read = columns if data.prompt_column in columns else None
+        for batch in file.iter_batches(columns=read):
+            yield from batch.to_pylist()
     else:
         yield from _hub_records(path, field, data)
 
 
 def _json_lines(path: str, field: str) -> Iterator[dict[str, Any]]:
-    with open(path, encoding="utf-8") as lines:
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
+                text = line.decode("utf-8-sig").strip()
+                record = json.loads(text) if text else None
+            except ValueError as error:
                 raise InvalidInput(
-                    f"{path}:{number} is not JSON: {error.msg}",
+                    f"{path}:{number} is not JSON: {error}",
                     field=field,
-                    hint="each line must be one JSON object",
+                    hint="each line must be one JSON object, in UTF-8",
                 ) from error
-            if not isinstance(record, dict):
+            if isinstance(record, dict):
+                yield record
+            elif text:
                 raise InvalidInput(
                     f"{path}:{number} is not a JSON object",
                     field=field,
-                    hint="each line must be one JSON object",
+                    hint='each line must be like {"prompt": "..."}',
                 )
-            yield record
 
 
 def _hub_records(path: str, field: str, data: DataConfig) -> Iterator[dict[str, Any]]:

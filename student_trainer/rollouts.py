@@ -49,8 +49,10 @@ class HuggingFaceRollouts:
         temperature: float,
         max_new_tokens: int,
         batch_tokens: int,
+        bf16: bool = False,
     ) -> None:
         """`model`: a transformers causal LM; `top_k` may be 0; `batch_tokens` bounds a batch."""
+        self._bf16 = bf16
         self._model = model
         self._top_k = top_k
         self._temperature = temperature
@@ -93,17 +95,19 @@ class HuggingFaceRollouts:
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt.ids) :] = torch.tensor(prompt.ids)
+            ids[row, width - len(prompt.ids) :] = torch.from_numpy(prompt.ids)
             mask[row, width - len(prompt.ids) :] = 1
+        noise = None if noise is None else noise.to(device)
         recorder = _SamplingRecorder(self._top_k, self._temperature, noise)
         own, self._model.generation_config = self._model.generation_config, self._config
         try:
-            written = self._model.generate(
-                input_ids=ids.to(device),
-                attention_mask=mask.to(device),
-                generation_config=self._config,
-                logits_processor=LogitsProcessorList([recorder]),
-            )
+            with torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
+                written = self._model.generate(
+                    input_ids=ids.to(device),
+                    attention_mask=mask.to(device),
+                    generation_config=self._config,
+                    logits_processor=LogitsProcessorList([recorder]),
+                )
         finally:
             self._model.generation_config = own
         head_ids, logprobs = recorder.recorded()
@@ -118,7 +122,7 @@ class HuggingFaceRollouts:
         ends = torch.isin(tokens, torch.tensor(self._ends, dtype=torch.long)).nonzero()
         length = int(ends[0]) + 1 if len(ends) else len(tokens)
         return Rollout(
-            token_ids=torch.cat([torch.tensor(prompt.ids), tokens[:length]]),
+            token_ids=torch.cat([torch.from_numpy(prompt.ids).long(), tokens[:length]]),
             start=len(prompt.ids),
             head_ids=head[:length],
             token_logprobs=logprobs[:length],
@@ -144,7 +148,7 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
         else:
             # float64: over 150k tokens a float32 sum loses what the unlikely ones add.
             cumulative = logprobs.double().exp().cumsum(1)
-            level = self._noise[:, len(self._heads), None].to(scores.device) * cumulative[:, -1:]
+            level = self._noise[:, len(self._heads), None] * cumulative[:, -1:]
             chosen = torch.searchsorted(cumulative, level, right=True)
             chosen = chosen.clamp(max=scores.shape[1] - 1)
         self._heads.append(logprobs.topk(self._top_k, dim=1).indices)

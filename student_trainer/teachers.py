@@ -34,8 +34,6 @@ class TeacherSource(Protocol):
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         """The rows of one rollout, when they are there; head ids are always filled in."""
 
-    def close(self) -> None: ...
-
 
 class RemoteTeacher:
     """A teacher service behind gRPC; requests of many rollouts are in flight at once."""
@@ -65,6 +63,3 @@ class RemoteTeacher:
             f32=self._config.logprob_format == "f32",
         )
         return self._client.submit(query)
-
-    def close(self) -> None:
-        self._client.close()

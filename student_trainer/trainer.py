@@ -19,13 +19,14 @@ from torch import Tensor
 
 from clients.config import JobConfig, TrainConfig
 from clients.run_directory import RunDirectory
-from protos.errors import Unavailable
+from protos.errors import Corrupt, DistillError
 from student_trainer import checkpoint
-from student_trainer.batches import make_batch, micro_batches
+from student_trainer.batches import ScoredRollout, make_batch, micro_batches
 from student_trainer.distillation import distillation_loss, kl_metrics
 from student_trainer.evaluate import Evaluation
 from student_trainer.metrics import MetricsLog
 from student_trainer.model import Student
+from student_trainer.processes import raise_together
 from student_trainer.progress import Progress
 from student_trainer.prompts import PromptSet
 from student_trainer.rollouts import HuggingFaceRollouts
@@ -101,9 +102,9 @@ class Trainer:
     def _train_or_save(self, step: int) -> dict[str, float]:
         try:
             return self._train_step(step)
-        except Unavailable:
-            # The weights are those of the last whole step. A teacher lost in an evaluation is
-            # another matter: a checkpoint then would be of a step whose metrics were never written.
+        except DistillError:
+            # The weights are those of the last whole step, in every process. A fault in an
+            # evaluation is another matter: its step's metrics were never written.
             self._save()
             raise
 
@@ -168,7 +169,7 @@ class Trainer:
         groups = micro_batches(pending, self._config.train.tokens_per_micro_batch)
         for number, group in enumerate(groups):
             started = time.monotonic()
-            scored = [item.wait() for item in group]
+            scored = self._rows(group, last=number == len(groups) - 1)
             waited += time.monotonic() - started
             batch = make_batch(scored, self._accelerator.device)
             with self._synchronized(number == len(groups) - 1):
@@ -177,6 +178,20 @@ class Trainer:
             found = {"loss": out.loss_sum.detach(), **kl_metrics(batch, out.rows, method)}
             sums = {name: sums.get(name, 0) + value for name, value in found.items()}
         return {**self._reduce(sums), **counts}, waited
+
+    def _rows(self, group: list[PendingRows], *, last: bool) -> list[ScoredRollout]:
+        """Waits for the teacher. No process goes into the last micro-batch, where gradients cross,
+        before all of them have all their rows.
+        """
+        fault: DistillError | None = None
+        scored: list[ScoredRollout] = []
+        try:
+            scored = [item.wait() for item in group]
+        except DistillError as error:
+            fault = error
+        if last or fault:
+            raise_together(self._accelerator, fault)
+        return scored
 
     def _synchronized(self, last: bool) -> Any:
         """Gradients cross processes once a step, with the last micro-batch."""
@@ -190,6 +205,13 @@ class Trainer:
         norm = self._accelerator.clip_grad_norm_(
             self._wrapped.parameters(), self._config.train.max_grad_norm
         )
+        if not torch.isfinite(norm):
+            self._optimizer.zero_grad()
+            raise Corrupt(
+                f"the gradient of step {self._step + 1} is not finite",
+                field="train.learning_rate",
+                hint="lower it and resume: the checkpoint before this step is kept",
+            )
         self._optimizer.step()
         self._optimizer.zero_grad()
         return float(norm)
@@ -205,7 +227,7 @@ class Trainer:
         if transcripts and self._metrics is not None:
             self._run.samples.mkdir(exist_ok=True)
             path = self._run.samples / f"step-{self._step:06d}.jsonl"
-            path.write_text("".join(json.dumps(t, ensure_ascii=False) + "\n" for t in transcripts))
+            path.write_text("".join(json.dumps(t) + "\n" for t in transcripts))
         return metrics
 
     def _log(self, metrics: dict[str, float]) -> None:
@@ -217,6 +239,8 @@ class Trainer:
         if self._step == self._saved:
             return
         self._progress.say("saving", self._step)
+        if self._metrics is not None:
+            self._metrics.sync()
         if self._accelerator.is_main_process:
             checkpoint.save_checkpoint(
                 self._run.checkpoints,

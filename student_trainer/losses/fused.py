@@ -55,6 +55,10 @@ def fused_linear_loss(
     if chunk_rows is None:
         # Each chunk reads and writes the whole weight gradient: few rows would waste bandwidth.
         chunk_rows = max(1024 if hidden.is_cuda else 128, _CHUNK_BYTES // (4 * len(weight)))
+    if not torch.is_grad_enabled():
+        # An autograd function is told what its inputs could need, not that nobody asks.
+        hidden, weight = hidden.detach(), weight.detach()
+        bias = None if bias is None else bias.detach()
     loss, head, tail, token, losses = _FusedLinearLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, head_ids, token_ids, loss_fn, temperature, chunk_rows
     )
@@ -79,21 +83,21 @@ class _FusedLinearLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and of_bias else None
+        # Under mixed precision float32 weights meet bf16 states; their gradient stays float32.
+        narrow_weight = weight.to(hidden.dtype)
+        buffer = hidden.new_empty(min(chunk_rows, len(hidden)), len(weight), dtype=wide)
         done: list[tuple[Tensor, ...]] = []
         for first in range(0, len(hidden), chunk_rows):
             index = slice(first, min(first + chunk_rows, len(hidden)))
-            logits = (hidden[index] @ weight.T).to(wide)
-            if bias is not None:
-                logits += bias
-            logits /= temperature
+            logits = _logits(hidden[index], narrow_weight, bias, temperature, buffer)
             rows, losses = _chunk(logits, head_ids[index], token_ids[index], loss_fn, index)
-            grad_logits = logits.div_(temperature)  # _chunk left the gradient in the buffer
             done.append((rows.head_logprobs, rows.tail_logmass, rows.token_logprobs, losses))
+            grad_logits = logits.div_(temperature)  # _chunk left the gradient in the buffer
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             narrow = grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
-                torch.mm(narrow, weight, out=grad_hidden[index])
+                torch.mm(narrow, narrow_weight, out=grad_hidden[index])
             if grad_weight is not None:
                 _accumulate(grad_weight, narrow, hidden[index])
         head, tail, token, losses = (
@@ -101,21 +105,36 @@ class _FusedLinearLoss(torch.autograd.Function):
             if done
             else _nothing(hidden, head_ids, wide)
         )
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        # Not saved tensors: the one backward pass scales them in place, the weight's is large.
+        ctx.grads = grad_hidden, grad_weight, grad_bias
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(head, tail, token, losses)
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return losses.sum(), head, tail, token, losses
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
-        weight_dtype, bias_dtype = ctx.dtypes
-        return (
-            None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype),
-            None if grad_weight is None else (grad_weight * grad_loss).to(weight_dtype),
-            None if grad_bias is None else (grad_bias * grad_loss).to(bias_dtype),
-            *[None] * 5,
+        if ctx.grads is None:
+            raise RuntimeError("a fused loss can be differentiated once: its gradients are used up")
+        grads, ctx.grads = ctx.grads, None
+        scaled = (
+            None if grad is None else grad.mul_(grad_loss).to(dtype)
+            for grad, dtype in zip(grads, ctx.dtypes, strict=True)
         )
+        return (*scaled, *[None] * 5)
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, buffer: Tensor
+) -> Tensor:
+    """(hidden @ weight.T + bias) / temperature in the first rows of `buffer`."""
+    logits = buffer[: len(hidden)]
+    if hidden.dtype == buffer.dtype:
+        torch.mm(hidden, weight.T, out=logits)
+    else:
+        logits.copy_(hidden @ weight.T)
+    if bias is not None:
+        logits += bias
+    return logits.div_(temperature)
 
 
 def _chunk(
