@@ -119,7 +119,7 @@ CASES = {
     ),
     "no column": Refusal(
         {"data.path": "{root}/data.jsonl"},
-        ("data.prompt_column: ", "no column 'prompt'; it has question", "name the column"),
+        ("data.prompt_column: ", "no column 'prompt'", "it has question", "name the column"),
         make=text("data.jsonl", '{"question": "1+1="}'),
     ),
     "bad json": Refusal(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,9 +137,6 @@ def test_the_trainer_is_killed_under_the_server(
     material: Material, teacher: str, make_server: MakeServer, undisturbed: RunDirectory
 ) -> None:
     """It is started again, by itself, and comes to the same bits."""
-    import os
-    import signal
-
     from tests.trainer.tiny import curve, job
 
     server = make_server()

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from clients.config import JobConfig
 from student_trainer.pretrain import make_model, make_tokenizer
+from student_trainer.prompts import Prompt
 from student_trainer.tasks import addition
 
 ALPHABET = "0123456789+="
@@ -28,6 +30,10 @@ class Material:
     @classmethod
     def at(cls, root: Path) -> Material:
         return cls(root / "data" / "train.jsonl", root / "teacher", root / "student")
+
+
+def prompt(*ids: int, answer: str = "") -> Prompt:
+    return Prompt(np.array(ids, dtype=np.int32), answer)
 
 
 def tokenizer(characters: str = ALPHABET) -> PreTrainedTokenizerFast:

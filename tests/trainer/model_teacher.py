@@ -1,0 +1,50 @@
+"""A teacher in this process: rows by their definition, from a plain log_softmax."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from protos.rows import RowBlock
+from student_trainer.rollouts import Rollout
+
+
+class ModelTeacher:
+    """`top_k` 0: rows at the rollout's own head ids."""
+
+    def __init__(self, model: Any, *, temperature: float = 1.0, top_k: int = 0) -> None:
+        self._model = model
+        self._temperature = temperature
+        self._top_k = top_k
+
+    def score(self, rollout: Rollout) -> Future[RowBlock]:
+        logprobs = completion_logprobs(self._model, rollout, self._temperature)
+        head = logprobs.topk(self._top_k).indices if self._top_k else rollout.head_ids
+        outside = logprobs.exp().scatter(1, head, 0.0)
+        future: Future[RowBlock] = Future()
+        future.set_result(
+            RowBlock(
+                head_ids=head.numpy().astype(np.int32),
+                head_logprobs=logprobs.gather(1, head).float().numpy(),
+                tail_logmass=outside.sum(1).log().float().numpy(),
+                token_logprobs=logprobs.gather(1, rollout.completion[:, None])[:, 0]
+                .float()
+                .numpy(),
+            )
+        )
+        return future
+
+    def close(self) -> None:
+        pass
+
+
+@torch.no_grad()
+def completion_logprobs(model: Any, rollout: Rollout, temperature: float = 1.0) -> Tensor:
+    """[tokens of the answer, V] in float64, from one forward pass over nothing but this rollout."""
+    logits = model(input_ids=rollout.token_ids[None], use_cache=False).logits[0]
+    scaled = logits[rollout.start - 1 : -1].double() / temperature
+    return scaled.log_softmax(1)
