@@ -115,7 +115,7 @@ CASES = {
     ),
     "too long": Refusal(
         {"method.max_new_tokens": "4096"},
-        ("method.max_new_tokens: ", "this teacher takes 2048", "lower it"),
+        ("method.max_new_tokens: ", "teacher takes 2048", "lower it"),
     ),
     "no column": Refusal(
         {"data.path": "{root}/data.jsonl"},

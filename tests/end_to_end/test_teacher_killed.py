@@ -107,3 +107,27 @@ def test_a_teacher_that_stays_away(
     finish(run, 2)
     assert curve(metrics_of(run)) == curve(metrics_of(expected))
     assert weights(run) == weights(expected)
+
+
+@pytest.mark.slow
+def test_two_processes_lose_their_teacher(
+    material: Material, mortal: MortalTeacher, tmp_path: Path
+) -> None:
+    """Neither waits for the other for ever; together they go on."""
+    from tests.trainer.tiny import job
+
+    config = job(
+        material, mortal.address, max_steps=30, train__processes=2, teacher__patience_seconds=1.5
+    )
+    run = new_run(tmp_path / "run", config)
+    with trainer(run) as process:
+        process.wait_for_step(4)
+        mortal.kill()
+        assert process.wait() != 0
+    status = run.read_status()
+    assert status is not None
+    assert (status.verdict, status.error) == ("failed", "Unavailable")
+    assert "teacher" in status.reason
+    mortal.start()
+    finish(run, 2)
+    assert [line["step"] for line in metrics_of(run)] == list(range(31))

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from clients.run_directory import RunDirectory
+from protos.errors import Corrupt
 from student_trainer.evaluate import Evaluation
 from student_trainer.losses import exact_kl
 from student_trainer.metrics import MetricsLog
@@ -111,6 +112,21 @@ def test_the_gradient_is_that_of_the_mean_kl(material: tiny.Material, tmp_path: 
     assert sums["loss"] == pytest.approx(float(total.detach()), rel=1e-4)
     for name, grad in expected.items():
         assert float((found[name] - grad).norm() / grad.norm()) < 1e-3, name
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_no_number_changes_nothing(
+    material: tiny.Material, tmp_path: Path, bad: float
+) -> None:
+    made, student, _ = trainer(material, new_run(material, tmp_path / "run"))
+    before = {name: p.detach().clone() for name, p in student.named_parameters()}
+    made._learn(made._write(1))
+    next(student.parameters()).grad.view(-1)[3] = bad  # type: ignore[union-attr]
+    with pytest.raises(Corrupt, match="the gradient of step 1 is not finite"):
+        made._update(0.1)
+    for name, parameter in student.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is None
 
 
 def test_metrics_are_those_of_the_table(material: tiny.Material, tmp_path: Path) -> None:
