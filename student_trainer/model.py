@@ -39,7 +39,9 @@ def load_model(student: StudentConfig, directory: Path | None = None) -> Any:
         use_safetensors=True,
     )
     if student.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Its newer name; the older one warns where both exist.
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     return model
 
 
