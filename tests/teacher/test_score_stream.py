@@ -1,0 +1,93 @@
+"""One Score stream and a client that reads slowly: what it holds is bounded, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from protos import teacher_pb2
+from protos.errors import Corrupt
+from teacher_service import score_stream
+from teacher_service.score_stream import ScoreStream
+
+ROWS, TOP_K = 4096, 1024
+
+
+def request(number: int, rows: int = ROWS) -> teacher_pb2.ScoreRequest:
+    tokens = bytes(4 * (rows + 1))
+    return teacher_pb2.ScoreRequest(request_id=str(number), token_ids=tokens, start=1, top_k=TOP_K)
+
+
+class Conversation:
+    """A client with `requests`; counts what the stream has read of them."""
+
+    def __init__(self, requests: list[teacher_pb2.ScoreRequest]) -> None:
+        self.read = 0
+        self._requests = requests
+        self.stream = ScoreStream(self._send(), self._answer)
+        self.chunks = self.stream.chunks()
+
+    async def _send(self) -> AsyncIterator[teacher_pb2.ScoreRequest]:
+        for sent in self._requests:
+            self.read += 1
+            yield sent
+
+    async def _answer(
+        self, asked: teacher_pb2.ScoreRequest
+    ) -> AsyncIterator[teacher_pb2.ScoreChunk]:
+        yield teacher_pb2.ScoreChunk(request_id=asked.request_id)
+        if not asked.top_k:
+            raise Corrupt("no")
+        yield teacher_pb2.ScoreChunk(request_id=asked.request_id, last=True)
+
+    async def settled(self) -> int:
+        for _ in range(50):
+            await asyncio.sleep(0)
+        return self.read
+
+
+def test_a_reader_that_stops_stops_the_reading() -> None:
+    async def main() -> list[str]:
+        talk = Conversation([request(number) for number in range(60)])
+        # 59 MB each: the fifth passes 256 MiB.
+        assert await talk.settled() == 5
+        first = [await anext(talk.chunks), await anext(talk.chunks)]
+        assert await talk.settled() == 5, "the last chunk is not taken before the next is asked for"
+        first.append(await anext(talk.chunks))
+        assert await talk.settled() == 6
+        return [chunk.request_id for chunk in [*first, *[c async for c in talk.chunks]]]
+
+    assert sorted(asyncio.run(main())) == sorted(2 * [str(number) for number in range(60)])
+
+
+def test_one_request_may_be_larger_than_the_bound() -> None:
+    async def main() -> int:
+        talk = Conversation([request(0, rows=40_000), request(1)])
+        assert await talk.settled() == 1
+        return len([chunk async for chunk in talk.chunks])
+
+    assert asyncio.run(main()) == 4
+
+
+def test_refused_requests_make_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score_stream, "MAX_IN_FLIGHT", 3)
+
+    async def main() -> list[teacher_pb2.ScoreChunk]:
+        talk = Conversation([teacher_pb2.ScoreRequest(request_id=str(n)) for n in range(20)])
+        assert await talk.settled() == 3
+        return [chunk async for chunk in talk.chunks]
+
+    chunks = asyncio.run(main())
+    assert sum(chunk.error.code == "DATA_LOSS" for chunk in chunks) == 20
+
+
+def test_drain_answers_what_was_read() -> None:
+    async def main() -> list[str]:
+        talk = Conversation([request(number) for number in range(60)])
+        await talk.settled()
+        talk.stream.drain()
+        return [chunk.request_id async for chunk in talk.chunks if chunk.last]
+
+    assert asyncio.run(main()) == ["0", "1", "2", "3", "4"]
