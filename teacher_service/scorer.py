@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import xxhash
 
@@ -17,22 +18,48 @@ from teacher_service.cache import RowCache, ScoredSequence
 _ENVELOPE_BYTES = 1024  # the other fields of a ScoreChunk
 
 
+@dataclass(eq=False)
+class _Flight:
+    """One scoring that several equal queries may wait for."""
+
+    task: asyncio.Task[ScoredSequence]
+    waiters: int = 0
+
+
 class Scorer:
-    """`cache` None: every query is scored."""
+    """Equal queries that meet are scored once. `cache` None: no rows are kept after that."""
 
     def __init__(self, batcher: Batcher, cache: RowCache | None, *, fingerprint: str) -> None:
         self._batcher = batcher
         self._cache = cache
         self._fingerprint = fingerprint
+        self._flights: dict[bytes, _Flight] = {}
         self.version = 0
 
     async def score(self, query: ScoreQuery) -> ScoredSequence:
         """The rows of `query` by this version of the teacher; raises what the engine or the queue
         says.
         """
+        key = row_key(self._fingerprint, self.version, query)
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = _Flight(asyncio.create_task(self._find_or_score(key, query)))
+            self._flights[key] = flight
+        flight.waiters += 1
+        try:
+            # Who stops waiting does not stop the others; a fault reaches all of them.
+            await asyncio.wait([flight.task])
+            return flight.task.result()
+        finally:
+            flight.waiters -= 1
+            if not flight.waiters:
+                flight.task.cancel()
+            if self._flights.get(key) is flight and (flight.task.done() or not flight.waiters):
+                del self._flights[key]
+
+    async def _find_or_score(self, key: bytes, query: ScoreQuery) -> ScoredSequence:
         if self._cache is None:
             return await self._run_engine(query)
-        key = row_key(self._fingerprint, self.version, query)
         found = await self._cache.get(key, query)
         if found is not None:
             return found
