@@ -71,14 +71,16 @@ class ScoreWindow:
         with self._changed:
             return self._changed.wait_for(lambda: self.closed, seconds)
 
-    def wait_for_stall(self, patience_seconds: float) -> bool:
-        """Block until nothing came for so long although something is asked; False once closed."""
+    def wait_for_stall(self, seconds: float, not_before: float) -> bool:
+        """Block until nothing came for so long, counted from `not_before` (monotonic) at the
+        earliest, although something is asked; False once closed.
+        """
         with self._changed:
             while not self.closed:
                 if not self._waiting and not self._sent:
                     self._changed.wait()
                     continue
-                left = self.last_progress + patience_seconds - time.monotonic()
+                left = max(self.last_progress, not_before) + seconds - time.monotonic()
                 if left <= 0:
                     return True
                 self._changed.wait(left)
@@ -157,7 +159,7 @@ class ScoreWindow:
             fault = error_of(error.code, error.message, field=error.field, hint=error.hint)
             if not isinstance(fault, Overloaded):
                 return fault
-            # Not progress: a teacher that is always overloaded runs into the patience.
+            # Not progress: a teacher that is always overloaded is given up in the end.
             self._paused_until = time.monotonic() + _PAUSE_SECONDS * random.uniform(0.5, 1.5)
             self._send_again(chunk.request_id)
             return None

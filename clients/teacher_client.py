@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -30,6 +31,8 @@ __all__ = ["ScoreQuery", "TeacherClient", "TeacherInfo", "tokenizer_fingerprint"
 
 MAX_IN_FLIGHT = 128
 _CONNECT_SECONDS = 5.0
+# A teacher at work on one huge batch sends nothing, but lives: it gets so many times the patience.
+_BUSY_FACTOR = 10
 _MAX_BACKOFF_SECONDS = 2.0
 _ENVELOPE_BYTES = 1024
 _FIELD = "teacher.address"
@@ -55,8 +58,9 @@ class TeacherClient:
     """Scores queries over one stream, kept up by a thread of its own.
 
     A broken stream is opened again and every unfinished request asks from its first missing row. If
-    nothing comes for `patience_seconds`, all unfinished requests fail with Unavailable; if another
-    teacher answers on reconnect, with WrongState.
+    nothing comes for `patience_seconds`, and the teacher does not say what it is either, all
+    unfinished requests fail with Unavailable; one that lives but sends no row is given ten times as
+    long. If another teacher answers on reconnect, they fail with WrongState.
     """
 
     def __init__(
@@ -173,16 +177,44 @@ class TeacherClient:
         return identity
 
     def _watch(self) -> None:
-        while self._window.wait_for_stall(self._patience_seconds):
-            last = f" (last: {self._last_fault.message})" if self._last_fault else ""
-            fault = Unavailable(
-                f"the {self._name} has not answered for {self._patience_seconds:g} s{last}",
-                field=_FIELD,
-                hint="start the teacher again, then resume the job",
-            )
-            self._window.fail_all(fault)
+        patience = self._patience_seconds
+        probe = min(_CONNECT_SECONDS, patience / 5)
+        alive_at = 0.0
+        while self._window.wait_for_stall(patience - probe, alive_at):
+            before = self._window.last_progress
+            alive = self._lives(probe)
+            if self._window.last_progress > before:
+                continue
+            if alive:
+                alive_at = time.monotonic()
+                if alive_at - before < _BUSY_FACTOR * patience:
+                    continue
+            self._window.fail_all(self._silence(alive))
             if self._call is not None:
                 self._call.cancel()
+
+    def _lives(self, seconds: float) -> bool:
+        """Whether the teacher answers anything at all."""
+        try:
+            self._stub.GetInfo(teacher_pb2.GetInfoRequest(), timeout=seconds, wait_for_ready=True)
+        except (grpc.RpcError, ValueError):  # ValueError: the channel was closed meanwhile
+            return False
+        return True
+
+    def _silence(self, alive: bool) -> Unavailable:
+        if alive:
+            return Unavailable(
+                f"the {self._name} answers, but has sent no row for"
+                f" {_BUSY_FACTOR * self._patience_seconds:g} s",
+                field=_FIELD,
+                hint="start it with a smaller --max-batch-tokens, or raise teacher.patience_seconds",
+            )
+        last = f" (last: {self._last_fault.message})" if self._last_fault else ""
+        return Unavailable(
+            f"the {self._name} has not answered for {self._patience_seconds:g} s{last}",
+            field=_FIELD,
+            hint="start the teacher again, then resume the job",
+        )
 
     def _unavailable(self, error: grpc.RpcError) -> DistillError:
         call: Any = error

@@ -44,7 +44,8 @@ CHANNEL_OPTIONS = [
     *_LIMITS,
     # A restarted server is found again within a second, not after gRPC's default of two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # In spite of its name, how long one attempt to connect may take.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Servers listen on loopback only; a proxy of the environment would get the calls instead.
     ("grpc.enable_http_proxy", 0),

@@ -175,6 +175,44 @@ def test_a_frozen_teacher_is_given_up_too(start_teacher: StartTeacher) -> None:
         assert_undisturbed(queries(1), [client.submit(queries(1)[0])])
 
 
+def test_a_slow_teacher_is_waited_for_but_not_for_ever(
+    start_teacher: StartTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = start_teacher(*fake(latency_ms=3000))
+    with TeacherClient(teacher.address, patience_seconds=1.0) as client:
+        assert_undisturbed(queries(3), [client.submit(query) for query in queries(3)])
+
+        monkeypatch.setattr("clients.teacher_client._BUSY_FACTOR", 2)
+        began = time.monotonic()
+        fault = client.submit(queries(1)[0]).exception(WAIT)
+        assert isinstance(fault, Unavailable)
+        assert "answers, but has sent no row for 2 s" in fault.message
+        assert 1.8 <= time.monotonic() - began < 2.9
+
+        monkeypatch.undo()
+        answer = client.submit(queries(1)[0])
+        time.sleep(1.5)
+        assert not answer.done()
+        teacher.kill()
+        fault = answer.exception(WAIT)
+        assert isinstance(fault, Unavailable)
+        assert "has not answered for 1 s" in fault.message
+
+
+def test_a_restarted_teacher_is_found_within_a_second(start_teacher: StartTeacher) -> None:
+    """Many refused connections must not add up to a long pause."""
+    teacher = start_teacher(*fake())
+    with TeacherClient(teacher.address) as client:
+        client.submit(queries(1)[0]).result(WAIT)
+        teacher.kill()
+        answer = client.submit(queries(1)[0])
+        time.sleep(4)
+        start_teacher(*fake(), port=teacher.port)
+        listening = time.monotonic()
+        answer.result(WAIT)
+        assert time.monotonic() - listening < 2.5  # 1.2 s of back-off at most, on an idle machine
+
+
 def test_other_weights_after_a_restart_are_refused(start_teacher: StartTeacher) -> None:
     teacher = start_teacher(*fake(latency_ms=50), "--max-batch-tokens", "40")
     with TeacherClient(teacher.address) as client:

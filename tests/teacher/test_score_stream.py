@@ -1,4 +1,4 @@
-"""One Score stream and a client that reads slowly: what it holds is bounded, and nothing is lost."""
+"""One Score stream and a client that reads slowly: what it holds is bounded, nothing is lost."""
 
 from __future__ import annotations
 
