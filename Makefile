@@ -1,4 +1,4 @@
-.PHONY: setup demo test lint protos clean
+.PHONY: setup demo test lint bench protos clean
 PYTHON ?= python3
 BIN := .venv/bin
 # Where CPU builds of torch live; not asked on a machine with an NVIDIA GPU.
@@ -12,6 +12,11 @@ test: setup  ## every test that runs without a GPU
 
 lint: setup  ## style, types, import contracts
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+bench: setup  ## the loss against its bounds and its peers; minutes, on a quiet machine
+	$(BIN)/pip install -q -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m benchmarks.loss
+	$(BIN)/python -m benchmarks.estimators
 
 setup: .venv/.installed
 
