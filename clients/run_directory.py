@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
+
+from pydantic import TypeAdapter
 
 from clients.config import JobConfig
 from protos.errors import NotFound
 
 Verdict = Literal["running", "succeeded", "failed", "cancelled"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ class Control:
     """The owner's wish: stop after a last checkpoint, or at once."""
 
     stop: Literal["", "checkpoint", "now"] = ""
+
+
+_STATUS, _CONTROL = TypeAdapter(Status), TypeAdapter(Control)
 
 
 class RunDirectory:
@@ -108,15 +114,15 @@ class RunDirectory:
             ) from error
 
     def read_status(self) -> Status | None:
-        found = _read_json(self.path / "status.json")
-        return None if found is None else Status(**found)
+        """None where there is none, or nonsense."""
+        return _read_as(_STATUS, self.path / "status.json")
 
     def write_status(self, status: Status) -> None:
         replace_file(self.path / "status.json", json.dumps(asdict(status)) + "\n")
 
     def read_control(self) -> Control:
-        found = _read_json(self.path / "control.json")
-        return Control() if found is None else Control(**found)
+        """No wish where there is none, or nonsense."""
+        return _read_as(_CONTROL, self.path / "control.json") or Control()
 
     def write_control(self, control: Control) -> None:
         replace_file(self.path / "control.json", json.dumps(asdict(control)) + "\n")
@@ -142,9 +148,9 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _read_json(path: Path) -> Mapping[str, Any] | None:
+def _read_as(kind: TypeAdapter[_T], path: Path) -> _T | None:
+    """None also for nonsense of a broken disk: whoever follows the run goes on without it."""
     try:
-        found: Mapping[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
+        return kind.validate_json(path.read_bytes(), strict=True)
+    except (OSError, ValueError):
         return None
-    return found

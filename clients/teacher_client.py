@@ -207,7 +207,7 @@ class TeacherClient:
                 f"the {self._name} answers, but has sent no row for"
                 f" {_BUSY_FACTOR * self._patience_seconds:g} s",
                 field=_FIELD,
-                hint="start it with a smaller --max-batch-tokens, or raise teacher.patience_seconds",
+                hint="give it a smaller --max-batch-tokens, or raise teacher.patience_seconds",
             )
         last = f" (last: {self._last_fault.message})" if self._last_fault else ""
         return Unavailable(

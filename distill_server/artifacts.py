@@ -41,8 +41,19 @@ async def pieces_of(root: Path) -> AsyncIterator[Piece]:
                 yield piece
 
 
+def require_files(job: Job, run: RunDirectory) -> None:
+    """Raises NotFound when somebody removed the run directory."""
+    if not run.path.is_dir():
+        raise NotFound(
+            f"the files of job {job.id} are gone",
+            field="job_id",
+            hint="they were removed from the server; submit the job again",
+        )
+
+
 def artifact_root(job: Job, run: RunDirectory, checkpoint_step: int) -> Path:
     """The directory to send; raises NotFound, or WrongState when the job has no export."""
+    require_files(job, run)
     if checkpoint_step:
         root = run.checkpoints / f"step-{checkpoint_step:06d}"
         if not root.is_dir():

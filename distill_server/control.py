@@ -13,6 +13,7 @@ from pathlib import Path
 from clients.config import JobConfig
 from clients.jobs import Job, JobState
 from clients.run_directory import Control, RunDirectory, fsync_directory
+from distill_server.artifacts import require_files
 from distill_server.job_file import parse_config
 from distill_server.store import Attempt, Change, Store
 from protos.errors import InvalidInput, NotFound, Unavailable, WrongState
@@ -87,6 +88,7 @@ class JobControl:
                 field="max_steps",
                 hint="resume it with more steps",
             )
+        require_files(job, RunDirectory(self._runs / job.id))
         config = self._extended(job, max_steps) if max_steps else None
         if from_step:
             self._require_checkpoint(job, from_step)
@@ -109,6 +111,8 @@ class JobControl:
 
     def _tell(self, job: Job, *, now: bool) -> None:
         run = RunDirectory(self._runs / job.id)
+        if not run.path.is_dir():
+            return  # somebody removed it; the scheduler kills the trainer when the grace is over
         # Never back from "now" to "checkpoint": the trainer may already be on its way out.
         if now or run.read_control().stop != "now":
             with _disk():

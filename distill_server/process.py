@@ -106,11 +106,12 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
+    """None where there is none, or nonsense of a broken disk."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
         return None
-    return found
+    return found if isinstance(found, dict) else None
 
 
 def claim(directory: Path) -> bool:

@@ -102,11 +102,7 @@ def _numbers(found: Mapping[str, Any]) -> Mapping[str, float]:
 
 def status_of(run: RunDirectory, attempt: int) -> Status | None:
     """The word of this attempt's trainer; None while it has not spoken, or spoke nonsense."""
-    try:
-        status = run.read_status()
-    except (ValueError, TypeError) as error:
-        log.warning("%s: unreadable status.json: %s", run.path, error)
-        return None
+    status = run.read_status()
     return status if status is not None and status.attempt == attempt else None
 
 

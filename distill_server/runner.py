@@ -66,6 +66,14 @@ class Lost:
 Outcome = Running | Exited | Lost
 
 
+@dataclass(frozen=True)
+class _Card:
+    """A shim.json: who watches the attempt, and the mark of its processes."""
+
+    shim: Identity
+    mark: str
+
+
 class CommandFactory(Protocol):
     def __call__(
         self, run: Path, *, attempt: int, processes: int, from_step: int | None = None
@@ -109,22 +117,25 @@ class LocalRunner:
         self._reap()
         if ended := _exit_of(directory):
             return ended
-        card = read_json(directory / "shim.json")
+        card = _card_of(directory)
         if card is None:
             return self._starting(directory)
-        if identity_of(card["pid"]) == _shim_of(card):
+        if identity_of(card.shim.pid) == card.shim:
             return Running()
         # It may have written the file between the two looks.
         return _exit_of(directory) or _abandoned(card)
 
     def stop(self, run: RunDirectory, attempt: int, *, now: bool) -> None:
         """SIGTERM for the trainer, and SIGKILL after a grace; `now`: SIGKILL. Safe to repeat."""
-        card = read_json(run.logs(attempt) / "shim.json")
-        if card is not None:
-            send_signal(_shim_of(card), signal.SIGQUIT if now else signal.SIGTERM)
+        directory = run.logs(attempt)
+        signum = signal.SIGQUIT if now else signal.SIGTERM
+        if card := _card_of(directory):
+            send_signal(card.shim, signum)
+        elif child := self._children.get(directory):
+            child.send_signal(signum)
 
     def _starting(self, directory: Path) -> Outcome:
-        """There is no shim.json: is a shim on its way?"""
+        """There is no readable shim.json: is a shim on its way?"""
         if directory in self._children:
             return Running()
         if not directory.is_dir() or claim(directory):
@@ -149,17 +160,21 @@ def trainer_environment(environment: Mapping[str, str], threads: int) -> dict[st
 
 
 def _exit_of(directory: Path) -> Exited | None:
-    found = read_json(directory / "exit.json")
-    return None if found is None else Exited(found["code"])
+    code = (read_json(directory / "exit.json") or {}).get("code")
+    return Exited(code) if isinstance(code, int) else None
 
 
-def _shim_of(card: Mapping[str, object]) -> Identity:
-    return Identity(str(card["boot_id"]), int(str(card["pid"])), int(str(card["start_time"])))
+def _card_of(directory: Path) -> _Card | None:
+    found = read_json(directory / "shim.json")
+    match found:
+        case {"boot_id": str(boot), "pid": int(pid), "start_time": int(start), "mark": str(mark)}:
+            return _Card(Identity(boot, pid, start), mark)
+    return None
 
 
-def _abandoned(card: Mapping[str, object]) -> Lost:
+def _abandoned(card: _Card) -> Lost:
     """The shim was killed: end what it left, so that no two trainers share a run directory."""
-    if card["boot_id"] != boot_id():
+    if card.shim.boot_id != boot_id():
         return Lost(blameless=True)
-    kill_family(str(card["mark"]))
+    kill_family(card.mark)
     return Lost(blameless=False)

@@ -121,8 +121,9 @@ class Scheduler:
                 from_step=attempt.from_step,
             )
         except (OSError, ValueError) as error:
-            # No space, no processes, or a config from before an upgrade.
-            self._died(job, Died(f"the trainer could not be started: {error}", blameless=False))
+            # No space, no processes, or a config from before an upgrade. No path: it is ours alone.
+            why = (isinstance(error, OSError) and error.strerror) or error
+            self._died(job, Died(f"the trainer could not be started: {why}", blameless=False))
 
     def _follow(self, job: Job) -> None:
         run = self._run(job)

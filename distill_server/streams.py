@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 from clients.jobs import TERMINAL, Job, JobEvent
 from clients.run_directory import RunDirectory
+from distill_server.artifacts import require_files
 from distill_server.bells import Bells
 from distill_server.store import Store
 from protos.errors import InvalidInput, NotFound
@@ -67,7 +68,9 @@ class Streams:
         attempt = attempt or job.attempt
         if attempt > job.attempt:
             raise NotFound(f"job {job.id} has made {job.attempt} attempts", field="attempt")
-        path = RunDirectory(self._runs / job.id).log_file(attempt)
+        run = RunDirectory(self._runs / job.id)
+        require_files(job, run)
+        path = run.log_file(attempt)
         offset = after_offset
         if tail_lines:
             # Off the event loop: the last lines of a log may be most of it.

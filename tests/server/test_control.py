@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from clients.jobs import JobState
+from clients.run_directory import Control, RunDirectory
 from distill_server.control import JobControl
 from distill_server.database import open_database
 from distill_server.encode import decode_state
 from distill_server.store import Store
-from protos.errors import InvalidInput, Unavailable
+from protos.errors import InvalidInput, NotFound, Unavailable
 
 from .conftest import job_config
 
@@ -135,6 +137,33 @@ def test_resume_checks_max_steps(control: JobControl, connection: sqlite3.Connec
     job = control.resume(job_id, max_steps=21, from_step=0)
     assert (job.state, job.max_steps, job.attempt) == (JobState.QUEUED, 21, 2)
     assert json.loads(job.config_json)["max_steps"] == 21
+
+
+@pytest.mark.parametrize("nonsense", ["", "{", "[]", '{"stop": "later"}', '{"start": 1}'])
+def test_wishes_that_cannot_be_read(
+    control: JobControl, connection: sqlite3.Connection, tmp_path: Path, nonsense: str
+) -> None:
+    job_id = submit(control)
+    connection.execute("UPDATE jobs SET state = 'RUNNING'")
+    run = RunDirectory(tmp_path / "runs" / job_id)
+    (run.path / "control.json").write_text(nonsense)
+    assert run.read_control() == Control()
+    assert control.cancel(job_id, now=False).state is JobState.CANCELLING
+    assert run.read_control() == Control("checkpoint")
+
+
+def test_files_that_are_gone(
+    control: JobControl, connection: sqlite3.Connection, tmp_path: Path
+) -> None:
+    job_id = submit(control)
+    connection.execute("UPDATE jobs SET state = 'RUNNING'")
+    shutil.rmtree(tmp_path / "runs" / job_id)
+    assert control.cancel(job_id, now=False).state is JobState.CANCELLING
+    connection.execute("UPDATE jobs SET state = 'FAILED'")
+    with pytest.raises(NotFound, match=f"the files of job {job_id} are gone") as caught:
+        control.resume(job_id, max_steps=0, from_step=0)
+    assert str(tmp_path) not in str(caught.value)
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize(

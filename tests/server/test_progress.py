@@ -94,7 +94,7 @@ def test_status_of_another_attempt_is_no_word(tmp_path: Path) -> None:
     run.write_status(Status(1, "cancelled"))
     assert status_of(run, 1) == Status(1, "cancelled")
     assert status_of(run, 2) is None
-    for nonsense in ("{", "[]", '{"unknown": 1}'):
+    for nonsense in ("{", "[]", '{"unknown": 1}', '{"attempt": 1, "verdict": "odd"}', "\0"):
         (tmp_path / "status.json").write_text(nonsense)
         assert status_of(run, 1) is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,6 +109,27 @@ def test_stop_is_sigterm_first(run: RunDirectory) -> None:
     runner.stop(run, 1, now=False)
     eventually(lambda: runner.poll(run, 1) != Running())
     assert runner.poll(run, 1) == Exited(7)
+
+
+NONSENSE = ["", "{", "[]", "null", '{"pid": "x"}', '{"code": "x"}', "\0"]
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE)
+def test_files_that_are_nonsense(run: RunDirectory, nonsense: str) -> None:
+    """Whoever started the shim still knows it; for anybody else the attempt is lost."""
+    runner = start(run, "import time; print('up')\ntime.sleep(99)")
+    eventually(lambda: run.log_file(1).exists() and run.log_file(1).read_text() == "up\n")
+    mark = str(card_of(run)["mark"])
+    (run.logs(1) / "exit.json").write_text(nonsense)
+    assert runner.poll(run, 1) == Running()
+    (run.logs(1) / "shim.json").write_text(nonsense)
+    assert runner.poll(run, 1) == Running()
+    runner.stop(run, 1, now=True)
+    eventually(lambda: family(mark) == [])
+    eventually(lambda: runner.poll(run, 1) == Exited(-9))
+    (run.logs(1) / "exit.json").write_text(nonsense)
+    eventually(lambda: runner.poll(run, 1) == Lost(blameless=False))
+    shutil.rmtree(run.logs(1))
 
 
 def test_stop_now_kills_the_whole_family(run: RunDirectory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from clients.distill_client import DistillClient
 from clients.jobs import JobState
+from distill_server.process import family
 from distill_server.streams import _tail_offset
 from protos.errors import InvalidInput, NotFound, TimedOut, Unavailable, WrongState
 
@@ -27,6 +29,31 @@ def test_log_of_a_finished_job(server: Server, client: DistillClient) -> None:
     assert b"".join(client.logs(job.id, tail_lines=99, follow=True)) == log
     with pytest.raises(NotFound, match="made 1 attempts"):
         list(client.logs(job.id, attempt=2))
+
+
+def test_files_of_a_job_that_were_removed(server: Server, client: DistillClient) -> None:
+    blocker = client.submit(job_config("pause=1", max_steps=1000))
+    job = client.submit(job_config(max_steps=4))
+    shutil.rmtree(server.runs / job.id)
+    with pytest.raises(NotFound, match=r"files .* are gone"):
+        list(client.logs(job.id))
+    client.cancel(blocker.id, now=True)
+    reason = client.wait(job.id, timeout=20).reason
+    assert reason == "the trainer could not be started: No such file or directory"
+    with pytest.raises(NotFound, match=r"files .* are gone"):
+        client.resume(job.id)
+
+
+def test_a_running_job_whose_files_were_removed_can_be_cancelled(
+    server: Server, client: DistillClient
+) -> None:
+    job = client.submit(job_config("hang_at=2 deaf=1", max_steps=9))
+    eventually(lambda: client.get(job.id).step == 1)
+    card = server.card(job.id)
+    shutil.rmtree(server.runs / job.id)
+    client.cancel(job.id)
+    assert client.wait(job.id, timeout=30).state is JobState.CANCELLED
+    assert family(str(card["mark"])) == []
 
 
 def test_log_is_followed_through_a_restart(server: Server, client: DistillClient) -> None:
