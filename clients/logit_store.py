@@ -14,53 +14,26 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from clients.logit_shards import (
+    Shard,
+    ShardFacts,
+    StoredRows,
+    cut,
+    encode_shard,
+    open_shard,
+    write_synced,
+)
 from protos.errors import Corrupt, InvalidInput, WrongState
+
+__all__ = ["LogitStore", "StoredRows"]
 
 SCHEMA_VERSION = 1
 MAX_SHARD_BYTES = 1 << 30  # Arrow's 32-bit offsets end at 2 GiB
-KEY_BYTES = 32
 _MANIFEST = "manifest.json"
-
-
-@dataclass(frozen=True)
-class StoredRows:
-    """One sequence: its key, token ids (int32 little-endian), first scored position, and codec
-    bytes.
-    """
-
-    key: bytes
-    token_ids: bytes
-    start: int
-    rows: bytes
-
-
-@dataclass(frozen=True)
-class ShardFacts:
-    """A line of the manifest."""
-
-    name: str
-    count: int
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """An open shard. The offsets are a copy, checked once: a bit that flips on disk later cannot
-    send a read out of the file.
-    """
-
-    offsets: NDArray[np.int32]
-    data: memoryview
-    batch: Any
 
 
 class LogitStore:
@@ -77,8 +50,9 @@ class LogitStore:
         _require_arrow()
         self.path = Path(path)
         self._lock_fd: int | None = None
-        self._index: dict[bytes, tuple[int, int]] = {}
-        self._shards: list[_Shard] = []
+        # By key: the shard's name, and the row in it.
+        self._index: dict[bytes, tuple[str, int]] = {}
+        self._shards: dict[str, Shard] = {}
         self.unreadable: list[str] = []
         if write:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -107,23 +81,30 @@ class LogitStore:
     def __len__(self) -> int:
         return len(self._index)
 
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Bytes of each shard, the oldest first."""
+        return [facts.bytes for facts in self._facts]
+
     def __contains__(self, key: bytes) -> bool:
         return key in self._index
 
     def __iter__(self) -> Iterator[StoredRows]:
         """Every entry, in the order of writing."""
-        for shard_number, shard in enumerate(self._shards):
+        for name, shard in self._shards.items():
             keys, tokens, starts = (shard.batch.column(i) for i in range(3))
             for row in range(shard.batch.num_rows):
                 key: bytes = keys[row].as_py()
-                if self._index.get(key) == (shard_number, row):
-                    rows = _cut(shard, row)
+                if self._index.get(key) == (name, row):
+                    rows = cut(shard, row)
                     yield StoredRows(key, tokens[row].as_py(), starts[row].as_py(), rows)
 
     def get(self, key: bytes) -> bytes | None:
         """The codec bytes of a key, not yet verified."""
-        found = self._index.get(key)
-        return None if found is None else _cut(self._shards[found[0]], found[1])
+        name, row = self._index.get(key, ("", 0))
+        # Another thread may just be dropping the shard: who still has it may read it.
+        shard = self._shards.get(name)
+        return None if shard is None else cut(shard, row)
 
     def drop(self, key: bytes) -> None:
         """Forget an entry that turned out to be corrupt; a later append of the key wins."""
@@ -133,19 +114,31 @@ class LogitStore:
         """Write one shard. Once it returns, they survive a power cut. Raises OSError of the
         disk.
         """
-        if self._lock_fd is None:
-            raise WrongState("this store was opened for reading", hint="open it with write=True")
+        self._require_writer()
         if sum(len(entry.rows) + len(entry.token_ids) for entry in entries) > MAX_SHARD_BYTES:
             raise InvalidInput("a shard holds at most 1 GiB", hint="append in several steps")
         if not entries:
             return
-        name = f"{len(self._facts):08d}.arrow"
-        data = _encode_shard(entries)
-        _write_synced(self.path / name, data)
+        name = f"{self._next_number():08d}.arrow"
+        data = encode_shard(entries)
+        write_synced(self.path / name, data)
         facts = ShardFacts(name, len(entries), len(data), hashlib.sha256(data).hexdigest())
         self._write_manifest([*self._facts, facts])
         self._facts.append(facts)
         self._open_shard(facts)
+
+    def drop_oldest(self) -> None:
+        """Remove the shard that was written first. A reader that has it open keeps its rows."""
+        self._require_writer()
+        oldest, *kept = self._facts
+        # The manifest first: what it names is there, whenever the writer is killed.
+        self._write_manifest(kept)
+        self._facts = kept
+        shard = self._shards.pop(oldest.name, None)
+        for key in shard.batch.column(0).to_pylist() if shard else ():
+            if self._index.get(key, ("", 0))[0] == oldest.name:
+                self._index.pop(key, None)
+        (self.path / oldest.name).unlink(missing_ok=True)
 
     def verify(self) -> None:
         """Read everything: raises Corrupt, naming the shard that is not what was written."""
@@ -159,6 +152,13 @@ class LogitStore:
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
+
+    def _require_writer(self) -> None:
+        if self._lock_fd is None:
+            raise WrongState("this store was opened for reading", hint="open it with write=True")
+
+    def _next_number(self) -> int:
+        return int(self._facts[-1].name.split(".")[0]) + 1 if self._facts else 0
 
     def _read_manifest(self, metadata: dict[str, str]) -> tuple[list[ShardFacts], dict[str, str]]:
         try:
@@ -190,7 +190,7 @@ class LogitStore:
             "metadata": self.metadata,
             "shards": [asdict(shard) for shard in facts],
         }
-        _write_synced(self.path / _MANIFEST, json.dumps(manifest, indent=1).encode())
+        write_synced(self.path / _MANIFEST, json.dumps(manifest, indent=1).encode())
 
     def _remove_orphans(self) -> None:
         """What a killed writer left: half-written files, and shards that no manifest names."""
@@ -202,15 +202,14 @@ class LogitStore:
     def _open_shard(self, facts: ShardFacts) -> None:
         """A shard that is cut or malformed is left out; its name goes to `unreadable`."""
         try:
-            shard = _open_shard(self.path / facts.name, facts)
+            shard = open_shard(self.path / facts.name, facts)
         except (OSError, ValueError):
             self.unreadable.append(facts.name)
             return
-        self._shards.append(shard)
-        number = len(self._shards) - 1
+        self._shards[facts.name] = shard
         for row, key in enumerate(shard.batch.column(0).to_pylist()):
             # A key written again replaces one that was dropped as corrupt.
-            self._index[key] = (number, row)
+            self._index[key] = (facts.name, row)
 
 
 def _require_arrow() -> None:
@@ -233,57 +232,3 @@ def _lock(path: Path) -> int:
             f"another process writes to {path}", hint="wait for it, or use another directory"
         ) from error
     return lock
-
-
-def _encode_shard(entries: Sequence[StoredRows]) -> bytes:
-    import pyarrow as pa
-
-    columns = {
-        "key": pa.array([entry.key for entry in entries], pa.binary(KEY_BYTES)),
-        "token_ids": pa.array([entry.token_ids for entry in entries], pa.binary()),
-        "start": pa.array([entry.start for entry in entries], pa.int32()),
-        "rows": pa.array([entry.rows for entry in entries], pa.binary()),
-    }
-    batch = pa.record_batch(columns)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
-
-
-def _open_shard(path: Path, facts: ShardFacts) -> _Shard:
-    import pyarrow as pa
-
-    if path.stat().st_size != facts.bytes:
-        raise ValueError(f"{path} has another size than its manifest says")
-    batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
-    batch.validate(full=True)
-    if batch.num_rows != facts.count or batch.schema.names != ["key", "token_ids", "start", "rows"]:
-        raise ValueError(f"{path} is not what its manifest says")
-    _, offsets, data = batch.column(3).buffers()
-    copied = np.frombuffer(offsets, np.int32, facts.count + 1).copy()
-    return _Shard(copied, memoryview(data), batch)
-
-
-def _cut(shard: _Shard, row: int) -> bytes:
-    return bytes(shard.data[shard.offsets[row] : shard.offsets[row + 1]])
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    """All of the file or nothing, also after a power cut."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

@@ -33,6 +33,9 @@ def teacher(
     ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep no rows at all.")] = False,
     cache_memory_mib: Annotated[int, typer.Option(min=0, help="Rows kept in memory.")] = 1024,
+    cache_disk_gib: Annotated[
+        int, typer.Option(min=1, help="Rows kept on disk; the oldest are removed.")
+    ] = 16,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; OMP_NUM_THREADS, or half the cores.")
     ] = None,
@@ -55,6 +58,7 @@ def teacher(
         batch_invariant=batch_invariant,
         cache_dir=None if no_cache else cache_dir or _default_cache(),
         cache_memory_bytes=0 if no_cache else cache_memory_mib << 20,
+        cache_disk_bytes=cache_disk_gib << 30,
     )
     try:
         run(settings)

@@ -15,18 +15,22 @@ from clients.logit_store import LogitStore, StoredRows
 log = logging.getLogger(__name__)
 
 FLUSH_BYTES = 64 << 20
-FLUSH_SECONDS = 5.0
+FLUSH_SECONDS = 60.0
+# Each is a line of the manifest, and a map of this process: few small ones must not become many.
+MAX_SHARDS = 4096
 MAX_WAITING_BYTES = 256 << 20
 
 
 class DiskTier:
-    """Collects entries and appends them as shards of 64 MiB or 5 seconds, whichever comes first.
+    """Collects entries and appends them as shards of 64 MiB or a minute, whichever comes first.
 
+    Above `max_bytes` the oldest shards are removed.
     A disk that fails is named once in the log; from then on the tier only forgets what it is given.
     """
 
-    def __init__(self, path: Path, *, fingerprint: str) -> None:
+    def __init__(self, path: Path, *, fingerprint: str, max_bytes: int) -> None:
         """Raises WrongState when another teacher writes there, OSError of the disk."""
+        self._max_bytes = max_bytes
         self._store = LogitStore(path, write=True, metadata={"fingerprint": fingerprint})
         for name in self._store.unreadable:
             log.warning("cache: shard %s of %s is damaged; its rows are scored again", name, path)
@@ -66,10 +70,20 @@ class DiskTier:
             entries, more = self._collect()
             try:
                 self._store.append(entries)
+                self._trim()
             except OSError as error:
                 log.error("cache: %s; rows are kept in memory only from here on", error)
                 self._failed = True
             self._written(sum(len(entry.rows) for entry in entries))
+
+    def _trim(self) -> None:
+        sizes = self._store.sizes
+        total, count = sum(sizes), len(sizes)
+        for size in sizes:
+            if total <= self._max_bytes and count <= MAX_SHARDS:
+                return
+            self._store.drop_oldest()
+            total, count = total - size, count - 1
 
     def _written(self, size: int) -> None:
         with self._counting:

@@ -43,6 +43,7 @@ class Settings:
     batch_invariant: bool
     cache_dir: Path | None
     cache_memory_bytes: int
+    cache_disk_bytes: int
 
 
 def run(settings: Settings) -> None:
@@ -88,7 +89,7 @@ def _make_cache(settings: Settings, fingerprint: str) -> RowCache | None:
     path = settings.cache_dir / fingerprint[:32]
     disk = None
     try:
-        disk = DiskTier(path, fingerprint=fingerprint)
+        disk = DiskTier(path, fingerprint=fingerprint, max_bytes=settings.cache_disk_bytes)
     except (DistillError, OSError) as error:
         log.warning("cache: rows are kept in memory only: %s", error)
     return RowCache(memory_bytes=settings.cache_memory_bytes, disk=disk)

@@ -56,8 +56,8 @@ def score_all(engine: CountingEngine, cache: RowCache | None) -> list[bytes]:
     return scored
 
 
-def disk(path: Path) -> DiskTier:
-    return DiskTier(path, fingerprint=FINGERPRINT)
+def disk(path: Path, max_bytes: int = 1 << 30) -> DiskTier:
+    return DiskTier(path, fingerprint=FINGERPRINT, max_bytes=max_bytes)
 
 
 def test_a_hit_is_the_same_bytes_without_a_forward() -> None:
@@ -144,6 +144,43 @@ def test_the_first_write_wins() -> None:
     assert cache.put(key, QUERIES[0], second).encoded == first.encoded != second.encoded
 
 
+def wait_for(key: bytes, tier: DiskTier) -> None:
+    deadline = time.monotonic() + 10
+    while key not in tier and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert key in tier
+
+
+@pytest.mark.parametrize("limit", ["bytes", "shards"])
+def test_the_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr("teacher_service.disk_tier.FLUSH_BYTES", 1)
+    if limit == "shards":
+        monkeypatch.setattr("teacher_service.disk_tier.MAX_SHARDS", 3)
+    tier = disk(tmp_path, max_bytes=350_000 if limit == "bytes" else 1 << 30)
+    keys = [bytes([number]) * 32 for number in range(8)]
+    for key in keys:
+        tier.put(StoredRows(key, b"", 1, key * (100_000 // 32)))
+        wait_for(key, tier)
+    tier.close()
+    assert [key in tier for key in keys] == [False] * 5 + [True] * 3
+    assert sum(file.stat().st_size for file in tmp_path.glob("*.arrow")) < 350_000
+    # A smaller bound holds from the next flush on, at the latest at the end.
+    disk(tmp_path, max_bytes=150_000).close()
+    assert len(list(tmp_path.glob("*.arrow"))) == 1
+    assert tier.get(keys[-1]) == keys[-1] * (100_000 // 32)
+
+
+def test_few_rows_wait_for_the_end(tmp_path: Path) -> None:
+    tier = disk(tmp_path)
+    for number in range(5):
+        tier.put(StoredRows(bytes([number]) * 32, b"", 1, b"rows"))
+        time.sleep(0.02)
+    assert list(tmp_path.glob("*.arrow")) == []
+    tier.close()
+    assert len(list(tmp_path.glob("*.arrow"))) == 1
+    assert len(LogitStore(tmp_path)) == 5
+
+
 def test_a_second_teacher_on_the_same_rows_is_told(tmp_path: Path) -> None:
     tier = disk(tmp_path)
     with pytest.raises(WrongState):
@@ -178,8 +215,5 @@ def test_rows_given_twice_do_not_fill_the_queue_for_ever(
         key = bytes([number]) * 32
         for _ in range(3):
             tier.put(StoredRows(key, b"", 1, bytes(size)))
-        deadline = time.monotonic() + 10
-        while key not in tier and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert key in tier
+        wait_for(key, tier)
     tier.close()

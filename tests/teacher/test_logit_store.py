@@ -53,6 +53,45 @@ def test_append_get_iterate_reopen(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.arrow"))) == 2
 
 
+def test_the_oldest_shard_goes_and_its_readers_stay(tmp_path: Path) -> None:
+    entries = [entry(i) for i in range(4)]
+    with LogitStore(tmp_path, write=True, metadata=META) as store:
+        for one in entries[:3]:
+            store.append([one])
+        store.append([entries[0]])  # written again: the newer one counts
+        with LogitStore(tmp_path) as reader:
+            store.drop_oldest()
+            store.drop_oldest()
+            assert list(store) == [entries[2], entries[0]]
+            assert store.get(entries[1].key) is None
+            assert [reader.get(one.key) for one in entries[:3]] == [e.rows for e in entries[:3]]
+        store.append([entries[3]])
+        assert len(store.sizes) == 3
+    with LogitStore(tmp_path) as store:
+        store.verify()
+        assert list(store) == [entries[2], entries[0], entries[3]]
+        with pytest.raises(WrongState):
+            store.drop_oldest()
+    assert sorted(file.name for file in tmp_path.glob("*.arrow")) == [
+        f"{number:08d}.arrow" for number in (2, 3, 4)
+    ]
+
+
+def test_a_kill_between_manifest_and_unlink_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LogitStore(tmp_path, write=True, metadata=META) as store:
+        store.append([entry(1)])
+        store.append([entry(2)])
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                store.drop_oldest()
+    with LogitStore(tmp_path, write=True, metadata=META) as store:
+        assert list(store) == [entry(2)]
+    assert [file.name for file in tmp_path.glob("*.arrow")] == ["00000001.arrow"]
+
+
 def test_one_writer_many_readers(tmp_path: Path) -> None:
     with LogitStore(tmp_path, write=True, metadata=META) as store:
         store.append([entry(1)])
