@@ -79,6 +79,11 @@ class RunDirectory:
         return self.path / "job.json"
 
     @property
+    def trainer_lock(self) -> Path:
+        """Locked (flock) by the trainer that is at work."""
+        return self.path / ".trainer.lock"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

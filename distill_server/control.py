@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,12 +11,12 @@ from pathlib import Path
 from clients.config import JobConfig
 from clients.jobs import Job, JobState
 from clients.run_directory import Control, RunDirectory, fsync_directory
+from clients.run_id import run_ids
 from distill_server.artifacts import require_files
 from distill_server.job_file import parse_config
 from distill_server.store import Attempt, Change, Store
 from protos.errors import InvalidInput, NotFound, Unavailable, WrongState
 
-_SLUG_CHARS = 40
 _KEY_CHARS = 200
 # A job file is smaller; what is checked and stored on the event loop must be.
 _TEXT_CHARS = 256 << 10
@@ -131,14 +129,11 @@ class JobControl:
             raise NotFound(f"job {job.id} has no checkpoint of step {step}", field="from_step")
 
     def _new_id(self, kind: str, name: str) -> str:
-        slug = re.sub(r"[^a-z0-9.]+", "-", name.lower())[:_SLUG_CHARS].strip("-.") or "job"
-        digits = 2
-        while True:
-            job_id = f"{kind.replace('_', '-')}-{slug}-{secrets.token_hex(digits)}"
-            if not self._store.has(job_id) and not (self._runs / job_id).exists():
-                return job_id
-            # Many jobs of one name: rather a longer id than a search for the last free one.
-            digits = 4
+        return next(
+            job_id
+            for job_id in run_ids(kind, name)
+            if not self._store.has(job_id) and not (self._runs / job_id).exists()
+        )
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 from clients.cli.display import display
@@ -17,17 +19,17 @@ from clients.cli.progress import Progress
 from clients.jobs import JobState
 from clients.launch import trainer_command
 from clients.run_directory import Control, RunDirectory
-from protos.errors import ExitCode
+from protos.errors import ExitCode, WrongState
 
 SECONDS_BETWEEN_POLLS = 0.2
 # SIGTERM asks the trainer for a last checkpoint: it gets as long as a server gives it.
 SECONDS_TO_STOP = 60.0
+_ERROR = "error: "
 
 
 def run_attempt(run: RunDirectory, attempt: int, output: Output) -> tuple[Progress, ExitCode]:
     """Run until the trainer ends. The code is what the trainer exited with, or INTERRUPTED."""
     config = run.config()
-    run.write_control(Control())
     progress = Progress(run.path.name, attempt=attempt, max_steps=config.max_steps)
     follower = RunFollower(run, attempt, config.max_steps)
     with (
@@ -47,13 +49,26 @@ def run_attempt(run: RunDirectory, attempt: int, output: Output) -> tuple[Progre
             elif not over:
                 time.sleep(SECONDS_BETWEEN_POLLS)
         if not follower.over:
-            last = follower.died(*_obituary(trainer.returncode, wishes.kill))
+            last = follower.died(*_obituary(run.log_file(attempt), trainer.returncode, wishes.kill))
             progress.add(last)
             shown.show(last)
     if wishes.kill:
         return progress, ExitCode.INTERRUPTED
     known = trainer.returncode in {code.value for code in ExitCode}
     return progress, ExitCode(trainer.returncode) if known else ExitCode.JOB_FAILED
+
+
+@contextmanager
+def idle(run: RunDirectory) -> Iterator[None]:
+    """Hold off every trainer of the run for a moment; raises WrongState when one is at work."""
+    with run.trainer_lock.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise WrongState(
+                f"another trainer is at work in {run.path}", hint="wait for it, or stop it"
+            ) from error
+        yield
 
 
 class _Wishes:
@@ -115,8 +130,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _obituary(returncode: int, killed: bool) -> tuple[str, JobState]:
+def _obituary(log: Path, returncode: int, killed: bool) -> tuple[str, JobState]:
     if killed:
         return "killed; it can go on from its last checkpoint", JobState.CANCELLED
+    told = [
+        line for line in log.read_text(errors="replace").splitlines() if line.startswith(_ERROR)
+    ]
+    if told and returncode > 0:
+        return told[-1].removeprefix(_ERROR), JobState.FAILED
     how = f"by signal {-returncode}" if returncode < 0 else f"with exit code {returncode}"
     return f"the trainer ended {how} without a word; its log tells more", JobState.FAILED

@@ -20,7 +20,9 @@ _STATES = {
 
 
 class RunFollower:
-    """Reads what is new at each `poll`; survives that a resumed trainer rewrites metrics.jsonl."""
+    """Reads what is new of one attempt at each `poll`; survives that its trainer rewrites
+    metrics.jsonl.
+    """
 
     def __init__(self, run: RunDirectory, attempt: int, max_steps: int) -> None:
         self._run = run
@@ -28,8 +30,8 @@ class RunFollower:
         self._max_steps = max_steps
         self._status = Status(attempt=attempt, verdict="running", phase="starting")
         self._inode = self._offset = 0
-        # (attempt, step) of the newest line told: a rewritten file repeats older ones.
-        self._newest = (0, -1)
+        # The newest step told: a rewritten file repeats older ones.
+        self._newest = -1
         self._seq = 0
 
     @property
@@ -50,7 +52,7 @@ class RunFollower:
     def died(self, reason: str, state: JobState = JobState.FAILED) -> JobEvent:
         """The last event of a trainer that could not say its last word itself."""
         verdict: Verdict = "cancelled" if state is JobState.CANCELLED else "failed"
-        step = max(self._newest[1], 0)
+        step = max(self._newest, 0)
         return self._event(
             Status(self._attempt, verdict, self._status.phase, step, self._max_steps, reason), {}
         )
@@ -69,9 +71,9 @@ class RunFollower:
         self._offset += len(whole)
         for line in whole.splitlines():
             metrics = json.loads(line)
-            at = (metrics.get("attempt", 1), metrics.get("step", 0))
-            if at > self._newest:
-                self._newest = at
+            step = metrics.get("step", 0)
+            if metrics.get("attempt", 1) == self._attempt and step > self._newest:
+                self._newest = step
                 yield metrics
 
     def _event(self, status: Status, metrics: Mapping[str, Any]) -> JobEvent:
@@ -83,7 +85,7 @@ class RunFollower:
             reason=status.reason,
             phase=status.phase,
             attempt=metrics.get("attempt", status.attempt),
-            step=metrics.get("step", max(status.step, self._newest[1])),
+            step=metrics.get("step", max(status.step, self._newest)),
             max_steps=status.max_steps or self._max_steps,
             metrics={
                 name: float(value)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
-import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,43 +65,51 @@ def _attempted(
         output.say(f"its log: {run.log_file(attempt)}")
     if conclusion is not ExitCode.OK:
         output.say(f"to go on: distill run --resume {run.path}")
-    return ExitCode.INTERRUPTED if code is ExitCode.INTERRUPTED else conclusion
+    # The trainer's own word for what happened before it could begin.
+    return code if code in (ExitCode.INTERRUPTED, ExitCode.WRONG_STATE) else conclusion
 
 
 def _made(job: str, chosen: list[str], runs: Path) -> RunDirectory:
     from clients.config_file import load_job, localized
     from clients.run_directory import RunDirectory
+    from clients.run_id import run_ids
 
     file = load_job(job, chosen)
     config = localized(file.config)
     require_files(config)
-    path = runs / run_id(config)
-    return RunDirectory.create(path, config, file.text, file.path.suffix.lower())
+    for name in run_ids(config.method.type, config.name):
+        with suppress(FileExistsError):
+            return RunDirectory.create(runs / name, config, file.text, file.path.suffix.lower())
+    raise AssertionError("there is always another id")
 
 
 def _reopened(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
-    from clients.run_directory import RunDirectory, replace_file
+    from clients.cli.attempt import idle
+    from clients.run_directory import Control, RunDirectory, replace_file
 
     run = RunDirectory(path)
     config = run.config()
-    status = run.read_status()
-    if status and status.verdict == "succeeded" and (max_steps or 0) <= status.step:
-        raise WrongState(
-            f"{path} is done: {status.step} of {status.max_steps} steps",
-            hint="--set max_steps=N with a larger N goes on",
-        )
-    if max_steps:
-        config = config.model_copy(update={"max_steps": max_steps})
-        replace_file(run.job_json, config.model_dump_json(indent=2) + "\n")
-    made = [int(log.name.removeprefix("attempt-")) for log in run.logs(1).parent.glob("attempt-*")]
-    return run, max([*made, status.attempt if status else 0]) + 1
+    with idle(run):
+        status = run.read_status()
+        if status and status.verdict == "succeeded" and (max_steps or 0) <= status.step:
+            raise WrongState(
+                f"{path} is done: {status.step} of {status.max_steps} steps",
+                hint="--set max_steps=N with a larger N goes on",
+            )
+        if max_steps:
+            config = config.model_copy(update={"max_steps": max_steps})
+            replace_file(run.job_json, config.model_dump_json(indent=2) + "\n")
+        run.write_control(Control())
+        return run, _new_attempt(run, status)
 
 
-def run_id(config: JobConfig) -> str:
-    """Readable and unique: `on-policy-qwen3-0.6b-7f3a`."""
-    kind = config.method.type.replace("_", "-")
-    slug = re.sub(r"[^a-z0-9.]+", "-", config.name.lower()).strip("-.")[:40]
-    return f"{kind}-{slug or 'job'}-{secrets.token_hex(2)}"
+def _new_attempt(run: RunDirectory, status: Status | None) -> int:
+    """A number that nobody has; its log directory is made at once, so that nobody else gets it."""
+    names = [log.name.removeprefix("attempt-") for log in run.logs(1).parent.glob("attempt-*")]
+    made = [int(name) for name in names if name.isdecimal()]
+    attempt = max([*made, status.attempt if status else 0]) + 1
+    run.logs(attempt).mkdir(parents=True)
+    return attempt
 
 
 def require_files(config: JobConfig) -> None:

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from clients.cli.app import main
+from clients.cli.attempt import idle
 from clients.cli.follow import RunFollower
 from clients.config import JobConfig
 from clients.jobs import JobEvent, JobState
-from clients.run_directory import RunDirectory, Status
+from clients.run_directory import Control, RunDirectory, Status
 from protos.errors import ExitCode
 
 Capture = pytest.CaptureFixture[str]
@@ -58,6 +59,10 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Script:
 def only_run() -> RunDirectory:
     (path,) = Path("runs").iterdir()
     return RunDirectory(path)
+
+
+def contents(run: RunDirectory) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
 
 
 def test_a_run_that_succeeds(
@@ -137,6 +142,53 @@ def test_resume_is_a_new_attempt(
     assert main(["run", "--resume", path]) == ExitCode.WRONG_STATE
     assert main(["run", "--resume", "nowhere"]) == ExitCode.NOT_FOUND
     assert "is not a run directory" in capsys.readouterr().err
+
+
+def test_resume_leaves_a_trainer_at_work_alone(
+    capsys: Capture, job_file: Callable[..., str], trainer: Script
+) -> None:
+    trainer('tell("cancelled", "", 1)')
+    assert main(["run", job_file()]) == ExitCode.JOB_CANCELLED
+    run = only_run()
+    run.write_control(Control("checkpoint"))
+    capsys.readouterr()
+    with idle(run):
+        before = contents(run)
+        resumed = main(["run", "--resume", str(run.path), "--set", "max_steps=9"])
+    assert resumed == ExitCode.WRONG_STATE
+    said = f"error: another trainer is at work in {run.path}; wait for it, or stop it\n"
+    assert capsys.readouterr().err == said
+    assert contents(run) == before
+    assert not run.logs(2).exists()
+
+
+def test_a_trainer_that_finds_another_one_says_so(
+    capsys: Capture, job_file: Callable[..., str], trainer: Script
+) -> None:
+    """Both were started at once; the status is the other's."""
+    trainer("""
+        run.write_status(Status(7, "running", "training", 1, most))
+        print("error: another trainer is at work; wait", file=sys.stderr)
+        sys.exit(6)
+    """)
+    assert main(["run", job_file()]) == ExitCode.WRONG_STATE
+    captured = capsys.readouterr()
+    assert "FAILED  0/500 steps  another trainer is at work; wait  run" in captured.out
+    assert "without a word" not in captured.out + captured.err
+    status = only_run().read_status()
+    assert status is not None
+    assert status.attempt == 7
+
+
+def test_an_id_that_is_taken_is_not_used_again(
+    job_file: Callable[..., str], trainer: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda count: "ab" * count)
+    trainer('tell("cancelled", "", 1)')
+    for _ in range(2):
+        assert main(["run", job_file(), "--name", "x"]) == ExitCode.JOB_CANCELLED
+    names = sorted(path.name for path in Path("runs").iterdir())
+    assert names == ["on-policy-x-abab", "on-policy-x-abababab"]
 
 
 def test_missing_files_are_found_before_the_run(
@@ -226,14 +278,18 @@ def test_follower_waits_for_whole_lines(run: RunDirectory) -> None:
     assert steps(list(follower.poll())) == [(1, 2)]
 
 
-def test_follower_tells_no_step_twice_after_a_resume(run: RunDirectory) -> None:
+def test_follower_tells_the_steps_of_its_attempt_once(run: RunDirectory) -> None:
     run.metrics.write_text(line(1, 1) + line(1, 2) + line(1, 3))
     follower = RunFollower(run, 2, 10)
-    assert steps(list(follower.poll())) == [(1, 1), (1, 2), (1, 3)]
+    assert list(follower.poll()) == []
     run.metrics.write_text(line(1, 1))
     assert list(follower.poll()) == []
     run.metrics.write_text(line(1, 1) + line(2, 2))
     assert steps(list(follower.poll())) == [(2, 2)]
+    run.metrics.write_text(line(1, 1))
+    assert list(follower.poll()) == []
+    run.metrics.write_text(line(1, 1) + line(2, 2) + line(3, 3) + line(2, 3))
+    assert steps(list(follower.poll())) == [(2, 3)]
 
 
 def test_follower_ignores_the_status_of_an_earlier_attempt(run: RunDirectory) -> None:
