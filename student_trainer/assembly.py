@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from clients.config import JobConfig
 from clients.run_directory import RunDirectory
@@ -41,6 +42,7 @@ def assemble(
 
     Raises a DistillError for everything that a user can mend, before the first step.
     """
+    disable_progress_bar()  # they would fill the log, at every checkpoint
     tokenizer = load_tokenizer(config.student)
     shape = load_config(config.student).get_text_config()
     check_vocabulary(client, info, vocabulary(tokenizer), shape.vocab_size)

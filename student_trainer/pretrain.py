@@ -22,6 +22,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 END = "<|end|>"
 
@@ -36,6 +37,7 @@ class Text:
 
 def main() -> None:
     options = _parser().parse_args()
+    disable_progress_bar()
     torch.manual_seed(options.seed)
     records = [json.loads(line) for line in options.data.read_text().splitlines()]
     ends = [options.separator] * (len(options.columns) - 1) + [""]
