@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
+Name = Annotated[str, Field(min_length=1)]
+
+
 class _Table(BaseModel):
     model_config = ConfigDict(
         # An infinite learning rate is no learning rate, and JSON cannot say it.
@@ -23,7 +26,7 @@ class _Table(BaseModel):
 class StudentConfig(_Table):
     """The model that learns."""
 
-    model: str
+    model: Name
     """Hugging Face directory or hub id."""
     revision: str | None = None
     """Commit of a hub id."""
@@ -49,7 +52,7 @@ class TeacherConfig(_Table):
 class DataConfig(_Table):
     """The prompts."""
 
-    path: str
+    path: Name
     """A .jsonl or .parquet file, or a hub data set id."""
     name: str | None = None
     """Configuration of a hub data set."""
@@ -137,7 +140,7 @@ class JobConfig(_Table):
 
     student: StudentConfig
     data: DataConfig
-    name: Annotated[str, Field(max_length=200)] = "distill"
+    name: Annotated[str, Field(min_length=1, max_length=200)] = "distill"
     """For people; the job's id is made from it."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Of everything random: the same seed on the same machine gives the same weights."""

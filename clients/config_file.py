@@ -98,6 +98,8 @@ def _read(path: Path) -> str:
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidInput(f"{path}: a job file ends in .toml, .yaml or .yml")
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise InvalidInput(f"{path}: not a regular file")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:

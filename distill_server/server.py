@@ -18,6 +18,7 @@ from distill_server.service import SERVICE, DistillService
 from distill_server.store import Store
 from distill_server.streams import Streams
 from protos.distill_pb2_grpc import add_DistillServicer_to_server
+from protos.errors import InvalidInput
 from protos.transport import serve
 
 _GRACE_SECONDS = 5.0
@@ -37,7 +38,14 @@ async def run_server(
     `on_ready` gets the port. Raises WrongState when another server has `runs`, InvalidInput for a
     port that is taken.
     """
-    runs.mkdir(parents=True, exist_ok=True)
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(
+            f"{runs} cannot be a directory: {(error.strerror or str(error)).lower()}",
+            field="--runs",
+            hint="name one that can be made, or that exists",
+        ) from error
     runs = runs.resolve()
     bells = Bells()
     with open_database(runs / "server.sqlite") as connection:

@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import secrets
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -72,6 +73,25 @@ def require_loopback(host: str) -> None:
         )
 
 
+def require_free_port(host: str, port: int) -> None:
+    """Refuse a port that is taken before minutes of loading; `serve` finds it again for sure."""
+    if not port:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise _port_taken(port) from error
+
+
+def _port_taken(port: int) -> InvalidInput:
+    return InvalidInput(
+        f"port {port} is taken",
+        field="--port",
+        hint="choose another one, or 0 for any free port",
+    )
+
+
 async def serve(
     register: Callable[[grpc.aio.Server], str],
     *,
@@ -100,11 +120,7 @@ async def serve(
     try:
         bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     except RuntimeError as error:
-        raise InvalidInput(
-            f"port {port} is taken",
-            field="--port",
-            hint="choose another one, or 0 for any free port",
-        ) from error
+        raise _port_taken(port) from error
     await server.start()
     for service in ("", name):
         await health.set(service, health_pb2.HealthCheckResponse.SERVING)

@@ -13,7 +13,7 @@ import grpc.aio
 
 from protos import teacher_pb2_grpc
 from protos.errors import DistillError, InvalidInput
-from protos.transport import require_loopback, serve
+from protos.transport import require_free_port, require_loopback, serve
 from teacher_service.batcher import Batcher
 from teacher_service.cache import RowCache
 from teacher_service.disk_tier import DiskTier
@@ -53,6 +53,7 @@ def run(settings: Settings) -> None:
     )
     # Before minutes of loading, not after them.
     require_loopback(settings.host)
+    require_free_port(settings.host, settings.port)
     engine = make_engine(settings)
     run_self_test(engine)
     cache = _make_cache(settings, engine.info.fingerprint)

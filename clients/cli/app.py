@@ -71,6 +71,8 @@ def global_options(
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Tell more.")] = False,
     no_color: Annotated[bool, typer.Option("--no-color", help="As $NO_COLOR.")] = False,
 ) -> None:
+    if not server:
+        raise InvalidInput("is empty", field="--server", hint="give HOST:PORT, or leave it out")
     color = not (no_color or os.environ.get("NO_COLOR"))
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose, color=color)
     context.obj = Settings(output, server)

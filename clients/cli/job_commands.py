@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from clients.cli.output import plain
 from clients.cli.progress import duration
 from clients.cli.settings import JobArgument, SetOption, settings_of
 from clients.jobs import Job, JobState
@@ -111,9 +112,9 @@ def _row(job: Job, now: float) -> Mapping[str, Any]:
 def _described(job: Job) -> str:
     lines = [
         ("id", job.id),
-        ("name", job.name),
-        ("state", f"{job.state} {job.phase}".rstrip()),
-        ("reason", job.reason),
+        ("name", plain(job.name)),
+        ("state", plain(f"{job.state} {job.phase}".rstrip())),
+        ("reason", plain(job.reason)),
         ("steps", f"{job.step}/{job.max_steps}, attempt {job.attempt}"),
         ("created", _clock(job.created_at)),
         ("started", _clock(job.started_at)),

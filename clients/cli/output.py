@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+def plain(text: str) -> str:
+    """One line without control characters: what a job says must not drive the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 @dataclass(frozen=True)
 class Output:
     """How to talk to whoever called. `as_json`: results, and errors, are for a program."""
@@ -35,7 +40,7 @@ class Output:
             print(json.dumps({name: list(rows)}))
             return
         lines = [[column.upper() for column in shown]]
-        lines += [[str(row[column]) for column in shown] for row in rows]
+        lines += [[plain(str(row[column])) for column in shown] for row in rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
             cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))

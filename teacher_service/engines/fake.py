@@ -16,6 +16,7 @@ from protos.rows import RowBlock
 from teacher_service.engines.base import EngineInfo, fingerprint_of
 
 _CHUNK_ROWS = 256
+_LEAST = {"vocab": 1, "seed": 0, "max_length": 2, "latency_ms": 0}
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ def parse_settings(text: str) -> FakeSettings:
                 hint=f"write name=integer pairs of {', '.join(sorted(known))}",
             )
         values[name] = int(value)
+        if name in _LEAST and values[name] < _LEAST[name]:
+            raise InvalidInput(f"{name} is at least {_LEAST[name]}", field="--model")
     return FakeSettings(**values)
 
 

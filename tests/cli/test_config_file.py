@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -187,3 +188,15 @@ def test_every_shipped_job_file_is_valid(path: Path) -> None:
 def test_the_minimal_file_is_three_lines() -> None:
     minimal = next(path for path in SHIPPED if path.name == "minimal.toml")
     assert len(minimal.read_text().splitlines()) == 3
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "job.toml")
+    with pytest.raises(InvalidInput, match="not a regular file"):
+        load_job(tmp_path / "job.toml")
+
+
+@pytest.mark.parametrize("key", ["name", "student.model", "data.path"])
+def test_names_are_not_empty(job_file: Callable[..., str], key: str) -> None:
+    with pytest.raises(InvalidInput, match=f"--set: {key}: .*at least 1"):
+        load_job(job_file(), [f'{key}=""'])

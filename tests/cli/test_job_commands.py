@@ -97,6 +97,23 @@ def client(monkeypatch: pytest.MonkeyPatch) -> type[ScriptedClient]:
     return ScriptedClient
 
 
+def test_reasons_do_not_drive_the_terminal(
+    capsys: Capture, client: type[ScriptedClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = made(JobState.FAILED, reason="one\ntwo\x1b[2J\u009b")
+    monkeypatch.setattr(client, "list", lambda *_, **__: [odd])
+    monkeypatch.setattr(client, "get", lambda *_: odd)
+    for command in (["ls"], ["show", "x"]):
+        assert main(command) == 0
+        assert r"one\ntwo\x1b[2J\x9b" in capsys.readouterr().out
+
+
+def test_an_empty_server_is_one_sentence(capsys: Capture) -> None:
+    assert main(["--server", "", "ls"]) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert said == "error: --server: is empty; give HOST:PORT, or leave it out\n"
+
+
 def test_ls(capsys: Capture, client: type[ScriptedClient]) -> None:
     assert main(["ls", "--state", "failed", "--limit", "3"]) == 0
     assert client.asked == [("list", JobState.FAILED, 3)]

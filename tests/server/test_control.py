@@ -77,7 +77,6 @@ def test_directory_that_cannot_be_made_is_unavailable(
         ("\x00\n\u4f60\u597d", "job"),
         ("x" * 200, "x" * 40),
         ("...", "job"),
-        ("", "job"),
     ],
 )
 def test_ids_are_safe_names(tmp_path: Path, control: JobControl, name: str, slug: str) -> None:
@@ -103,7 +102,7 @@ def test_nonsense_is_invalid_input(control: JobControl, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "field"),
-    [({"max_steps": 2**31}, "max_steps"), ({"name": "x" * 201}, "name")],
+    [({"max_steps": 2**31}, "max_steps"), ({"name": "x" * 201}, "name"), ({"name": ""}, "name")],
 )
 def test_values_that_would_not_fit(
     control: JobControl, change: dict[str, object], field: str

@@ -86,10 +86,11 @@ def test_bad_options(tmp_path: Path, options: list[str], word: str) -> None:
 
 def test_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    found = run(command(tmp_path / "file" / "runs", "--port", "0"))
-    assert found.returncode == 2
-    assert found.stderr.startswith("error: ")
-    assert len(found.stderr.splitlines()) == 1
+    for runs in (tmp_path / "file", tmp_path / "file" / "runs"):
+        found = run(command(runs, "--port", "0"))
+        assert found.returncode == 2
+        assert found.stderr.startswith(f"error: --runs: {runs} cannot be a directory: ")
+        assert len(found.stderr.splitlines()) == 1
 
 
 def run(argv: list[str]) -> subprocess.CompletedProcess[str]:

@@ -34,6 +34,8 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
         (["--model", "/no/such/directory"], "--model"),
         (["--model", "nobody/no-such-model"], "--model"),
         (["--engine", "fake", "--model", "vocab=x"], "--model"),
+        (["--engine", "fake", "--model", "vocab=0"], "--model"),
+        (["--engine", "fake", "--model", "vocab=9,latency_ms=-1"], "--model"),
         (["--engine", "vllm", "--model", "x"], "--engine"),
         ([*FAKE, "--host", "0.0.0.0"], "--host"),
     ],
@@ -52,7 +54,10 @@ def test_a_taken_port(start_teacher: StartTeacher) -> None:
     teacher = start_teacher(*FAKE)
     done = run(*FAKE, "--no-cache", "--port", str(teacher.port))
     assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
     assert "taken" in done.stderr
+    # Told before the model is looked at.
+    assert "taken" in run("--model", "/no/such/model", "--port", str(teacher.port)).stderr
 
 
 def test_sigterm_finishes_what_was_asked(start_teacher: StartTeacher) -> None:
