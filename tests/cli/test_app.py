@@ -127,3 +127,11 @@ def test_doctor(capsys: Capture, nowhere: str) -> None:
     main(["--server", nowhere, "doctor", "--teacher", nowhere])
     last = capsys.readouterr().out.splitlines()[-2:]
     assert [line.split()[1] for line in last] == ["server:", "teacher:"]
+
+
+def test_doctor_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("clients.cli.doctor._torch", interrupted)
+    assert main(["doctor"]) == ExitCode.INTERRUPTED
