@@ -80,9 +80,13 @@ class LiveBlock:
         self._state: JobState | None = None
 
     def show(self, event: JobEvent) -> None:
-        if event.state is not self._state or evaluation(event.metrics):
+        if event.state is not self._state:
             self._state = event.state
             self._console.print(line_of(self._progress, event), markup=False)
+        elif found := evaluation(event.metrics):
+            # The block below shows the rest.
+            figures = "  ".join(f"{name} {value:.4g}" for name, value in found.items())
+            self._console.print(f"step {event.step:>6}  {figures}", markup=False)
 
     def render(self) -> RenderableType:
         from rich.console import Group

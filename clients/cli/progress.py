@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from clients.jobs import JobEvent, JobState
 
-# Steps over which speed is averaged, and that the sparkline shows.
+# Steps over which speed is averaged.
 WINDOW = 40
 KL = "kl/teacher"
 
@@ -23,7 +23,7 @@ class Progress:
     step: int = 0
     max_steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    kl_history: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    kl_history: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
     _clock: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
@@ -80,9 +80,13 @@ def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
 
-def sparkline(history: Iterable[float], *, unicode: bool = True) -> str:
-    """One character a value, between the smallest and the largest of them."""
-    values = list(history)
+def sparkline(history: Sequence[float], *, width: int = 60, unicode: bool = True) -> str:
+    """The whole history in at most `width` characters, each the mean of an equal part of it."""
+    size = max(1, len(history) / width)
+    parts = (
+        history[int(i * size) : int((i + 1) * size)] for i in range(round(len(history) / size))
+    )
+    values = [sum(part) / len(part) for part in parts]
     levels = "".join(map(chr, range(0x2581, 0x2589))) if unicode else "_.-~=+*#"
     if not values:
         return ""

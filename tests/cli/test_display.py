@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections import deque
 from collections.abc import Mapping
 
 import pytest
@@ -78,9 +77,15 @@ def test_durations() -> None:
 
 
 def test_sparkline() -> None:
-    assert sparkline(deque([0.0, 1.0, 0.5]), unicode=False) == "_#="
-    assert sparkline(deque([1.0, 1.0])) == "\u2581\u2581"
-    assert sparkline(deque()) == ""
+    assert sparkline([0.0, 1.0, 0.5], unicode=False) == "_#="
+    assert sparkline([1.0, 1.0]) == "\u2581\u2581"
+    assert sparkline([]) == ""
+
+
+def test_a_long_history_is_a_curve_of_its_means() -> None:
+    falling = [1000.0 - i for i in range(997)]
+    curve = sparkline(falling, width=8)
+    assert curve == "".join(map(chr, range(0x2588, 0x2580, -1)))
 
 
 def test_one_line_in_ten_seconds(
