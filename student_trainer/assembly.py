@@ -48,14 +48,7 @@ def assemble(
     check_vocabulary(client, info, vocabulary(tokenizer), shape.vocab_size)
     check_length(config, "student", getattr(shape, "max_position_embeddings", None))
     prompts, held_out = _prompts(config, tokenizer)
-    found = checkpoint.newest_checkpoint(run.checkpoints, from_step)
-    step, saved = found if found else (0, None)
-    if step > config.max_steps:
-        raise InvalidInput(
-            f"the run is at step {step} already, max_steps is {config.max_steps}",
-            field="max_steps",
-            hint="raise it, or resume from an earlier checkpoint",
-        )
+    step, saved = _resumed(config, run, from_step)
 
     progress.say("loading student", step)
     torch.manual_seed(config.seed)  # new weights, if there are any: the same each time
@@ -90,6 +83,22 @@ def assemble(
             metrics=metrics,
         ),
     )
+
+
+def _resumed(
+    config: JobConfig, run: RunDirectory, from_step: int | None
+) -> tuple[int, Path | None]:
+    """The step to go on from and its checkpoint; (0, None) for a new run."""
+    found = checkpoint.newest_checkpoint(run.checkpoints, from_step)
+    if found is None:
+        return 0, None
+    if found[0] > config.max_steps:
+        raise InvalidInput(
+            f"the run is at step {found[0]} already, max_steps is {config.max_steps}",
+            field="max_steps",
+            hint="raise it, or resume from an earlier checkpoint",
+        )
+    return found
 
 
 def _prompts(config: JobConfig, tokenizer: Any) -> tuple[PromptSet, list[Prompt]]:
