@@ -2,7 +2,8 @@
 
 The trainer reads job.json, tells its progress in status.json, and looks at control.json before
 every step. SIGTERM means the same as `stop = "checkpoint"`. It exits 0 when its verdict is
-"succeeded" or "cancelled", otherwise with the ExitCode of the fault that its status names.
+"succeeded" or "cancelled", otherwise with the ExitCode of the fault that its status names (under
+`accelerate launch`: with 1).
 """
 
 from __future__ import annotations
