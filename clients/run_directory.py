@@ -13,8 +13,11 @@ JSON files are replaced as a whole: a reader never sees half of one.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -22,7 +25,7 @@ from typing import Literal, TypeVar
 from pydantic import TypeAdapter
 
 from clients.config import JobConfig
-from protos.errors import NotFound
+from protos.errors import NotFound, WrongState
 
 Verdict = Literal["running", "succeeded", "failed", "cancelled"]
 
@@ -79,11 +82,6 @@ class RunDirectory:
         return self.path / "job.json"
 
     @property
-    def trainer_lock(self) -> Path:
-        """Locked (flock) by the trainer that is at work."""
-        return self.path / ".trainer.lock"
-
-    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -128,6 +126,18 @@ class RunDirectory:
     def read_control(self) -> Control:
         """No wish where there is none, or nonsense."""
         return _read_as(_CONTROL, self.path / "control.json") or Control()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep every trainer but this one out; raises WrongState when another is at work here."""
+        with (self.path / ".trainer.lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise WrongState(
+                    f"another trainer is at work in {self.path}", hint="wait for it, or stop it"
+                ) from error
+            yield
 
     def write_control(self, control: Control) -> None:
         replace_file(self.path / "control.json", json.dumps(asdict(control)) + "\n")

@@ -9,13 +9,14 @@ import argparse
 import logging
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from clients.config import JobConfig
 from clients.run_directory import RunDirectory
 from clients.teacher_client import TeacherClient
 from protos.errors import DistillError, ExitCode, WrongState
-from student_trainer.launcher import end_with_launcher, is_main_process, only_trainer_of
+from student_trainer.launcher import end_with_launcher, is_main_process
 from student_trainer.preflight import (
     check_data,
     check_hub,
@@ -54,7 +55,8 @@ def main() -> int:
         terminated=lambda: terminated,
     )
     try:
-        with only_trainer_of(run):
+        # The other processes of a launch are in the main one's care.
+        with run.held() if is_main_process() else nullcontext():
             return _to_the_end(run, config, progress, options.attempt, options.from_step)
     except WrongState as error:  # the status belongs to the other trainer
         print(f"error: {error}", file=sys.stderr)

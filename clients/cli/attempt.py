@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from clients.cli.progress import Progress
 from clients.jobs import JobState
 from clients.launch import trainer_command
 from clients.run_directory import Control, RunDirectory
-from protos.errors import ExitCode, WrongState
+from protos.errors import ExitCode
 
 SECONDS_BETWEEN_POLLS = 0.2
 # SIGTERM asks the trainer for a last checkpoint: it gets as long as a server gives it.
@@ -56,19 +55,6 @@ def run_attempt(run: RunDirectory, attempt: int, output: Output) -> tuple[Progre
         return progress, ExitCode.INTERRUPTED
     known = trainer.returncode in {code.value for code in ExitCode}
     return progress, ExitCode(trainer.returncode) if known else ExitCode.JOB_FAILED
-
-
-@contextmanager
-def idle(run: RunDirectory) -> Iterator[None]:
-    """Hold off every trainer of the run for a moment; raises WrongState when one is at work."""
-    with run.trainer_lock.open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise WrongState(
-                f"another trainer is at work in {run.path}", hint="wait for it, or stop it"
-            ) from error
-        yield
 
 
 class _Wishes:

@@ -84,12 +84,11 @@ def _made(job: str, chosen: list[str], runs: Path) -> RunDirectory:
 
 
 def _reopened(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
-    from clients.cli.attempt import idle
     from clients.run_directory import Control, RunDirectory, replace_file
 
     run = RunDirectory(path)
     config = run.config()
-    with idle(run):
+    with run.held():
         status = run.read_status()
         if status and status.verdict == "succeeded" and (max_steps or 0) <= status.step:
             raise WrongState(

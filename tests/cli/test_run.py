@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from clients.cli.app import main
-from clients.cli.attempt import idle
 from clients.cli.follow import RunFollower
 from clients.config import JobConfig
 from clients.jobs import JobEvent, JobState
@@ -152,7 +151,7 @@ def test_resume_leaves_a_trainer_at_work_alone(
     run = only_run()
     run.write_control(Control("checkpoint"))
     capsys.readouterr()
-    with idle(run):
+    with run.held():
         before = contents(run)
         resumed = main(["run", "--resume", str(run.path), "--set", "max_steps=9"])
     assert resumed == ExitCode.WRONG_STATE
