@@ -85,7 +85,7 @@ class LiveBlock:
             self._console.print(line_of(self._progress, event), markup=False)
         elif found := evaluation(event.metrics):
             # The block below shows the rest.
-            figures = "  ".join(f"{name} {value:.4g}" for name, value in found.items())
+            figures = "  ".join(f"{name} {value:<7.4g}" for name, value in found.items()).rstrip()
             self._console.print(f"step {event.step:>6}  {figures}", markup=False)
 
     def render(self) -> RenderableType:
