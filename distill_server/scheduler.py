@@ -17,8 +17,9 @@ from pathlib import Path
 
 from clients.config import JobConfig
 from clients.jobs import Job, JobState
+from clients.metrics_tail import MetricsTail, Point
 from clients.run_directory import Control, RunDirectory, Status, replace_file
-from distill_server.progress import MetricsTail, Point, progress_changes, status_of
+from distill_server.progress import progress_changes, status_of
 from distill_server.runner import LocalRunner, Running
 from distill_server.store import Attempt, Change, Store
 from distill_server.verdict import Died, Ended, verdict_of

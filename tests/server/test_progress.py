@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from clients.jobs import Job, JobState
+from clients.metrics_tail import MetricsTail, Point
 from clients.run_directory import RunDirectory, Status
-from distill_server.progress import MetricsTail, Point, progress_changes, status_of
+from distill_server.progress import progress_changes, status_of
 from distill_server.runner import Exited, Lost
 from distill_server.store import Change
 from distill_server.verdict import Died, Ended, verdict_of
