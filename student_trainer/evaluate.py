@@ -62,7 +62,7 @@ class Evaluation:
         sums = [kl, tokens, 0.0, 0.0]
         transcripts: list[dict[str, Any]] = []
         if self._config.eval.metric == "exact_match":
-            answers = self._greedy()
+            answers = greedy_answers(self._rollouts, self._tokenizer, self._prompts)
             right = [exact_match(text, rollout.answer) for rollout, text in answers]
             sums[2:] = [float(sum(right)), float(len(right))]
             transcripts = [self._transcript(*pair) for pair in answers[:8]]
@@ -93,16 +93,21 @@ class Evaluation:
             tokens += len(batch)
         return kl, tokens
 
-    def _greedy(self) -> list[tuple[Rollout, str]]:
-        batches = self._rollouts.generate(self._prompts, self._numbers, seed=0, greedy=True)
-        return [(rollout, self._text(rollout)) for batch in batches for rollout in batch]
-
-    def _text(self, rollout: Rollout) -> str:
-        return str(self._tokenizer.decode(rollout.completion, skip_special_tokens=True))
-
     def _transcript(self, rollout: Rollout, text: str) -> dict[str, Any]:
         prompt = self._tokenizer.decode(rollout.token_ids[: rollout.start])
         return {"prompt": prompt, "answer": text, "reference": rollout.answer}
+
+
+def greedy_answers(
+    rollouts: HuggingFaceRollouts, tokenizer: Any, prompts: Sequence[Prompt]
+) -> list[tuple[Rollout, str]]:
+    """The likeliest answer to each prompt, and its text."""
+    batches = rollouts.generate(prompts, [0] * len(prompts), seed=0, greedy=True)
+    return [
+        (rollout, str(tokenizer.decode(rollout.completion, skip_special_tokens=True)))
+        for batch in batches
+        for rollout in batch
+    ]
 
 
 def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens: int) -> float:
@@ -119,12 +124,8 @@ def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens:
         max_new_tokens=max_new_tokens,
         batch_tokens=65536,
     )
-    answers = [
-        (rollout.answer, tokenizer.decode(rollout.completion, skip_special_tokens=True))
-        for batch in rollouts.generate(chosen, [0] * len(chosen), seed=0, greedy=True)
-        for rollout in batch
-    ]
-    return sum(exact_match(text, reference) for reference, text in answers) / len(answers)
+    answers = greedy_answers(rollouts, tokenizer, chosen)
+    return sum(exact_match(text, rollout.answer) for rollout, text in answers) / len(answers)
 
 
 def main() -> None:

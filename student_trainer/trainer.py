@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,7 +197,7 @@ class Trainer:
     def _synchronized(self, last: bool) -> Any:
         """Gradients cross processes once a step, with the last micro-batch."""
         if last:
-            return self._accelerator.accumulate()
+            return nullcontext()
         return self._accelerator.no_sync(self._wrapped)
 
     def _update(self, rate: float) -> float:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from student_trainer.losses import Direction, Tail, exact_kl, sampled_kl
+from student_trainer.losses import Direction, Tail, exact_kl, sampled_kl, topk_kl
 from student_trainer.losses.sampled import Kind
 from tests.losses.enumeration import (
     Case,
@@ -93,16 +93,14 @@ def test_none_is_the_truncated_sum_and_can_be_negative(direction):
     p, q = case.student.softmax(0)[case.head], case.teacher.softmax(0)[case.head]
     truncated = (p * (p / q).log() if direction == "reverse" else q * (q / p).log()).sum()
     assert abs(value - truncated.detach()) < EXACT
-    flat = Case(case.teacher.clone().requires_grad_(), case.student.detach(), *case_tail(case))
+    flat = Case(
+        case.teacher.clone().requires_grad_(), case.student.detach(), case.behaviour, case.head
+    )
     values = [
         expected_topk_kl(c, d, "none")[0]
         for c, d in ((case, "reverse"), (flat, "reverse"), (case, "forward"), (flat, "forward"))
     ]
     assert min(values) < 0
-
-
-def case_tail(case: Case):
-    return case.behaviour, case.head
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -125,7 +123,6 @@ def test_zero_at_equal_distributions(tail, direction):
     assert gradient.abs().max() < EXACT
 
 
-REVERSE_VALUE, FORWARD_VALUE = "reverse", "forward"
 KINDS: list[tuple[Kind, str | None, str | None]] = [
     ("k1", "reverse", None),
     ("k2", None, "reverse"),
@@ -185,8 +182,6 @@ def test_bucket_sampled_has_less_variance_than_sampled(direction):
             one[y] = 1.0
             student = rows_for_every_token(case.student, case.head)
             teacher = rows_for_every_token(case.teacher, case.head)
-            from student_trainer.losses import topk_kl
-
             values = topk_kl(
                 student,
                 teacher,
