@@ -291,6 +291,11 @@ def test_follower_tells_the_steps_of_its_attempt_once(run: RunDirectory) -> None
     assert steps(list(follower.poll())) == [(2, 3)]
 
 
+def test_follower_passes_over_a_damaged_line(run: RunDirectory) -> None:
+    run.metrics.write_text('{"attempt": 1, "st\n{"attempt": 1, "step": 4, "loss": 0.5}\n')
+    assert [event.step for event in RunFollower(run, 1, 10).poll()] == [4]
+
+
 def test_follower_ignores_the_status_of_an_earlier_attempt(run: RunDirectory) -> None:
     run.write_status(Status(1, "failed", "training", 3, 10, "old"))
     follower = RunFollower(run, 2, 10)
