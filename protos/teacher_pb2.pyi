@@ -38,6 +38,27 @@ LOGPROB_FORMAT_F16: LogprobFormat.ValueType  # 1
 LOGPROB_FORMAT_F32: LogprobFormat.ValueType  # 2
 Global___LogprobFormat: _TypeAlias = LogprobFormat  # noqa: Y015
 
+class _WeightsMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WeightsModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightsMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WEIGHTS_MODE_UNSPECIFIED: _WeightsMode.ValueType  # 0
+    """refused"""
+    WEIGHTS_MODE_REPLACE: _WeightsMode.ValueType  # 1
+    WEIGHTS_MODE_EMA: _WeightsMode.ValueType  # 2
+    """phi <- tau phi + (1 - tau) theta in float32, theta being what is pushed"""
+
+class WeightsMode(_WeightsMode, metaclass=_WeightsModeEnumTypeWrapper): ...
+
+WEIGHTS_MODE_UNSPECIFIED: WeightsMode.ValueType  # 0
+"""refused"""
+WEIGHTS_MODE_REPLACE: WeightsMode.ValueType  # 1
+WEIGHTS_MODE_EMA: WeightsMode.ValueType  # 2
+"""phi <- tau phi + (1 - tau) theta in float32, theta being what is pushed"""
+Global___WeightsMode: _TypeAlias = WeightsMode  # noqa: Y015
+
 @_typing.final
 class GetInfoRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -67,9 +88,10 @@ class TeacherInfo(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
-    """sha256 of everything that decides the rows: weights, config, dtype, engine."""
+    """sha256 of everything that decides the rows: weights, config, dtype, engine. Each weight update gives another."""
     version: _builtins.int
     """Number of weight updates since the start; 0 for a teacher that never changes."""
     tokenizer_fingerprint: _builtins.str
@@ -83,6 +105,8 @@ class TeacherInfo(_message.Message):
     engine: _builtins.str
     batch_invariant: _builtins.bool
     """The rows of a sequence do not depend on what else is scored at the same time."""
+    @_builtins.property
+    def load(self) -> Global___TeacherLoad: ...
     def __init__(
         self,
         *,
@@ -96,14 +120,79 @@ class TeacherInfo(_message.Message):
         dtype: _builtins.str = ...,
         engine: _builtins.str = ...,
         batch_invariant: _builtins.bool = ...,
+        load: Global___TeacherLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "max_length", b"max_length", "max_top_k", b"max_top_k", "model", b"model", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "load", b"load", "max_length", b"max_length", "max_top_k", b"max_top_k", "model", b"model", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TeacherInfo: _TypeAlias = TeacherInfo  # noqa: Y015
+
+@_typing.final
+class TeacherLoad(_message.Message):
+    """What the teacher does now, and did since its start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACTIVE_STREAMS_FIELD_NUMBER: _builtins.int
+    SCORED_TOKENS_FIELD_NUMBER: _builtins.int
+    FORWARDS_FIELD_NUMBER: _builtins.int
+    CANCELLED_FIELD_NUMBER: _builtins.int
+    CACHE_TIERS_FIELD_NUMBER: _builtins.int
+    queued_tokens: _builtins.int
+    """of requests that wait for the model"""
+    active_streams: _builtins.int
+    scored_tokens: _builtins.int
+    """rows that the model made; those of the cache do not count"""
+    forwards: _builtins.int
+    cancelled: _builtins.int
+    @_builtins.property
+    def cache_tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheTierLoad]: ...
+    def __init__(
+        self,
+        *,
+        queued_tokens: _builtins.int = ...,
+        active_streams: _builtins.int = ...,
+        scored_tokens: _builtins.int = ...,
+        forwards: _builtins.int = ...,
+        cancelled: _builtins.int = ...,
+        cache_tiers: _abc.Iterable[Global___CacheTierLoad] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_streams", b"active_streams", "cache_tiers", b"cache_tiers", "cancelled", b"cancelled", "forwards", b"forwards", "queued_tokens", b"queued_tokens", "scored_tokens", b"scored_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TeacherLoad: _TypeAlias = TeacherLoad  # noqa: Y015
+
+@_typing.final
+class CacheTierLoad(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    hits: _builtins.int
+    misses: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        hits: _builtins.int = ...,
+        misses: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hits", b"hits", "misses", b"misses", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheTierLoad: _TypeAlias = CacheTierLoad  # noqa: Y015
 
 @_typing.final
 class GetVocabularyRequest(_message.Message):
@@ -203,6 +292,7 @@ class ScoreChunk(_message.Message):
     LAST_FIELD_NUMBER: _builtins.int
     SCORING_DIGEST_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     first_position: _builtins.int
     count: _builtins.int
@@ -213,6 +303,8 @@ class ScoreChunk(_message.Message):
     """Digest of all rows of the sequence. A client that resumes keeps its earlier rows only if it is unchanged:
     two scorings are never mixed in one sequence.
     """
+    version: _builtins.int
+    """The weights that made these rows; the stream was opened for one version, and its client refuses any other."""
     @_builtins.property
     def error(self) -> Global___RequestError: ...
     def __init__(
@@ -225,10 +317,11 @@ class ScoreChunk(_message.Message):
         last: _builtins.bool = ...,
         scoring_digest: _builtins.int = ...,
         error: Global___RequestError | None = ...,
+        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "error", b"error", "first_position", b"first_position", "last", b"last", "payload", b"payload", "request_id", b"request_id", "scoring_digest", b"scoring_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "error", b"error", "first_position", b"first_position", "last", b"last", "payload", b"payload", "request_id", b"request_id", "scoring_digest", b"scoring_digest", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -242,11 +335,14 @@ class RequestError(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     FIELD_FIELD_NUMBER: _builtins.int
     HINT_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     code: _builtins.str
     """a name of protos.errors.ErrorCode"""
     message: _builtins.str
     field: _builtins.str
     hint: _builtins.str
+    retry_after_ms: _builtins.int
+    """of RESOURCE_EXHAUSTED: not before"""
     def __init__(
         self,
         *,
@@ -254,11 +350,157 @@ class RequestError(_message.Message):
         message: _builtins.str = ...,
         field: _builtins.str = ...,
         hint: _builtins.str = ...,
+        retry_after_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "field", b"field", "hint", b"hint", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "field", b"field", "hint", b"hint", "message", b"message", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestError: _TypeAlias = RequestError  # noqa: Y015
+
+@_typing.final
+class WeightsPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def header(self) -> Global___WeightsHeader: ...
+    @_builtins.property
+    def chunk(self) -> Global___WeightsChunk: ...
+    def __init__(
+        self,
+        *,
+        header: Global___WeightsHeader | None = ...,
+        chunk: Global___WeightsChunk | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "header", b"header", "part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "header", b"header", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "chunk"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___WeightsPart: _TypeAlias = WeightsPart  # noqa: Y015
+
+@_typing.final
+class WeightsHeader(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    TAU_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    mode: Global___WeightsMode.ValueType
+    tau: _builtins.float
+    """of an EMA, 0 < tau < 1"""
+    base_version: _builtins.int
+    """The version this update follows. When the teacher has another one by now, the push is refused: an update is
+    never applied twice, nor on top of somebody else's.
+    """
+    total_bytes: _builtins.int
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
+        """Every parameter of the model, each once, in the order of the chunks."""
+
+    def __init__(
+        self,
+        *,
+        mode: Global___WeightsMode.ValueType = ...,
+        tau: _builtins.float = ...,
+        base_version: _builtins.int = ...,
+        tensors: _abc.Iterable[Global___TensorSpec] | None = ...,
+        total_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "mode", b"mode", "tau", b"tau", "tensors", b"tensors", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsHeader: _TypeAlias = WeightsHeader  # noqa: Y015
+
+@_typing.final
+class TensorSpec(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    dtype: _builtins.str
+    """float32, or the type the teacher serves in: bfloat16, float16"""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorSpec: _TypeAlias = TensorSpec  # noqa: Y015
+
+@_typing.final
+class WeightsChunk(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSOR_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    XXH3_FIELD_NUMBER: _builtins.int
+    tensor: _builtins.int
+    """index into `tensors`"""
+    offset: _builtins.int
+    """of the first byte within the tensor"""
+    data: _builtins.bytes
+    """little-endian, at most 1 MiB"""
+    xxh3: _builtins.int
+    """of data"""
+    def __init__(
+        self,
+        *,
+        tensor: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+        xxh3: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "offset", b"offset", "tensor", b"tensor", "xxh3", b"xxh3"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsChunk: _TypeAlias = WeightsChunk  # noqa: Y015
+
+@_typing.final
+class PushWeightsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    fingerprint: _builtins.str
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushWeightsReply: _TypeAlias = PushWeightsReply  # noqa: Y015

@@ -49,6 +49,11 @@ class TeacherStub(object):
                 request_serializer=protos_dot_teacher__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=protos_dot_teacher__pb2.ScoreChunk.FromString,
                 _registered_method=True)
+        self.PushWeights = channel.stream_unary(
+                '/distill.v1.Teacher/PushWeights',
+                request_serializer=protos_dot_teacher__pb2.WeightsPart.SerializeToString,
+                response_deserializer=protos_dot_teacher__pb2.PushWeightsReply.FromString,
+                _registered_method=True)
 
 
 class TeacherServicer(object):
@@ -76,6 +81,14 @@ class TeacherServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PushWeights(self, request_iterator, context):
+        """New weights: one header, then the bytes of its tensors in order. They are applied between two batches once
+        all of them have come and are found good; a push that fails or stops half-way changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TeacherServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +106,11 @@ def add_TeacherServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=protos_dot_teacher__pb2.ScoreRequest.FromString,
                     response_serializer=protos_dot_teacher__pb2.ScoreChunk.SerializeToString,
+            ),
+            'PushWeights': grpc.stream_unary_rpc_method_handler(
+                    servicer.PushWeights,
+                    request_deserializer=protos_dot_teacher__pb2.WeightsPart.FromString,
+                    response_serializer=protos_dot_teacher__pb2.PushWeightsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +194,33 @@ class Teacher(object):
             '/distill.v1.Teacher/Score',
             protos_dot_teacher__pb2.ScoreRequest.SerializeToString,
             protos_dot_teacher__pb2.ScoreChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PushWeights(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/distill.v1.Teacher/PushWeights',
+            protos_dot_teacher__pb2.WeightsPart.SerializeToString,
+            protos_dot_teacher__pb2.PushWeightsReply.FromString,
             options,
             channel_credentials,
             insecure,

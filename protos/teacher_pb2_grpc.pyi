@@ -39,6 +39,10 @@ class TeacherStub:
     """Pipelined both ways. Requests are answered in any order; the chunks of one request are in order.
     A fault of one request is sent as its chunk's `error` and never ends the stream.
     """
+    PushWeights: _grpc.StreamUnaryMultiCallable[_teacher_pb2.WeightsPart, _teacher_pb2.PushWeightsReply]
+    """New weights: one header, then the bytes of its tensors in order. They are applied between two batches once
+    all of them have come and are found good; a push that fails or stops half-way changes nothing.
+    """
 
 @_typing.type_check_only
 class TeacherAsyncStub(TeacherStub):
@@ -50,6 +54,10 @@ class TeacherAsyncStub(TeacherStub):
     Score: _aio.StreamStreamMultiCallable[_teacher_pb2.ScoreRequest, _teacher_pb2.ScoreChunk]  # type: ignore[assignment]
     """Pipelined both ways. Requests are answered in any order; the chunks of one request are in order.
     A fault of one request is sent as its chunk's `error` and never ends the stream.
+    """
+    PushWeights: _aio.StreamUnaryMultiCallable[_teacher_pb2.WeightsPart, _teacher_pb2.PushWeightsReply]  # type: ignore[assignment]
+    """New weights: one header, then the bytes of its tensors in order. They are applied between two batches once
+    all of them have come and are found good; a push that fails or stops half-way changes nothing.
     """
 
 class TeacherServicer(metaclass=_abc_1.ABCMeta):
@@ -77,6 +85,16 @@ class TeacherServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_teacher_pb2.ScoreChunk], _abc.AsyncIterator[_teacher_pb2.ScoreChunk]]:
         """Pipelined both ways. Requests are answered in any order; the chunks of one request are in order.
         A fault of one request is sent as its chunk's `error` and never ends the stream.
+        """
+
+    @_abc_1.abstractmethod
+    def PushWeights(
+        self,
+        request_iterator: _MaybeAsyncIterator[_teacher_pb2.WeightsPart],
+        context: _ServicerContext,
+    ) -> _typing.Union[_teacher_pb2.PushWeightsReply, _abc.Awaitable[_teacher_pb2.PushWeightsReply]]:
+        """New weights: one header, then the bytes of its tensors in order. They are applied between two batches once
+        all of them have come and are found good; a push that fails or stops half-way changes nothing.
         """
 
 def add_TeacherServicer_to_server(servicer: TeacherServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
