@@ -7,7 +7,7 @@ from torch import Tensor
 
 from clients.config import OnPolicyConfig
 from student_trainer.batches import Batch
-from student_trainer.losses import Direction, LossFunction, Rows, topk_kl
+from student_trainer.losses import Direction, FusedLoss, LossFunction, Rows, topk_kl
 
 
 def direction_of(method: OnPolicyConfig) -> Direction:
@@ -31,11 +31,9 @@ def distillation_loss(batch: Batch, method: OnPolicyConfig) -> LossFunction:
 
 
 @torch.no_grad()
-def kl_metrics(batch: Batch, rows: Rows, method: OnPolicyConfig) -> dict[str, Tensor]:
-    """Sums over the batch's tokens; the KL is the unbiased one, whatever the loss is.
-
-    The entropy is the sampled estimate -log p(y).
-    """
+def kl_metrics(batch: Batch, out: FusedLoss, method: OnPolicyConfig) -> dict[str, Tensor]:
+    """Sums over the batch's tokens; the KL is the unbiased one, whatever the loss is."""
+    rows = out.rows
     kl = topk_kl(
         rows,
         batch.teacher,
@@ -46,7 +44,7 @@ def kl_metrics(batch: Batch, rows: Rows, method: OnPolicyConfig) -> dict[str, Te
     return {
         "kl/teacher": kl.sum(),
         "ratio/mean": (rows.token_logprobs - batch.sampling_logprobs).exp().sum(),
-        "entropy": -rows.token_logprobs.sum(),
+        "entropy": out.metrics["entropy"].sum(),
         "topk/student_mass": rows.head_logprobs.exp().sum(),
         "topk/teacher_mass": batch.teacher.head_logprobs.exp().sum(),
     }

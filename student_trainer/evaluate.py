@@ -89,7 +89,7 @@ class Evaluation:
         for group in micro_batches(pending, self._config.train.tokens_per_micro_batch):
             batch = make_batch([item.wait() for item in group], self._accelerator.device)
             out = student(batch, distillation_loss(batch, method), method.temperature)
-            kl += float(kl_metrics(batch, out.rows, method)["kl/teacher"])
+            kl += float(kl_metrics(batch, out, method)["kl/teacher"])
             tokens += len(batch)
         return kl, tokens
 

@@ -2,7 +2,7 @@
 
 loss                 the objective, nats a token
 kl/teacher           unbiased KL between student and teacher, nats a token
-entropy              of the student, estimated from its samples, nats a token
+entropy              of the student over the whole vocabulary, nats a token
 ratio/mean           p(y)/mu(y), of the student over the one that sampled: 1 but for rounding
 topk/student_mass    probability that the student gives to the head
 topk/teacher_mass    probability that the teacher gives to the head

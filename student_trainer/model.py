@@ -14,7 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from clients.config import StudentConfig
 from protos.errors import InvalidInput
 from student_trainer.batches import Batch
-from student_trainer.losses import FusedLoss, LossFunction, fused_linear_loss, rows_from_logits
+from student_trainer.losses import (
+    FusedLoss,
+    LossFunction,
+    entropy_from_logits,
+    fused_linear_loss,
+    rows_from_logits,
+)
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +129,8 @@ class Student(nn.Module):
             logits = batch.select(self.model(input_ids=batch.input_ids, use_cache=False).logits)
         rows = rows_from_logits(logits, batch.head_ids, batch.token_ids, temperature=temperature)
         losses = loss_fn(rows, slice(0, len(rows)))
-        return FusedLoss(losses.sum(), rows.detach(), losses.detach())
+        entropy = entropy_from_logits(logits, temperature=temperature)
+        return FusedLoss(losses.sum(), rows.detach(), {"loss": losses.detach(), "entropy": entropy})
 
 
 @torch.no_grad()

@@ -176,7 +176,7 @@ class Trainer:
             with self._synchronized(number == len(groups) - 1):
                 out = self._wrapped(batch, distillation_loss(batch, method), method.temperature)
                 self._accelerator.backward(out.loss_sum * scale)
-            found = {"loss": out.loss_sum.detach(), **kl_metrics(batch, out.rows, method)}
+            found = {"loss": out.loss_sum.detach(), **kl_metrics(batch, out, method)}
             sums = {name: sums.get(name, 0) + value for name, value in found.items()}
         return {**self._reduce(sums), **counts}, waited
 

@@ -5,8 +5,13 @@ one division by the number of tokens belong to the caller.
 """
 
 from student_trainer.losses.exact import exact_kl
-from student_trainer.losses.fused import FusedLoss, LossFunction, fused_linear_loss
-from student_trainer.losses.rows import Rows, rows_from_logits
+from student_trainer.losses.fused import (
+    FusedLoss,
+    LossFunction,
+    fused_linear_loss,
+    fused_linear_rows,
+)
+from student_trainer.losses.rows import Rows, entropy_from_logits, rows_from_logits
 from student_trainer.losses.sampled import sampled_kl
 from student_trainer.losses.topk import Direction, Tail, topk_kl
 
@@ -16,8 +21,10 @@ __all__ = [
     "LossFunction",
     "Rows",
     "Tail",
+    "entropy_from_logits",
     "exact_kl",
     "fused_linear_loss",
+    "fused_linear_rows",
     "rows_from_logits",
     "sampled_kl",
     "topk_kl",

@@ -54,6 +54,14 @@ def rows_from_logits(
     return Rows(head - total[:, None], tail - total, token - total)
 
 
+@torch.no_grad()
+def entropy_from_logits(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Entropy [N] in nats of softmax(logits / temperature), logits [N, V]; nothing flows back."""
+    scaled = logits if logits.dtype == torch.float64 else logits.float()
+    terms: Tensor = torch.special.entr((scaled / temperature).softmax(1))
+    return terms.sum(1)
+
+
 def _logsumexp(values: Tensor) -> Tensor:
     """logsumexp over dim 1; -inf with zero gradient (not NaN) where there is nothing to sum."""
     if values.shape[1] == 0:

@@ -5,7 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from student_trainer.losses import Rows, fused_linear_loss, rows_from_logits, sampled_kl, topk_kl
+from student_trainer.losses import (
+    Rows,
+    entropy_from_logits,
+    fused_linear_loss,
+    fused_linear_rows,
+    rows_from_logits,
+    sampled_kl,
+    topk_kl,
+)
 
 TAILS = ["none", "published", "sampled", "bucket", "bucket+sampled"]
 
@@ -111,6 +119,9 @@ def compare(
     for field, values in vars(rows).items():
         got_values = getattr(fused.rows, field).double()
         torch.testing.assert_close(got_values, values.detach(), rtol=1e-5, atol=1e-5)
+    entropy = entropy_from_logits(logits, temperature=temperature)
+    torch.testing.assert_close(fused.metrics["entropy"].double(), entropy, rtol=1e-5, atol=1e-5)
+    assert fused.metrics["loss"].sum() == fused.loss_sum.detach()
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -160,6 +171,69 @@ def test_frozen_head_or_body_costs_no_gradient():
     torch.testing.assert_close(torch.autograd.grad(body, hidden)[0], both[0])
     top = fused_linear_loss(hidden.detach(), weight, head, tokens, loss_fn).loss_sum
     torch.testing.assert_close(torch.autograd.grad(top, weight)[0], both[1])
+
+
+def sequence_loss(rows: Rows, old):
+    """GSPO: every token of a sequence has the ratio of the whole sequence."""
+    ratio = (rows.token_logprobs - old).reshape(4, -1).mean(1).exp()
+    return -(ratio * torch.linspace(-1, 1, 4, dtype=ratio.dtype)).sum() + rows.tail_logmass.var()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    length=st.integers(1, 4),
+    vocab=st.integers(2, 40),
+    data=st.data(),
+    temperature=st.sampled_from([0.5, 1.0, 1.7]),
+    chunk_rows=st.integers(1, 13),
+    with_bias=st.booleans(),
+)
+def test_losses_of_all_rows_at_once(length, vocab, data, temperature, chunk_rows, with_bias):
+    """Weights that only the whole batch knows: the logits are made twice, the gradient is exact."""
+    k = data.draw(st.integers(0, vocab - 1))
+    hidden, weight, bias, head, tokens, teacher, _ = problem(
+        4 * length, vocab, k, dtype=torch.float64
+    )
+    leaves = [hidden, weight, *([bias] if with_bias else [])]
+    old = teacher.token_logprobs
+    logits = hidden @ weight.T + (bias if with_bias else 0)
+    plain = rows_from_logits(logits, head, tokens, temperature=temperature)
+    expected = torch.autograd.grad(sequence_loss(plain, old), leaves)
+    rows, entropy = fused_linear_rows(
+        hidden,
+        weight,
+        head,
+        tokens,
+        bias=bias if with_bias else None,
+        temperature=temperature,
+        chunk_rows=chunk_rows,
+    )
+    for got, wanted in zip(
+        torch.autograd.grad(sequence_loss(rows, old), leaves), expected, strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+    assert not entropy.requires_grad
+    torch.testing.assert_close(entropy, entropy_from_logits(logits, temperature=temperature))
+
+
+def test_nothing_is_differentiated_where_nobody_asks():
+    hidden, weight, _, head, tokens, teacher, weights = problem(10, 30, 4)
+    with torch.no_grad():
+        rows, _ = fused_linear_rows(hidden, weight, head, tokens)
+        loss_fn = make_loss("reverse/bucket", head, tokens, teacher, weights)
+        fused = fused_linear_loss(hidden, weight, head, tokens, loss_fn)
+    assert not rows.token_logprobs.requires_grad
+    assert not fused.loss_sum.requires_grad
+
+
+def test_entropy_of_a_masked_vocabulary():
+    """A bias of -inf takes tokens out, inside and outside the head."""
+    hidden, weight, bias, head, tokens, _, _ = problem(10, 30, 4)
+    bias = bias.detach().clone()
+    bias[[0, 1, int(head[0, 0])]] = -torch.inf
+    _, entropy = fused_linear_rows(hidden, weight, head, tokens, bias=bias, chunk_rows=3)
+    expected = entropy_from_logits(hidden @ weight.T + bias)
+    torch.testing.assert_close(entropy, expected)
 
 
 def test_no_rows():

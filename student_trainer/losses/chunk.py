@@ -1,0 +1,100 @@
+"""One chunk of rows between the matrix products: logits to rows, and derivatives to d(logits).
+
+Let a loss be a function of head log-probs l_i, token log-prob l_y and tail log-mass T, with
+derivatives g_i, g_y, g_T and G their sum. Then (method: section 7), z the logits over temperature,
+
+    dL/dz_j = p_j ([j not in S] g_T / P_t - G) + [j in S] g_i + [j = y] g_y:
+
+a row's scalar times the softmax, plus k + 1 scattered entries.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from student_trainer.losses import softmax_torch
+from student_trainer.losses.rows import Rows
+
+_TRITON = importlib.util.find_spec("triton") is not None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """n rows whose logits are in a buffer [n, V] that is about to become their gradient.
+
+    `rows` and `entropy` [n] in nats; the rest is what the gradient needs, [n] or [n, K].
+    """
+
+    rows: Rows
+    entropy: Tensor
+    buffer: Tensor
+    head_ids: Tensor
+    token_ids: Tensor
+    temperature: float
+    top: Tensor
+    head_share: Tensor
+    tail_share: Tensor
+    tail_sum: Tensor
+
+    def gradient(self, head: Tensor, tail: Tensor, token: Tensor) -> Tensor:
+        """d(loss)/d(logits) [n, V], in the buffer, from those with respect to the rows."""
+        everything = head.sum(1) + tail + token
+        scale = (tail - everything * self.tail_share) / torch.where(
+            self.tail_sum == 0, 1, self.tail_sum
+        )
+        of_head = (head - self.head_share * everything[:, None]) / self.temperature
+        buffer: Tensor = _passes(self.buffer).scaled_exp_(
+            self.buffer, self.top, scale / self.temperature, self.temperature
+        )
+        buffer.scatter_(1, self.head_ids, of_head.to(buffer.dtype))
+        of_token = (token / self.temperature)[:, None]
+        return buffer.scatter_add_(1, self.token_ids[:, None], of_token.to(buffer.dtype))
+
+
+def make_chunk(buffer: Tensor, head_ids: Tensor, token_ids: Tensor, temperature: float) -> Chunk:
+    """The rows of softmax(buffer / temperature); `buffer` holds logits [n, V] and is used up."""
+    wide = torch.float64 if buffer.dtype == torch.float64 else torch.float32
+    head = buffer.gather(1, head_ids).to(wide) / temperature
+    token = buffer.gather(1, token_ids[:, None]).squeeze(1).to(wide) / temperature
+    buffer.scatter_(1, head_ids, -torch.inf)
+    top, tail_sum, tail_weighted = _passes(buffer).tail_statistics(buffer, temperature)
+    # One common maximum, so that the shares below sum to one to the last bit.
+    common = torch.maximum(top, head.amax(1)) if head.shape[1] else top
+    behind = (head - common[:, None]).clamp(min=-1e4)
+    head_exp = behind.exp()
+    # An empty tail's maximum is the lowest float: its distance times a mass of zero is zero.
+    tail_behind = top - common
+    tail_exp = tail_behind.exp()
+    mass = head_exp.sum(1) + tail_sum * tail_exp
+    total = common + mass.log()
+    weighted = (behind * head_exp).sum(1) + tail_exp * (tail_weighted + tail_behind * tail_sum)
+    return Chunk(
+        rows=Rows(head - total[:, None], top + tail_sum.log() - total, token - total),
+        entropy=mass.log() - weighted / mass,
+        buffer=buffer,
+        head_ids=head_ids,
+        token_ids=token_ids,
+        temperature=temperature,
+        top=top,
+        head_share=head_exp / mass[:, None],
+        tail_share=tail_sum * tail_exp / mass,
+        tail_sum=tail_sum,
+    )
+
+
+def reads_narrow(tensor: Tensor) -> bool:
+    """Whether the passes over logits like `tensor` widen what they read: Triton's do, on CUDA."""
+    return tensor.is_cuda and tensor.dtype != torch.float64 and _TRITON
+
+
+def _passes(logits: Tensor) -> ModuleType:
+    if not reads_narrow(logits):
+        return softmax_torch
+    from student_trainer.losses import softmax_triton
+
+    return softmax_triton

@@ -1,0 +1,86 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""The two passes over a chunk's logits that are not matrix products, one kernel each.
+
+As `softmax_torch.py`, but the first pass leaves the logits as they are and reads them once, and the
+second reads and writes them once: 3 x 2 bytes a logit in bf16. Sums are float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+
+
+def tail_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(m, S, D) of softmax_torch.tail_statistics in float32; `logits` [n, V] are only read."""
+    rows, columns = logits.shape
+    top, total, weighted = (
+        torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3)
+    )
+    _statistics[(rows,)](
+        logits, top, total, weighted, logits.stride(0), columns, temperature, BLOCK=_BLOCK
+    )
+    return top, total, weighted
+
+
+def scaled_exp_(logits: Tensor, top: Tensor, scale: Tensor, temperature: float) -> Tensor:
+    """scale[:, None] * exp(logits / temperature - top[:, None]) in place of the logits."""
+    rows, columns = logits.shape
+    grid = (rows, triton.cdiv(columns, _BLOCK))
+    _scaled_exp[grid](
+        logits, top, scale.contiguous(), logits.stride(0), columns, temperature, BLOCK=_BLOCK
+    )
+    return logits
+
+
+@triton.jit
+def _statistics(
+    logits, top_out, total_out, weighted_out, stride, columns, temperature,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    # 64 bits: rows times columns of a chunk may pass 2^31.
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    # A lane's own maximum and sums, so that the loop has no reduction over lanes.
+    top = tl.full((BLOCK,), -3.0e38, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, columns, BLOCK):
+        inside = first + lanes < columns
+        z = tl.load(logits + row * stride + first + lanes, mask=inside, other=-float("inf"))
+        # Finite, or -inf would make 0 * inf: its exp is zero all the same.
+        z = tl.maximum(z.to(tl.float32) / temperature, -3.0e38)
+        higher = tl.maximum(top, z)
+        shrink = tl.exp(top - higher)
+        exp = tl.exp(z - higher)
+        # sum (z - m) e^(z - m) when m grows by d: shrink * (weighted - d * total).
+        weighted = shrink * (weighted + tl.maximum(top - higher, -1.0e4) * total)
+        weighted += tl.maximum(z - higher, -1.0e4) * exp
+        total = shrink * total + exp
+        top = higher
+    # A lane that has seen nothing counts exp(0) of the lowest float: it is no token.
+    total = tl.where(top > -3.0e38, total, 0.0)
+    weighted = tl.where(top > -3.0e38, weighted, 0.0)
+    row_top = tl.max(top, 0)
+    behind = tl.maximum(top - row_top, -1.0e4)
+    shrink = tl.exp(behind)
+    tl.store(top_out + row, row_top)
+    tl.store(total_out + row, tl.sum(shrink * total, 0))
+    tl.store(weighted_out + row, tl.sum(shrink * (weighted + behind * total), 0))
+
+
+@triton.jit
+def _scaled_exp(
+    logits, top, scale, stride, columns, temperature, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = lanes < columns
+    where = logits + row * stride + lanes
+    z = tl.load(where, mask=inside, other=-float("inf")).to(tl.float32) / temperature
+    value = tl.load(scale + row) * tl.exp(z - tl.load(top + row))
+    tl.store(where, value.to(logits.dtype.element_ty), mask=inside)
