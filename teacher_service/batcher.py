@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from clients.score_query import ScoreQuery
 from protos.errors import Overloaded
 from protos.rows import RowBlock
-from teacher_service.engines.base import Engine
+from teacher_service.engines.base import Engine, EngineInfo
+from teacher_service.metrics_page import TeacherMetrics
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 # Long enough for the requests of one burst to meet, short against any forward pass.
 LINGER_SECONDS = 0.002
@@ -19,10 +27,18 @@ MAX_QUEUED_BYTES = 256 << 20
 _ENTRY_BYTES = 1024
 
 
+@dataclass(frozen=True)
+class Scored:
+    """Rows, and the engine with the weights that made them."""
+
+    block: RowBlock
+    by: EngineInfo
+
+
 @dataclass(frozen=True, eq=False)
 class _Waiting:
     query: ScoreQuery
-    answer: asyncio.Future[RowBlock]
+    answer: asyncio.Future[Scored]
 
 
 class Batcher:
@@ -32,9 +48,15 @@ class Batcher:
     """
 
     def __init__(
-        self, engine: Engine, *, max_batch_tokens: int, max_queued_bytes: int = MAX_QUEUED_BYTES
+        self,
+        engine: Engine,
+        *,
+        max_batch_tokens: int,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+        metrics: TeacherMetrics | None = None,
     ) -> None:
         self._engine = engine
+        self._metrics = metrics or TeacherMetrics()
         self._max_batch_tokens = max_batch_tokens
         self._max_queued_bytes = max_queued_bytes
         self._queued_bytes = 0
@@ -53,7 +75,22 @@ class Batcher:
             waiting.answer.cancel()
         await asyncio.to_thread(self._thread.shutdown)
 
-    async def score(self, query: ScoreQuery) -> RowBlock:
+    @property
+    def info(self) -> EngineInfo:
+        """The engine as the next batch will meet it."""
+        return self._engine.info
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens that wait for the engine."""
+        waiting = (entry for entry in self._queue if not entry.answer.done())
+        return sum(len(entry.query.token_ids) for entry in waiting)
+
+    async def between_batches(self, change: Callable[[], _T]) -> _T:
+        """Run `change` in the engine's thread, where no batch is half-way."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, change)
+
+    async def score(self, query: ScoreQuery) -> Scored:
         """The rows of a valid query. Raises Overloaded when too much waits; cancelling drops the
         query.
         """
@@ -104,18 +141,33 @@ class Batcher:
         for waiting, answer in zip(batch, answers, strict=True):
             if waiting.answer.done():
                 continue
-            if isinstance(answer, RowBlock):
+            if isinstance(answer, Scored):
                 waiting.answer.set_result(answer)
             else:
                 waiting.answer.set_exception(answer)
 
-    def _score_in_thread(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | Exception]:
+    def _score_in_thread(self, queries: Sequence[ScoreQuery]) -> list[Scored | Exception]:
         try:
-            answers: list[RowBlock | Exception] = [*self._engine.score(queries)]
-            assert len(answers) == len(queries), "one answer a query"
-            return answers
+            return self._forward(queries)
         except Exception as error:
-            if len(queries) == 1:
-                return [error]
-            # One of them did it: alone, it fails only itself.
-            return [answer for query in queries for answer in self._score_in_thread([query])]
+            # One of them did it, or chance: each gets a second try, alone, and fails only itself.
+            name = type(error).__name__
+            log.warning("a batch of %d failed, each is tried alone: %s", len(queries), name)
+            return [self._score_alone(query) for query in queries]
+
+    def _score_alone(self, query: ScoreQuery) -> Scored | Exception:
+        try:
+            return self._forward([query])[0]
+        except Exception as error:
+            return error
+
+    def _forward(self, queries: Sequence[ScoreQuery]) -> list[Scored | Exception]:
+        by, began = self._engine.info, time.perf_counter()
+        answers = self._engine.score(queries)
+        assert len(answers) == len(queries), "one answer a query"
+        self._metrics.forward(
+            rows=sum(len(answer) for answer in answers if isinstance(answer, RowBlock)),
+            fill=sum(len(query.token_ids) for query in queries) / self._max_batch_tokens,
+            seconds=time.perf_counter() - began,
+        )
+        return [Scored(a, by) if isinstance(a, RowBlock) else a for a in answers]

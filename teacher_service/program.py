@@ -13,15 +13,17 @@ import grpc.aio
 
 from protos import teacher_pb2_grpc
 from protos.errors import DistillError, InvalidInput
-from protos.transport import require_free_port, require_loopback, serve
+from protos.server import Endpoint, serve
 from teacher_service.batcher import Batcher
 from teacher_service.cache import RowCache
 from teacher_service.disk_tier import DiskTier
 from teacher_service.engines.base import Engine
+from teacher_service.metrics_page import TeacherMetrics
 from teacher_service.scorer import Scorer
 from teacher_service.self_test import run_self_test
 from teacher_service.service import TeacherServicer
 from teacher_service.validation import Limits
+from teacher_service.weights import Weights
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +35,7 @@ class Settings:
     """The options of `distill-teacher`. `cache_dir` None: no cache at all."""
 
     model: str
-    host: str
-    port: int
+    endpoint: Endpoint
     engine: str
     dtype: str
     device: str
@@ -52,8 +53,7 @@ def run(settings: Settings) -> None:
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
     # Before minutes of loading, not after them.
-    require_loopback(settings.host)
-    require_free_port(settings.host, settings.port)
+    settings.endpoint.require_usable()
     engine = make_engine(settings)
     run_self_test(engine)
     cache = _make_cache(settings, engine.info.fingerprint)
@@ -99,21 +99,24 @@ def _make_cache(settings: Settings, fingerprint: str) -> RowCache | None:
 async def _serve(settings: Settings, engine: Engine, cache: RowCache | None) -> None:
     info = engine.info
     limits = Limits(info.vocab_size, info.max_length, min(settings.max_top_k, info.vocab_size))
-    async with Batcher(engine, max_batch_tokens=settings.max_batch_tokens) as batcher:
-        scorer = Scorer(batcher, cache, fingerprint=info.fingerprint)
-        servicer = TeacherServicer(scorer, info, limits)
+    metrics = TeacherMetrics()
+    async with Batcher(
+        engine, max_batch_tokens=settings.max_batch_tokens, metrics=metrics
+    ) as batcher:
+        scorer = Scorer(batcher, cache)
+        weights = Weights(engine, batcher)
+        servicer = TeacherServicer(scorer, batcher, weights, limits, metrics)
 
         def register(server: grpc.aio.Server) -> str:
             teacher_pb2_grpc.add_TeacherServicer_to_server(servicer, server)
             return "distill.v1.Teacher"
 
         def on_ready(port: int) -> None:
-            print(f"teacher listening on {settings.host}:{port}", flush=True)
+            print(f"teacher listening on {settings.endpoint.address(port)}", flush=True)
 
         await serve(
             register,
-            host=settings.host,
-            port=settings.port,
+            settings.endpoint,
             grace_seconds=GRACE_SECONDS,
             on_ready=on_ready,
             on_stop=servicer.drain,

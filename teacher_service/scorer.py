@@ -10,40 +10,55 @@ import xxhash
 
 from clients.score_query import ScoreQuery, row_key
 from protos import teacher_pb2
-from protos.rows import HEADER_BYTES, encode_rows
+from protos.rows import HEADER_BYTES, RowBlock, encode_rows
 from protos.transport import MAX_CHUNK_BYTES
 from teacher_service.batcher import Batcher
 from teacher_service.cache import RowCache, ScoredSequence
+from teacher_service.engines.base import EngineInfo
 
 _ENVELOPE_BYTES = 1024  # the other fields of a ScoreChunk
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The rows of one query, all by the weights of `version`."""
+
+    scored: ScoredSequence
+    version: int
 
 
 @dataclass(eq=False)
 class _Flight:
     """One scoring that several equal queries may wait for."""
 
-    task: asyncio.Task[ScoredSequence]
+    task: asyncio.Task[Answer]
     waiters: int = 0
 
 
 class Scorer:
     """Equal queries that meet are scored once. `cache` None: no rows are kept after that."""
 
-    def __init__(self, batcher: Batcher, cache: RowCache | None, *, fingerprint: str) -> None:
+    def __init__(self, batcher: Batcher, cache: RowCache | None) -> None:
         self._batcher = batcher
         self._cache = cache
-        self._fingerprint = fingerprint
         self._flights: dict[bytes, _Flight] = {}
-        self.version = 0
 
-    async def score(self, query: ScoreQuery) -> ScoredSequence:
-        """The rows of `query` by this version of the teacher; raises what the engine or the queue
-        says.
+    def tiers(self) -> dict[str, tuple[int, int]]:
+        """(hits, misses) of each tier of the cache since the start."""
+        if self._cache is None:
+            return {}
+        counters = self._cache.counters
+        return {"all": (counters.hits, counters.misses)}
+
+    async def score(self, query: ScoreQuery) -> Answer:
+        """The rows of `query` by this version of the teacher, or the next one when it comes before
+        them; raises what the engine or the queue says.
         """
-        key = row_key(self._fingerprint, self.version, query)
+        by = self._batcher.info
+        key = _key(query, by)
         flight = self._flights.get(key)
         if flight is None:
-            flight = _Flight(asyncio.create_task(self._find_or_score(key, query)))
+            flight = _Flight(asyncio.create_task(self._find_or_score(key, query, by.version)))
             self._flights[key] = flight
         flight.waiters += 1
         try:
@@ -57,26 +72,34 @@ class Scorer:
             if self._flights.get(key) is flight and (flight.task.done() or not flight.waiters):
                 del self._flights[key]
 
-    async def _find_or_score(self, key: bytes, query: ScoreQuery) -> ScoredSequence:
-        if self._cache is None:
-            return await self._run_engine(query)
-        found = await self._cache.get(key, query)
+    async def _find_or_score(self, key: bytes, query: ScoreQuery, version: int) -> Answer:
+        found = await self._cache.get(key, query) if self._cache else None
         if found is not None:
-            return found
-        return self._cache.put(key, query, await self._run_engine(query))
+            return Answer(found, version)
+        rows = await self._batcher.score(query)
+        scored = _encoded(rows.block, query)
+        if self._cache:
+            # Not `key`: the weights may have changed since.
+            scored = self._cache.put(_key(query, rows.by), query, scored)
+        return Answer(scored, rows.by.version)
 
-    async def _run_engine(self, query: ScoreQuery) -> ScoredSequence:
-        block = await self._batcher.score(query)
-        if query.head_ids is not None:
-            # Who chose the ids has them.
-            block = replace(block, head_ids=None)
-        return ScoredSequence(encode_rows(block, f32=query.f32), block)
+
+def _key(query: ScoreQuery, by: EngineInfo) -> bytes:
+    return row_key(by.fingerprint, by.version, query)
+
+
+def _encoded(block: RowBlock, query: ScoreQuery) -> ScoredSequence:
+    if query.head_ids is not None:
+        # Who chose the ids has them.
+        block = replace(block, head_ids=None)
+    return ScoredSequence(encode_rows(block, f32=query.f32), block)
 
 
 def chunks_of(
-    scored: ScoredSequence, query: ScoreQuery, request_id: str, next_position: int
+    answer: Answer, query: ScoreQuery, request_id: str, next_position: int
 ) -> Iterator[teacher_pb2.ScoreChunk]:
     """The rows from `next_position` (0: all) on, in order, in messages of MAX_CHUNK_BYTES."""
+    scored = answer.scored
     row_bytes = max(1, (len(scored.encoded) - HEADER_BYTES) // query.rows + 1)
     step = max(1, (MAX_CHUNK_BYTES - HEADER_BYTES - _ENVELOPE_BYTES) // row_bytes)
     digest = xxhash.xxh3_64_intdigest(scored.encoded)
@@ -92,4 +115,5 @@ def chunks_of(
             payload=scored.encoded if whole else encode_rows(block, f32=query.f32),
             last=last == query.rows,
             scoring_digest=digest,
+            version=answer.version,
         )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+from numpy.typing import NDArray
 
 from clients.score_query import ScoreQuery
 from protos.errors import DistillError
@@ -16,7 +18,7 @@ from protos.rows import RowBlock
 @dataclass(frozen=True)
 class EngineInfo:
     """The facts GetInfo tells. `vocabulary` holds the tokens by id and may be shorter than
-    `vocab_size`.
+    `vocab_size`. `fingerprint` and `version` are another with every update of the weights.
     """
 
     model: str
@@ -28,6 +30,34 @@ class EngineInfo:
     dtype: str
     name: str
     batch_invariant: bool
+    version: int = 0
+
+    def after(self, update: WeightUpdate) -> EngineInfo:
+        """The same engine with new weights: the same updates in the same order give the same
+        fingerprint, in another life of the program too.
+        """
+        facts = {"before": self.fingerprint, "tau": update.tau, "pushed": update.digest}
+        return replace(self, fingerprint=fingerprint_of(facts), version=self.version + 1)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """`dtype` is float32, bfloat16 or float16."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class WeightUpdate:
+    """All parameters of a model, by name: a spec and its little-endian bytes (uint8 [n]), finite in
+    the type that the engine serves. `tau` None: they replace the weights, else phi <- tau phi + (1
+    - tau) theta.
+    """
+
+    tensors: Mapping[str, tuple[TensorSpec, NDArray[Any]]]
+    tau: float | None
+    digest: str
 
 
 class Engine(Protocol):
@@ -40,6 +70,19 @@ class Engine(Protocol):
         """One answer a query, in order. The fault of one query is its answer; raising fails the
         batch.
         """
+        ...
+
+
+@runtime_checkable
+class TakesWeights(Protocol):
+    """An engine whose weights can be updated; called from the engine's thread."""
+
+    def parameters(self) -> Mapping[str, TensorSpec]:
+        """What an update must hold, in the types that the engine serves."""
+        ...
+
+    def update(self, update: WeightUpdate) -> None:
+        """Apply it; `info` tells the new fingerprint and version from then on."""
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor
 from clients.score_query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows import RowBlock
-from teacher_service.engines.base import EngineInfo, fingerprint_of
+from teacher_service.engines.base import EngineInfo, TensorSpec, WeightUpdate, fingerprint_of
+from teacher_service.engines.hf_weights import ModelWeights
 from teacher_service.model_files import file_facts, model_directory
 from teacher_service.scoring import score_hidden
 
@@ -48,11 +49,20 @@ class HfEngine:
         self._weight: Tensor = head.weight.detach()
         self._bias: Tensor | None = None if head.bias is None else head.bias.detach()
         self._batch_invariant = batch_invariant
+        self._weights = ModelWeights(self._model)
         self._require_linear_head(model)
         self.info = self._describe(model, path)
 
+    def parameters(self) -> Mapping[str, TensorSpec]:
+        return self._weights.specs()
+
+    def update(self, update: WeightUpdate) -> None:
+        self._weights.apply(update)
+        self.info = self.info.after(update)
+
     @torch.inference_mode()
     def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
+        self._weights.require_intact()
         if self._batch_invariant:
             return [answer for query in queries for answer in self._score_together([query])]
         return self._score_together(queries)

@@ -12,7 +12,7 @@ import pytest
 from clients.score_query import ScoreQuery
 from protos.errors import Corrupt, DistillError, Overloaded
 from protos.rows import RowBlock
-from teacher_service.batcher import Batcher
+from teacher_service.batcher import Batcher, Scored
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 
 
@@ -36,16 +36,33 @@ def query(*ids: int) -> ScoreQuery:
 
 
 def test_one_bad_query_fails_alone() -> None:
-    async def main() -> list[RowBlock | BaseException]:
+    async def main() -> list[Scored | BaseException]:
         async with Batcher(ScriptedEngine(), max_batch_tokens=1000) as batcher:
             queries = [query(1, 2, 3), query(1, 9, 3), query(4, 5), query(8, 1, 2)]
             return await asyncio.gather(*map(batcher.score, queries), return_exceptions=True)
 
     fine, crashed, also_fine, refused = asyncio.run(main())
-    assert isinstance(fine, RowBlock)
-    assert isinstance(also_fine, RowBlock)
+    assert isinstance(fine, Scored)
+    assert isinstance(also_fine, Scored)
     assert isinstance(crashed, RuntimeError)
     assert isinstance(refused, Corrupt)
+
+
+def test_chance_gets_a_second_try() -> None:
+    class Unlucky(ScriptedEngine):
+        def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
+            self.batches.append([len(query.token_ids) for query in queries])
+            if len(self.batches) == 1:
+                raise MemoryError("once")
+            return super().score(queries)
+
+    engine = Unlucky()
+
+    async def main() -> Scored:
+        async with Batcher(engine, max_batch_tokens=1000) as batcher:
+            return await batcher.score(query(1, 2, 3))
+
+    assert len(asyncio.run(main()).block) == 2
 
 
 def test_a_batch_keeps_to_its_padded_tokens() -> None:

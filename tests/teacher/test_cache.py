@@ -47,8 +47,8 @@ def score_all(engine: CountingEngine, cache: RowCache | None) -> list[bytes]:
 
     async def main() -> list[bytes]:
         async with Batcher(engine, max_batch_tokens=100) as batcher:
-            scorer = Scorer(batcher, cache, fingerprint=FINGERPRINT)
-            return [(await scorer.score(query)).encoded for query in QUERIES * 2]
+            scorer = Scorer(batcher, cache)
+            return [(await scorer.score(query)).scored.encoded for query in QUERIES * 2]
 
     scored = asyncio.run(main())
     if cache:
@@ -132,11 +132,12 @@ def test_the_first_write_wins() -> None:
 
     async def main() -> tuple[Any, Any]:
         async with Batcher(FakeEngine(FakeSettings(vocab=64)), max_batch_tokens=99) as batcher:
-            first = await Scorer(batcher, None, fingerprint="a").score(QUERIES[0])
+            first = (await Scorer(batcher, None).score(QUERIES[0])).scored
         async with Batcher(
             FakeEngine(FakeSettings(vocab=64, seed=1)), max_batch_tokens=99
         ) as batcher:
-            return first, await Scorer(batcher, None, fingerprint="a").score(QUERIES[0])
+            second = (await Scorer(batcher, None).score(QUERIES[0])).scored
+            return first, second
 
     first, second = asyncio.run(main())
     key = row_key("a", 0, QUERIES[0])

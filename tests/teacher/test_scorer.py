@@ -41,7 +41,7 @@ def life(engine: GatedEngine, cached: bool, work: Callable[[Scorer], Awaitable[N
         cache = RowCache(memory_bytes=1 << 20, disk=None) if cached else None
         async with Batcher(engine, max_batch_tokens=100) as batcher:
             try:
-                await work(Scorer(batcher, cache, fingerprint="f"))
+                await work(Scorer(batcher, cache))
             finally:
                 engine.gate.set()
 
@@ -59,7 +59,7 @@ def test_equal_queries_make_one_forward(cached: bool) -> None:
         engine.gate.set()
         first, *more = await asyncio.gather(*tasks)
         assert all(scored is first for scored in more)
-        assert (await other).encoded != first.encoded
+        assert (await other).scored.encoded != first.scored.encoded
         assert engine.forwards == 2
         await scorer.score(query(1, 2, 3))
         assert engine.forwards == (2 if cached else 3)
@@ -77,7 +77,7 @@ def test_the_others_go_on_when_one_gives_up() -> None:
             task.cancel()
         await asyncio.sleep(0)
         engine.gate.set()
-        assert len((await tasks[2]).block) == 2
+        assert len((await tasks[2]).scored.block) == 2
         assert tasks[0].cancelled()
         assert engine.forwards == 1
 
