@@ -23,9 +23,11 @@ from clients.config import JobConfig
 from clients.download import Download
 from clients.jobs import TERMINAL, Job, JobEvent, JobState
 from protos import distill_pb2 as pb
+from protos.channel import SERVER_TOKEN, open_channel
 from protos.distill_pb2_grpc import DistillStub
 from protos.errors import DistillError, TimedOut, Unavailable
-from protos.transport import CHANNEL_OPTIONS, STREAM_OPEN, fault_of
+from protos.statuses import fault_of
+from protos.transport import STREAM_OPEN
 
 _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
@@ -54,7 +56,7 @@ class DistillClient:
         self._server = f"distill server {address}"
         self._timeout = timeout
         self._patience = patience_seconds
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = open_channel(address, token=SERVER_TOKEN)
         self._stub = DistillStub(self._channel)
 
     def __enter__(self) -> DistillClient:

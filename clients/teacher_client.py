@@ -23,9 +23,18 @@ from clients.score_query import (
 )
 from clients.score_window import ScoreWindow
 from protos import teacher_pb2, teacher_pb2_grpc
-from protos.errors import DistillError, InvalidInput, Unavailable, WrongState
+from protos.channel import TEACHER_TOKEN, open_channel
+from protos.errors import (
+    DistillError,
+    Forbidden,
+    InvalidInput,
+    Unauthenticated,
+    Unavailable,
+    WrongState,
+)
 from protos.rows import RowBlock
-from protos.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, fault_of
+from protos.statuses import fault_of
+from protos.transport import MAX_MESSAGE_BYTES
 
 __all__ = ["ScoreQuery", "TeacherClient", "TeacherInfo", "tokenizer_fingerprint"]
 
@@ -69,7 +78,7 @@ class TeacherClient:
         self._address = address
         self._name = f"teacher at {address}"
         self._patience_seconds = patience_seconds
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = open_channel(address, token=TEACHER_TOKEN)
         self._stub = teacher_pb2_grpc.TeacherStub(self._channel)
         self._window = ScoreWindow(max_in_flight)
         self._identity: str | None = None
@@ -136,7 +145,7 @@ class TeacherClient:
         while self._window.wait_for_work():
             before = self._window.last_progress
             self._last_fault = self._stream_until_fault()
-            if isinstance(self._last_fault, WrongState):
+            if isinstance(self._last_fault, WrongState | Unauthenticated | Forbidden):
                 self._window.fail_all(self._last_fault)
             self._window.reconnect()
             failures = 0 if self._window.last_progress > before else failures + 1
@@ -224,6 +233,9 @@ class TeacherClient:
                 field=_FIELD,
                 hint="give the HOST:PORT that distill-teacher printed",
             )
+        fault = fault_of(error, self._name)
+        if isinstance(fault, Unauthenticated | Forbidden):
+            return fault
         return Unavailable(
             f"no teacher answers at {self._address}",
             field=_FIELD,

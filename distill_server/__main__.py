@@ -10,6 +10,14 @@ from typing import Annotated
 
 import typer
 
+from clients.cli.listen_options import (
+    HostOption,
+    InsecureOption,
+    TlsCertOption,
+    TlsClientCaOption,
+    TlsKeyOption,
+    TokenFileOption,
+)
 from protos.errors import DistillError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -19,7 +27,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 def serve(
     runs: Annotated[Path, typer.Option(help="Directory of the jobs.")] = Path("runs"),
     port: Annotated[int, typer.Option(help="0: any free port.", min=0, max=65535)] = 50051,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: HostOption = "127.0.0.1",
+    token_file: TokenFileOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    tls_client_ca: TlsClientCaOption = None,
+    insecure: InsecureOption = False,
     slots: Annotated[int, typer.Option(help="Jobs that run at once.", min=1)] = 1,
     threads_per_job: Annotated[
         int, typer.Option(help="CPU threads of a job; 0: half of the CPUs, shared.", min=0)
@@ -32,18 +45,23 @@ def serve(
     from distill_server.runner import LocalRunner
     from distill_server.scheduler import Policy
     from distill_server.server import run_server
+    from protos.server import read_endpoint
+    from protos.tls import TlsFiles
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     share = max(1, (os.cpu_count() or 1) // 2 // slots)
+    tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
     try:
+        endpoint = read_endpoint(host, port, token_file, tls, insecure=insecure)
         asyncio.run(
             run_server(
                 runs,
-                host=host,
-                port=port,
+                endpoint=endpoint,
                 runner=LocalRunner(threads_per_job=threads_per_job or share),
                 policy=Policy(slots=slots, retries=retries),
-                on_ready=lambda bound: print(f"server listening on {host}:{bound}", flush=True),
+                on_ready=lambda bound: print(
+                    f"server listening on {endpoint.address(bound)}", flush=True
+                ),
             )
         )
     except (DistillError, OSError) as error:

@@ -19,7 +19,7 @@ from distill_server.store import Store
 from distill_server.streams import Streams
 from protos.distill_pb2_grpc import add_DistillServicer_to_server
 from protos.errors import InvalidInput
-from protos.transport import serve
+from protos.server import Endpoint, serve
 
 _GRACE_SECONDS = 5.0
 
@@ -27,8 +27,7 @@ _GRACE_SECONDS = 5.0
 async def run_server(
     runs: Path,
     *,
-    host: str,
-    port: int,
+    endpoint: Endpoint,
     runner: LocalRunner,
     policy: Policy,
     on_ready: Callable[[int], None],
@@ -66,8 +65,7 @@ async def run_server(
 
         await serve(
             register,
-            host=host,
-            port=port,
+            endpoint,
             grace_seconds=_GRACE_SECONDS,
             on_ready=ready,
             on_stop=bells.close,

@@ -21,6 +21,7 @@ class ExitCode(IntEnum):
     JOB_CANCELLED = 5
     WRONG_STATE = 6
     TIMED_OUT = 7
+    REFUSED = 8
     INTERRUPTED = 130
 
 
@@ -28,6 +29,8 @@ class ErrorCode(StrEnum):
     """The category of a fault, and the name of its gRPC status."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
     NOT_FOUND = "NOT_FOUND"
     FAILED_PRECONDITION = "FAILED_PRECONDITION"
     RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
@@ -60,6 +63,20 @@ class InvalidInput(DistillError, ValueError):
 
     code = ErrorCode.INVALID_ARGUMENT
     exit_code = ExitCode.USAGE
+
+
+class Unauthenticated(DistillError, PermissionError):
+    """The server asks for a token, and got none that it knows."""
+
+    code = ErrorCode.UNAUTHENTICATED
+    exit_code = ExitCode.REFUSED
+
+
+class Forbidden(DistillError, PermissionError):
+    """The token is known, and its role may not do this."""
+
+    code = ErrorCode.PERMISSION_DENIED
+    exit_code = ExitCode.REFUSED
 
 
 class NotFound(DistillError, LookupError):
@@ -110,6 +127,8 @@ class InternalFault(DistillError, RuntimeError):
 
 CATEGORIES: tuple[type[DistillError], ...] = (
     InvalidInput,
+    Unauthenticated,
+    Forbidden,
     NotFound,
     WrongState,
     Overloaded,

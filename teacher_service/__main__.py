@@ -8,6 +8,15 @@ from typing import Annotated
 
 import typer
 
+from clients.cli.listen_options import (
+    HostOption,
+    InsecureOption,
+    TlsCertOption,
+    TlsClientCaOption,
+    TlsKeyOption,
+    TokenFileOption,
+)
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -15,7 +24,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 def teacher(
     model: Annotated[str, typer.Option(help="Hugging Face directory or hub id.")],
     port: Annotated[int, typer.Option(help="0: any free port.", min=0, max=65535)] = 50052,
-    host: Annotated[str, typer.Option(help="Address of this machine to listen on.")] = "127.0.0.1",
+    host: HostOption = "127.0.0.1",
+    token_file: TokenFileOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    tls_client_ca: TlsClientCaOption = None,
+    insecure: InsecureOption = False,
     engine: Annotated[str, typer.Option(help="hf, or fake (rows from a hash, for tests).")] = "hf",
     dtype: Annotated[
         str, typer.Option(help="Type of the weights: auto (as saved), float32, bfloat16, float16.")
@@ -44,23 +58,25 @@ def teacher(
     # Before torch is imported: every thread of it reads this once.
     os.environ["OMP_NUM_THREADS"] = str(threads or os.environ.get("OMP_NUM_THREADS") or _half())
     from protos.errors import DistillError
+    from protos.server import read_endpoint
+    from protos.tls import TlsFiles
     from teacher_service.program import Settings, run
 
-    settings = Settings(
-        model=model,
-        host=host,
-        port=port,
-        engine=engine,
-        dtype=dtype,
-        device=device,
-        max_top_k=max_top_k,
-        max_batch_tokens=max_batch_tokens,
-        batch_invariant=batch_invariant,
-        cache_dir=None if no_cache else cache_dir or _default_cache(),
-        cache_memory_bytes=0 if no_cache else cache_memory_mib << 20,
-        cache_disk_bytes=cache_disk_gib << 30,
-    )
+    tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
     try:
+        settings = Settings(
+            model=model,
+            endpoint=read_endpoint(host, port, token_file, tls, insecure=insecure),
+            engine=engine,
+            dtype=dtype,
+            device=device,
+            max_top_k=max_top_k,
+            max_batch_tokens=max_batch_tokens,
+            batch_invariant=batch_invariant,
+            cache_dir=None if no_cache else cache_dir or _default_cache(),
+            cache_memory_bytes=0 if no_cache else cache_memory_mib << 20,
+            cache_disk_bytes=cache_disk_gib << 30,
+        )
         run(settings)
     except DistillError as error:
         typer.echo(f"error: {error}", err=True)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from protos import teacher_pb2
-from protos.transport import told
+from protos.statuses import told
 from teacher_service.validation import MAX_REQUEST_ID_CHARS
 
 # What one stream works on, and holds for a client that reads slowly; further requests stay in the

@@ -9,7 +9,16 @@ from typing import Annotated
 
 import typer
 
-from clients.cli import config_commands, demo, doctor, job_commands, logs_and_files, run, submit
+from clients.cli import (
+    config_commands,
+    demo,
+    doctor,
+    job_commands,
+    logs_and_files,
+    run,
+    submit,
+    token,
+)
 from clients.cli.output import Output
 from clients.cli.settings import DEFAULT_SERVER, Settings
 from protos.errors import DistillError, ExitCode, InternalFault, InvalidInput
@@ -23,6 +32,7 @@ EXIT_CODE_MEANINGS = {
     ExitCode.JOB_CANCELLED: "the job was CANCELLED",
     ExitCode.WRONG_STATE: "not allowed in the job's state",
     ExitCode.TIMED_OUT: "no answer in time",
+    ExitCode.REFUSED: "no token that the server knows, or one that may not do this",
     ExitCode.INTERRUPTED: "Ctrl-C; a submitted job goes on",
 }
 # \b: the lines stay as they are.
@@ -52,6 +62,7 @@ app.command("resume")(job_commands.resume)
 app.command("pull")(logs_and_files.pull)
 app.add_typer(config_commands.app, name="config")
 app.command("doctor")(doctor.doctor)
+app.command("token")(token.token)
 app.command("demo")(demo.demo)
 
 

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from clients.cli.settings import DEFAULT_SERVER, settings_of
-from protos.errors import ExitCode
+from protos.errors import DistillError, ExitCode
 
 PACKAGES = ("distill-service", "grpcio", "protobuf", "pydantic", "numpy")
 # Older ones can lose writes of a WAL database when two processes checkpoint it at once.
@@ -114,14 +114,17 @@ def _reachable(name: str, address: str) -> Check:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from protos.transport import CHANNEL_OPTIONS
+    from protos.channel import SERVER_TOKEN, TEACHER_TOKEN, open_channel
 
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        try:
+    token = SERVER_TOKEN if name == "server" else TEACHER_TOKEN
+    try:
+        with open_channel(address, token=token) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
             answer = health.Check(health_pb2.HealthCheckRequest(), timeout=3.0)
-        except grpc.RpcError as error:
-            code = error.code().name
-            return Check(name, address, problem=f"{address} does not answer ({code})")
+    except grpc.RpcError as error:
+        code = error.code().name
+        return Check(name, address, problem=f"{address} does not answer ({code})")
+    except DistillError as error:
+        return Check(name, address, problem=str(error))
     serving = answer.status == health_pb2.HealthCheckResponse.SERVING
     return Check(name, f"{address} serving", problem="" if serving else f"{address} is stopping")

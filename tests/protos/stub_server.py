@@ -9,7 +9,7 @@ import grpc.aio
 
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import InvalidInput
-from protos.transport import serve
+from protos.server import Endpoint, serve
 
 
 class StubTeacher(teacher_pb2_grpc.TeacherServicer):
@@ -38,4 +38,4 @@ def on_ready(port: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(register, host="127.0.0.1", port=0, grace_seconds=10, on_ready=on_ready))
+    asyncio.run(serve(register, Endpoint(), grace_seconds=10, on_ready=on_ready))

@@ -16,7 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import InternalFault, InvalidInput, Unavailable
-from protos.transport import CHANNEL_OPTIONS, _abort, fault_of, require_loopback
+from protos.server import Endpoint
+from protos.statuses import _abort, fault_of
+from protos.transport import CHANNEL_OPTIONS
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,4 +104,4 @@ def test_nobody_listens() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "example.org", ""])
 def test_only_loopback(host: str) -> None:
     with pytest.raises(InvalidInput):
-        require_loopback(host)
+        Endpoint(host).require_usable()

@@ -11,6 +11,7 @@ from distill_server.runner import LocalRunner
 from distill_server.scheduler import Policy
 from distill_server.server import run_server
 from protos.errors import DistillError
+from protos.server import Endpoint
 
 POLICY = {"backoff": 0.1, "cancel_grace": 1.5, "cancel_now_grace": 0.5, "look_every": 0.05}
 
@@ -28,8 +29,7 @@ def main() -> int:
         asyncio.run(
             run_server(
                 runs,
-                host=host,
-                port=port,
+                endpoint=Endpoint(host, port),
                 runner=LocalRunner(threads_per_job=1, command=command),
                 policy=Policy(slots=slots, **POLICY),
                 on_ready=lambda bound: print(f"server listening on {host}:{bound}", flush=True),

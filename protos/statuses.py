@@ -1,0 +1,159 @@
+"""The one boundary of errors: a DistillError becomes a gRPC status, and a DistillError again."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from protos.errors import DistillError, InternalFault, InvalidInput, error_of
+
+log = logging.getLogger(__name__)
+
+ERROR_DOMAIN = "distill-service"
+_STATUS_DETAILS = "grpc-status-details-bin"
+# Of a message, a field, a hint: gRPC drops trailers of more than 8 KiB, and with them the fault.
+_TOLD_BYTES = 1000
+
+
+class ErrorBoundary(grpc.aio.ServerInterceptor):
+    """The only place where exceptions become statuses.
+
+    A DistillError is told to the caller in full, with its field and hint as google.rpc.ErrorInfo.
+    Anything else is a defect: the caller gets an id, the log gets the traceback under the same id.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        kinds = (
+            "stream" if handler.request_streaming else "unary",
+            "stream" if handler.response_streaming else "unary",
+        )
+        behavior = getattr(handler, "_".join(kinds))
+        # A message that cannot be read is the caller's fault too, so it is read inside the guard.
+        read = _Messages if handler.request_streaming else _read
+        guard = _guard_stream if handler.response_streaming else _guard_unary
+
+        def call(request: Any, context: Any) -> Any:
+            return behavior(read(request, handler.request_deserializer), context)
+
+        make = getattr(grpc, f"{'_'.join(kinds)}_rpc_method_handler")
+        return make(
+            guard(call, handler_call_details.method),
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _guard_unary(behavior: Any, method: str) -> Any:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behavior(request, context)
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return call
+
+
+def _guard_stream(behavior: Any, method: str) -> Any:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async for message in behavior(request, context):
+                yield message
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return call
+
+
+def _read(data: bytes, deserialize: Callable[[bytes], Any] | None) -> Any:
+    try:
+        return deserialize(data) if deserialize else data
+    except DecodeError as error:
+        raise InvalidInput(
+            "not a message of this method", hint="are client and server of one version?"
+        ) from error
+
+
+class _Messages:
+    """The messages of a stream, read one by one."""
+
+    def __init__(self, data: Any, deserialize: Callable[[bytes], Any] | None) -> None:
+        self._data = aiter(data)
+        self._deserialize = deserialize
+
+    def __aiter__(self) -> _Messages:
+        return self
+
+    async def __anext__(self) -> Any:
+        return _read(await anext(self._data), self._deserialize)
+
+
+def told(error: Exception, where: str) -> DistillError:
+    """What a caller may know of `error`; a defect is logged under the id that the caller gets."""
+    if isinstance(error, DistillError):
+        return error
+    error_id = secrets.token_hex(4)
+    log.error("defect %s in %s", error_id, where, exc_info=error)
+    return InternalFault(
+        f"internal error {error_id}", hint="the server's log has the details under this id"
+    )
+
+
+async def _abort(
+    context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str
+) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    fault = told(error, method)
+    status = grpc.StatusCode[fault.code.name]
+    info = error_details_pb2.ErrorInfo(
+        reason=type(fault).__name__,
+        domain=ERROR_DOMAIN,
+        metadata={"field": _cut(fault.field), "hint": _cut(fault.hint)},
+    )
+    packed = any_pb2.Any()
+    packed.Pack(info)
+    message = _cut(fault.message)
+    details = status_pb2.Status(code=status.value[0], message=message, details=[packed])
+    metadata = ((_STATUS_DETAILS, details.SerializeToString()),)
+    await context.abort(status, message, trailing_metadata=metadata)
+
+
+def _cut(text: str) -> str:
+    data = text.encode(errors="replace")
+    return text if len(data) <= _TOLD_BYTES else data[:_TOLD_BYTES].decode(errors="ignore") + " ..."
+
+
+def fault_of(error: grpc.RpcError, server: str) -> DistillError:
+    """The DistillError that a failed call stands for; `server`: its name, `teacher HOST:PORT`."""
+    call: Any = error
+    status: grpc.StatusCode = call.code()
+    for key, value in call.trailing_metadata() or ():
+        if key == _STATUS_DETAILS:
+            details = status_pb2.Status.FromString(value)
+            info = error_details_pb2.ErrorInfo()
+            if details.details and details.details[0].Unpack(info):
+                field, hint = info.metadata["field"], info.metadata["hint"]
+                return error_of(status.name, details.message, field=field, hint=hint)
+    if status is grpc.StatusCode.UNAVAILABLE:
+        return error_of(
+            status.name,
+            f"cannot reach the {server}",
+            hint="check that it runs and that the address is right",
+        )
+    if status is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return error_of(status.name, f"the {server} did not answer in time", hint="try again")
+    return error_of(status.name, f"the {server} failed: {call.details()}")
