@@ -1,7 +1,8 @@
 """One chunk of rows between the matrix products: logits to rows, and derivatives to d(logits).
 
-Let a loss be a function of head log-probs l_i, token log-prob l_y and tail log-mass T, with
-derivatives g_i, g_y, g_T and G their sum. Then (method: section 7), z the logits over temperature,
+Let a loss be a function of head log-probs l_i, token log-prob l_y (and those of other single ids,
+alike) and tail log-mass T, with derivatives g_i, g_y, g_T and G their sum. Then (method: section
+7), z the logits over temperature,
 
     dL/dz_j = p_j ([j not in S] g_T / P_t - G) + [j in S] g_i + [j = y] g_y:
 
@@ -34,16 +35,18 @@ class Chunk:
     entropy: Tensor
     buffer: Tensor
     head_ids: Tensor
-    token_ids: Tensor
+    picked_ids: Tensor
     temperature: float
     top: Tensor
     head_share: Tensor
     tail_share: Tensor
     tail_sum: Tensor
 
-    def gradient(self, head: Tensor, tail: Tensor, token: Tensor) -> Tensor:
-        """d(loss)/d(logits) [n, V], in the buffer, from those with respect to the rows."""
-        everything = head.sum(1) + tail + token
+    def gradient(self, of_rows: Rows) -> Tensor:
+        """d(loss)/d(logits) [n, V], in the buffer, from the derivatives in the rows."""
+        head, tail = of_rows.head_logprobs, of_rows.tail_logmass
+        picked = _beside(of_rows.token_logprobs, of_rows.sample_logprobs)
+        everything = head.sum(1) + tail + picked.sum(1)
         scale = (tail - everything * self.tail_share) / torch.where(
             self.tail_sum == 0, 1, self.tail_sum
         )
@@ -52,15 +55,22 @@ class Chunk:
             self.buffer, self.top, scale / self.temperature, self.temperature
         )
         buffer.scatter_(1, self.head_ids, of_head.to(buffer.dtype))
-        of_token = (token / self.temperature)[:, None]
-        return buffer.scatter_add_(1, self.token_ids[:, None], of_token.to(buffer.dtype))
+        of_picked = picked / self.temperature
+        return buffer.scatter_add_(1, self.picked_ids, of_picked.to(buffer.dtype))
 
 
-def make_chunk(buffer: Tensor, head_ids: Tensor, token_ids: Tensor, temperature: float) -> Chunk:
+def make_chunk(
+    buffer: Tensor,
+    head_ids: Tensor,
+    token_ids: Tensor,
+    sample_ids: Tensor | None,
+    temperature: float,
+) -> Chunk:
     """The rows of softmax(buffer / temperature); `buffer` holds logits [n, V] and is used up."""
+    picked_ids = _beside(token_ids, sample_ids)
     wide = torch.float64 if buffer.dtype == torch.float64 else torch.float32
     head = buffer.gather(1, head_ids).to(wide) / temperature
-    token = buffer.gather(1, token_ids[:, None]).squeeze(1).to(wide) / temperature
+    picked = buffer.gather(1, picked_ids).to(wide) / temperature
     buffer.scatter_(1, head_ids, -torch.inf)
     top, tail_sum, tail_weighted = _passes(buffer).tail_statistics(buffer, temperature)
     # One common maximum, so that the shares below sum to one to the last bit.
@@ -73,18 +83,25 @@ def make_chunk(buffer: Tensor, head_ids: Tensor, token_ids: Tensor, temperature:
     mass = head_exp.sum(1) + tail_sum * tail_exp
     total = common + mass.log()
     weighted = (behind * head_exp).sum(1) + tail_exp * (tail_weighted + tail_behind * tail_sum)
+    picked = picked - total[:, None]
+    samples = None if sample_ids is None else picked[:, 1:]
     return Chunk(
-        rows=Rows(head - total[:, None], top + tail_sum.log() - total, token - total),
+        rows=Rows(head - total[:, None], top + tail_sum.log() - total, picked[:, 0], samples),
         entropy=mass.log() - weighted / mass,
         buffer=buffer,
         head_ids=head_ids,
-        token_ids=token_ids,
+        picked_ids=picked_ids,
         temperature=temperature,
         top=top,
         head_share=head_exp / mass[:, None],
         tail_share=tail_sum * tail_exp / mass,
         tail_sum=tail_sum,
     )
+
+
+def _beside(token: Tensor, samples: Tensor | None) -> Tensor:
+    """[n] and [n, M] as [n, 1 + M]: the ids whose log-probs are wanted, or what is due to them."""
+    return token[:, None] if samples is None else torch.cat([token[:, None], samples], 1)
 
 
 def reads_narrow(tensor: Tensor) -> bool:

@@ -20,6 +20,8 @@ from student_trainer.losses.rows import Rows
 
 # Already weighted losses [n] of the rows that stand at `index` of the batch.
 LossFunction = Callable[[Rows, slice], Tensor]
+# Head, token and sample ids: see fused_linear_loss.
+_Ids = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ def fused_linear_loss(
     token_ids: Tensor,
     loss_fn: LossFunction,
     *,
+    sample_ids: Tensor | None = None,
     bias: Tensor | None = None,
     temperature: float = 1.0,
     chunk_rows: int | None = None,
@@ -48,13 +51,18 @@ def fused_linear_loss(
     """Sum of loss_fn over the rows of softmax((hidden @ weight.T + bias) / temperature).
 
     hidden [N, H]; weight [V, H]; head_ids [N, K] int64, distinct within a row; token_ids [N] int64;
-    bias [V]. Logits are handled `chunk_rows` at a time; what is made of them is float32 at least.
-    For a loss whose weights are known only after all rows, see `fused_linear_rows`.
+    sample_ids [N, M] int64, the teacher's tail samples; bias [V]. Logits are handled `chunk_rows`
+    at a time; what is made of them is float32 at least. For a loss whose weights are known only
+    after all rows, see `fused_linear_rows`.
     """
-    loss, head, tail, token, losses, entropy = _FusedLinearLoss.apply(  # type: ignore[no-untyped-call]
-        *_asked(hidden, weight, bias), head_ids, token_ids, loss_fn, temperature, chunk_rows
+    loss, losses, entropy, *rows = _FusedLinearLoss.apply(  # type: ignore[no-untyped-call]
+        *_asked(hidden, weight, bias),
+        (head_ids, token_ids, sample_ids),
+        loss_fn,
+        temperature,
+        chunk_rows,
     )
-    return FusedLoss(loss, Rows(head, tail, token), {"loss": losses, "entropy": entropy})
+    return FusedLoss(loss, Rows(*rows), {"loss": losses, "entropy": entropy})
 
 
 class _FusedLinearLoss(torch.autograd.Function):
@@ -64,8 +72,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        head_ids: Tensor,
-        token_ids: Tensor,
+        ids: _Ids,
         loss_fn: LossFunction,
         temperature: float,
         chunk_rows: int | None,
@@ -73,37 +80,39 @@ class _FusedLinearLoss(torch.autograd.Function):
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad)
         # Under mixed precision float32 weights meet bf16 states.
         weight = weight.to(hidden.dtype)
-        done: list[tuple[Tensor, ...]] = [_no_rows(hidden, head_ids)]
+        none = hidden.new_zeros(0, dtype=wide_dtype(hidden))
+        done: list[tuple[Tensor, ...]] = [(none, none, *_no_rows(none, ids))]
         for index, logits in logit_chunks(hidden, weight, bias, chunk_rows):
-            chunk = make_chunk(logits, head_ids[index], token_ids[index], temperature)
-            losses, *of_rows = _derivatives(loss_fn, chunk.rows, index)
-            gradients.add(index, chunk.gradient(*of_rows), hidden, weight)
-            done.append((*vars(chunk.rows).values(), losses, chunk.entropy))
+            chunk = make_chunk(logits, *_at(ids, index), temperature)
+            losses, of_rows = _derivatives(loss_fn, chunk.rows, index)
+            gradients.add(index, chunk.gradient(of_rows), hidden, weight)
+            done.append((losses, chunk.entropy, *_tensors(chunk.rows)))
         parts = [torch.cat(parts) for parts in zip(*done, strict=True)]
         # Not saved tensors: the one backward pass scales them in place, the weight's is large.
         ctx.gradients = gradients
         ctx.mark_non_differentiable(*parts)
-        return parts[3].sum(), *parts
+        return parts[0].sum(), *parts
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("a fused loss can be differentiated once: its gradients are used up")
         gradients, ctx.gradients = ctx.gradients, None
-        return (*gradients.times(grad_loss), *[None] * 5)
+        return (*gradients.times(grad_loss), *[None] * 4)
 
 
-def _derivatives(loss_fn: LossFunction, rows: Rows, index: slice) -> list[Tensor]:
-    """Losses [n], and the derivatives of their sum in the rows' head, tail and token."""
+def _derivatives(loss_fn: LossFunction, rows: Rows, index: slice) -> tuple[Tensor, Rows]:
+    """Losses [n], and the derivatives of their sum in the rows, as rows."""
     with torch.enable_grad():
-        leaves = [values.detach().requires_grad_() for values in vars(rows).values()]
-        losses = loss_fn(Rows(*leaves), index)
-        found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+        leaves = rows.map(lambda values: values.detach().requires_grad_())
+        losses = loss_fn(leaves, index)
+        inputs = _tensors(leaves)
+        found = torch.autograd.grad(losses.sum(), inputs, allow_unused=True)
     of_rows = [
         torch.zeros_like(leaf) if grad is None else grad
-        for leaf, grad in zip(leaves, found, strict=True)
+        for leaf, grad in zip(inputs, found, strict=True)
     ]
-    return [losses.detach(), *of_rows]
+    return losses.detach(), Rows(*of_rows)
 
 
 def fused_linear_rows(
@@ -112,6 +121,7 @@ def fused_linear_rows(
     head_ids: Tensor,
     token_ids: Tensor,
     *,
+    sample_ids: Tensor | None = None,
     bias: Tensor | None = None,
     temperature: float = 1.0,
     chunk_rows: int | None = None,
@@ -122,8 +132,8 @@ def fused_linear_rows(
     The backward pass makes the logits again: four matrix products, not three. Arguments as for
     `fused_linear_loss`.
     """
-    *rows, entropy = _FusedLinearRows.apply(  # type: ignore[no-untyped-call]
-        *_asked(hidden, weight, bias), head_ids, token_ids, temperature, chunk_rows
+    entropy, *rows = _FusedLinearRows.apply(  # type: ignore[no-untyped-call]
+        *_asked(hidden, weight, bias), (head_ids, token_ids, sample_ids), temperature, chunk_rows
     )
     return Rows(*rows), entropy
 
@@ -135,33 +145,31 @@ class _FusedLinearRows(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        head_ids: Tensor,
-        token_ids: Tensor,
+        ids: _Ids,
         temperature: float,
         chunk_rows: int | None,
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(hidden, weight, bias, head_ids, token_ids)
-        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
-        done = [_no_rows(hidden, head_ids)[:4]]
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.ids, ctx.temperature, ctx.chunk_rows = ids, temperature, chunk_rows
+        none = hidden.new_zeros(0, dtype=wide_dtype(hidden))
+        done: list[tuple[Tensor, ...]] = [(none, *_no_rows(none, ids))]
         for index, logits in logit_chunks(hidden, weight.to(hidden.dtype), bias, chunk_rows):
-            chunk = make_chunk(logits, head_ids[index], token_ids[index], temperature)
-            done.append((*vars(chunk.rows).values(), chunk.entropy))
-        head, tail, token, entropy = (torch.cat(parts) for parts in zip(*done, strict=True))
-        ctx.mark_non_differentiable(entropy)
-        return head, tail, token, entropy
+            chunk = make_chunk(logits, *_at(ids, index), temperature)
+            done.append((chunk.entropy, *_tensors(chunk.rows)))
+        parts = tuple(torch.cat(parts) for parts in zip(*done, strict=True))
+        ctx.mark_non_differentiable(parts[0])
+        return parts
 
     @staticmethod
-    def backward(
-        ctx: Any, head: Tensor, tail: Tensor, token: Tensor, _: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, head_ids, token_ids = ctx.saved_tensors
+    def backward(ctx: Any, _: Tensor, *of_rows: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias = ctx.saved_tensors
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad)
         weight = weight.to(hidden.dtype)
         for index, logits in logit_chunks(hidden, weight, bias, ctx.chunk_rows):
-            chunk = make_chunk(logits, head_ids[index], token_ids[index], ctx.temperature)
-            of_logits = chunk.gradient(head[index], tail[index], token[index])
+            chunk = make_chunk(logits, *_at(ctx.ids, index), ctx.temperature)
+            of_logits = chunk.gradient(Rows(*of_rows)[index])
             gradients.add(index, of_logits, hidden, weight)
-        return (*gradients.times(None), *[None] * 4)
+        return (*gradients.times(None), *[None] * 3)
 
 
 def _asked(
@@ -173,7 +181,17 @@ def _asked(
     return hidden.detach(), weight.detach(), None if bias is None else bias.detach()
 
 
-def _no_rows(hidden: Tensor, head_ids: Tensor) -> tuple[Tensor, ...]:
-    """Head log-probs, tail, token, and two values a row more, of no row at all."""
-    none = hidden.new_zeros(0, dtype=wide_dtype(hidden))
-    return none.reshape(0, head_ids.shape[1]), none, none, none, none
+def _at(ids: _Ids, index: slice) -> _Ids:
+    head, token, samples = ids
+    return head[index], token[index], None if samples is None else samples[index]
+
+
+def _tensors(rows: Rows) -> list[Tensor]:
+    return [values for values in vars(rows).values() if values is not None]
+
+
+def _no_rows(none: Tensor, ids: _Ids) -> list[Tensor]:
+    """The tensors of no rows at all; `none` is empty."""
+    head, _, samples = ids
+    wide = [none.reshape(0, of.shape[1]) for of in (head, samples) if of is not None]
+    return [wide[0], none, none, *wide[1:]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,30 +21,49 @@ class Rows:
     """What is known of N tokens' distributions, in nats over the full vocabulary.
 
     head_logprobs [N, K] at the head ids; tail_logmass [N], the log of the mass outside the head
-    (-inf when the head is everything); token_logprobs [N] of the actual tokens.
+    (-inf when the head is everything); token_logprobs [N] of the actual tokens; sample_logprobs
+    [N, M] of tokens that the teacher drew from its tail, if it did (its own may be their mean,
+    [N, 1]).
     """
 
     head_logprobs: Tensor
     tail_logmass: Tensor
     token_logprobs: Tensor
+    sample_logprobs: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.tail_logmass)
 
     def detach(self) -> Rows:
-        return Rows(*(values.detach() for values in vars(self).values()))
+        return self.map(Tensor.detach)
 
     def __getitem__(self, index: slice) -> Rows:
-        return Rows(self.head_logprobs[index], self.tail_logmass[index], self.token_logprobs[index])
+        return self.map(lambda values: values[index])
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Rows:
+        """Each tensor changed."""
+        samples = self.sample_logprobs
+        return Rows(
+            change(self.head_logprobs),
+            change(self.tail_logmass),
+            change(self.token_logprobs),
+            None if samples is None else change(samples),
+        )
 
 
 def rows_from_logits(
-    logits: Tensor, head_ids: Tensor, token_ids: Tensor, *, temperature: float = 1.0
+    logits: Tensor,
+    head_ids: Tensor,
+    token_ids: Tensor,
+    *,
+    sample_ids: Tensor | None = None,
+    temperature: float = 1.0,
 ) -> Rows:
     """Rows of softmax(logits / temperature) at `head_ids`, differentiable in `logits`.
 
-    logits [N, V]; head_ids [N, K], distinct within a row; token_ids [N]. Half precision is widened
-    to float32. The tail is a logsumexp over the other logits: 1 - sum would lose a small one.
+    logits [N, V]; head_ids [N, K], distinct within a row; token_ids [N]; sample_ids [N, M]. Half
+    precision is widened to float32. The tail is a logsumexp over the other logits: 1 - sum would
+    lose a small one.
     """
     scaled = logits if logits.dtype == torch.float64 else logits.float()
     scaled = scaled / temperature
@@ -51,7 +71,8 @@ def rows_from_logits(
     tail = _logsumexp(scaled.scatter(1, head_ids, -torch.inf))
     total = torch.logaddexp(tail, _logsumexp(head))
     token = scaled.gather(1, token_ids[:, None]).squeeze(1)
-    return Rows(head - total[:, None], tail - total, token - total)
+    samples = None if sample_ids is None else scaled.gather(1, sample_ids) - total[:, None]
+    return Rows(head - total[:, None], tail - total, token - total, samples)
 
 
 @torch.no_grad()

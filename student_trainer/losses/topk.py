@@ -11,6 +11,8 @@ and teacher, m = 1[y not in S], r = p(y)/sg(p(y)), w = q(y)/p(y), s the importan
     sampled          s m r (-log w)     | s m sg(w) log w                 value and gradient
     bucket           P_t log(P_t/Q_t)   | Q_t log(Q_t/P_t)                a lower bound
     bucket+sampled   bucket + s m R, the default                          value and gradient
+    bucket+teacher_samples          | bucket + (Q_t/M) sum_i [log q~(y_i) - log p~(y_i)]
+                     forward only, y_i drawn by the teacher from its tail  value and gradient
 
 `published` is Algorithms 1 and 2 of EMA-PG (arXiv 2602.04417). Its gradient is that of the KL plus
 grad P_S (reverse) or minus it (forward): the term that K4 and K5 drop sums to zero over the whole
@@ -34,7 +36,7 @@ from torch import Tensor
 from student_trainer.losses.rows import HIGHEST_LOG_RATIO, LOWEST_LOGPROB, Rows
 
 Direction = Literal["reverse", "forward"]
-Tail = Literal["none", "published", "sampled", "bucket", "bucket+sampled"]
+Tail = Literal["none", "published", "sampled", "bucket", "bucket+sampled", "bucket+teacher_samples"]
 
 
 def topk_kl(
@@ -50,16 +52,20 @@ def topk_kl(
 
     Both rows at the same head ids; token_in_head [N] bool, whether y is one of them; importance
     [N], the detached p(y)/mu(y) where y was drawn by another policy mu: it weighs the sampled part.
+    The teacher's samples need no student's: the rows of both must have their log-probs, and neither
+    `token_in_head` nor `importance` counts. Raises ValueError without them, or in reverse.
     """
     p = _finite(student)
     q = _finite(teacher.detach())
     head = _divergence(p.head_logprobs, q.head_logprobs, direction).sum(1)
     if tail == "none":
         return head
-    if tail == "bucket" or tail == "bucket+sampled":
+    if tail.startswith("bucket"):
         head = head + _divergence(p.tail_logmass, q.tail_logmass, direction)
     if tail == "bucket":
         return head
+    if tail == "bucket+teacher_samples":
+        return head + _teacher_samples(p, q, direction)
     # Tokens of the head get harmless numbers, not a product with zero: 0 * inf is NaN.
     outside = ~token_in_head
     log_p, log_q, log_p_tail, log_q_tail = (
@@ -80,7 +86,7 @@ def topk_kl(
 
 
 def _finite(rows: Rows) -> Rows:
-    return Rows(*(t.clamp(min=LOWEST_LOGPROB) for t in vars(rows).values()))
+    return rows.map(lambda values: values.clamp(min=LOWEST_LOGPROB))
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, direction: Direction) -> Tensor:
@@ -106,6 +112,16 @@ def _sampled(log_p: Tensor, log_q: Tensor, direction: Direction) -> Tensor:
     if direction == "reverse":
         return log_r.exp() * -log_w
     return _ratio(log_w) * log_w
+
+
+def _teacher_samples(p: Rows, q: Rows, direction: Direction) -> Tensor:
+    """The tail's own KL, Q_t KL(q~||p~), as the mean over what the teacher drew from q~."""
+    if direction != "forward" or p.sample_logprobs is None or q.sample_logprobs is None:
+        raise ValueError("bucket+teacher_samples needs forward KL and rows with tail samples")
+    log_q_within = q.sample_logprobs.mean(1) - q.tail_logmass
+    log_p_within = p.sample_logprobs.mean(1) - p.tail_logmass
+    # An empty tail has nothing to draw; whatever stands there counts as much as its mass.
+    return q.tail_logmass.exp() * (log_q_within - log_p_within)
 
 
 def _within_tail(

@@ -31,8 +31,16 @@ def problem(n, vocab, k, seed=0, dtype=torch.float32):
     head = teacher_logits.topk(k).indices
     tokens = torch.randint(vocab, (n,), generator=generator)
     weights = (torch.rand(n, generator=generator) > 0.2).to(dtype)
-    teacher = rows_from_logits(teacher_logits, head, tokens)
+    teacher = rows_from_logits(teacher_logits, head, tokens, sample_ids=samples_of(head, vocab))
     return hidden, weight, bias, head, tokens, teacher, weights
+
+
+def samples_of(head, vocab, count=3):
+    """Ids outside the head, some of them twice; any, where the head is everything."""
+    outside = torch.ones(len(head), vocab).scatter_(1, head, 0)
+    outside[outside.sum(1) == 0] = 1
+    generator = torch.Generator().manual_seed(1)
+    return outside.multinomial(count, replacement=True, generator=generator)
 
 
 def make_loss(name, head, tokens, teacher: Rows, weights):
@@ -68,6 +76,7 @@ def make_loss(name, head, tokens, teacher: Rows, weights):
 
 LOSSES = [
     *[f"{direction}/{tail}" for direction in ("reverse", "forward") for tail in TAILS],
+    "forward/bucket+teacher_samples",
     *[f"sampled/{kind}" for kind in ("k1", "k2", "k3", "k3++", "k4", "k5")],
     "grpo",
     "grpo+kl",
@@ -95,8 +104,9 @@ def compare(
     # The reference is reckoned in float64: two float32 results may each be half the bound away.
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     logits = exact[0] @ exact[1].T + (exact[2] if with_bias else 0)
-    rows = rows_from_logits(logits, head, tokens, temperature=temperature)
-    exact_teacher = Rows(*(values.double() for values in vars(teacher).values()))
+    samples = samples_of(head, vocab) if "teacher_samples" in name else None
+    rows = rows_from_logits(logits, head, tokens, sample_ids=samples, temperature=temperature)
+    exact_teacher = teacher.map(torch.Tensor.double)
     reference = make_loss(name, head, tokens, exact_teacher, weights.double())
     plain = reference(rows, slice(0, n)).sum()
     expected = torch.autograd.grad(plain * 3, exact)
@@ -107,6 +117,7 @@ def compare(
         head,
         tokens,
         loss_fn,
+        sample_ids=samples,
         bias=bias if with_bias else None,
         temperature=temperature,
         chunk_rows=chunk_rows,
@@ -117,6 +128,8 @@ def compare(
     for a, b in zip(got, expected, strict=True):
         assert (a - b).norm() <= tolerance * max(float(b.norm()), 1.0)
     for field, values in vars(rows).items():
+        if values is None:
+            continue
         got_values = getattr(fused.rows, field).double()
         torch.testing.assert_close(got_values, values.detach(), rtol=1e-5, atol=1e-5)
     entropy = entropy_from_logits(logits, temperature=temperature)
@@ -176,7 +189,8 @@ def test_frozen_head_or_body_costs_no_gradient():
 def sequence_loss(rows: Rows, old):
     """GSPO: every token of a sequence has the ratio of the whole sequence."""
     ratio = (rows.token_logprobs - old).reshape(4, -1).mean(1).exp()
-    return -(ratio * torch.linspace(-1, 1, 4, dtype=ratio.dtype)).sum() + rows.tail_logmass.var()
+    whole = -(ratio * torch.linspace(-1, 1, 4, dtype=ratio.dtype)).sum()
+    return whole + rows.tail_logmass.var() + rows.sample_logprobs.var()
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -197,13 +211,15 @@ def test_losses_of_all_rows_at_once(length, vocab, data, temperature, chunk_rows
     leaves = [hidden, weight, *([bias] if with_bias else [])]
     old = teacher.token_logprobs
     logits = hidden @ weight.T + (bias if with_bias else 0)
-    plain = rows_from_logits(logits, head, tokens, temperature=temperature)
+    samples = samples_of(head, vocab)
+    plain = rows_from_logits(logits, head, tokens, sample_ids=samples, temperature=temperature)
     expected = torch.autograd.grad(sequence_loss(plain, old), leaves)
     rows, entropy = fused_linear_rows(
         hidden,
         weight,
         head,
         tokens,
+        sample_ids=samples,
         bias=bias if with_bias else None,
         temperature=temperature,
         chunk_rows=chunk_rows,

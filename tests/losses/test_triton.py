@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from student_trainer.losses import chunk, fused_linear_loss, projection, softmax_torch
-from tests.losses.test_fused import LOSSES, make_loss, problem
+from tests.losses.test_fused import LOSSES, make_loss, problem, samples_of
 
 pytest.importorskip("triton", reason="triton is not installed")
 from student_trainer.losses import softmax_triton
@@ -55,9 +55,19 @@ def test_the_operator_with_the_kernels(monkeypatch, name):
     hidden, weight, bias, head, tokens, teacher, weights = problem(16, 70, 6)
     loss_fn = make_loss(name, head, tokens, teacher, weights)
 
+    samples = samples_of(head, 70)
+
     def gradients(**options):
         fused = fused_linear_loss(
-            hidden, weight, head, tokens, loss_fn, bias=bias, temperature=1.3, **options
+            hidden,
+            weight,
+            head,
+            tokens,
+            loss_fn,
+            sample_ids=samples,
+            bias=bias,
+            temperature=1.3,
+            **options,
         )
         return fused, torch.autograd.grad(fused.loss_sum, [hidden, weight, bias])
 
@@ -78,15 +88,26 @@ def test_on_a_gpu(name, dtype):
     """Compiled kernels and cuBLAS against the CPU's float64."""
     hidden, weight, bias, head, tokens, teacher, weights = problem(64, 9000, 16)
     narrow = [x.detach().to(dtype) for x in (hidden, weight, bias)]
-    loss_fn = make_loss(name, head, tokens, teacher.to("cuda"), weights.cuda())
+    loss_fn = make_loss(
+        name, head.cuda(), tokens.cuda(), teacher.map(torch.Tensor.cuda), weights.cuda()
+    )
     inputs = [x.cuda().requires_grad_() for x in narrow]
+    samples = samples_of(head, 9000)
     fused = fused_linear_loss(
-        *inputs[:2], head.cuda(), tokens.cuda(), loss_fn, bias=inputs[2], chunk_rows=13
+        *inputs[:2],
+        head.cuda(),
+        tokens.cuda(),
+        loss_fn,
+        sample_ids=samples.cuda(),
+        bias=inputs[2],
+        chunk_rows=13,
     )
     got = torch.autograd.grad(fused.loss_sum, inputs)
     exact = [x.double().requires_grad_() for x in narrow]
-    reference = make_loss(name, head, tokens, teacher.to(torch.float64), weights.double())
-    plain = fused_linear_loss(*exact[:2], head, tokens, reference, bias=exact[2])
+    reference = make_loss(name, head, tokens, teacher.map(torch.Tensor.double), weights.double())
+    plain = fused_linear_loss(
+        *exact[:2], head, tokens, reference, sample_ids=samples, bias=exact[2]
+    )
     for a, b in zip(got, torch.autograd.grad(plain.loss_sum, exact), strict=True):
         tolerance = 1e-5 if dtype == torch.float32 else 3e-2
         assert (a.cpu().double() - b).norm() <= tolerance * max(float(b.norm()), 1.0)

@@ -1,9 +1,18 @@
 """Every estimator against the exact KL, by enumeration in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from student_trainer.losses import Direction, Tail, exact_kl, sampled_kl, topk_kl
+from student_trainer.losses import (
+    Direction,
+    Tail,
+    exact_kl,
+    rows_from_logits,
+    sampled_kl,
+    topk_kl,
+)
 from student_trainer.losses.sampled import Kind
 from tests.losses.enumeration import (
     Case,
@@ -42,6 +51,51 @@ def test_value_and_gradient_are_unbiased(vocab, k, tail, direction, on_policy):
     true_value, true_gradient = exact(case, direction)
     assert abs(value - true_value) < EXACT
     assert (gradient - true_gradient).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("mean_only", [False, True])
+@pytest.mark.parametrize(
+    ("vocab", "k", "samples"),
+    [(200, 1, 1), (200, 8, 1), (200, 128, 1), (200, 150, 2), (20, 2, 2), (20, 0, 1), (20, 0, 3)],
+)
+def test_teacher_samples_are_unbiased(vocab, k, samples, mean_only):
+    """Over every draw (pair, triple of draws) from the teacher's tail; no token of the student's."""
+    case = make_case(vocab, k, "forward", on_policy=True)
+    tail = torch.ones(vocab, dtype=torch.bool).index_fill(0, case.head, False).nonzero()[:, 0]
+    drawn = torch.cartesian_prod(*[tail] * samples).reshape(-1, samples)
+    within = case.teacher[tail].log_softmax(0)
+    probability = torch.zeros(vocab, dtype=torch.float64).index_copy(0, tail, within.exp())
+    weights = probability[drawn].prod(1)
+    ids = case.head.expand(len(drawn), -1)
+    token = torch.zeros(len(drawn), dtype=torch.long)
+    student, teacher = (
+        rows_from_logits(logits.expand(len(drawn), -1), ids, token, sample_ids=drawn)
+        for logits in (case.student, case.teacher)
+    )
+    if mean_only:  # all that is stored
+        mean = teacher.sample_logprobs.mean(1, keepdim=True)
+        teacher = replace(teacher, sample_logprobs=mean)
+    values = topk_kl(
+        student, teacher, token.bool(), direction="forward", tail="bucket+teacher_samples"
+    )
+    value, gradient = expectation(values, weights, case.student)
+    true_value, true_gradient = exact(case, "forward")
+    assert abs(value - true_value) < EXACT
+    assert (gradient - true_gradient).abs().max() < EXACT
+
+
+def test_teacher_samples_must_be_there():
+    case = make_case(20, 4, "forward", on_policy=True)
+    rows = rows_for_every_token(case.student, case.head)
+    for direction in DIRECTIONS:
+        with pytest.raises(ValueError, match="tail samples"):
+            topk_kl(
+                rows,
+                rows,
+                torch.zeros(20, dtype=torch.bool),
+                direction=direction,
+                tail="bucket+teacher_samples",
+            )
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
