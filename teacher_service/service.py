@@ -7,7 +7,7 @@ from typing import Any
 
 from clients.score_query import IDENTITY_KEY, identity_of
 from protos import teacher_pb2, teacher_pb2_grpc
-from protos.errors import WrongState
+from protos.errors import Unavailable, WrongState
 from teacher_service.batcher import Batcher
 from teacher_service.metrics_page import TeacherMetrics
 from teacher_service.score_stream import ScoreStream
@@ -70,12 +70,15 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
     async def Score(
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[teacher_pb2.ScoreChunk]:
-        self._require_same_teacher(context.invocation_metadata())
+        version = self._version_asked_for(context.invocation_metadata())
         stream = ScoreStream(request_iterator, self._answer)
         self._streams.add(stream)
         context.add_done_callback(lambda _: stream.cancel())
         try:
             async for chunk in stream.chunks():
+                if version not in (None, chunk.version) and not chunk.HasField("error"):
+                    # Who pushed them opens a stream for them; anybody else must not go on.
+                    raise Unavailable("the weights of this teacher have changed")
                 yield chunk
         finally:
             self._streams.discard(stream)
@@ -91,11 +94,11 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         for stream in self._streams:
             stream.drain()
 
-    def _require_same_teacher(self, metadata: Any) -> None:
+    def _version_asked_for(self, metadata: Any) -> int | None:
         """Who reconnects may meet another teacher on the old port: their rows must never mix."""
         expected = dict(metadata or ()).get(IDENTITY_KEY)
         if expected is None:
-            return
+            return None
         info = self._batcher.info
         actual = identity_of(info.fingerprint, info.version)
         if expected != actual:
@@ -104,6 +107,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
                 field="teacher.address",
                 hint="start the teacher with the weights the job began with, or start a new job",
             )
+        return info.version
 
     async def _answer(
         self, request: teacher_pb2.ScoreRequest

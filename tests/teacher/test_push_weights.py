@@ -1,0 +1,335 @@
+"""Pushed weights: all or nothing, between two batches, and every row says which ones made it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from clients.push_weights import weights_parts
+from clients.score_query import ScoreQuery
+from protos import teacher_pb2
+from protos.errors import Corrupt, DistillError, InvalidInput, Overloaded, TimedOut, WrongState
+from protos.rows import RowBlock
+from teacher_service import weights as weights_module
+from teacher_service.batcher import Batcher
+from teacher_service.cache import RowCache
+from teacher_service.engines.base import EngineInfo
+from teacher_service.engines.fake import FakeEngine, FakeSettings
+from teacher_service.engines.hf import HfEngine
+from teacher_service.scorer import Scorer
+from teacher_service.weights import Weights
+from tests.teacher.tiny_model import save_tiny_model
+
+Arrays = dict[str, NDArray[Any]]
+Parts = Iterable[teacher_pb2.WeightsPart]
+TOKENS = np.random.default_rng(0).integers(0, 90, 30).astype(np.int32)
+QUERY = ScoreQuery(TOKENS, 1, top_k=8, f32=True)
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("other"), seed=1)
+
+
+def arrays(engine: HfEngine) -> Arrays:
+    """The weights as they are served now, in float32."""
+    return {name: p.detach().float().numpy().copy() for name, p in parameters(engine).items()}
+
+
+def parameters(engine: HfEngine) -> dict[str, torch.nn.Parameter]:
+    return dict(engine._model.named_parameters())
+
+
+def rows(engine: HfEngine) -> RowBlock:
+    [block] = engine.score([QUERY])
+    assert isinstance(block, RowBlock)
+    return block
+
+
+def push(engine: Any, parts: Parts) -> EngineInfo:
+    async def send() -> AsyncIterator[teacher_pb2.WeightsPart]:
+        for part in parts:
+            yield part
+
+    async def main() -> EngineInfo:
+        async with Batcher(engine, max_batch_tokens=1000) as batcher:
+            return await Weights(engine, batcher).push(send())
+
+    return asyncio.run(main())
+
+
+def test_replaced_weights_are_those_of_the_other_model(tiny_model: Path, other_model: Path) -> None:
+    engine, other = HfEngine(str(tiny_model)), HfEngine(str(other_model))
+    before, first = engine.info, rows(engine)
+    after = push(engine, weights_parts(arrays(other), tau=None, base_version=0))
+    assert (before.version, after.version) == (0, 1)
+    assert after.fingerprint not in (before.fingerprint, other.info.fingerprint)
+    assert rows(engine).head_logprobs.tobytes() == rows(other).head_logprobs.tobytes()
+    assert rows(engine).head_logprobs.tobytes() != first.head_logprobs.tobytes()
+
+
+def test_a_tied_head_follows(tmp_path: Path, other_model: Path) -> None:
+    engine = HfEngine(str(save_tiny_model(tmp_path / "a", tied=True)))
+    other = HfEngine(str(save_tiny_model(tmp_path / "b", seed=3, tied=True)))
+    assert "lm_head.weight" not in parameters(engine)
+    push(engine, weights_parts(arrays(other), tau=None, base_version=0))
+    assert rows(engine).head_logprobs.tobytes() == rows(other).head_logprobs.tobytes()
+
+
+def test_the_fingerprint_is_of_what_was_pushed(tiny_model: Path, other_model: Path) -> None:
+    """A teacher that restarts counts from 0 again: its version alone would find old rows."""
+    pushed = arrays(HfEngine(str(other_model)))
+    changed = {name: array.copy() for name, array in pushed.items()}
+    name = next(iter(changed))
+    changed[name].flat[0] = np.nextafter(changed[name].flat[0], np.float32(9))
+
+    def after(*pushes: tuple[Arrays, float | None]) -> str:
+        engine = HfEngine(str(tiny_model))
+        for version, (tensors, tau) in enumerate(pushes):
+            push(engine, weights_parts(tensors, tau=tau, base_version=version))
+        return engine.info.fingerprint
+
+    lives = [
+        after((pushed, None)),
+        after((changed, None)),
+        after((pushed, 0.9)),
+        after((pushed, 0.8)),
+        after((pushed, None), (pushed, None)),
+    ]
+    assert len({*lives}) == len(lives)
+    assert after((pushed, None)) == lives[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_average_is_taken_in_float32(tiny_model: Path, other_model: Path, dtype: str) -> None:
+    """Twenty steps against float64; in bfloat16, whose steps would be lost, half a unit of it."""
+    engine = HfEngine(str(tiny_model), dtype=dtype)
+    theta, tau = arrays(HfEngine(str(other_model))), 0.99
+    phi = {name: array.astype(np.float64) for name, array in arrays(engine).items()}
+    for version in range(20):
+        push(engine, weights_parts(theta, tau=tau, base_version=version))
+        phi = {name: tau * phi[name] + (1 - tau) * theta[name] for name in phi}
+    tolerance = 2**-8 if dtype == "bfloat16" else 1e-6
+    for name, served in arrays(engine).items():
+        np.testing.assert_allclose(served, phi[name], rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_pushed_as_bits(tiny_model: Path, other_model: Path, dtype: str) -> None:
+    engine = HfEngine(str(tiny_model), dtype=dtype)
+    other = HfEngine(str(other_model), dtype=dtype)
+    bits = np.uint16 if dtype == "bfloat16" else np.float16
+    halves = {n: p.detach().view(torch.uint16).numpy() for n, p in parameters(other).items()}
+    halves = {name: array.view(bits) for name, array in halves.items()}
+    push(engine, weights_parts(halves, tau=None, base_version=0))
+    assert rows(engine).head_logprobs.tobytes() == rows(other).head_logprobs.tobytes()
+
+
+Edit = Callable[[list[teacher_pb2.WeightsPart]], object]
+
+
+def edit_chunk(number: int, **fields: Any) -> Edit:
+    def edit(parts: list[teacher_pb2.WeightsPart]) -> None:
+        chunk = parts[number].chunk
+        for name, value in fields.items():
+            setattr(chunk, name, value)
+        if "xxh3" not in fields:
+            chunk.xxh3 = xxhash.xxh3_64_intdigest(chunk.data)
+
+    return edit
+
+
+def with_number(value: float) -> Edit:
+    def edit(parts: list[teacher_pb2.WeightsPart]) -> None:
+        data = np.frombuffer(parts[3].chunk.data, np.float32).copy()
+        data[-1] = value
+        edit_chunk(3, data=data.tobytes())(parts)
+
+    return edit
+
+
+NAME = "model.layers.0.self_attn.k_proj.weight"  # the third tensor
+
+
+def header(field: str, value: Any) -> Edit:
+    return lambda parts: setattr(parts[0].header, field, value)
+
+
+def third(field: str, value: Any) -> Edit:
+    def edit(parts: list[teacher_pb2.WeightsPart]) -> None:
+        spec = parts[0].header.tensors[2]
+        if field == "shape":
+            spec.shape[:] = value
+        else:
+            setattr(spec, field, value)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "kind", "field"),
+    [
+        (lambda parts: parts.clear(), InvalidInput, "tensors"),
+        (lambda parts: parts.pop(0), InvalidInput, "mode"),
+        (lambda parts: parts.pop(), InvalidInput, "tensors"),
+        (lambda parts: parts.pop(5), InvalidInput, None),
+        (lambda parts: parts.insert(4, parts[4]), InvalidInput, None),
+        (header("mode", 0), InvalidInput, "mode"),
+        (header("mode", 7), InvalidInput, "mode"),
+        (header("mode", 2), InvalidInput, "tau"),
+        (header("base_version", 1), WrongState, "base_version"),
+        (header("total_bytes", 1), InvalidInput, "total_bytes"),
+        (lambda parts: parts[0].header.tensors.pop(2), InvalidInput, NAME),
+        (
+            lambda parts: parts[0].header.tensors.append(parts[0].header.tensors[2]),
+            InvalidInput,
+            NAME,
+        ),
+        (third("name", "model.x"), InvalidInput, "model.x"),
+        (third("shape", [16, 33]), InvalidInput, NAME),
+        (third("shape", [2**63, 2**63]), InvalidInput, NAME),
+        (third("shape", []), InvalidInput, NAME),
+        (third("dtype", "float64"), InvalidInput, NAME),
+        (third("dtype", "bfloat16"), InvalidInput, NAME),
+        (edit_chunk(3, tensor=5), InvalidInput, NAME),
+        (edit_chunk(3, offset=4), InvalidInput, NAME),
+        (edit_chunk(3, data=b""), InvalidInput, NAME),
+        (edit_chunk(3, data=b"123"), InvalidInput, NAME),
+        (edit_chunk(3, data=bytes(8192)), InvalidInput, NAME),
+        (edit_chunk(3, xxh3=1), Corrupt, NAME),
+        (with_number(float("nan")), InvalidInput, NAME),
+        (with_number(float("inf")), InvalidInput, NAME),
+        (with_number(float("-inf")), InvalidInput, NAME),
+    ],
+)
+def test_a_wrong_push_names_the_tensor_and_changes_nothing(
+    shared_engine: HfEngine, edit: Edit, kind: type[DistillError], field: str | None
+) -> None:
+    before, info = arrays(shared_engine), shared_engine.info
+    assert list(before)[2] == NAME
+    parts = list(weights_parts(before, tau=None, base_version=0))
+    edit(parts)
+    with pytest.raises(DistillError) as caught:
+        push(shared_engine, parts)
+    assert type(caught.value) is kind
+    assert field in (None, caught.value.field)
+    assert shared_engine.info is info
+    after = arrays(shared_engine)
+    assert all(after[name].tobytes() == before[name].tobytes() for name in before)
+
+
+@pytest.fixture(scope="module")
+def shared_engine(tmp_path_factory: pytest.TempPathFactory) -> HfEngine:
+    return HfEngine(str(save_tiny_model(tmp_path_factory.mktemp("shared"))))
+
+
+def test_a_number_too_large_for_the_serving_type(tiny_model: Path) -> None:
+    engine = HfEngine(str(tiny_model), dtype="float16")
+    tensors = arrays(engine)
+    tensors[NAME].flat[0] = 65505.0
+    with pytest.raises(InvalidInput, match="finite") as caught:
+        push(engine, weights_parts(tensors, tau=None, base_version=0))
+    assert caught.value.field == NAME
+
+
+def test_only_floats_are_sent() -> None:
+    with pytest.raises(InvalidInput, match="float64") as caught:
+        list(weights_parts({"a": np.zeros(3)}, tau=None, base_version=0))
+    assert caught.value.field == "a"
+
+
+def test_the_fake_engine_has_no_weights() -> None:
+    with pytest.raises(WrongState, match="fake cannot take"):
+        push(FakeEngine(FakeSettings()), [])
+
+
+def test_one_push_at_a_time_and_a_silent_one_ends(
+    shared_engine: HfEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_module, "SECONDS_BETWEEN_PARTS", 0.2)
+    stalled = asyncio.Event()
+
+    async def silent() -> AsyncIterator[teacher_pb2.WeightsPart]:
+        yield next(weights_parts(arrays(shared_engine), tau=None, base_version=0))
+        stalled.set()
+        await asyncio.sleep(60)
+
+    async def main() -> None:
+        async with Batcher(shared_engine, max_batch_tokens=1000) as batcher:
+            weights = Weights(shared_engine, batcher)
+            first = asyncio.create_task(weights.push(silent()))
+            await stalled.wait()
+            with pytest.raises(Overloaded):
+                await weights.push(silent())
+            with pytest.raises(TimedOut):
+                await first
+            with pytest.raises(TimedOut):
+                await weights.push(silent())
+
+    asyncio.run(main())
+    assert shared_engine.info.version == 0
+
+
+def test_half_an_update_is_never_served(
+    tiny_model: Path, other_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that fails between two tensors: nothing is scored until a full replacement."""
+    engine, other = HfEngine(str(tiny_model)), HfEngine(str(other_model))
+    broken = parameters(engine)[NAME]
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("planted")
+
+    broken.copy_ = fail  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        push(engine, weights_parts(arrays(other), tau=None, base_version=0))
+    assert engine.info.version == 0
+    with pytest.raises(WrongState, match="half-way"):
+        engine.score([QUERY])
+    del broken.copy_
+    with pytest.raises(WrongState, match="half-way"):
+        push(engine, weights_parts(arrays(other), tau=0.9, base_version=0))
+    push(engine, weights_parts(arrays(other), tau=None, base_version=0))
+    assert rows(engine).head_logprobs.tobytes() == rows(other).head_logprobs.tobytes()
+
+
+def test_rows_are_of_the_version_that_they_say(tiny_model: Path, other_model: Path) -> None:
+    """Four pushes among a thousand requests: each answer is whole, and of one version."""
+    engine = HfEngine(str(tiny_model), batch_invariant=True)
+    both = [arrays(engine), arrays(HfEngine(str(other_model)))]
+    expected = [rows(HfEngine(str(path))) for path in (tiny_model, other_model)]
+    cache = RowCache(memory_bytes=1 << 20, disk=None)
+
+    async def send(version: int) -> AsyncIterator[teacher_pb2.WeightsPart]:
+        for part in weights_parts(both[(version + 1) % 2], tau=None, base_version=version):
+            yield part
+            await asyncio.sleep(0)
+
+    async def main() -> list[int]:
+        async with Batcher(engine, max_batch_tokens=300) as batcher:
+            scorers = [Scorer(batcher, cache), Scorer(batcher, None)]
+            weights, seen = Weights(engine, batcher), []
+
+            async def ask(number: int) -> None:
+                await asyncio.sleep(0.0005 * number)
+                answer = await scorers[number % 2].score(QUERY)
+                seen.append(answer.version)
+                block = expected[answer.version % 2]
+                assert answer.scored.block.head_logprobs.tobytes() == block.head_logprobs.tobytes()
+
+            asking = asyncio.gather(*(ask(number) for number in range(1000)))
+            for version in range(4):
+                await asyncio.sleep(0.1)
+                assert (await weights.push(send(version))).version == version + 1
+            await asking
+            return seen
+
+    assert {*asyncio.run(main())} == {0, 1, 2, 3, 4}
