@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from clients.score_query import ScoreQuery
 from protos import teacher_pb2
 from protos.errors import Corrupt
-from protos.rows import RowBlock, concatenate, decode_rows
+from protos.rows import RowBlock, decode_rows
 
 
 class ScoreAssembly:
@@ -18,16 +20,17 @@ class ScoreAssembly:
     @property
     def next_position(self) -> int:
         """The first row that is missing."""
-        return self._query.start + sum(len(block) for block in self._blocks)
+        return self._query.start + self._filled
 
     @property
     def resume_position(self) -> int:
         """What a request for the rest says: 0 when nothing is there yet."""
-        return self.next_position if self._blocks else 0
+        return self.next_position if self._filled else 0
 
     def restart(self) -> None:
         """Forget every row."""
-        self._blocks: list[RowBlock] = []
+        self._filled = 0
+        self._whole: RowBlock | None = None
         self._digest: int | None = None
 
     def continues(self, chunk: teacher_pb2.ScoreChunk) -> bool:
@@ -52,12 +55,33 @@ class ScoreAssembly:
             raise Corrupt(f"the teacher sent rows with k = {block.k}, asked for {query.k}")
         if len(block) != chunk.count or chunk.last != (len(block) == left):
             raise Corrupt(f"the teacher sent {len(block)} rows and announced {chunk.count}")
+        if (block.head_logprobs.dtype == np.float32) != query.f32:
+            raise Corrupt("the teacher sent log-probs of another precision than asked for")
         self._digest = chunk.scoring_digest
-        self._blocks.append(block)
-        return self._complete() if chunk.last else None
+        whole = self._copy(block)
+        return whole if chunk.last else None
 
-    def _complete(self) -> RowBlock:
-        # A copy also for a single block: decoded arrays are read-only views, torch wants its own.
-        block = concatenate(self._blocks)
-        ids = block.head_ids if self._query.head_ids is None else self._query.head_ids
-        return RowBlock(ids, block.head_logprobs, block.tail_logmass, block.token_logprobs)
+    def _copy(self, block: RowBlock) -> RowBlock:
+        # Into one allocation: what was decoded are read-only views that keep a message alive, and
+        # torch wants arrays of its own.
+        if self._whole is None:
+            self._whole = _empty(self._query)
+        whole = self._whole
+        first, last = self._filled, self._filled + len(block)
+        if whole.head_ids is not None and block.head_ids is not None:
+            whole.head_ids[first:last] = block.head_ids
+        whole.head_logprobs[first:last] = block.head_logprobs
+        whole.tail_logmass[first:last] = block.tail_logmass
+        whole.token_logprobs[first:last] = block.token_logprobs
+        self._filled = last
+        return whole
+
+
+def _empty(query: ScoreQuery) -> RowBlock:
+    shape = (query.rows, query.k)
+    return RowBlock(
+        head_ids=np.empty(shape, np.int32) if query.head_ids is None else query.head_ids,
+        head_logprobs=np.empty(shape, np.float32 if query.f32 else np.float16),
+        tail_logmass=np.empty(query.rows, np.float32),
+        token_logprobs=np.empty(query.rows, np.float32),
+    )

@@ -57,7 +57,14 @@ class ScoreQuery:
 
     @property
     def nbytes(self) -> int:
+        """Of the query itself."""
         return self.token_ids.nbytes + (0 if self.head_ids is None else self.head_ids.nbytes)
+
+
+def answer_bytes(query: ScoreQuery) -> int:
+    """Memory of the assembled rows of `query`, without head ids that came with it."""
+    a_candidate = (4 if query.head_ids is None else 0) + (4 if query.f32 else 2)
+    return query.rows * (query.k * a_candidate + 8)
 
 
 def request_of(

@@ -4,9 +4,10 @@ restart.
 
 from __future__ import annotations
 
-import random
+import logging
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,37 +15,24 @@ from typing import Any
 
 import grpc
 
-from clients.score_query import (
-    IDENTITY_KEY,
-    ScoreQuery,
-    identity_of,
-    request_of,
-    tokenizer_fingerprint,
-)
+from clients.score_query import ScoreQuery, request_of, tokenizer_fingerprint
 from clients.score_window import ScoreWindow
-from protos import teacher_pb2, teacher_pb2_grpc
-from protos.channel import TEACHER_TOKEN, open_channel
-from protos.errors import (
-    DistillError,
-    Forbidden,
-    InvalidInput,
-    Unauthenticated,
-    Unavailable,
-    WrongState,
-)
+from clients.teacher_lane import CONNECT_SECONDS, SharedIdentity, TeacherLane, lives
+from protos import teacher_pb2
+from protos.errors import DistillError, Forbidden, InvalidInput, Unauthenticated, Unavailable
 from protos.rows import RowBlock
 from protos.statuses import fault_of
 from protos.transport import MAX_MESSAGE_BYTES
 
 __all__ = ["ScoreQuery", "TeacherClient", "TeacherInfo", "tokenizer_fingerprint"]
 
+log = logging.getLogger(__name__)
+
 MAX_IN_FLIGHT = 128
-_CONNECT_SECONDS = 5.0
+MAX_PREFETCH_BYTES = 256 << 20
 # A teacher at work on one huge batch sends nothing, but lives: it gets so many times the patience.
 _BUSY_FACTOR = 10
-_MAX_BACKOFF_SECONDS = 2.0
 _ENVELOPE_BYTES = 1024
-_FIELD = "teacher.address"
 
 
 @dataclass(frozen=True)
@@ -64,32 +52,44 @@ class TeacherInfo:
 
 
 class TeacherClient:
-    """Scores queries over one stream, kept up by a thread of its own.
+    """Scores queries over one stream a teacher, each kept up by a thread of its own.
 
-    A broken stream is opened again and every unfinished request asks from its first missing row. If
-    nothing comes for `patience_seconds`, and the teacher does not say what it is either, all
+    A broken stream is opened again and every unfinished request asks from its first missing row.
+    With several addresses, all of them teachers with the same weights, each takes requests as it
+    answers them, and what one leaves unanswered goes to the others at once; rows of two scorings
+    are never mixed. If nothing comes for `patience_seconds`, and no teacher is healthy either, all
     unfinished requests fail with Unavailable; one that lives but sends no row is given ten times as
-    long. If another teacher answers on reconnect, they fail with WrongState.
+    long. If a teacher with other weights answers on reconnect, and no other carries on, they fail
+    with WrongState.
+
+    Rows are fetched ahead of the caller up to `max_prefetch_bytes`: wait with the futures' own
+    `result`, which is never held back, not with `concurrent.futures.wait`.
     """
 
     def __init__(
-        self, address: str, *, patience_seconds: float = 60.0, max_in_flight: int = MAX_IN_FLIGHT
+        self,
+        address: str | Sequence[str],
+        *,
+        patience_seconds: float = 60.0,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        max_prefetch_bytes: int = MAX_PREFETCH_BYTES,
+        field: str = "teacher.address",
     ) -> None:
-        self._address = address
-        self._name = f"teacher at {address}"
+        """`max_in_flight`: requests on one stream; `field`: what faults name."""
+        addresses = [address] if isinstance(address, str) else [*address]
+        several = len(addresses) > 1
+        self._name = f"{'teachers' if several else 'teacher'} at {', '.join(addresses)}"
+        self._field = field
         self._patience_seconds = patience_seconds
-        self._channel = open_channel(address, token=TEACHER_TOKEN)
-        self._stub = teacher_pb2_grpc.TeacherStub(self._channel)
-        self._window = ScoreWindow(max_in_flight)
-        self._identity: str | None = None
-        self._last_fault: DistillError | None = None
-        self._call: Any = None
-        self._threads = [
-            threading.Thread(target=target, name=f"teacher-{name}", daemon=True)
-            for name, target in (("stream", self._keep_streaming), ("watch", self._watch))
+        self._window = ScoreWindow(max_in_flight, max_prefetch_bytes)
+        identity = SharedIdentity(field)
+        self._lanes = [
+            TeacherLane(one, self._window, identity, self._on_wrong_teacher) for one in addresses
         ]
-        for thread in self._threads:
-            thread.start()
+        self._watcher = threading.Thread(target=self._watch, name="teacher-watch", daemon=True)
+        for lane in self._lanes:
+            lane.start()
+        self._watcher.start()
 
     def __enter__(self) -> TeacherClient:
         return self
@@ -102,28 +102,37 @@ class TeacherClient:
     ) -> None:
         self.close()
 
+    @property
+    def held_bytes(self) -> int:
+        """Of rows on their way, or there and not yet taken."""
+        return self._window.held_bytes
+
     def info(self) -> TeacherInfo:
-        """What the teacher is. Raises Unavailable after 5 s without an answer."""
-        try:
-            message = self._stub.GetInfo(
-                teacher_pb2.GetInfoRequest(), timeout=_CONNECT_SECONDS, wait_for_ready=True
-            )
-        except grpc.RpcError as error:
-            raise self._unavailable(error) from error
-        # The caller compares its student with this one; no other may take its place.
-        self._identity = self._identity or identity_of(message.fingerprint, message.version)
-        return _info_of(message)
+        """What the teacher is. Raises Unavailable if none answers within 5 s, WrongState if two of
+        them differ.
+        """
+        found: TeacherInfo | None = None
+        for lane in self._lanes:
+            try:
+                # The caller compares its student with this one; no other may take its place.
+                found = _info_of(lane.get_info())
+            except grpc.RpcError as error:
+                fault = self._unavailable(error, lane)
+                log.warning("%s", fault)
+        if found is None:
+            raise fault
+        return found
 
     def vocabulary(self) -> list[str]:
         """The tokens by id. Raises Unavailable."""
-        tokens: list[str] = []
         request = teacher_pb2.GetVocabularyRequest()
-        try:
-            for chunk in self._stub.GetVocabulary(request, timeout=self._patience_seconds):
-                tokens.extend(chunk.tokens)
-        except grpc.RpcError as error:
-            raise self._unavailable(error) from error
-        return tokens
+        for lane in self._lanes:
+            try:
+                chunks = lane.stub.GetVocabulary(request, timeout=self._patience_seconds)
+                return [token for chunk in chunks for token in chunk.tokens]
+            except grpc.RpcError as error:
+                fault = self._unavailable(error, lane)
+        raise fault
 
     def submit(self, query: ScoreQuery) -> Future[RowBlock]:
         """Ask for rows; never blocks. The block of the future always has head ids.
@@ -136,109 +145,68 @@ class TeacherClient:
     def close(self) -> None:
         """End at once; unfinished futures are cancelled."""
         self._window.close()
-        self._channel.close()  # cancels the stream
-        for thread in self._threads:
-            thread.join()
+        for lane in self._lanes:
+            lane.close()
+        self._watcher.join()
 
-    def _keep_streaming(self) -> None:
-        failures = 0
-        while self._window.wait_for_work():
-            before = self._window.last_progress
-            self._last_fault = self._stream_until_fault()
-            if isinstance(self._last_fault, WrongState | Unauthenticated | Forbidden):
-                self._window.fail_all(self._last_fault)
-            self._window.reconnect()
-            failures = 0 if self._window.last_progress > before else failures + 1
-            backoff = min(_MAX_BACKOFF_SECONDS, 0.05 * 2**failures)
-            self._window.wait_closed(backoff * random.uniform(0.5, 1.0))
-
-    def _stream_until_fault(self) -> DistillError | None:
-        """One stream, from connection to end; None when the teacher ended it in good order."""
-        try:
-            identity = self._require_same_teacher()
-            self._call = self._stub.Score(
-                self._window.requests(), metadata=((IDENTITY_KEY, identity),)
-            )
-            for chunk in self._call:
-                self._window.receive(chunk)
-        except grpc.RpcError as error:
-            return fault_of(error, self._name)
-        except WrongState as fault:
-            return fault
-        except ValueError:
-            # What grpc says to a call on a closed channel.
-            if not self._window.closed:
-                raise
-        return None
-
-    def _require_same_teacher(self) -> str:
-        message = self._stub.GetInfo(
-            teacher_pb2.GetInfoRequest(), timeout=_CONNECT_SECONDS, wait_for_ready=True
-        )
-        identity = identity_of(message.fingerprint, message.version)
-        self._identity = self._identity or identity
-        if identity != self._identity:
-            raise WrongState(
-                f"the {self._name} is now {identity}, it was {self._identity}",
-                field=_FIELD,
-                hint="start it with the weights the job began with, or start a new job",
-            )
-        return identity
+    def _on_wrong_teacher(self, fault: DistillError) -> None:
+        if not any(lane.connected for lane in self._lanes):
+            self._window.fail_all(fault)
 
     def _watch(self) -> None:
         patience = self._patience_seconds
-        probe = min(_CONNECT_SECONDS, patience / 5)
+        probe = min(CONNECT_SECONDS, patience / 5)
         alive_at = 0.0
         while self._window.wait_for_stall(patience - probe, alive_at):
-            before = self._window.last_progress
-            alive = self._lives(probe)
-            if self._window.last_progress > before:
+            before = self._window.silent_since
+            alive = self._one_lives(probe)
+            if self._window.silent_since > before:
                 continue
             if alive:
                 alive_at = time.monotonic()
                 if alive_at - before < _BUSY_FACTOR * patience:
                     continue
             self._window.fail_all(self._silence(alive))
-            if self._call is not None:
-                self._call.cancel()
+            for lane in self._lanes:
+                lane.cut()
 
-    def _lives(self, seconds: float) -> bool:
-        """Whether the teacher answers anything at all."""
+    def _one_lives(self, seconds: float) -> bool:
         try:
-            self._stub.GetInfo(teacher_pb2.GetInfoRequest(), timeout=seconds, wait_for_ready=True)
-        except (grpc.RpcError, ValueError):  # ValueError: the channel was closed meanwhile
+            checks = [lane.ask_health(seconds) for lane in self._lanes]
+        except ValueError:  # the channels were closed meanwhile
             return False
-        return True
+        return any(lives(check) for check in checks)
 
     def _silence(self, alive: bool) -> Unavailable:
         if alive:
             return Unavailable(
                 f"the {self._name} answers, but has sent no row for"
                 f" {_BUSY_FACTOR * self._patience_seconds:g} s",
-                field=_FIELD,
+                field=self._field,
                 hint="give it a smaller --max-batch-tokens, or raise teacher.patience_seconds",
             )
-        last = f" (last: {self._last_fault.message})" if self._last_fault else ""
+        faults = [lane.last_fault.message for lane in self._lanes if lane.last_fault]
+        last = f" (last: {'; '.join(faults)})" if faults else ""
         return Unavailable(
             f"the {self._name} has not answered for {self._patience_seconds:g} s{last}",
-            field=_FIELD,
+            field=self._field,
             hint="start the teacher again, then resume the job",
         )
 
-    def _unavailable(self, error: grpc.RpcError) -> DistillError:
+    def _unavailable(self, error: grpc.RpcError, lane: TeacherLane) -> DistillError:
         call: Any = error
         if call.code() is grpc.StatusCode.UNIMPLEMENTED:
             return Unavailable(
-                f"what answers at {self._address} is not a teacher",
-                field=_FIELD,
+                f"what answers at {lane.address} is not a teacher",
+                field=self._field,
                 hint="give the HOST:PORT that distill-teacher printed",
             )
-        fault = fault_of(error, self._name)
+        fault = fault_of(error, lane.name)
         if isinstance(fault, Unauthenticated | Forbidden):
             return fault
         return Unavailable(
-            f"no teacher answers at {self._address}",
-            field=_FIELD,
+            f"no teacher answers at {lane.address}",
+            field=self._field,
             hint="start one with distill-teacher, or check the address",
         )
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 
-from clients.score_query import ScoreQuery
+from clients.score_query import ScoreQuery, answer_bytes
 from clients.score_window import ScoreWindow
 from protos import teacher_pb2
 from protos.errors import Corrupt, Unavailable
 from protos.rows import RowBlock, encode_rows
 from teacher_service.cache import ScoredSequence
 from teacher_service.engines.fake import FakeEngine, FakeSettings
-from teacher_service.scorer import chunks_of
+from teacher_service.scorer import Answer, chunks_of
 
 K = 32
 QUERY = ScoreQuery(np.random.default_rng(0).integers(0, 64, 12_000).astype(np.int32), 5, top_k=K)
@@ -33,7 +35,8 @@ SCORED = scored()
 def answer(
     request: teacher_pb2.ScoreRequest, sequence: ScoredSequence = SCORED
 ) -> list[teacher_pb2.ScoreChunk]:
-    return list(chunks_of(sequence, QUERY, request.request_id, request.next_position))
+    answer = Answer(sequence, version=0)
+    return list(chunks_of(answer, QUERY, request.request_id, request.next_position))
 
 
 def assert_whole(rows: RowBlock) -> None:
@@ -41,40 +44,49 @@ def assert_whole(rows: RowBlock) -> None:
     assert rows.head_logprobs.flags.writeable
 
 
+def window_of(requests: int, max_bytes: int = 1 << 40) -> ScoreWindow:
+    return ScoreWindow(requests, max_bytes)
+
+
 def test_a_resumed_request_asks_for_the_rest_only() -> None:
-    window = ScoreWindow(4)
+    window = window_of(4)
     future = window.submit(QUERY)
-    first = next(window.requests())
+    stream = window.open()
+    first = next(stream.requests())
     assert first.next_position == 0
     chunks = answer(first)
     assert len(chunks) > 1
     assert all(len(chunk.SerializeToString()) <= 1 << 20 for chunk in chunks)
-    window.receive(chunks[0])
+    stream.receive(chunks[0])
 
-    window.reconnect()
-    second = next(window.requests())
+    stream.end()
+    # Another teacher with the same rows, or the same one again.
+    stream = window.open()
+    second = next(stream.requests())
     assert second.next_position == QUERY.start + chunks[0].count
     # What is left of the first answer, had it stayed in a buffer, is not counted again.
-    window.receive(chunks[1])
+    stream.receive(chunks[1])
     for chunk in answer(second):
-        window.receive(chunk)
+        stream.receive(chunk)
     assert_whole(future.result(0))
 
 
 def test_another_scoring_starts_from_the_beginning() -> None:
-    window = ScoreWindow(4)
+    window = window_of(4)
     future = window.submit(QUERY)
-    first = next(window.requests())
-    window.receive(answer(first, scored(seed=1))[0])
-    window.reconnect()
-    stream = window.requests()
-    for chunk in answer(next(stream)):
-        window.receive(chunk)
+    stream = window.open()
+    first = next(stream.requests())
+    stream.receive(answer(first, scored(seed=1))[0])
+    stream.end()
+    stream = window.open()
+    requests = stream.requests()
+    for chunk in answer(next(requests)):
+        stream.receive(chunk)
     assert not future.done()
-    again = next(stream)
+    again = next(requests)
     assert again.next_position == 0
     for chunk in answer(again):
-        window.receive(chunk)
+        stream.receive(chunk)
     assert_whole(future.result(0))
 
 
@@ -92,17 +104,19 @@ def changed(chunk: teacher_pb2.ScoreChunk, **values: Any) -> teacher_pb2.ScoreCh
     return other
 
 
-@pytest.mark.parametrize("fault", ["gap", "twice", "damaged", "count", "early", "other k"])
+@pytest.mark.parametrize("fault", ["gap", "twice", "damaged", "count", "early", "other k", "f32"])
 def test_rows_that_do_not_fit_are_never_used(fault: str) -> None:
-    window = ScoreWindow(4)
+    window = window_of(4)
     future = window.submit(QUERY)
-    chunks = answer(next(window.requests()))
+    stream = window.open()
+    chunks = answer(next(stream.requests()))
     narrow = encode_rows(
         RowBlock(
             SCORED.block.head_ids[:10, :3] if SCORED.block.head_ids is not None else None,
             *(SCORED.block.head_logprobs[:10, :3], *2 * (SCORED.block.tail_logmass[:10],)),
         )
     )
+    precise = encode_rows(SCORED.block.slice(0, 10), f32=True)
     sent = {
         "gap": [chunks[1]],
         "twice": [chunks[0], chunks[0]],
@@ -110,38 +124,147 @@ def test_rows_that_do_not_fit_are_never_used(fault: str) -> None:
         "count": [changed(chunks[0], count=chunks[0].count - 1)],
         "early": [changed(chunks[0], last=True)],
         "other k": [changed(chunks[0], payload=narrow, count=10)],
+        "f32": [changed(chunks[0], payload=precise, count=10)],
     }[fault]
     for chunk in sent:
-        window.receive(chunk)
+        stream.receive(chunk)
     assert isinstance(future.exception(0), Corrupt)
 
 
 def test_the_window_bounds_what_is_sent() -> None:
-    window = ScoreWindow(2)
+    window = window_of(2)
     futures = [window.submit(QUERY) for _ in range(4)]
-    stream = window.requests()
-    sent = [next(stream), next(stream)]
+    stream = window.open()
+    requests = stream.requests()
+    sent = [next(requests), next(requests)]
     for chunk in answer(sent[0]):
-        window.receive(chunk)
+        stream.receive(chunk)
     futures[2].cancel()
-    third = next(stream)
+    third = next(requests)
     for chunk in answer(sent[1]) + answer(third):
-        window.receive(chunk)
+        stream.receive(chunk)
     assert [future.done() for future in futures] == [True] * 4
     assert_whole(futures[3].result(0))
 
 
+class Sender:
+    """A stream whose writer is a thread, as gRPC's is: what it sent is answered on demand."""
+
+    def __init__(self, window: ScoreWindow) -> None:
+        self.sent: list[teacher_pb2.ScoreRequest] = []
+        self._stream = window.open()
+        self._thread = threading.Thread(target=self._write, daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        for request in self._stream.requests():
+            self.sent.append(request)
+
+    def answer_all(self) -> None:
+        for request in self.sent:
+            for chunk in answer(request):
+                self._stream.receive(chunk)
+
+    def join(self) -> None:
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+def settled(sender: Sender) -> int:
+    """How many requests it has sent, when it sends no more."""
+    count = -1
+    while count != len(sender.sent):
+        count = len(sender.sent)
+        time.sleep(0.1)
+    return count
+
+
+def test_the_window_bounds_the_memory_of_answers() -> None:
+    size = answer_bytes(QUERY)
+    window = window_of(128, max_bytes=int(3.5 * size))
+    futures = [window.submit(QUERY) for _ in range(8)]
+    sender = Sender(window)
+    assert settled(sender) == 3
+    sender.answer_all()
+    # Answered, but nobody has taken them: they still fill the memory.
+    assert settled(sender) == 3
+    assert 3 * size <= window.held_bytes <= 3.5 * size
+    assert sum(nbytes(future.result(0)) for future in futures[:1]) == size
+    assert settled(sender) == 4
+    # Whoever waits is served, full or not: here for the last of all.
+    waiter = threading.Thread(target=futures[7].result, args=(10,))
+    waiter.start()
+    assert settled(sender) == 5
+    sender.answer_all()
+    waiter.join(10)
+    del futures[1:7]  # nobody will ever ask for them
+    assert settled(sender) == 8
+    sender.answer_all()
+    assert window.held_bytes == 0
+    window.close()
+    sender.join()
+
+
+def nbytes(rows: RowBlock) -> int:
+    assert rows.head_ids is not None
+    arrays = (rows.head_ids, rows.head_logprobs, rows.tail_logmass, rows.token_logprobs)
+    return sum(array.nbytes for array in arrays)
+
+
+def test_an_answer_larger_than_the_limit_goes_alone() -> None:
+    window = window_of(128, max_bytes=10)
+    futures = [window.submit(QUERY) for _ in range(2)]
+    sender = Sender(window)
+    assert settled(sender) == 1
+    sender.answer_all()
+    futures[0].result(0)
+    assert settled(sender) == 2
+    window.close()
+    sender.join()
+
+
+def test_teachers_share_the_work_and_take_over() -> None:
+    window = window_of(128)
+    first, second = Sender(window), Sender(window)
+    futures = [window.submit(QUERY) for _ in range(9)]
+    assert sorted((settled(first), settled(second))) == [4, 5]
+    lost = len(first.sent)
+    first._stream.end()
+    first.join()
+    assert settled(second) == 9
+    second.answer_all()
+    assert [future.done() for future in futures] == [True] * 9
+    assert lost
+    window.close()
+    second.join()
+
+
+def test_an_overloaded_teacher_is_left_in_peace_and_another_asked() -> None:
+    window = window_of(1)
+    first = Sender(window)
+    future = window.submit(QUERY)
+    assert settled(first) == 1
+    second = Sender(window)
+    error = teacher_pb2.RequestError(code="RESOURCE_EXHAUSTED", retry_after_ms=60_000)
+    request_id = first.sent[0].request_id
+    first._stream.receive(teacher_pb2.ScoreChunk(request_id=request_id, last=True, error=error))
+    assert (settled(second), settled(first)) == (1, 1)
+    second.answer_all()
+    assert_whole(future.result(0))
+    window.close()
+
+
 def test_the_writer_of_a_dead_stream_sends_nothing() -> None:
-    window = ScoreWindow(2)
+    window = window_of(2)
     window.submit(QUERY)
-    dead = window.requests()
-    window.reconnect()
-    assert next(dead, None) is None
-    assert next(window.requests()).request_id
+    dead = window.open()
+    dead.end()
+    assert next(dead.requests(), None) is None
+    assert next(window.open().requests()).request_id
 
 
 def test_a_closed_window_takes_nothing() -> None:
-    window = ScoreWindow(2)
+    window = window_of(2)
     future = window.submit(QUERY)
     window.close()
     assert future.cancelled()
