@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable
@@ -108,7 +109,10 @@ async def serve(
         loop.add_signal_handler(signum, stop.set)
 
     interceptors = [ErrorBoundary(), AccessControl(endpoint.tokens)]
-    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
+    server = grpc.aio.server(
+        options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", _most_connections())],
+        interceptors=interceptors,
+    )
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     name = register(server)
@@ -132,6 +136,11 @@ def _bind(server: grpc.aio.Server, endpoint: Endpoint) -> int:
         return server.add_insecure_port(target)
     except RuntimeError as error:
         raise _port_taken(endpoint.port) from error
+
+
+def _most_connections() -> int:
+    """More are closed at once: strangers must not take the descriptors that files need."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
 
 
 def _target(host: str, port: int) -> str:

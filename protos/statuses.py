@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -21,6 +22,11 @@ ERROR_DOMAIN = "distill-service"
 _STATUS_DETAILS = "grpc-status-details-bin"
 # Of a message, a field, a hint: gRPC drops trailers of more than 8 KiB, and with them the fault.
 _TOLD_BYTES = 1000
+_TLS_REASON = re.compile(r"OPENSSL_internal:(.+?)(: OK)?$")
+_TLS_HINT = (
+    "check that it runs and serves TLS, that its certificate is from $DISTILL_TLS_CA, names this"
+    " host and has not expired, and whether it asks for $DISTILL_TLS_CERT"
+)
 
 
 class ErrorBoundary(grpc.aio.ServerInterceptor):
@@ -149,10 +155,12 @@ def fault_of(error: grpc.RpcError, server: str) -> DistillError:
                 field, hint = info.metadata["field"], info.metadata["hint"]
                 return error_of(status.name, details.message, field=field, hint=hint)
     if status is grpc.StatusCode.UNAVAILABLE:
+        tls = "https://" in server
+        reason = _TLS_REASON.search(call.details() or "") if tls else None
         return error_of(
             status.name,
-            f"cannot reach the {server}",
-            hint="check that it runs and that the address is right",
+            f"cannot reach the {server}" + (f" ({reason[1]})" if reason else ""),
+            hint=_TLS_HINT if tls else "check that it runs and that the address is right",
         )
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return error_of(status.name, f"the {server} did not answer in time", hint="try again")

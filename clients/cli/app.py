@@ -92,6 +92,8 @@ def global_options(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is an ExitCode."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    # A failed connection is told in one sentence by us, not in many lines by gRPC's core.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # The options may be what is wrong, so errors are told in the way that they seem to ask for.
     plain = "--no-color" in arguments or bool(os.environ.get("NO_COLOR"))
     output = Output(as_json="--json" in arguments, color=not plain)
