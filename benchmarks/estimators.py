@@ -1,50 +1,75 @@
-"""Bias and spread of every estimator's gradient, by summing over every token: no statistics.
+"""Bias and spread of every estimator of the KL, by summing over every token: no statistics.
 
-    python -m benchmarks.estimators [--vocabulary 1000] [--out benchmarks/results/estimators.json]
+    python -m benchmarks.estimators [--vocabulary 1000]
 
-writes the table, and docs/estimators.png if matplotlib is installed. The problem: student logits of
-standard deviation 3, a teacher near it, on-policy samples, float64.
+writes docs/estimators.md, the same figures as benchmarks/results/estimators.json, and, where
+matplotlib is installed, docs/estimators.png. The problem: student logits of standard deviation 3,
+a teacher near it, on-policy samples, float64.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from benchmarks.estimator_picture import draw
 from student_trainer.losses import Direction, Tail, exact_kl, rows_from_logits, topk_kl
 
 SIZES = (1, 8, 32, 128)
-TAILS: tuple[Tail, ...] = ("none", "bucket", "published", "sampled", "bucket+sampled")
-COLORS = {
-    "none": "#9aa0a6",
-    "bucket": "#5f6368",
-    "published": "#d93025",
-    "sampled": "#f9ab00",
-    "bucket+sampled": "#1a73e8",
-}
+TAILS: tuple[Tail, ...] = get_args(Tail)
+
+PAGE = """\
+# Bias and spread of the estimators
+
+Made by `python -m benchmarks.estimators`, which sums over every token of a vocabulary of
+{vocabulary} in float64: no sampling error is in these figures. Student logits have a standard
+deviation of 3, the teacher is near the student, samples are on-policy, the head is the top-k of the
+student (reverse KL) or the teacher (forward KL). *Value bias* is |E[estimate] - KL| / KL; *gradient
+bias* is |E[grad] - grad KL| / |grad KL|, norms over the student's logits; *gradient sd* is the root
+mean squared distance of one token's gradient from their mean, over |grad KL|. 0 is below 1e-12.
+
+![gradient bias and spread by tail mode](estimators.png)
+
+What to read from it: a bias does not average out over tokens, a standard deviation does, with the
+root of their number. `none` and `bucket` have no spread and a bias that stays until the head holds
+nearly all of the mass. `bucket+sampled`, the default, has no bias at any k, and {published} times the
+spread of `published`. `sampled` has no bias and {sampled} times the spread of `bucket+sampled`.
+`bucket+teacher_samples` (here one sample a row; M of them divide its standard deviation by the root
+of M) needs no token of the student, {teacher_samples} times the spread of `bucket+sampled`: it is the
+one for rows from a cache.
+
+The erratum: EMA-PG (arXiv 2602.04417) states that the gradient of its Algorithms 1 and 2 is
+unbiased at any k. The value is. The gradient is off by exactly grad P_S, the gradient of the
+student's mass in the head, for 0 < k < V: plus it in reverse KL, which pushes mass out of the head,
+minus it in forward KL. In these figures the bias of `published` differs from that by at most
+{head_mass_distance:.0e} of |grad KL|.
+
+| direction | k | student's tail mass | `tail` | value bias | gradient bias | gradient sd |
+|---|---|---|---|---|---|---|
+{table}
+"""
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vocabulary", type=int, default=1000)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/estimators.json"))
-    parser.add_argument("--picture", type=Path, default=Path("docs/estimators.png"))
-    options = parser.parse_args()
-    rows = [
-        row
-        for direction in ("reverse", "forward")
-        for k in SIZES
-        for row in measure(options.vocabulary, k, direction)
-    ]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"vocabulary": options.vocabulary, "rows": rows}, indent=1))
-    print(table(rows))
-    draw(rows, options.vocabulary, options.picture)
+    parser.add_argument("--page", type=Path, default=Path("docs/estimators.md"))
+    options = parser.parse_args(arguments)
+    directions: tuple[Direction, ...] = ("reverse", "forward")
+    rows = [row for way in directions for k in SIZES for row in measure(options.vocabulary, k, way)]
+    result = {"vocabulary": options.vocabulary, "rows": rows}
+    for path, text in ((options.out, json.dumps(result, indent=1)), (options.page, page(result))):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text if text.endswith("\n") else text + "\n")
+        print(f"wrote {path}")
+    print(draw(rows, TAILS, options.page.with_suffix(".png")))
 
 
 def measure(vocab: int, k: int, direction: Direction) -> list[dict[str, Any]]:
@@ -54,26 +79,42 @@ def measure(vocab: int, k: int, direction: Direction) -> list[dict[str, Any]]:
     noise = torch.randn(vocab, dtype=torch.float64, generator=generator)
     teacher = student + 0.8 * noise
     head = (student if direction == "reverse" else teacher).topk(k).indices
-    p = student.softmax(0)
+    p, of_head_mass = head_mass(student, head)
     true_value, true_gradient = exact(student, teacher, direction)
     size = true_gradient.norm()
     rows = []
     for tail in TAILS:
+        weights = p
+        if tail == "bucket+teacher_samples":
+            if direction == "reverse":
+                continue  # there is no such estimator
+            weights = teacher.index_fill(0, head, -torch.inf).softmax(0)
         values, gradients = by_token(student, teacher, head, direction, tail)
-        mean = p @ gradients
-        spread = (p @ (gradients - mean).square().sum(1)).sqrt()
-        rows.append(
-            {
-                "direction": direction,
-                "k": k,
-                "student_tail_mass": float(1 - p[head].sum()),
-                "tail": tail,
-                "value_bias": float((p @ values - true_value).abs() / true_value),
-                "gradient_bias": float((mean - true_gradient).norm() / size),
-                "gradient_sd": float(spread / size),
-            }
-        )
+        mean = weights @ gradients
+        bias = mean - true_gradient
+        spread = (weights @ (gradients - mean).square().sum(1)).sqrt()
+        row = {
+            "direction": direction,
+            "k": k,
+            "student_tail_mass": float(1 - p[head].sum()),
+            "tail": tail,
+            "value_bias": float((weights @ values - true_value).abs() / true_value),
+            "gradient_bias": float(bias.norm() / size),
+            "gradient_sd": float(spread / size),
+        }
+        if tail == "published":
+            sign = 1 if direction == "reverse" else -1
+            row["bias_from_head_mass_gradient"] = float((bias - sign * of_head_mass).norm() / size)
+        rows.append(row)
     return rows
+
+
+def head_mass(student: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax(student) [V], and the gradient [V] of its mass in the head."""
+    leaf = student.clone().requires_grad_()
+    p = leaf.softmax(0)
+    (gradient,) = torch.autograd.grad(p[head].sum(), leaf)
+    return p.detach(), gradient
 
 
 def exact(student: Tensor, teacher: Tensor, direction: Direction) -> tuple[Tensor, Tensor]:
@@ -86,66 +127,51 @@ def exact(student: Tensor, teacher: Tensor, direction: Direction) -> tuple[Tenso
 def by_token(
     student: Tensor, teacher: Tensor, head: Tensor, direction: Direction, tail: Tail
 ) -> tuple[Tensor, Tensor]:
-    """Values [V] and gradients [V, V] in the logits: row y is the estimate when y was sampled."""
+    """Values [V] and gradients [V, V] in the logits: row y is the estimate when y was sampled, by
+    the student or, for "bucket+teacher_samples", by the teacher.
+    """
     vocab = len(student)
     leaf = student.repeat(vocab, 1).requires_grad_()
     tokens = torch.arange(vocab)
     heads = head.expand(vocab, -1)
-    teacher_rows = rows_from_logits(teacher.expand(vocab, -1), heads, tokens)
-    values = topk_kl(
-        rows_from_logits(leaf, heads, tokens),
-        teacher_rows,
-        torch.isin(tokens, head),
-        direction=direction,
-        tail=tail,
+    rows, teacher_rows = (
+        rows_from_logits(logits, heads, tokens, sample_ids=tokens[:, None])
+        for logits in (leaf, teacher.expand(vocab, -1))
     )
+    inside = torch.isin(tokens, head)
+    values = topk_kl(rows, teacher_rows, inside, direction=direction, tail=tail)
     (gradients,) = torch.autograd.grad(values.sum(), leaf)
     return values.detach(), gradients
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| direction | k | tail mass | `tail` | value bias | gradient bias | gradient sd |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        figures = [row[name] for name in ("value_bias", "gradient_bias", "gradient_sd")]
-        shown = " | ".join("0" if value < 1e-12 else f"{value:.2f}" for value in figures)
-        lines.append(
-            f"| {row['direction']} | {row['k']} | {row['student_tail_mass']:.2f} "
-            f"| `{row['tail']}` | {shown} |"
-        )
-    return "\n".join(lines)
+def page(result: dict[str, Any]) -> str:
+    """docs/estimators.md."""
+    rows = result["rows"]
+    name = "bias_from_head_mass_gradient"
+    return PAGE.format(
+        vocabulary=result["vocabulary"],
+        published=_spreads(rows, "bucket+sampled", "published"),
+        sampled=_spreads(rows, "sampled", "bucket+sampled"),
+        teacher_samples=_spreads(rows, "bucket+teacher_samples", "bucket+sampled"),
+        head_mass_distance=max(row[name] for row in rows if name in row),
+        table="\n".join(_line(row) for row in rows),
+    )
 
 
-def draw(rows: list[dict[str, Any]], vocabulary: int, path: Path) -> None:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        print("no picture: install the bench extra")
-        return
-    figure, axes = plt.subplots(2, 2, figsize=(9, 6), sharex=True, layout="constrained")
-    for line, direction in enumerate(("reverse", "forward")):
-        for column, (name, title) in enumerate(
-            (("gradient_bias", "gradient bias"), ("gradient_sd", "gradient standard deviation"))
-        ):
-            axis = axes[line][column]
-            for place, tail in enumerate(TAILS):
-                values = [
-                    max(row[name], 0)
-                    for row in rows
-                    if row["tail"] == tail and row["direction"] == direction
-                ]
-                where = [i + (place - 2) * 0.16 for i in range(len(SIZES))]
-                axis.bar(where, values, 0.15, label=tail, color=COLORS[tail])
-            axis.set_title(f"{direction} KL: {title} / |grad KL|", fontsize=10)
-            axis.set_xticks(range(len(SIZES)), [f"k = {k}" for k in SIZES])
-            axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.suptitle(f"Estimators of the KL by enumeration, V = {vocabulary} (no bar: exactly zero)")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    print(f"wrote {path}")
+def _spreads(rows: Sequence[dict[str, Any]], tail: Tail, other: Tail) -> str:
+    """The range of one mode's spread over the other's."""
+    of = {(row["direction"], row["k"], row["tail"]): row["gradient_sd"] for row in rows}
+    ratios = [of[key] / of[*key[:2], other] for key in of if key[2] == tail]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def _line(row: dict[str, Any]) -> str:
+    figures = [row[name] for name in ("value_bias", "gradient_bias", "gradient_sd")]
+    shown = " | ".join("0" if value < 1e-12 else f"{value:.2f}" for value in figures)
+    return (
+        f"| {row['direction']} | {row['k']} | {row['student_tail_mass']:.2f} "
+        f"| `{row['tail']}` | {shown} |"
+    )
 
 
 if __name__ == "__main__":

@@ -1,90 +1,128 @@
-"""Time and memory of the fused loss against its bounds and its peers.
+"""The fused loss against its bounds and its peers, on CPU.
 
     python -m benchmarks.loss [--quick] [--out benchmarks/results/loss.json]
 
 Time: minimum of CPU time over interleaved repetitions on one thread. Memory: peak of a fresh
-process above its inputs and parameter gradients. Only ratios are meant to be used.
+process above its inputs and parameter gradients. Gradients: of the fused loss in float32 against
+autograd in float64, as is autograd in float32. Only ratios are meant to be used.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import platform
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.loss_methods import METHODS, Problem, fused, make_problem
+from benchmarks.loss_bounds import bounds
+from benchmarks.loss_methods import METHODS, Method, fused, installed, plain
+from benchmarks.problem import CPU_CHUNK, Problem, make_problem
+from benchmarks.process_memory import MIB, resident_before, resident_peak
 
-VOCAB = 151_936
-HEAD = 64
-MIB = 1 << 20
+HEAD_SIZES = (1, 8, 32, 128, 512)
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Sizes:
+    """Of the problems that are measured; k = `head` where nothing else is said."""
+
+    vocab: int
+    width: int
+    tokens: int
+    head: int
+    repetitions: int
+    memory_tokens: tuple[int, int, int]
+    memory_width: int = 64
+
+
+FULL = Sizes(151_936, 896, 256, 64, 5, (512, 2048, 8192))
+QUICK = Sizes(4096, 64, 160, 64, 1, (160, 256, 512))
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a vocabulary of 16,384, for tests")
+    parser.add_argument("--quick", action="store_true", help="small sizes, one repetition")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/loss.json"))
-    parser.add_argument("--memory-of", nargs=3, metavar=("METHOD", "N", "VOCAB"))
-    options = parser.parse_args()
+    parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    sizes = QUICK if options.quick else FULL
     if options.memory_of:
         method, n, vocab = options.memory_of
-        print(peak_memory(method, int(n), int(vocab)))
+        print(peak_memory(method, int(n), int(vocab), sizes))
         return
-    vocab = 16_384 if options.quick else VOCAB
+    methods, missing = installed(METHODS, make_problem(64, 512, 64, 8))
+    problem = make_problem(sizes.tokens, sizes.vocab, sizes.width, max(HEAD_SIZES))
     result = {
         "machine": f"{platform.machine()}, torch {torch.__version__}, 1 thread",
-        "vocabulary": vocab,
-        "time": times(vocab, width=896, repetitions=5),
-        "k": k_sweep(vocab, repetitions=5),
-        "memory": memory(vocab),
+        "sizes": asdict(sizes),
+        "missing": missing,
+        "time": times(problem.with_head(sizes.head), methods, sizes.repetitions),
+        "k": k_sweep(problem, sizes.repetitions),
+        "memory": memory(methods, sizes, options.quick),
     }
+    # The operator's own choice: 64 MiB of logits, but no fewer rows than these.
+    result["bounds"] = bounds(result, max(64, CPU_CHUNK * sizes.vocab * 4 / MIB))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    show(result)
+    show(result, sizes)
 
 
-def clear(problem: Problem) -> None:
-    problem.hidden.grad = problem.weight.grad = None
+def times(
+    problem: Problem, methods: dict[str, Method], repetitions: int
+) -> dict[str, dict[str, float]]:
+    """Seconds of each method: minimum, and spread (maximum over minimum)."""
+    runs = {name: (lambda run=run: run(problem)) for name, run in methods.items()}
+    return interleaved(runs, problem.clear, repetitions)
 
 
-def times(vocab: int, width: int, repetitions: int) -> dict[str, dict[str, float]]:
-    """Seconds of each method at N = 256, K = 64: minimum, and spread (maximum over minimum)."""
-    problem = make_problem(256, vocab, width, HEAD)
-    return interleaved(
-        {name: (lambda run=run: run(problem)) for name, run in METHODS.items()},
-        lambda: clear(problem),
-        repetitions,
-    )
+def k_sweep(problem: Problem, repetitions: int) -> dict[str, dict[str, float]]:
+    """By k: seconds of the fused loss, and how wrong its gradients are."""
+    problems = {str(k): problem.with_head(k) for k in HEAD_SIZES}
+    runs = {k: (lambda p=p: fused(p)) for k, p in problems.items()}
+    found = interleaved(runs, problem.clear, repetitions)
+    small = make_problem(CPU_CHUNK + 32, len(problem.weight), 64, max(HEAD_SIZES))
+    return {k: found[k] | gradient_errors(small.with_head(int(k))) for k in found}
 
 
-def k_sweep(vocab: int, repetitions: int) -> dict[str, dict[str, float]]:
-    """Seconds of the fused loss for k = 32 to 512, at H = 896."""
-    problems = {str(k): make_problem(256, vocab, 896, k) for k in (32, 64, 128, 256, 512)}
+def gradient_errors(p: Problem) -> dict[str, float]:
+    """Distance from autograd's gradients in float64 over their size: ours and autograd's, both in
+    float32; the larger one of hidden states and weight.
+    """
+    exact = p.double()
+    plain(exact)
+    errors = {}
+    for name, run in (("gradient_error", fused), ("autograd_error", plain)):
+        p.clear()
+        run(p)
+        errors[name] = max(
+            float((ours.grad.double() - true.grad).norm() / true.grad.norm())
+            for ours, true in ((p.hidden, exact.hidden), (p.weight, exact.weight))
+        )
+    p.clear()
+    return errors
 
-    def clear_all() -> None:
-        for problem in problems.values():
-            clear(problem)
 
-    runs = {k: (lambda p=problem: fused(p)) for k, problem in problems.items()}
-    return interleaved(runs, clear_all, repetitions)
-
-
-def interleaved(runs, clear_gradients, repetitions: int) -> dict[str, dict[str, float]]:
+def interleaved(
+    runs: dict[str, Callable[[], None]], clear: Callable[[], None], repetitions: int
+) -> dict[str, dict[str, float]]:
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repetitions + 1):  # the first round warms up
         for name, run in runs.items():
-            clear_gradients()
+            clear()
             started = time.process_time()
             run()
             seconds[name].append(time.process_time() - started)
+    clear()
     return {
         name: {
             "seconds": min(values[1:]),
@@ -95,55 +133,57 @@ def interleaved(runs, clear_gradients, repetitions: int) -> dict[str, dict[str, 
     }
 
 
-def memory(vocab: int) -> dict[str, float]:
-    """MiB above inputs and gradients at N = 2048, H = 64; the fused loss at other N too."""
-    cases = [(name, 2048) for name in METHODS if name != "three products"]
-    cases += [("fused", 512), ("fused", 8192)]
-    found = {}
-    for name, n in cases:
-        command = ["--memory-of", name, str(n), str(vocab)]
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.loss", *command], capture_output=True, text=True
-        )
+def memory(methods: dict[str, Method], sizes: Sizes, quick: bool) -> list[dict[str, Any]]:
+    """MiB above inputs and gradients, each in a process of its own; of "fused" at every N."""
+    few, usual, many = sizes.memory_tokens
+    cases = [(name, usual) for name in methods if name != "three products"]
+    if quick:
+        cases = [(name, usual) for name in ("fused", "cross-entropy")]
+    found = []
+    for name, n in [*cases, ("fused", few), ("fused", many)]:
+        command = [sys.executable, "-m", "benchmarks.loss", *(["--quick"] if quick else [])]
+        case = ["--memory-of", name, str(n), str(sizes.vocab)]
+        done = subprocess.run([*command, *case], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{name} at N = {n} failed: {done.stderr}")
-        found[f"{name}, N = {n}"] = float(done.stdout)
+        found.append({"method": name, "tokens": n, "mib": float(done.stdout)})
     return found
 
 
-def peak_memory(method: str, n: int, vocab: int) -> float:
+def peak_memory(method: str, n: int, vocab: int, sizes: Sizes) -> float:
     """MiB that `method` needs at most above its inputs and the gradients it leaves."""
     METHODS[method](make_problem(64, 512, 64, 8))  # libraries' own buffers
-    problem = make_problem(n, vocab, 64, HEAD)
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed must not count as still there
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before = status("VmRSS")
+    problem = make_problem(n, vocab, sizes.memory_width, sizes.head)
+    before = resident_before()
     METHODS[method](problem)
-    gradients = sum(t.grad.nbytes for t in (problem.hidden, problem.weight) if t.grad is not None)
-    return (status("VmHWM") - before - gradients) / MIB
+    return (resident_peak() - before - problem.gradient_bytes()) / MIB
 
 
-def status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
-
-
-def show(result: dict) -> None:
+def show(result: dict[str, Any], sizes: Sizes) -> None:
     base = result["time"]["fused"]["seconds"]
-    print(f"V = {result['vocabulary']}, N = 256, H = 896, K = {HEAD}; {result['machine']}\n")
-    print(f"{'method':<30}{'seconds':>9}{'of fused':>10}{'spread':>8}")
+    print(
+        f"V = {sizes.vocab}, N = {sizes.tokens}, H = {sizes.width}, k = {sizes.head}; "
+        f"{result['machine']}\n\n{'method':<50}{'seconds':>9}{'of fused':>10}{'spread':>8}"
+    )
     for name, row in result["time"].items():
         ratio = row["seconds"] / base
-        print(f"{name:<30}{row['seconds']:>9.3f}{ratio:>10.3f}{row['spread']:>8.2f}")
-    print("\nfused, by k (time over k = 32):")
+        print(f"{name:<50}{row['seconds']:>9.3f}{ratio:>10.3f}{row['spread']:>8.2f}")
+    for name, reason in result["missing"].items():
+        print(f"{name:<50}{reason:>27}")
+    print(f"\n{'k':<6}{'time over k = 32':>17}{'gradient error':>16}{'of autograd':>13}")
     first = result["k"]["32"]["seconds"]
-    print("  ".join(f"{k}: {row['seconds'] / first:.3f}" for k, row in result["k"].items()))
-    print("\npeak MiB above inputs and gradients, N = 2048, H = 64:")
-    base = result["memory"]["fused, N = 2048"]
-    for name, value in result["memory"].items():
-        print(f"{name:<42}{value:>9.0f}{value / base:>9.1f}x")
+    for k, row in result["k"].items():
+        print(
+            f"{k:<6}{row['seconds'] / first:>17.3f}{row['gradient_error']:>16.1e}"
+            f"{row['autograd_error']:>13.1e}"
+        )
+    print(f"\npeak above inputs and gradients, H = {sizes.memory_width}{'N':>16}{'MiB':>9}")
+    for row in result["memory"]:
+        print(f"{row['method']:<50}{row['tokens']:>6}{row['mib']:>9.0f}")
+    print(f"\n{'bound (of the full sizes)':<64}{'wanted':>9}{'measured':>10}")
+    for row in result["bounds"]:
+        verdict = "" if row["met"] else "  NOT MET"
+        print(f"{row['bound']:<64}{row['wanted']:>9}{row['measured']:>10.2f}{verdict}")
 
 
 if __name__ == "__main__":

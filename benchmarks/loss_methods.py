@@ -1,76 +1,67 @@
 """The losses that are compared: ours, what bounds it from below, and what others do.
 
-Each is a function of a Problem that leaves gradients in `hidden.grad` and `weight.grad`. "TRL" runs
-TRL's own code (install the `bench` extra); the other peers are their published formulas, written
-here in plain torch.
+Each is a function of a Problem that leaves gradients in `hidden.grad` and `weight.grad`. "TRL" and
+"Liger" run those libraries' own code (`pip install trl liger-kernel`); the other peers are
+published formulas, written here in plain torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from student_trainer.losses import Rows, fused_linear_loss, rows_from_logits, topk_kl
+from benchmarks.ema_pg import math_update, search_update
+from benchmarks.problem import Missing, Problem
+from student_trainer.losses import (
+    LossFunction,
+    Rows,
+    chunk,
+    fused_linear_loss,
+    fused_linear_rows,
+    rows_from_logits,
+    topk_kl,
+)
 
-CHUNK = 128
-
-
-@dataclass(frozen=True)
-class Problem:
-    """N student states and a head of V tokens; the teacher's rows at K ids, and its own states."""
-
-    hidden: Tensor
-    weight: Tensor
-    head_ids: Tensor
-    token_ids: Tensor
-    teacher: Rows
-    teacher_hidden: Tensor
-
-    @property
-    def in_head(self) -> Tensor:
-        return (self.head_ids == self.token_ids[:, None]).any(1)
+Method = Callable[[Problem], None]
 
 
-def make_problem(n: int, vocab: int, width: int, k: int, seed: int = 0) -> Problem:
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    hidden, weight = randn(n, width), randn(vocab, width) * (2 / width**0.5)
-    teacher_hidden = hidden + 0.3 * randn(n, width)
-    heads, rows, tokens = [], [], []
-    for part in teacher_hidden.split(CHUNK):  # chunked: the problem itself must not need much
-        logits = part @ weight.T
-        heads.append(logits.topk(k).indices)
-        tokens.append(torch.randint(vocab, (len(part),), generator=generator))
-        rows.append(rows_from_logits(logits, heads[-1], tokens[-1]))
-    teacher = Rows(*(torch.cat([vars(r)[name] for r in rows]) for name in vars(rows[0])))
-    return Problem(
-        hidden.requires_grad_(),
-        weight.requires_grad_(),
-        torch.cat(heads),
-        torch.cat(tokens),
-        teacher,
-        teacher_hidden,
-    )
-
-
-def fused(p: Problem) -> None:
-    """Ours: bucket+sampled through the fused operator."""
+def unbiased_kl(p: Problem) -> LossFunction:
+    """What ours is measured with: the default of the trainer."""
     in_head = p.in_head
 
     def loss(rows: Rows, index: slice) -> Tensor:
         teacher, inside = p.teacher[index], in_head[index]
         return topk_kl(rows, teacher, inside, direction="reverse", tail="bucket+sampled")
 
-    fused_linear_loss(
-        p.hidden, p.weight, p.head_ids, p.token_ids, loss, chunk_rows=CHUNK
-    ).loss_sum.backward()
+    return loss
+
+
+def fused(p: Problem) -> None:
+    """Ours, as the trainer calls it."""
+    out = fused_linear_loss(p.hidden, p.weight, p.head_ids, p.token_ids, unbiased_kl(p))
+    out.loss_sum.backward()
+
+
+def fused_recompute(p: Problem) -> None:
+    """Ours, for losses whose weights are known after all rows only: four products, not three."""
+    rows, _ = fused_linear_rows(p.hidden, p.weight, p.head_ids, p.token_ids)
+    unbiased_kl(p)(rows, slice(None)).sum().backward()
+
+
+def fused_without_triton(p: Problem) -> None:
+    """Ours with the passes over the logits in plain torch, where they would be Triton's."""
+    with patch.object(chunk, "_TRITON", False):
+        fused(p)
+
+
+def plain(p: Problem) -> None:
+    """Ours on materialised logits: the reference of the gradients."""
+    rows = rows_from_logits(p.hidden @ p.weight.T, p.head_ids, p.token_ids)
+    unbiased_kl(p)(rows, slice(None)).sum().backward()
 
 
 @torch.no_grad()
@@ -78,13 +69,20 @@ def three_products(p: Problem) -> None:
     """The matrix products alone: no loss, the bound from below."""
     grad_weight = torch.zeros_like(p.weight)
     grad_hidden = torch.empty_like(p.hidden)
-    buffer = p.hidden.new_empty(CHUNK, len(p.weight))
-    for first in range(0, len(p.hidden), CHUNK):
-        part = p.hidden[first : first + CHUNK]
+    buffer = p.hidden.new_empty(p.chunk, len(p.weight))
+    for first in range(0, len(p.hidden), p.chunk):
+        part = p.hidden[first : first + p.chunk]
         logits = torch.mm(part, p.weight.T, out=buffer[: len(part)])
-        torch.mm(logits, p.weight, out=grad_hidden[first : first + CHUNK])
+        torch.mm(logits, p.weight, out=grad_hidden[first : first + p.chunk])
         grad_weight.addmm_(logits.T, part)
     p.hidden.grad, p.weight.grad = grad_hidden, grad_weight
+
+
+@torch.no_grad()
+def three_large_products(p: Problem) -> None:
+    """The same in one piece: what the machine's matrix products can do, with [N, V] in memory."""
+    logits = p.hidden @ p.weight.T
+    p.hidden.grad, p.weight.grad = logits @ p.weight, logits.T @ p.hidden
 
 
 @torch.no_grad()
@@ -92,43 +90,40 @@ def chunked_cross_entropy(p: Problem) -> None:
     """Cross-entropy, gradient in the forward pass, one buffer: what a fused SFT loss costs."""
     grad_weight = torch.zeros_like(p.weight)
     grad_hidden = torch.empty_like(p.hidden)
-    buffer = p.hidden.new_empty(CHUNK, len(p.weight))
-    for first in range(0, len(p.hidden), CHUNK):
-        part, labels = p.hidden[first : first + CHUNK], p.token_ids[first : first + CHUNK]
+    buffer = p.hidden.new_empty(p.chunk, len(p.weight))
+    for first in range(0, len(p.hidden), p.chunk):
+        part, labels = p.hidden[first : first + p.chunk], p.token_ids[first : first + p.chunk]
         logits = torch.mm(part, p.weight.T, out=buffer[: len(part)])
         top = logits.amax(1, keepdim=True)
         total = logits.sub_(top).exp_().sum(1, keepdim=True)
         logits.div_(total)
-        logits.scatter_add_(1, labels[:, None], -torch.ones(len(part), 1))
-        torch.mm(logits, p.weight, out=grad_hidden[first : first + CHUNK])
+        logits.scatter_add_(1, labels[:, None], logits.new_full((len(part), 1), -1))
+        torch.mm(logits, p.weight, out=grad_hidden[first : first + p.chunk])
         grad_weight.addmm_(logits.T, part)
     p.hidden.grad, p.weight.grad = grad_hidden, grad_weight
 
 
-def plain_cross_entropy(p: Problem) -> None:
+def cross_entropy(p: Problem) -> None:
     """Cross-entropy on materialised logits."""
     F.cross_entropy(p.hidden @ p.weight.T, p.token_ids, reduction="sum").backward()
 
 
-def published(p: Problem) -> None:
-    """EMA-PG's formula (arXiv 2602.04417, Algorithm 1) on materialised logits."""
-    rows = rows_from_materialised(p.hidden @ p.weight.T, p)
-    loss = topk_kl(rows, p.teacher, p.in_head, direction="reverse", tail="published")
-    loss.sum().backward()
-
-
-def rows_from_materialised(logits: Tensor, p: Problem) -> Rows:
-    """As published: one logsumexp over the vocabulary, gathers, and no tail mass."""
-    total = logits.logsumexp(1)
-    head = logits.gather(1, p.head_ids) - total[:, None]
-    token = logits.gather(1, p.token_ids[:, None]).squeeze(1) - total
-    return Rows(head, torch.zeros_like(total), token)
+def published_minimal(p: Problem) -> None:
+    """EMA-PG's formula (arXiv 2602.04417, Algorithm 1) with nothing that the formula does not ask
+    for: logits, one logsumexp, gathers. Cheaper than their code, which `ema_pg.py` follows.
+    """
+    logits = p.hidden @ p.weight.T
+    total = logits.logsumexp(1).float()
+    head = logits.gather(1, p.head_ids).float() - total[:, None]
+    token = logits.gather(1, p.token_ids[:, None]).squeeze(1).float() - total
+    rows = Rows(head, torch.zeros_like(total), token)
+    topk_kl(rows, p.teacher, p.in_head, direction="reverse", tail="published").sum().backward()
 
 
 def log_softmax_bucket(p: Problem) -> None:
     """TRL's server distillation as published: full log_softmax, gather, one tail bucket."""
     logprobs = (p.hidden @ p.weight.T).log_softmax(1)
-    head = logprobs.gather(1, p.head_ids)
+    head = logprobs.gather(1, p.head_ids).float()
     tail = torch.log1p(-head.exp().sum(1).clamp(max=1 - 1e-6))
     rows = Rows(head, tail, head[:, 0])
     topk_kl(rows, p.teacher, p.in_head, direction="reverse", tail="bucket").sum().backward()
@@ -136,8 +131,10 @@ def log_softmax_bucket(p: Problem) -> None:
 
 def trl_full_vocabulary(p: Problem) -> None:
     """TRL's own code: generalized JSD at beta = 1 (reverse KL) over the whole vocabulary."""
-    from trl.experimental.gkd import GKDTrainer
-
+    try:
+        from trl.experimental.gkd import GKDTrainer
+    except ImportError as error:
+        raise Missing("trl is not installed") from error
     student = p.hidden @ p.weight.T
     with torch.no_grad():
         teacher = p.teacher_hidden @ p.weight.T
@@ -148,21 +145,67 @@ def trl_full_vocabulary(p: Problem) -> None:
 
 def trl_chunked(p: Problem) -> None:
     """TRL's own code: the chunked exact reverse KL, teacher's states and head in the process."""
-    from trl.trainer.distillation_trainer import _chunked_divergence_loss
-
+    try:
+        from trl.trainer.distillation_trainer import _chunked_divergence_loss
+    except ImportError as error:
+        raise Missing("trl is not installed") from error
     mask = torch.ones(1, len(p.hidden))
     _chunked_divergence_loss(
         p.hidden[None], p.teacher_hidden[None], p.weight, p.weight.detach(), mask, 1.0
     )[0].backward()
 
 
-METHODS: dict[str, Callable[[Problem], None]] = {
+def liger_cross_entropy(p: Problem) -> None:
+    """Liger's own code: fused linear cross-entropy, labels only."""
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    except ImportError as error:
+        raise Missing("liger-kernel is not installed") from error
+    if not p.hidden.is_cuda:
+        raise Missing("liger-kernel needs CUDA")
+    LigerFusedLinearCrossEntropyLoss(reduction="sum")(p.weight, p.hidden, p.token_ids).backward()
+
+
+METHODS: dict[str, Method] = {
     "fused": fused,
+    "fused, recompute": fused_recompute,
     "three products": three_products,
     "chunked cross-entropy": chunked_cross_entropy,
-    "cross-entropy": plain_cross_entropy,
-    "published formula": published,
+    "cross-entropy": cross_entropy,
+    "published formula, minimal": published_minimal,
+    "published formula (EMA-PG math, re-implemented)": math_update,
+    "published formula (EMA-PG search, re-implemented)": search_update,
     "log_softmax + bucket formula": log_softmax_bucket,
     "TRL, full vocabulary": trl_full_vocabulary,
     "TRL, chunked exact KL": trl_chunked,
 }
+
+GPU_METHODS: dict[str, Method] = {
+    "fused": fused,
+    "fused, plain torch passes": fused_without_triton,
+    "fused, recompute": fused_recompute,
+    "three products": three_large_products,
+    "three products, chunked": three_products,
+    "cross-entropy": cross_entropy,
+    "Liger, cross-entropy": liger_cross_entropy,
+    "published formula, minimal": published_minimal,
+    "published formula (EMA-PG math, re-implemented)": math_update,
+    "published formula (EMA-PG search, re-implemented)": search_update,
+    "log_softmax + bucket formula": log_softmax_bucket,
+}
+
+
+def installed(
+    methods: dict[str, Method], small: Problem
+) -> tuple[dict[str, Method], dict[str, str]]:
+    """The methods that run here, warmed up; and of the others, what they miss."""
+    here, missing = {}, {}
+    for name, run in methods.items():
+        try:
+            run(small)
+        except Missing as reason:
+            missing[name] = str(reason)
+        else:
+            here[name] = run
+        small.clear()
+    return here, missing
