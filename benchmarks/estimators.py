@@ -38,11 +38,11 @@ mean squared distance of one token's gradient from their mean, over |grad KL|. 0
 
 What to read from it: a bias does not average out over tokens, a standard deviation does, with the
 root of their number. `none` and `bucket` have no spread and a bias that stays until the head holds
-nearly all of the mass. `bucket+sampled`, the default, has no bias at any k, and {published} times the
-spread of `published`. `sampled` has no bias and {sampled} times the spread of `bucket+sampled`.
-`bucket+teacher_samples` (here one sample a row; M of them divide its standard deviation by the root
-of M) needs no token of the student, {teacher_samples} times the spread of `bucket+sampled`: it is the
-one for rows from a cache.
+nearly all of the mass. `bucket+sampled`, the default, has no bias at any k, and
+{published} times the spread of `published`. `sampled` has no bias and {sampled} times
+the spread of `bucket+sampled`. `bucket+teacher_samples` (here one sample a row; M of them divide
+its standard deviation by the root of M) needs no token of the student and has
+{teacher_samples} times the spread of `bucket+sampled`: it is the one for rows from a cache.
 
 The erratum: EMA-PG (arXiv 2602.04417) states that the gradient of its Algorithms 1 and 2 is
 unbiased at any k. The value is. The gradient is off by exactly grad P_S, the gradient of the
