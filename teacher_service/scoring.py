@@ -13,7 +13,10 @@ from torch import Tensor
 
 from protos.errors import Corrupt
 
-CHUNK_BYTES = 64 << 20  # of float32 logits
+# Of float32 logits, from one GEMM: on a GPU fewer rows would spend its time reading the weights.
+_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+_CACHE_BYTES = 4 << 20
+_GROUP = 64  # logits a group of the search for the largest
 
 
 @dataclass(frozen=True)
@@ -46,24 +49,33 @@ def score_hidden(
     K] without duplicates in a row. Raises Corrupt, naming `first_position` + row, where the logits
     have a NaN, a +inf or no finite entry; logits of -inf (masked vocabulary) are fine.
     """
-    n, vocab_size = hidden.shape[0], weight.shape[0]
-    size = chunk_rows or max(1, CHUNK_BYTES // (4 * vocab_size))
-    normalisers: list[Tensor] = []
-    chunks: list[ScoredRows] = []
-    for first in range(0, n, size):
-        rows = slice(first, first + size)
-        logits = _logits(hidden[rows], weight, bias).div_(temperature)
-        normalisers.append(torch.logsumexp(logits, dim=-1))
-        heads = _top(logits, top_k) if head_ids is None else head_ids[rows]
-        chunks.append(_score_chunk(logits, normalisers[-1], heads, token_ids[rows]))
+    size = chunk_rows or max(1, _CHUNK_BYTES[hidden.device.type] // (4 * len(weight)))
+    blocks: list[tuple[ScoredRows, Tensor]] = []
+    for first in range(0, len(hidden), size):
+        chunk = _logits(hidden[first : first + size], weight, bias)
+        if temperature != 1:
+            chunk.div_(temperature)
+        at = first
+        for logits in chunk.split(_block_rows(chunk)):
+            rows = slice(at, at + len(logits))
+            heads = _top(logits, top_k) if head_ids is None else head_ids[rows]
+            blocks.append(_score_block(logits, heads, token_ids[rows]))
+            at = rows.stop
     # One look at the end: a check in every chunk would make a GPU wait for each.
-    _require_finite(torch.cat(normalisers), first_position)
+    _require_finite(torch.cat([normaliser for _, normaliser in blocks]), first_position)
     return ScoredRows(
-        head_ids=torch.cat([chunk.head_ids for chunk in chunks]),
-        head_logprobs=torch.cat([chunk.head_logprobs for chunk in chunks]),
-        tail_logmass=torch.cat([chunk.tail_logmass for chunk in chunks]),
-        token_logprobs=torch.cat([chunk.token_logprobs for chunk in chunks]),
+        head_ids=torch.cat([rows.head_ids for rows, _ in blocks]),
+        head_logprobs=torch.cat([rows.head_logprobs for rows, _ in blocks]),
+        tail_logmass=torch.cat([rows.tail_logmass for rows, _ in blocks]),
+        token_logprobs=torch.cat([rows.token_logprobs for rows, _ in blocks]),
     )
+
+
+def _block_rows(chunk: Tensor) -> int:
+    """Of the chunk that one GEMM filled: what stays in a CPU's cache for the passes that follow."""
+    if chunk.is_cuda:
+        return len(chunk)
+    return max(1, _CACHE_BYTES // (4 * chunk.shape[1]))
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -77,17 +89,39 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _top(logits: Tensor, top_k: int | None) -> Tensor:
+    """The ids of the k largest logits of each row, largest first."""
     assert top_k is not None, "a query has either top_k or head_ids"
-    return logits.topk(top_k, dim=-1).indices
+    rows, vocab_size = logits.shape
+    count = vocab_size // _GROUP
+    if top_k * _GROUP * 4 > vocab_size:
+        return logits.topk(top_k, dim=-1).indices
+    # None of the k largest is outside of the k groups with the largest maxima. The ids beyond the
+    # last whole group are candidates anyway.
+    maxima = logits[:, : count * _GROUP].view(rows, count, _GROUP).amax(-1)
+    groups = maxima.topk(top_k, dim=-1, sorted=False).indices
+    within = torch.arange(_GROUP, device=logits.device)
+    rest = torch.arange(count * _GROUP, vocab_size, device=logits.device).expand(rows, -1)
+    candidates = torch.cat([(groups[:, :, None] * _GROUP + within).flatten(1), rest], dim=1)
+    best = logits.gather(-1, candidates).topk(top_k, dim=-1).indices
+    return candidates.gather(-1, best)
 
 
-def _score_chunk(logits: Tensor, lse: Tensor, heads: Tensor, token_ids: Tensor) -> ScoredRows:
-    head_logprobs = logits.gather(-1, heads) - lse[:, None]
-    token_logprobs = logits.gather(-1, token_ids[:, None]).squeeze(-1) - lse
-    # Not log(1 - sum): that has no digits left when the tail is small. Nobody needs the head's
-    # logits now.
-    tail = torch.logsumexp(logits.scatter_(-1, heads, -torch.inf), dim=-1) - lse
-    return ScoredRows(heads, head_logprobs, tail, token_logprobs)
+def _score_block(logits: Tensor, heads: Tensor, token_ids: Tensor) -> tuple[ScoredRows, Tensor]:
+    """The rows, and the normaliser of each. Overwrites `logits`: every exponential is taken once,
+    of the tail, and 4 bytes a logit is all that it needs.
+    """
+    head = logits.gather(-1, heads)
+    token = logits.gather(-1, token_ids[:, None]).squeeze(-1)
+    # Not log(1 - sum of the head): that has no digits left when the tail is small.
+    tail = _logsumexp_in_place(logits.scatter_(-1, heads, -torch.inf))
+    lse = torch.logaddexp(torch.logsumexp(head, dim=-1), tail)
+    return ScoredRows(heads, head - lse[:, None], tail - lse, token - lse), lse
+
+
+def _logsumexp_in_place(logits: Tensor) -> Tensor:
+    # A row of -inf only must not become inf - inf.
+    largest = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
+    return logits.sub_(largest).exp_().sum(-1).log_().add_(largest.squeeze(-1))
 
 
 def _require_finite(normalisers: Tensor, first_position: int) -> None:

@@ -74,6 +74,38 @@ def test_student_head_and_bias(temperature: float) -> None:
     assert_close(scored, oracle(*with_bias, tokens, head, temperature))
 
 
+@pytest.mark.parametrize("k", [1, 2, 7, 19, 30])
+def test_a_vocabulary_searched_in_groups(k: int) -> None:
+    """5,003 ids: 78 groups of 64 and 11 more; the largest sit side by side and at the end."""
+    generator = torch.Generator().manual_seed(k)
+    logits = torch.randn(6, 5003, generator=generator)
+    logits[0, 640:704] += 20  # all in one group
+    logits[1, 4990:] += 20  # across the last whole group and the rest
+    logits[2, ::64] += 20  # one in each group
+    logits[3] = logits[3].round(decimals=1)  # ties
+    logits[4, 100:] = -torch.inf
+    logits[5] = 1.0
+    scored = score_rows_of(logits, torch.arange(6), k)
+    assert all(len(set(row.tolist())) == k for row in scored.head_ids)
+    found, expected = logits.gather(-1, scored.head_ids), logits.topk(k, -1).values
+    assert torch.equal(found, expected)
+    exact = logits.double().log_softmax(-1)
+    outside = torch.ones_like(exact, dtype=torch.bool).scatter_(-1, scored.head_ids, False)
+    tail = exact.masked_fill(~outside, -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(scored.tail_logmass.double(), tail, rtol=2e-6, atol=1e-5)
+    heads = exact.gather(-1, scored.head_ids)
+    torch.testing.assert_close(scored.head_logprobs.double(), heads, rtol=2e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("at", [0, 333, 5002])
+def test_one_bad_logit_among_thousands_is_found(bad: float, at: int) -> None:
+    logits = torch.randn(1, 5003)
+    logits[0, at] = bad
+    with pytest.raises(Corrupt):
+        score_rows_of(logits, torch.tensor([7]), 8)
+
+
 def test_chunks_do_not_matter() -> None:
     hidden, weight, tokens = case()
     whole, cut = (
