@@ -97,7 +97,7 @@ class _Messages:
     """The messages of a stream, read one by one."""
 
     def __init__(self, data: Any, deserialize: Callable[[bytes], Any] | None) -> None:
-        self._data = aiter(data)
+        self._data = data
         self._deserialize = deserialize
 
     def __aiter__(self) -> _Messages:
@@ -131,10 +131,10 @@ async def _abort(
         metadata={"field": _cut(fault.field), "hint": _cut(fault.hint)},
     )
     packed = any_pb2.Any()
-    packed.Pack(info)
+    packed.Pack(info, deterministic=True)
     message = _cut(fault.message)
     details = status_pb2.Status(code=status.value[0], message=message, details=[packed])
-    metadata = ((_STATUS_DETAILS, details.SerializeToString()),)
+    metadata = ((_STATUS_DETAILS, details.SerializeToString(deterministic=True)),)
     await context.abort(status, message, trailing_metadata=metadata)
 
 

@@ -1,0 +1,169 @@
+"""Token files, what clients do with theirs, and how long a comparison takes."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import socket
+import statistics
+import time
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from clients.cli.app import main
+from protos.access import MAX_TOKEN_CHARS, MIN_TOKEN_CHARS, Role, Tokens, read_tokens
+from protos.channel import SERVER_TOKEN, open_channel
+from protos.errors import InvalidInput
+from tests.security.conftest import Secrets
+from tests.security.processes import server
+
+OLD, NEW = "old" + "a" * 40, "new" + "b" * 40
+
+
+def write(path: Path, text: str, mode: int = 0o600) -> Path:
+    path.touch(mode)
+    path.chmod(mode)
+    path.write_text(text)
+    return path
+
+
+def test_several_tokens_of_a_role_are_valid_at_once(tmp_path: Path) -> None:
+    text = f"# team\n\nread {OLD}\n  READ\t{NEW}  \nadmin {'c' * 64}\n"
+    tokens = read_tokens(write(tmp_path / "tokens", text))
+    assert [tokens.role_of(token) for token in (OLD, NEW, "c" * 64)] == [
+        Role.READ,
+        Role.READ,
+        Role.ADMIN,
+    ]
+    assert [tokens.role_of(token) for token in ("", "d" * 64, OLD[:-1], "\udcff")] == [None] * 4
+    # Kept as digests: not even a dump of the object shows one.
+    assert OLD not in repr(vars(tokens))
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o660, 0o666, 0o620])
+def test_a_file_of_others_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(InvalidInput, match=f"mode {mode:o}.*chmod 600") as caught:
+        read_tokens(write(tmp_path / "tokens", f"read {OLD}\n", mode))
+    assert caught.value.field == "--token-file"
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        (OLD, "is not ROLE TOKEN"),
+        (f"owner {OLD}", "one of read, submit, admin"),
+        (f"read {OLD} {NEW}", "is not ROLE TOKEN"),
+        (f"read {OLD[: MIN_TOKEN_CHARS - 1]}", "distill token"),
+        (f"read {'a' * (MAX_TOKEN_CHARS + 1)}", "distill token"),
+        (f"read {OLD}\u00e9", "distill token"),
+        (f"read {NEW}", "repeats"),
+    ],
+)
+def test_a_wrong_line_is_named_and_never_quoted(tmp_path: Path, line: str, word: str) -> None:
+    with pytest.raises(InvalidInput, match=word) as caught:
+        read_tokens(write(tmp_path / "tokens", f"submit {NEW}\n{line}\n"))
+    assert "tokens:2 " in str(caught.value)
+    assert not any(part in str(caught.value) for part in (OLD[5:20], NEW[5:20], "aaaaaaaaaa"))
+
+
+def test_tokens_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not read_tokens(None)
+    monkeypatch.setenv("DISTILL_TOKENS", f"read {OLD}\nadmin {NEW}")
+    assert read_tokens(None).role_of(NEW) is Role.ADMIN
+    # The file is the whole truth when there is one.
+    assert read_tokens(write(tmp_path / "tokens", f"read {OLD}")).role_of(NEW) is None
+    monkeypatch.setenv("DISTILL_TOKENS", "read short")
+    with pytest.raises(InvalidInput, match=r"\$DISTILL_TOKENS: line 1 "):
+        read_tokens(None)
+
+
+def test_distill_token_makes_lines_of_a_token_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for role in Role:
+        assert main(["token", "--role", role.name.lower()]) == 0
+    lines = capsys.readouterr().out
+    tokens = read_tokens(write(tmp_path / "tokens", lines))
+    for role, line in zip(Role, lines.splitlines(), strict=True):
+        assert tokens.role_of(line.split()[1]) is role
+    assert len({line.split()[1] for line in lines.splitlines()}) == len(Role)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:1", "teacher:1", "http://gpu-node:1", "[::2]:1"])
+def test_a_token_never_leaves_the_machine_in_the_clear(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_channel(address, token=SERVER_TOKEN).close()
+    monkeypatch.setenv(SERVER_TOKEN, OLD)
+    with pytest.raises(InvalidInput, match="in the clear") as caught:
+        open_channel(address, token=SERVER_TOKEN)
+    assert OLD not in str(caught.value)
+    for other in ("127.0.0.1:1", "[::1]:1", "localhost:1", "https://teacher:1"):
+        open_channel(other, token=SERVER_TOKEN).close()
+
+
+def test_grpc_itself_keeps_the_token_here(tmp_path: Path) -> None:
+    """Our look at the address is the first lock; this is the second."""
+    bearer = grpc.access_token_call_credentials(OLD)
+    local = grpc.composite_channel_credentials(grpc.local_channel_credentials(), bearer)
+    addresses = [a for nic in psutil.net_if_addrs().values() for a in nic]
+    ours = {a.address for a in addresses if a.family is socket.AF_INET} - {"127.0.0.1"}
+    if not ours:
+        pytest.skip("this machine has no address but loopback")
+    request = health_pb2.HealthCheckRequest()
+    with server(tmp_path / "runs", "--host", "0.0.0.0", "--insecure") as program:
+        with grpc.secure_channel(f"{ours.pop()}:{program.port}", local) as channel:
+            with pytest.raises(grpc.RpcError) as told:
+                health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+            assert told.value.code() is grpc.StatusCode.UNAVAILABLE
+        with grpc.secure_channel(f"127.0.0.1:{program.port}", local) as channel:
+            health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+
+
+def test_a_bad_token_of_a_client_is_told_before_any_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SERVER_TOKEN, "has a space " + OLD)
+    with pytest.raises(InvalidInput, match=r"\$DISTILL_TOKEN"):
+        open_channel("localhost:1", token=SERVER_TOKEN)
+
+
+def test_the_time_of_a_comparison_tells_nothing() -> None:
+    """10^4 tokens that are wrong in the first character, 10^4 in the last, taken in turns."""
+    right = secrets.token_urlsafe(32)
+    tokens = Tokens({secrets.token_urlsafe(32): Role.READ, right: Role.ADMIN})
+    other = {char: "A" if char != "A" else "B" for char in (right[0], right[-1])}
+    wrong = (other[right[0]] + right[1:], right[:-1] + other[right[-1]])
+    times: tuple[list[int], list[int]] = ([], [])
+    order = random.Random(0)
+    for _ in range(10_000):
+        for which in order.sample((0, 1), 2):
+            began = time.perf_counter_ns()
+            tokens.role_of(wrong[which])
+            times[which].append(time.perf_counter_ns() - began)
+    medians = [statistics.median(one) for one in times]
+    # Of a median of n: 1.2533 sigma / sqrt(n); sigma from the quartiles, which no pause moves.
+    spreads = [statistics.quantiles(one)[2] - statistics.quantiles(one)[0] for one in times]
+    sigma = 1.2533 * sum((spread / 1.349) ** 2 / 10_000 for spread in spreads) ** 0.5
+    delta = abs(medians[0] - medians[1])
+    print(f"\nmedians {medians} ns, difference {delta} ns, 3 sigma {3 * sigma:.1f} ns")
+    # The clock's own step: a smaller difference cannot be seen, here or from afar.
+    assert delta < max(3 * sigma, 50)
+
+
+def test_a_comparison_looks_at_every_token(
+    tokens: Secrets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hmac
+
+    compared = []
+    original = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append(a) or original(a, b))
+    known = Tokens({tokens.read: Role.READ, tokens.submit: Role.SUBMIT, tokens.admin: Role.ADMIN})
+    for token in (tokens.read, tokens.admin, "x" * 43):
+        compared.clear()
+        known.role_of(token)
+        assert len(compared) == 3
+        assert {len(digest) for digest in compared} == {32}
