@@ -4,6 +4,7 @@ at once.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,13 +13,28 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from protos import teacher_pb2
+from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import InvalidInput
 from protos.transport import MAX_CHUNK_BYTES
 
 # numpy has no bfloat16: an array of uint16 holds the bits of one.
 _DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "uint16": "bfloat16"}
+_PUSH_SECONDS = 3600.0
 _PART_BYTES = MAX_CHUNK_BYTES // 8 * 8
+
+
+def push_weights(
+    stub: teacher_pb2_grpc.TeacherStub,
+    tensors: Mapping[str, NDArray[Any]],
+    *,
+    tau: float | None,
+    base_version: int,
+) -> teacher_pb2.PushWeightsReply:
+    """One push. Raises RpcError, and InvalidInput as `weights_parts` does."""
+    parts = weights_parts(tensors, tau=tau, base_version=base_version)
+    # Made here, where its errors reach the caller.
+    header = next(parts)
+    return stub.PushWeights(itertools.chain([header], parts), timeout=_PUSH_SECONDS)
 
 
 def weights_parts(

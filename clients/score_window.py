@@ -149,6 +149,15 @@ class ScoreWindow:
                 self._changed.wait(left)
             return False
 
+    def ask_again(self) -> None:
+        """Rows of what is unfinished are forgotten, and asked for anew, on new streams."""
+        with self._changed:
+            for stream in self._streams:
+                stream.retire()
+            for answer in self._waiting:
+                answer.assembly.restart()
+            self._changed.notify_all()
+
     def fail_all(self, fault: DistillError) -> None:
         """Every request fails with the same fault; later ones start anew."""
         for answer in self._take_all():
@@ -255,11 +264,15 @@ class WindowStream:
     def end(self) -> None:
         """The stream is gone: what it carried waits again, oldest first, and keeps its rows."""
         with self._changed:
-            self._ended = True
-            self._window._waiting.extendleft(reversed(self.sent.values()))
-            self.sent.clear()
+            self.retire()
             self._window._streams.remove(self)
             self._changed.notify_all()
+
+    def retire(self) -> None:
+        """With the lock: what it carried waits again; it sends no more, and is not listened to."""
+        self._ended = True
+        self._window._waiting.extendleft(reversed(self.sent.values()))
+        self.sent.clear()
 
     def _outcome(
         self, chunk: teacher_pb2.ScoreChunk, answer: _Answer

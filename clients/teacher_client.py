@@ -7,14 +7,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import grpc
+from numpy.typing import NDArray
 
+from clients.push_weights import push_weights
 from clients.score_query import ScoreQuery, request_of, tokenizer_fingerprint
 from clients.score_window import ScoreWindow
 from clients.teacher_lane import CONNECT_SECONDS, SharedIdentity, TeacherLane, lives
@@ -82,9 +84,10 @@ class TeacherClient:
         self._field = field
         self._patience_seconds = patience_seconds
         self._window = ScoreWindow(max_in_flight, max_prefetch_bytes)
-        identity = SharedIdentity(field)
+        self._identity = SharedIdentity(field)
         self._lanes = [
-            TeacherLane(one, self._window, identity, self._on_wrong_teacher) for one in addresses
+            TeacherLane(one, self._window, self._identity, self._on_wrong_teacher)
+            for one in addresses
         ]
         self._watcher = threading.Thread(target=self._watch, name="teacher-watch", daemon=True)
         for lane in self._lanes:
@@ -141,6 +144,29 @@ class TeacherClient:
         """
         _require_sendable(query)
         return self._window.submit(query)
+
+    def push_weights(
+        self, tensors: Mapping[str, NDArray[Any]], *, tau: float | None = None
+    ) -> TeacherInfo:
+        """Give the teacher new weights, or with `tau` an average with them; see `weights_parts`.
+
+        Returns what it is then. Every row that comes later is of the new weights: what is
+        unfinished is asked for again. Other clients of this teacher fail with WrongState. A push
+        that fails has changed nothing; after Unavailable and TimedOut, `info` tells.
+        """
+        if len(self._lanes) > 1:
+            raise InvalidInput("weights can be pushed to one teacher only", field=self._field)
+        [lane] = self._lanes
+        with self._identity.changing():
+            try:
+                info = lane.ask()
+                self._identity.check(info, lane.name)
+                reply = push_weights(lane.stub, tensors, tau=tau, base_version=info.version)
+            except grpc.RpcError as error:
+                raise fault_of(error, lane.name) from error
+            self._identity.adopt(reply.fingerprint, reply.version)
+            self._window.ask_again()
+        return replace(_info_of(info), fingerprint=reply.fingerprint, version=reply.version)
 
     def close(self) -> None:
         """End at once; unfinished futures are cancelled."""

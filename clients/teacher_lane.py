@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -34,12 +35,30 @@ class SharedIdentity:
         self._field = field
         self._lock = threading.Lock()
         self._expected: str | None = None
+        self._changes = 0
+
+    @property
+    def changes(self) -> int:
+        """How often somebody changed the weights; waits for who does it now."""
+        with self._lock:
+            return self._changes
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """While the teacher gets new weights: nobody else looks at it."""
+        with self._lock:
+            self._changes += 1
+            yield
 
     def require(self, info: teacher_pb2.TeacherInfo, name: str) -> None:
         """Raises WrongState if `info` is of another teacher than before."""
-        identity = identity_of(info.fingerprint, info.version)
         with self._lock:
-            self._expected = self._expected or identity
+            self.check(info, name)
+
+    def check(self, info: teacher_pb2.TeacherInfo, name: str) -> None:
+        """`require` within `changing`."""
+        identity = identity_of(info.fingerprint, info.version)
+        self._expected = self._expected or identity
         if identity != self._expected:
             raise self.other(identity, name)
 
@@ -50,6 +69,10 @@ class SharedIdentity:
             field=self._field,
             hint="start it with the weights the job began with, or start a new job",
         )
+
+    def adopt(self, fingerprint: str, version: int) -> None:
+        """Within `changing`: what the teacher is from now on."""
+        self._expected = identity_of(fingerprint, version)
 
 
 class TeacherLane:
@@ -98,11 +121,15 @@ class TeacherLane:
         """What the teacher is. Raises RpcError after 5 s without an answer, WrongState if it is not
         like the others.
         """
-        message = self.stub.GetInfo(
-            teacher_pb2.GetInfoRequest(), timeout=CONNECT_SECONDS, wait_for_ready=True
-        )
+        message = self.ask()
         self._identity.require(message, self.name)
         return message
+
+    def ask(self) -> teacher_pb2.TeacherInfo:
+        """What the teacher says it is. Raises RpcError after 5 s without an answer."""
+        return self.stub.GetInfo(
+            teacher_pb2.GetInfoRequest(), timeout=CONNECT_SECONDS, wait_for_ready=True
+        )
 
     def ask_health(self, seconds: float) -> Any:
         """The call of a health check, for `lives`. Raises ValueError on a closed lane."""
@@ -111,11 +138,13 @@ class TeacherLane:
 
     def _keep_streaming(self) -> None:
         while self._window.wait_for_work():
+            changes = self._identity.changes
             fault = self._stream_until_fault()
             if fault and str(fault) != str(self.last_fault):
                 log.warning("%s", fault)
             self.last_fault = fault
-            if isinstance(fault, _LASTING):
+            # Who changes the weights finds itself at the wrong teacher for a moment.
+            if isinstance(fault, _LASTING) and self._identity.changes == changes:
                 self._on_wrong_teacher(fault)
             backoff = min(_MAX_BACKOFF_SECONDS, 0.05 * 2**self._failures)
             self._window.wait_closed(backoff * random.uniform(0.5, 1.0))
