@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clients.config import DataConfig, JobConfig, StudentConfig
+from clients.records import FILE_SUFFIXES
 from clients.score_query import tokenizer_fingerprint
 from clients.teacher_client import TeacherClient, TeacherInfo
+from clients.token_ids import first_difference
 from protos.errors import InvalidInput, WrongState
 from protos.transport import MAX_MESSAGE_BYTES
 
-DATA_SUFFIXES = (".jsonl", ".parquet")
 _HUB_SECONDS = 3.0
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ def check_hub(config: JobConfig) -> None:
     it before they are imported.
     """
     path = config.data.path
-    local_data = path.endswith(DATA_SUFFIXES) or Path(path).exists()
+    local_data = path.endswith(FILE_SUFFIXES) or Path(path).exists()
     if local_data and Path(config.student.model).is_dir():
         return
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
@@ -71,7 +72,7 @@ def check_processes(config: JobConfig) -> None:
 def check_data(data: DataConfig) -> None:
     """Refuse a data file that is not there."""
     for field, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
-        if path is not None and path.endswith(DATA_SUFFIXES) and not Path(path).is_file():
+        if path is not None and path.endswith(FILE_SUFFIXES) and not Path(path).is_file():
             raise InvalidInput(f"no such file: {path}", field=field, hint="check the path")
 
 
@@ -126,16 +127,3 @@ def check_vocabulary(
             field="student.model",
             hint="pad or trim the student's embeddings to the teacher's size",
         )
-
-
-def first_difference(teacher: Sequence[str], student: Sequence[str]) -> str:
-    """A sentence about the first id that means two things."""
-    for token_id, (ours, theirs) in enumerate(zip(student, teacher, strict=False)):
-        if ours != theirs:
-            return (
-                f"the tokenizers differ: id {token_id} is {ours!r} to the student and {theirs!r} "
-                "to the teacher"
-            )
-    return (
-        f"the tokenizers differ: the student has {len(student)} tokens, the teacher {len(teacher)}"
-    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from clients.config import DataConfig
+from clients.records import DataSet, text_of
+from clients.token_ids import prompt_ids
 from protos.errors import InvalidInput
 
 
@@ -76,105 +76,26 @@ def _encode(
 ) -> tuple[list[Prompt], int]:
     prompts = []
     too_long = 0
-    for number, record in enumerate(_records(path, field, data), 1):
-        text = _text(record, data.prompt_column, "data.prompt_column", path, number)
-        ids = _token_ids(tokenizer, data.template.replace("{prompt}", text))
+    source = DataSet(path, data.name, data.split, field)
+    columns = (data.prompt_column, data.answer_column)
+    for number, record in enumerate(source.records(columns), 1):
+        where = f"row {number} of {path}"
+        text = text_of(record, data.prompt_column, "data.prompt_column", where)
+        ids = prompt_ids(tokenizer, data.template.replace("{prompt}", text))
         if not ids:
             raise InvalidInput(
-                f"the prompt of row {number} of {path} has no tokens",
+                f"the prompt of {where} has no tokens",
                 field=field,
                 hint="every answer must have something to follow",
             )
         answer = ""
         if record.get(data.answer_column) is not None:
-            answer = _text(record, data.answer_column, "data.answer_column", path, number)
+            answer = text_of(record, data.answer_column, "data.answer_column", where)
         if len(ids) > max_tokens:
             too_long += 1
         else:
             prompts.append(Prompt(np.array(ids, dtype=np.int32), answer))
     return prompts, too_long
-
-
-def _text(record: dict[str, Any], column: str, field: str, path: str, number: int) -> str:
-    if column not in record:
-        raise InvalidInput(
-            f"{path} has no column {column!r} in row {number}; it has {', '.join(record)}",
-            field=field,
-            hint="name the column that holds the text",
-        )
-    value = record[column]
-    if not isinstance(value, str | int | float):
-        raise InvalidInput(
-            f"row {number} of {path} has {type(value).__name__} in column {column!r}, not text",
-            field=field,
-            hint="write it as one string",
-        )
-    return str(value).encode("utf-8", "replace").decode()  # a lone surrogate is no text
-
-
-def _token_ids(tokenizer: Any, text: str) -> list[int]:
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        # The template writes the special tokens itself.
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    else:
-        ids = tokenizer(text)["input_ids"]
-        if ids and ids[-1] == tokenizer.eos_token_id:
-            ids = ids[:-1]  # a prompt is to be continued
-    return ids
-
-
-def _records(path: str, field: str, data: DataConfig) -> Iterator[dict[str, Any]]:
-    if path.endswith(".jsonl"):
-        yield from _json_lines(path, field)
-    elif path.endswith(".parquet"):
-        import pyarrow.parquet
-
-        wanted = {data.prompt_column, data.answer_column}
-        file = pyarrow.parquet.ParquetFile(path)
-        columns = [name for name in file.schema_arrow.names if name in wanted]
-        # Without the prompt's column read them all: the refusal names what there is.
-        read = columns if data.prompt_column in columns else None
-        for batch in file.iter_batches(columns=read):
-            yield from batch.to_pylist()
-    else:
-        yield from _hub_records(path, field, data)
-
-
-def _json_lines(path: str, field: str) -> Iterator[dict[str, Any]]:
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                text = line.decode("utf-8-sig").strip()
-                record = json.loads(text) if text else None
-            except ValueError as error:
-                raise InvalidInput(
-                    f"{path}:{number} is not JSON: {error}",
-                    field=field,
-                    hint="each line must be one JSON object, in UTF-8",
-                ) from error
-            if isinstance(record, dict):
-                yield record
-            elif text:
-                raise InvalidInput(
-                    f"{path}:{number} is not a JSON object",
-                    field=field,
-                    hint='each line must be like {"prompt": "..."}',
-                )
-
-
-def _hub_records(path: str, field: str, data: DataConfig) -> Iterator[dict[str, Any]]:
-    import datasets
-
-    try:
-        yield from datasets.load_dataset(path, data.name, split=data.split)
-    except Exception as error:  # the library raises anything from ValueError to OSError here
-        raise InvalidInput(
-            f"cannot load the data set {path!r}: {str(error).splitlines()[0]}",
-            field=field,
-            hint="check its name, data.name, data.split and the network, or give a .jsonl file",
-        ) from error
 
 
 @lru_cache(maxsize=4)

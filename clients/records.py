@@ -1,0 +1,136 @@
+"""The records of a data set: JSON lines, Parquet, a saved directory, or an id of the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protos.errors import InvalidInput
+
+FILE_SUFFIXES = (".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Where records are. `name` and `split` are of a hub data set or a saved directory; `field` is
+    the key that faults name.
+    """
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+    field: str = "data.path"
+
+    def records(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+        """Every record in order, with at least those of `columns` that it has. Raises InvalidInput
+        at a line that is none.
+        """
+        if self.path.endswith(".jsonl"):
+            yield from self._json_lines()
+        elif self.path.endswith(".parquet"):
+            yield from self._parquet(columns)
+        else:
+            yield from self._loaded()
+
+    def fingerprint(self) -> str:
+        """Another one for other records: sha256 of the files, or what the hub's library makes."""
+        path = Path(self.path)
+        if path.is_file():
+            return _sha256(path)
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.is_file())
+            facts = [[file.relative_to(path).as_posix(), _sha256(file)] for file in files]
+            facts.append([self.split, self.name or ""])
+            return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        found: str = self._loaded()._fingerprint
+        return found
+
+    def _json_lines(self) -> Iterator[Mapping[str, Any]]:
+        with open(self.path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    text = line.decode("utf-8-sig").strip()
+                    record = json.loads(text) if text else None
+                except ValueError as error:
+                    raise InvalidInput(
+                        f"{self.path}:{number} is not JSON: {error}",
+                        field=self.field,
+                        hint="each line must be one JSON object, in UTF-8",
+                    ) from error
+                if isinstance(record, dict):
+                    yield record
+                elif text:
+                    raise InvalidInput(
+                        f"{self.path}:{number} is not a JSON object",
+                        field=self.field,
+                        hint='each line must be like {"prompt": "..."}',
+                    )
+
+    def _parquet(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+        import pyarrow.parquet
+
+        file = pyarrow.parquet.ParquetFile(self.path)
+        found = [name for name in file.schema_arrow.names if name in columns]
+        # Without the first of them read all: the refusal names what there is.
+        read = found if columns and columns[0] in found else None
+        for batch in file.iter_batches(columns=read):
+            yield from batch.to_pylist()
+
+    def _loaded(self) -> Any:
+        try:
+            import datasets
+        except ImportError as error:
+            raise InvalidInput(
+                f"{self.path} is no .jsonl or .parquet file, and other data needs the package"
+                " `datasets`, which is not installed",
+                field=self.field,
+                hint="pip install 'distill-service[train]'",
+            ) from error
+        try:
+            if not (Path(self.path) / "state.json").is_file() and not _holds_splits(self.path):
+                return datasets.load_dataset(self.path, self.name, split=self.split)
+            saved = datasets.load_from_disk(self.path)
+            return saved[self.split] if _holds_splits(self.path) else saved
+        except Exception as error:  # the library raises anything from ValueError to OSError here
+            raise InvalidInput(
+                f"cannot load the data set {self.path!r}: {_first_line(error)}",
+                field=self.field,
+                hint="check its name, data.name, data.split and the network, or give a .jsonl file",
+            ) from error
+
+
+def text_of(record: Mapping[str, Any], column: str, field: str, where: str) -> str:
+    """The text in a column; numbers are written out. `where` says which record it is, as `row 3 of
+    data.jsonl`. Raises InvalidInput naming `field`.
+    """
+    if column not in record:
+        raise InvalidInput(
+            f"there is no column {column!r} in {where}; it has {', '.join(record)}",
+            field=field,
+            hint="name the column that holds the text",
+        )
+    value = record[column]
+    if not isinstance(value, str | int | float):
+        raise InvalidInput(
+            f"{where} has {type(value).__name__} in column {column!r}, not text",
+            field=field,
+            hint="write it as one string",
+        )
+    return str(value).encode("utf-8", "replace").decode()  # a lone surrogate is no text
+
+
+def _holds_splits(path: str) -> bool:
+    return (Path(path) / "dataset_dict.json").is_file()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
