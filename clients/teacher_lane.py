@@ -140,7 +140,7 @@ class TeacherLane:
         while self._window.wait_for_work():
             changes = self._identity.changes
             fault = self._stream_until_fault()
-            if fault and str(fault) != str(self.last_fault):
+            if fault and str(fault) != str(self.last_fault) and not self._window.closed:
                 log.warning("%s", fault)
             self.last_fault = fault
             # Who changes the weights finds itself at the wrong teacher for a moment.

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from clients.score_query import ScoreQuery
 from protos.errors import Overloaded
+from protos.failpoints import failpoint
 from protos.rows import RowBlock
 from teacher_service.engines.base import Engine, EngineInfo
 from teacher_service.metrics_page import TeacherMetrics
@@ -138,6 +139,7 @@ class Batcher:
         loop = asyncio.get_running_loop()
         queries = [waiting.query for waiting in batch]
         answers = await loop.run_in_executor(self._thread, self._score_in_thread, queries)
+        failpoint("batch-scored")
         for waiting, answer in zip(batch, answers, strict=True):
             if waiting.answer.done():
                 continue

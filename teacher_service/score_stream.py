@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from protos import teacher_pb2
+from protos.failpoints import failpoint
 from protos.statuses import told
 from teacher_service.validation import MAX_REQUEST_ID_CHARS
 
@@ -71,6 +72,7 @@ class ScoreStream:
     async def _read(self) -> None:
         # Room before the request: what was read is always answered.
         async for request in self._requests:
+            failpoint("request-read")
             size = _answer_bytes(request)
             self._in_flight += 1
             self._in_flight_bytes += size

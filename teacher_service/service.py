@@ -8,6 +8,7 @@ from typing import Any
 from clients.score_query import IDENTITY_KEY, identity_of
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import Unavailable, WrongState
+from protos.failpoints import failpoint
 from teacher_service.batcher import Batcher
 from teacher_service.metrics_page import TeacherMetrics
 from teacher_service.score_stream import ScoreStream
@@ -118,6 +119,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
             measured.answered(query.rows)
             for chunk in chunks_of(answer, query, request.request_id, request.next_position):
                 yield chunk
+                failpoint("chunk-sent")
 
     def _load(self) -> teacher_pb2.TeacherLoad:
         metrics = self._metrics

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from protos import teacher_pb2
 from protos.errors import Corrupt, InvalidInput, Overloaded, TimedOut, WrongState
+from protos.failpoints import failpoint
 from protos.transport import MAX_CHUNK_BYTES
 from teacher_service.batcher import Batcher
 from teacher_service.engines.base import (
@@ -61,7 +62,9 @@ class Weights:
         self._pushing = True
         try:
             update = await _receive(parts, engine.parameters(), engine.info)
+            failpoint("weights-received")
             await self._batcher.between_batches(lambda: engine.update(update))
+            failpoint("weights-applied")
             return engine.info
         finally:
             self._pushing = False

@@ -10,7 +10,7 @@ from tests.teacher.processes import TeacherProcess
 
 
 class StartTeacher(Protocol):
-    def __call__(self, *args: str, port: int = 0) -> TeacherProcess: ...
+    def __call__(self, *args: str, port: int = 0, failpoint: str = "") -> TeacherProcess: ...
 
 
 @pytest.fixture
@@ -18,11 +18,13 @@ def start_teacher(tmp_path: Path) -> Iterator[StartTeacher]:
     """Starts teachers; what still runs at the end of the test is killed."""
     started: list[TeacherProcess] = []
 
-    def start(*args: str, port: int = 0) -> TeacherProcess:
+    def start(*args: str, port: int = 0, failpoint: str = "") -> TeacherProcess:
         # No test may read or fill the user's own cache.
         if "--cache-dir" not in args:
             args = (*args, "--no-cache")
-        started.append(TeacherProcess(args, log=tmp_path / "teacher.log", port=port))
+        started.append(
+            TeacherProcess(args, log=tmp_path / "teacher.log", port=port, failpoint=failpoint)
+        )
         return started[-1]
 
     yield start

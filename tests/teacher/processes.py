@@ -13,7 +13,9 @@ from pathlib import Path
 class TeacherProcess:
     """`python -m teacher_service`, ready when the constructor returns."""
 
-    def __init__(self, args: Sequence[str], *, log: Path, port: int = 0) -> None:
+    def __init__(
+        self, args: Sequence[str], *, log: Path, port: int = 0, failpoint: str = ""
+    ) -> None:
         self.log = log
         command = [sys.executable, "-m", "teacher_service", *args, "--port", str(port)]
         with log.open("ab") as stderr:
@@ -22,7 +24,7 @@ class TeacherProcess:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "DISTILL_FAILPOINT": failpoint},
             )
         assert self.process.stdout
         line = self.process.stdout.readline()
