@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
+from protos.errors import Corrupt
+from protos.rows import HEADER_BYTES
+
 KEY_BYTES = 32
+_CHECK_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -38,13 +44,33 @@ class ShardFacts:
 
 @dataclass(frozen=True)
 class Shard:
-    """An open shard. The offsets are a copy, checked once: a bit that flips on disk later cannot
-    send a read out of the file.
+    """An open shard: a map of the token ids and the rows, copies of all else. Nothing that changes
+    on disk later can send a read out of the file.
     """
 
-    offsets: NDArray[np.int32]
-    data: memoryview
-    batch: Any
+    name: str
+    keys: Sequence[bytes]
+    token_offsets: NDArray[np.int32]
+    token_ids: memoryview
+    starts: NDArray[np.int32]
+    checks: bytes
+    row_offsets: NDArray[np.int32]
+    rows: memoryview
+
+    def entry(self, row: int) -> StoredRows:
+        """Raises Corrupt unless it is what was written; the payload of its rows is for
+        `decode_rows` to check.
+        """
+        entry = StoredRows(
+            self.keys[row],
+            bytes(self.token_ids[self.token_offsets[row] : self.token_offsets[row + 1]]),
+            int(self.starts[row]),
+            bytes(self.rows[self.row_offsets[row] : self.row_offsets[row + 1]]),
+        )
+        at = _CHECK_BYTES * row
+        if self.checks[at : at + _CHECK_BYTES] != _check(entry):
+            raise Corrupt(f"entry {row} of shard {self.name} does not match its checksum")
+        return entry
 
 
 def encode_shard(entries: Sequence[StoredRows]) -> bytes:
@@ -52,12 +78,13 @@ def encode_shard(entries: Sequence[StoredRows]) -> bytes:
     import pyarrow as pa
 
     columns = {
-        "key": pa.array([entry.key for entry in entries], pa.binary(KEY_BYTES)),
-        "token_ids": pa.array([entry.token_ids for entry in entries], pa.binary()),
-        "start": pa.array([entry.start for entry in entries], pa.int32()),
-        "rows": pa.array([entry.rows for entry in entries], pa.binary()),
+        "key": [entry.key for entry in entries],
+        "token_ids": [entry.token_ids for entry in entries],
+        "start": [entry.start for entry in entries],
+        "check": [_check(entry) for entry in entries],
+        "rows": [entry.rows for entry in entries],
     }
-    batch = pa.record_batch(columns)
+    batch = pa.record_batch(columns, schema=_schema())
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
@@ -71,18 +98,27 @@ def open_shard(path: Path, facts: ShardFacts) -> Shard:
 
     if path.stat().st_size != facts.bytes:
         raise ValueError(f"{path} has another size than its manifest says")
-    batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
-    batch.validate(full=True)
-    if batch.num_rows != facts.count or batch.schema.names != ["key", "token_ids", "start", "rows"]:
+    try:
+        # The map outlives the descriptor, of which a process has few.
+        with pa.memory_map(str(path)) as file:
+            mapped = file.read_buffer()
+        batch = pa.ipc.open_file(pa.BufferReader(mapped)).get_batch(0)
+        batch.validate(full=True)
+    except pa.ArrowException as error:
+        raise ValueError(f"{path} is not an Arrow file: {error}") from error
+    if batch.num_rows != facts.count or not batch.schema.equals(_schema()):
         raise ValueError(f"{path} is not what its manifest says")
-    _, offsets, data = batch.column(3).buffers()
-    copied = np.frombuffer(offsets, np.int32, facts.count + 1).copy()
-    return Shard(copied, memoryview(data), batch)
-
-
-def cut(shard: Shard, row: int) -> bytes:
-    """The codec bytes of one row."""
-    return bytes(shard.data[shard.offsets[row] : shard.offsets[row + 1]])
+    key, token_ids, start, check, rows = batch.columns
+    return Shard(
+        name=facts.name,
+        keys=key.to_pylist(),
+        token_offsets=_copied(token_ids, facts.count + 1),
+        token_ids=memoryview(token_ids.buffers()[2]),
+        starts=_copied(start, facts.count),
+        checks=check.buffers()[1].to_pybytes(),
+        row_offsets=_copied(rows, facts.count + 1),
+        rows=memoryview(rows.buffers()[2]),
+    )
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -102,3 +138,30 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    return pa.schema(
+        {
+            "key": pa.binary(KEY_BYTES),
+            "token_ids": pa.binary(),
+            "start": pa.int32(),
+            "check": pa.binary(_CHECK_BYTES),
+            "rows": pa.binary(),
+        }
+    )
+
+
+def _copied(column: Any, count: int) -> NDArray[np.int32]:
+    return np.frombuffer(column.buffers()[1], np.int32, count).copy()
+
+
+def _check(entry: StoredRows) -> bytes:
+    """Ties the columns of an entry to each other; its rows by the digest in their header."""
+    hasher = xxhash.xxh3_128(entry.key)
+    hasher.update(struct.pack("<iQ", entry.start, len(entry.rows)))
+    hasher.update(entry.token_ids)
+    hasher.update(entry.rows[:HEADER_BYTES])
+    return hasher.digest()

@@ -3,8 +3,8 @@ old row.
 
 A store is a directory. Each `append` writes one shard in Arrow's IPC file format, then a manifest
 that names it; both go to a temporary file, are synced and renamed. What the manifest does not name
-does not exist. Arrow accepts most flipped bits, so the rows carry the codec's own checksum: decode
-what `get` returns before use.
+does not exist. Arrow accepts most flipped bits, so every entry carries a checksum, and its rows the
+codec's own: decode what `get` returns before use.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import fcntl
 import hashlib
 import json
 import os
+import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -22,18 +25,19 @@ from clients.logit_shards import (
     Shard,
     ShardFacts,
     StoredRows,
-    cut,
     encode_shard,
     open_shard,
     write_synced,
 )
 from protos.errors import Corrupt, InvalidInput, WrongState
 
-__all__ = ["LogitStore", "StoredRows"]
+__all__ = ["LogitStore", "StoredRows", "remove_store"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_SHARD_BYTES = 1 << 30  # Arrow's 32-bit offsets end at 2 GiB
 _MANIFEST = "manifest.json"
+_SET_ASIDE = ".damaged"
+_SHARD_NAME = re.compile(r"[0-9]{8,}\.arrow")
 
 
 class LogitStore:
@@ -41,7 +45,8 @@ class LogitStore:
     opened.
 
     Raises InvalidInput without pyarrow, WrongState when another process writes here or the
-    metadata is of something else, Corrupt when the manifest is unreadable.
+    metadata is of something else, Corrupt when the manifest is unreadable. A damaged shard is left
+    out and named in `unreadable`; a writer also sets its file aside.
     """
 
     def __init__(
@@ -52,17 +57,18 @@ class LogitStore:
         self._lock_fd: int | None = None
         # By key: the shard's name, and the row in it.
         self._index: dict[bytes, tuple[str, int]] = {}
+        self._has_orphans = False
         self._shards: dict[str, Shard] = {}
         self.unreadable: list[str] = []
         if write:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock_fd = _lock(self.path)
         try:
-            self._facts, self.metadata = self._read_manifest(dict(metadata or {}))
+            self._facts, self.metadata = self._open_all(dict(metadata or {}))
+            self._next_number = 1 + max(map(_number, self._facts), default=-1)
             if write:
+                self._set_aside()
                 self._remove_orphans()
-            for facts in self._facts:
-                self._open_shard(facts)
         except BaseException:
             self.close()
             raise
@@ -90,21 +96,20 @@ class LogitStore:
         return key in self._index
 
     def __iter__(self) -> Iterator[StoredRows]:
-        """Every entry, in the order of writing."""
+        """Every entry, in the order of writing. Raises Corrupt at one that is not what was
+        written.
+        """
         for name, shard in self._shards.items():
-            keys, tokens, starts = (shard.batch.column(i) for i in range(3))
-            for row in range(shard.batch.num_rows):
-                key: bytes = keys[row].as_py()
+            for row, key in enumerate(shard.keys):
                 if self._index.get(key) == (name, row):
-                    rows = cut(shard, row)
-                    yield StoredRows(key, tokens[row].as_py(), starts[row].as_py(), rows)
+                    yield shard.entry(row)
 
     def get(self, key: bytes) -> bytes | None:
-        """The codec bytes of a key, not yet verified."""
+        """The codec bytes of a key; they bring their own checksum. Raises Corrupt."""
         name, row = self._index.get(key, ("", 0))
         # Another thread may just be dropping the shard: who still has it may read it.
         shard = self._shards.get(name)
-        return None if shard is None else cut(shard, row)
+        return None if shard is None else shard.entry(row).rows
 
     def drop(self, key: bytes) -> None:
         """Forget an entry that turned out to be corrupt; a later append of the key wins."""
@@ -119,13 +124,21 @@ class LogitStore:
             raise InvalidInput("a shard holds at most 1 GiB", hint="append in several steps")
         if not entries:
             return
-        name = f"{self._next_number():08d}.arrow"
+        name = f"{self._next_number:08d}.arrow"
         data = encode_shard(entries)
-        write_synced(self.path / name, data)
         facts = ShardFacts(name, len(entries), len(data), hashlib.sha256(data).hexdigest())
-        self._write_manifest([*self._facts, facts])
+        # Never twice: after a fault of the disk the manifest may already name this file.
+        self._next_number += 1
+        try:
+            write_synced(self.path / name, data)
+            self._write_manifest([*self._facts, facts])
+        except OSError:
+            self._has_orphans = True
+            raise
         self._facts.append(facts)
-        self._open_shard(facts)
+        if self._has_orphans:
+            self._remove_orphans()
+        self._index_shard(self._open(facts))
 
     def drop_oldest(self) -> None:
         """Remove the shard that was written first. A reader that has it open keeps its rows."""
@@ -135,7 +148,7 @@ class LogitStore:
         self._write_manifest(kept)
         self._facts = kept
         shard = self._shards.pop(oldest.name, None)
-        for key in shard.batch.column(0).to_pylist() if shard else ():
+        for key in shard.keys if shard else ():
             if self._index.get(key, ("", 0))[0] == oldest.name:
                 self._index.pop(key, None)
         (self.path / oldest.name).unlink(missing_ok=True)
@@ -157,14 +170,13 @@ class LogitStore:
         if self._lock_fd is None:
             raise WrongState("this store was opened for reading", hint="open it with write=True")
 
-    def _next_number(self) -> int:
-        return int(self._facts[-1].name.split(".")[0]) + 1 if self._facts else 0
-
     def _read_manifest(self, metadata: dict[str, str]) -> tuple[list[ShardFacts], dict[str, str]]:
         try:
             manifest = json.loads((self.path / _MANIFEST).read_bytes())
             version = manifest["schema_version"]
             facts = [ShardFacts(**shard) for shard in manifest["shards"]]
+            for shard in facts:
+                _number(shard)
             stored = dict(manifest["metadata"])
         except FileNotFoundError:
             return [], metadata
@@ -193,23 +205,72 @@ class LogitStore:
         write_synced(self.path / _MANIFEST, json.dumps(manifest, indent=1).encode())
 
     def _remove_orphans(self) -> None:
-        """What a killed writer left: half-written files, and shards that no manifest names."""
+        """What a killed or failing writer left: half-written files, and shards that no manifest
+        names.
+        """
         named = {facts.name for facts in self._facts}
         for file in [*self.path.glob("*.tmp"), *self.path.glob("*.arrow")]:
             if file.name not in named:
                 file.unlink()
+        self._has_orphans = False
 
-    def _open_shard(self, facts: ShardFacts) -> None:
-        """A shard that is cut or malformed is left out; its name goes to `unreadable`."""
+    def _set_aside(self) -> None:
+        """Damaged shards cost no more opens, and may still be looked at."""
+        if not self.unreadable:
+            return
+        self._facts = [facts for facts in self._facts if facts.name not in self.unreadable]
+        self._write_manifest(self._facts)
+        for name in self.unreadable:
+            with suppress(FileNotFoundError):
+                (self.path / name).rename(self.path / (name + _SET_ASIDE))
+
+    def _open_all(self, metadata: dict[str, str]) -> tuple[list[ShardFacts], dict[str, str]]:
+        facts, stored = self._read_manifest(metadata)
+        while True:
+            opened = [self._open(one) for one in facts]
+            latest = self._read_manifest(metadata)[0] if self.unreadable else facts
+            if latest == facts:
+                break
+            # Not damaged: the writer removed them meanwhile.
+            self.unreadable.clear()
+            facts = latest
+        for shard in opened:
+            self._index_shard(shard)
+        return facts, stored
+
+    def _open(self, facts: ShardFacts) -> Shard | None:
         try:
-            shard = open_shard(self.path / facts.name, facts)
+            return open_shard(self.path / facts.name, facts)
         except (OSError, ValueError):
             self.unreadable.append(facts.name)
+            return None
+
+    def _index_shard(self, shard: Shard | None) -> None:
+        if shard is None:
             return
-        self._shards[facts.name] = shard
-        for row, key in enumerate(shard.batch.column(0).to_pylist()):
-            # A key written again replaces one that was dropped as corrupt.
-            self._index[key] = (facts.name, row)
+        self._shards[shard.name] = shard
+        # A key written again replaces one that was dropped as corrupt.
+        self._index |= {key: (shard.name, row) for row, key in enumerate(shard.keys)}
+
+
+def remove_store(path: Path) -> None:
+    """Delete a store and all its rows. Raises WrongState while a writer has it; readers that have
+    it open keep their rows.
+    """
+    lock = _lock(path)
+    try:
+        # The manifest first: what it names is there, whenever we are killed.
+        (path / _MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    finally:
+        os.close(lock)
+
+
+def _number(facts: ShardFacts) -> int:
+    """Of a shard's name, which leads nowhere but into the store. Raises ValueError."""
+    if not _SHARD_NAME.fullmatch(facts.name):
+        raise ValueError(f"{facts.name!r} is not the name of a shard")
+    return int(facts.name.removesuffix(".arrow"))
 
 
 def _require_arrow() -> None:
@@ -223,12 +284,20 @@ def _require_arrow() -> None:
 
 
 def _lock(path: Path) -> int:
-    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    while True:
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), os.stat(path / "lock")):
+                os.utime(lock)  # tells when the store was last in use
+                return lock
+        except BlockingIOError as error:
+            os.close(lock)
+            raise WrongState(
+                f"another process writes to {path}", hint="wait for it, or use another directory"
+            ) from error
+        except FileNotFoundError:
+            pass
+        # Its directory was removed in between.
         os.close(lock)
-        raise WrongState(
-            f"another process writes to {path}", hint="wait for it, or use another directory"
-        ) from error
-    return lock
+        path.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ Layout, little-endian:
     token    f32 [n]   log-prob of the actual token
 
 280 bytes a token at k = 64 with f16 and 18-bit ids: 2.25 k + 2 k + 8, less the ids that the reader
-already has.
+already has. With the flag ZSTD the payload is compressed (`row_compression.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from protos import row_compression
 from protos.errors import Corrupt
+from protos.row_compression import Plane
 
 MAGIC = b"DRow"
 VERSION = 1
@@ -40,7 +42,9 @@ _PREFIX = struct.Struct("<4sBBHII")
 _DIGEST_BYTES = 16
 HEADER_BYTES = _PREFIX.size + _DIGEST_BYTES
 
-_HAS_IDS, _WIDE_IDS, _F32 = 1, 2, 4
+_HAS_IDS, _WIDE_IDS, _F32, _ZSTD = 1, 2, 4, 8
+# Of the 2-bit plane: the four ids that share a byte, from 0.
+_HIGH_BITS = (np.arange(256)[:, None] >> 2 * np.arange(4) & 3).astype(np.int32) << 16
 
 
 @dataclass(frozen=True)
@@ -107,16 +111,67 @@ def encode_rows(block: RowBlock, *, f32: bool = False) -> bytes:
         planes.append(block.head_logprobs.astype("<f4" if f32 else "<f2").tobytes())
     planes.append(block.tail_logmass.astype("<f4").tobytes())
     planes.append(block.token_logprobs.astype("<f4").tobytes())
-    payload = b"".join(planes)
+    return _seal(flags, k, n, b"".join(planes))
+
+
+def compress_rows(data: bytes) -> bytes:
+    """The same rows in fewer bytes, for whom space is dearer than time; `data` itself if there are
+    none fewer.
+    """
+    flags, k, n, payload = _open(data)
+    if flags & _ZSTD:
+        return data
+    compressed = _seal(flags | _ZSTD, k, n, row_compression.compress(payload, _planes(n, k, flags)))
+    return compressed if len(compressed) < len(data) else data
+
+
+def expand_rows(data: bytes, max_bytes: int) -> bytes:
+    """What `compress_rows` was given, to the byte. Raises Corrupt, also when it was more than
+    `max_bytes`.
+    """
+    flags, k, n, payload = _open(data)
+    if HEADER_BYTES + _payload_bytes(n, k, flags) > max_bytes:
+        raise Corrupt(f"a block of {n} rows with k = {k} takes more than {max_bytes} bytes")
+    if not flags & _ZSTD:
+        return data
+    flags &= ~_ZSTD
+    return _seal(flags, k, n, row_compression.expand(payload, _planes(n, k, flags)))
+
+
+def decode_rows(data: bytes | memoryview) -> RowBlock:
+    """Check and unpack what `encode_rows` or `compress_rows` made; arrays are views of the bytes
+    where they can be.
+
+    Raises Corrupt when the bytes are cut, changed, or of another version.
+    """
+    flags, k, n, payload = _open(data)
+    if flags & _ZSTD:
+        payload = memoryview(row_compression.expand(payload, _planes(n, k, flags)))
+    ids: NDArray[np.int32] | None = None
+    at = _ids_bytes(n * k, flags)
+    if flags & _WIDE_IDS:
+        ids = np.frombuffer(payload, "<i4", n * k).reshape(n, k)
+    elif flags & _HAS_IDS:
+        ids = _unpack_18_bit(payload, n * k).reshape(n, k)
+    logprobs = np.frombuffer(payload, "<f4" if flags & _F32 else "<f2", n * k, at).reshape(n, k)
+    at += logprobs.nbytes
+    tail = np.frombuffer(payload, "<f4", n, at)
+    token = np.frombuffer(payload, "<f4", n, at + tail.nbytes)
+    return RowBlock(head_ids=ids, head_logprobs=logprobs, tail_logmass=tail, token_logprobs=token)
+
+
+def most_bytes(n: int, k: int) -> int:
+    """That a block of n rows with k ids can take, however it is encoded."""
+    return HEADER_BYTES + _payload_bytes(n, k, _HAS_IDS | _WIDE_IDS | _F32)
+
+
+def _seal(flags: int, k: int, n: int, payload: bytes) -> bytes:
     prefix = _PREFIX.pack(MAGIC, VERSION, flags, 0, k, n)
     return prefix + _digest(prefix, payload) + payload
 
 
-def decode_rows(data: bytes | memoryview) -> RowBlock:
-    """Check and unpack what `encode_rows` made; arrays are views of `data` where they can be.
-
-    Raises Corrupt when the bytes are cut, changed, or of another version.
-    """
+def _open(data: bytes | memoryview) -> tuple[int, int, int, memoryview]:
+    """Flags, k, n and the payload, all of it checked."""
     view = memoryview(data)
     if len(view) < HEADER_BYTES:
         raise Corrupt(
@@ -129,24 +184,13 @@ def decode_rows(data: bytes | memoryview) -> RowBlock:
         raise Corrupt(f"rows of codec version {version}; this program reads version {VERSION}")
     payload = view[HEADER_BYTES:]
     expected = _payload_bytes(n, k, flags)
-    if len(payload) != expected or reserved:
+    if (len(payload) != expected and not flags & _ZSTD) or reserved:
         raise Corrupt(
             f"a block of {n} rows with k = {k} has {expected} payload bytes, got {len(payload)}"
         )
     if _digest(view[: _PREFIX.size], payload) != view[_PREFIX.size : HEADER_BYTES]:
         raise Corrupt("a block of rows does not match its checksum")
-
-    ids: NDArray[np.int32] | None = None
-    at = _ids_bytes(n * k, flags)
-    if flags & _WIDE_IDS:
-        ids = np.frombuffer(payload, "<i4", n * k).reshape(n, k)
-    elif flags & _HAS_IDS:
-        ids = _unpack_18_bit(payload, n * k).reshape(n, k)
-    logprobs = np.frombuffer(payload, "<f4" if flags & _F32 else "<f2", n * k, at).reshape(n, k)
-    at += logprobs.nbytes
-    tail = np.frombuffer(payload, "<f4", n, at)
-    token = np.frombuffer(payload, "<f4", n, at + tail.nbytes)
-    return RowBlock(head_ids=ids, head_logprobs=logprobs, tail_logmass=tail, token_logprobs=token)
+    return flags, k, n, payload
 
 
 def _digest(prefix: bytes | memoryview, payload: bytes | memoryview) -> bytes:
@@ -165,6 +209,16 @@ def _payload_bytes(n: int, k: int, flags: int) -> int:
     return _ids_bytes(n * k, flags) + n * k * (4 if flags & _F32 else 2) + 8 * n
 
 
+def _planes(n: int, k: int, flags: int) -> list[Plane]:
+    """Of a payload without the flag ZSTD."""
+    planes = [Plane(n, k, 4 if flags & _F32 else 2, steps=True), Plane(2, n, 4)]
+    if flags & _WIDE_IDS:
+        return [Plane(n, k, 4), *planes]
+    if flags & _HAS_IDS:
+        return [Plane(n, k, 2), Plane(1, (n * k + 3) // 4, 1), *planes]
+    return planes
+
+
 def _pack_18_bit(ids: NDArray[np.int32]) -> tuple[bytes, bytes]:
     low = ids.astype("<u2")  # keeps the low 16 bits
     high = np.zeros(-(-ids.size // 4) * 4, dtype=np.uint8)
@@ -177,10 +231,6 @@ def _pack_18_bit(ids: NDArray[np.int32]) -> tuple[bytes, bytes]:
 def _unpack_18_bit(payload: memoryview, count: int) -> NDArray[np.int32]:
     low = np.frombuffer(payload, "<u2", count)
     packed = np.frombuffer(payload, np.uint8, (count + 3) // 4, low.nbytes)
-    ids = np.empty((packed.size, 4), dtype=np.int32)
-    for column in range(4):
-        ids[:, column] = packed >> 2 * column & 3
-    flat = ids.reshape(-1)[:count]
-    flat <<= 16
+    flat = _HIGH_BITS.take(packed, axis=0).reshape(-1)[:count]
     flat |= low
     return flat

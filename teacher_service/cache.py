@@ -1,21 +1,19 @@
-"""Rows that were scored before: memory in front of the disk. Nothing unverified is ever served."""
+"""Rows that were scored before: memory, then Redis, then the disk. Nothing unverified is served."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 from clients.logit_store import StoredRows
 from clients.score_query import ScoreQuery
 from protos.errors import Corrupt
-from protos.rows import RowBlock, decode_rows
-from teacher_service.disk_tier import DiskTier
+from protos.rows import RowBlock, decode_rows, most_bytes
+from teacher_service.cache_tier import Tier
+from teacher_service.memory_tier import MemoryTier
 
 log = logging.getLogger(__name__)
-
-_ENTRY_BYTES = 256  # what Python needs for an entry besides the rows
 
 
 @dataclass(frozen=True)
@@ -26,82 +24,88 @@ class ScoredSequence:
     block: RowBlock
 
 
-@dataclass
-class CacheCounters:
-    """Since the start of the program."""
-
-    hits: int = 0
-    misses: int = 0
-    corrupt: int = 0
-
-
 class RowCache:
-    """LRU in memory, bounded in bytes, over an optional disk tier. A key's first write wins."""
+    """Memory, then the tiers that there are. A key's first write wins.
 
-    def __init__(self, *, memory_bytes: int, disk: DiskTier | None) -> None:
-        self._memory_bytes = memory_bytes
-        self._disk = disk
-        self._entries: OrderedDict[bytes, bytes] = OrderedDict()
-        self._size = 0
-        self.counters = CacheCounters()
+    An async context manager: leaving it brings what is still to be written to where it belongs.
+    """
+
+    def __init__(
+        self, *, memory_bytes: int, redis: Tier | None = None, disk: Tier | None = None
+    ) -> None:
+        self._memory = MemoryTier(memory_bytes)
+        below = (tier for tier in (redis, disk) if tier is not None)
+        self._tiers: tuple[Tier, ...] = (self._memory, *below)
+
+    async def __aenter__(self) -> RowCache:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for tier in self._tiers:
+            await tier.close()
+
+    def counters(self) -> Mapping[str, int]:
+        """Events since the start: `hits` and `misses` of the whole, and of each tier `memory_hits`,
+        `redis_errors`, `disk_corrupt` and so on.
+        """
+        counts = {tier.name: asdict(tier.counts) for tier in self._tiers}
+        whole = {
+            "hits": sum(of_tier["hits"] for of_tier in counts.values()),
+            "misses": counts[self._tiers[-1].name]["misses"],
+        }
+        return whole | {
+            f"{name}_{event}": count
+            for name, of_tier in counts.items()
+            for event, count in of_tier.items()
+        }
+
+    def hits_and_misses(self) -> dict[str, tuple[int, int]]:
+        """Of each tier, since the start."""
+        return {tier.name: (tier.counts.hits, tier.counts.misses) for tier in self._tiers}
 
     async def get(self, key: bytes, query: ScoreQuery) -> ScoredSequence | None:
         """The verified rows of `query`, or None; a corrupt entry is dropped, counted and not
         served.
         """
-        encoded = self._entries.get(key)
-        if encoded is not None:
-            self._entries.move_to_end(key)
-        elif self._disk is not None and key in self._disk:
-            # The page may have to come from the disk first.
-            encoded = await asyncio.to_thread(self._disk.get, key)
-        found = None if encoded is None else self._verified(key, query, encoded)
-        if found is None:
-            self.counters.misses += 1
-            return None
-        self.counters.hits += 1
-        self._remember(key, found.encoded)
-        return found
+        for depth, tier in enumerate(self._tiers):
+            found = await self._look(tier, key, query)
+            if found is not None:
+                for faster in self._tiers[:depth]:
+                    faster.put(_entry(key, query, found))
+                return found
+        return None
 
     def put(self, key: bytes, query: ScoreQuery, scored: ScoredSequence) -> ScoredSequence:
         """Store, and return what holds the key now: another request may have been first."""
-        earlier = self._entries.get(key)
+        earlier = self._memory.peek(key)
         if earlier is not None:
-            return self._verified(key, query, earlier) or scored
-        self._remember(key, scored.encoded)
-        if self._disk is not None and key not in self._disk:
-            self._disk.put(StoredRows(key, query.token_ids.tobytes(), query.start, scored.encoded))
+            return ScoredSequence(earlier, decode_rows(earlier))
+        for tier in self._tiers:
+            tier.put(_entry(key, query, scored))
         return scored
 
-    def close(self) -> None:
-        """Bring what is not yet on disk there. Blocks."""
-        if self._disk is not None:
-            self._disk.close()
-
-    def _verified(self, key: bytes, query: ScoreQuery, encoded: bytes) -> ScoredSequence | None:
+    async def _look(self, tier: Tier, key: bytes, query: ScoreQuery) -> ScoredSequence | None:
         try:
-            block = decode_rows(encoded)
-            if (len(block), block.k) != (query.rows, query.k):
-                raise Corrupt(f"an entry has {len(block)} rows instead of {query.rows}")
+            encoded = await tier.get(key, most_bytes(query.rows, query.k))
+            block = None if encoded is None else _verified(encoded, query)
         except Corrupt as error:
-            self.counters.corrupt += 1
-            log.warning("cache: dropped entry %s: %s", key.hex()[:16], error)
-            self._drop(key)
+            log.warning("cache: dropped entry %s of the %s: %s", key.hex()[:16], tier.name, error)
+            tier.counts.corrupt += 1
+            tier.drop(key)
+            encoded = block = None
+        if encoded is None or block is None:
+            tier.counts.misses += 1
             return None
+        tier.counts.hits += 1
         return ScoredSequence(encoded, block)
 
-    def _remember(self, key: bytes, encoded: bytes) -> None:
-        if key in self._entries or len(encoded) + _ENTRY_BYTES > self._memory_bytes:
-            return
-        self._entries[key] = encoded
-        self._size += len(encoded) + _ENTRY_BYTES
-        while self._size > self._memory_bytes:
-            _, oldest = self._entries.popitem(last=False)
-            self._size -= len(oldest) + _ENTRY_BYTES
 
-    def _drop(self, key: bytes) -> None:
-        encoded = self._entries.pop(key, None)
-        if encoded is not None:
-            self._size -= len(encoded) + _ENTRY_BYTES
-        if self._disk is not None:
-            self._disk.drop(key)
+def _verified(encoded: bytes, query: ScoreQuery) -> RowBlock:
+    block = decode_rows(encoded)
+    if (len(block), block.k) != (query.rows, query.k):
+        raise Corrupt(f"it has {len(block)} rows of {block.k}, not {query.rows} of {query.k}")
+    return block
+
+
+def _entry(key: bytes, query: ScoreQuery, scored: ScoredSequence) -> StoredRows:
+    return StoredRows(key, query.token_ids.tobytes(), query.start, scored.encoded)

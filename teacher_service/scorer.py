@@ -45,10 +45,7 @@ class Scorer:
 
     def tiers(self) -> dict[str, tuple[int, int]]:
         """(hits, misses) of each tier of the cache since the start."""
-        if self._cache is None:
-            return {}
-        counters = self._cache.counters
-        return {"all": (counters.hits, counters.misses)}
+        return self._cache.hits_and_misses() if self._cache else {}
 
     async def score(self, query: ScoreQuery) -> Answer:
         """The rows of `query` by this version of the teacher, or the next one when it comes before
@@ -58,7 +55,7 @@ class Scorer:
         key = _key(query, by)
         flight = self._flights.get(key)
         if flight is None:
-            flight = _Flight(asyncio.create_task(self._find_or_score(key, query, by.version)))
+            flight = _Flight(asyncio.create_task(self._find_or_score(query)))
             self._flights[key] = flight
         flight.waiters += 1
         try:
@@ -72,16 +69,26 @@ class Scorer:
             if self._flights.get(key) is flight and (flight.task.done() or not flight.waiters):
                 del self._flights[key]
 
-    async def _find_or_score(self, key: bytes, query: ScoreQuery, version: int) -> Answer:
-        found = await self._cache.get(key, query) if self._cache else None
+    async def _find_or_score(self, query: ScoreQuery) -> Answer:
+        found = await self._find(query)
         if found is not None:
-            return Answer(found, version)
+            return found
         rows = await self._batcher.score(query)
         scored = _encoded(rows.block, query)
         if self._cache:
-            # Not `key`: the weights may have changed since.
+            # Under the weights that made them: they may have changed since the request came.
             scored = self._cache.put(_key(query, rows.by), query, scored)
         return Answer(scored, rows.by.version)
+
+    async def _find(self, query: ScoreQuery) -> Answer | None:
+        """Rows by the weights of now: those of a version that ends meanwhile are not given out."""
+        while self._cache is not None:
+            by = self._batcher.info
+            key = _key(query, by)
+            found = await self._cache.get(key, query)
+            if key == _key(query, self._batcher.info):
+                return Answer(found, by.version) if found else None
+        return None
 
 
 def _key(query: ScoreQuery, by: EngineInfo) -> bytes:

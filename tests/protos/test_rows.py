@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
+import xxhash
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.errors import Corrupt
-from protos.rows import HEADER_BYTES, MAX_18_BIT_ID, RowBlock, concatenate, decode_rows, encode_rows
+from protos.rows import (
+    HEADER_BYTES,
+    MAX_18_BIT_ID,
+    VERSION,
+    RowBlock,
+    compress_rows,
+    concatenate,
+    decode_rows,
+    encode_rows,
+    expand_rows,
+    most_bytes,
+)
 
 
 def make_block(n: int, k: int, *, top_id: int = 1000, ids: bool = True, seed: int = 0) -> RowBlock:
@@ -44,9 +59,15 @@ def assert_same(actual: RowBlock, expected: RowBlock, *, f32: bool) -> None:
 )
 def test_round_trip(n: int, k: int, top_id: int, ids: bool, f32: bool, seed: int) -> None:
     block = make_block(n, k, top_id=top_id, ids=ids, seed=seed)
-    decoded = decode_rows(encode_rows(block, f32=f32))
-    assert (len(decoded), decoded.k) == (n, k)
-    assert_same(decoded, block, f32=f32)
+    encoded = encode_rows(block, f32=f32)
+    assert len(encoded) <= most_bytes(n, k)
+    compressed = compress_rows(encoded)
+    for data in (encoded, compressed):
+        decoded = decode_rows(data)
+        assert (len(decoded), decoded.k) == (n, k)
+        assert_same(decoded, block, f32=f32)
+        assert expand_rows(data, most_bytes(n, k)) == encoded
+        assert compress_rows(data) == compressed
 
 
 def test_minus_infinity_survives() -> None:
@@ -74,9 +95,50 @@ def test_negative_ids_are_refused() -> None:
         encode_rows(block)
 
 
-@pytest.mark.parametrize(("ids", "f32"), [(True, False), (True, True), (False, False)])
-def test_every_flipped_bit_is_seen(ids: bool, f32: bool) -> None:
-    data = encode_rows(make_block(3, 5, ids=ids), f32=f32)
+def alike(n: int, k: int) -> RowBlock:
+    """Rows as a model makes them: sorted, and of few of the ids."""
+    block = make_block(n, k, top_id=255)
+    block.head_logprobs[:] = -np.sort(-block.head_logprobs, axis=1)
+    return block
+
+
+@pytest.mark.parametrize("k", [5, 64])
+@pytest.mark.parametrize("f32", [False, True])
+def test_compression_keeps_every_bit_in_fewer_bytes(k: int, f32: bool) -> None:
+    encoded = encode_rows(alike(100, k), f32=f32)
+    compressed = compress_rows(encoded)
+    assert len(compressed) < 0.8 * len(encoded)
+    assert expand_rows(compressed, len(encoded)) == encoded
+    assert encode_rows(decode_rows(compressed), f32=f32) == encoded
+
+
+def test_rows_that_expand_to_too_much_are_refused() -> None:
+    encoded = encode_rows(alike(100, 8))
+    for data in (encoded, compress_rows(encoded)):
+        with pytest.raises(Corrupt, match="more than"):
+            expand_rows(data, len(encoded) - 1)
+
+
+def test_a_frame_that_promises_too_much_takes_no_memory() -> None:
+    """Whoever knows how to make the digest can still not make us take 1 TiB."""
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 20))
+    prefix = struct.pack("<4sBBHII", b"DRow", VERSION, 1 | 8, 0, 8, 4)
+    data = prefix + xxhash.xxh3_128_digest(prefix + bomb) + bomb
+    with pytest.raises(Corrupt, match="does not expand to"):
+        decode_rows(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encode_rows(make_block(3, 5)),
+        encode_rows(make_block(3, 5), f32=True),
+        encode_rows(make_block(3, 5, ids=False)),
+        compress_rows(encode_rows(alike(30, 4))),
+    ],
+    ids=["f16", "f32", "no ids", "zstd"],
+)
+def test_every_flipped_bit_is_seen(data: bytes) -> None:
     for bit in range(8 * len(data)):
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
@@ -84,8 +146,9 @@ def test_every_flipped_bit_is_seen(ids: bool, f32: bool) -> None:
             decode_rows(bytes(changed))
 
 
-def test_every_truncation_and_extension_is_seen() -> None:
-    data = encode_rows(make_block(3, 5))
+@pytest.mark.parametrize("zstd", [False, True])
+def test_every_truncation_and_extension_is_seen(zstd: bool) -> None:
+    data = compress_rows(encode_rows(alike(30, 4))) if zstd else encode_rows(make_block(3, 5))
     for length in range(len(data)):
         with pytest.raises(Corrupt):
             decode_rows(data[:length])

@@ -9,6 +9,7 @@ import errno
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from clients.score_query import ScoreQuery, row_key
 from protos.errors import DistillError, WrongState
 from protos.rows import RowBlock
 from teacher_service.batcher import Batcher
-from teacher_service.cache import RowCache
+from teacher_service.cache import RowCache, ScoredSequence
 from teacher_service.disk_tier import DiskTier
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.scorer import Scorer
@@ -46,18 +47,19 @@ def score_all(engine: CountingEngine, cache: RowCache | None) -> list[bytes]:
     """One life of a teacher that is asked every query; closes the cache."""
 
     async def main() -> list[bytes]:
-        async with Batcher(engine, max_batch_tokens=100) as batcher:
+        async with cache or nullcontext(), Batcher(engine, max_batch_tokens=100) as batcher:
             scorer = Scorer(batcher, cache)
             return [(await scorer.score(query)).scored.encoded for query in QUERIES * 2]
 
-    scored = asyncio.run(main())
-    if cache:
-        cache.close()
-    return scored
+    return asyncio.run(main())
 
 
-def disk(path: Path, max_bytes: int = 1 << 30) -> DiskTier:
-    return DiskTier(path, fingerprint=FINGERPRINT, max_bytes=max_bytes)
+def disk(root: Path, max_bytes: int = 1 << 30) -> DiskTier:
+    return DiskTier(root, fingerprint=FINGERPRINT, max_bytes=max_bytes)
+
+
+def store_of(root: Path) -> Path:
+    return root / FINGERPRINT[:32]
 
 
 def test_a_hit_is_the_same_bytes_without_a_forward() -> None:
@@ -67,7 +69,9 @@ def test_a_hit_is_the_same_bytes_without_a_forward() -> None:
     assert engine.forwards == len(QUERIES)
     assert scored[: len(QUERIES)] == scored[len(QUERIES) :]
     assert scored == score_all(CountingEngine(), None)
-    assert (cache.counters.hits, cache.counters.misses) == (len(QUERIES), len(QUERIES))
+    counters = cache.counters()
+    assert (counters["hits"], counters["misses"]) == (len(QUERIES), len(QUERIES))
+    assert counters["memory_hits"] == len(QUERIES)
 
 
 def test_memory_is_bounded() -> None:
@@ -96,7 +100,7 @@ def test_the_disk_answers_what_memory_forgot(tmp_path: Path) -> None:
 
 def test_corrupt_rows_on_disk_are_scored_again_and_replaced(tmp_path: Path) -> None:
     scored = score_all(CountingEngine(), RowCache(memory_bytes=1 << 20, disk=disk(tmp_path)))
-    shard = next(tmp_path.glob("*.arrow"))
+    shard = next(store_of(tmp_path).glob("*.arrow"))
     data = bytearray(shard.read_bytes())
     # A bit of the rows of the third query.
     data[data.index(scored[2]) + 60] ^= 1
@@ -105,12 +109,12 @@ def test_corrupt_rows_on_disk_are_scored_again_and_replaced(tmp_path: Path) -> N
     engine = CountingEngine()
     cache = RowCache(memory_bytes=1 << 20, disk=disk(tmp_path))
     assert score_all(engine, cache) == scored
-    assert (engine.forwards, cache.counters.corrupt) == (1, 1)
+    assert (engine.forwards, cache.counters()["disk_corrupt"]) == (1, 1)
 
     engine = CountingEngine()
     cache = RowCache(memory_bytes=1 << 20, disk=disk(tmp_path))
     assert score_all(engine, cache) == scored
-    assert (engine.forwards, cache.counters.corrupt) == (0, 0)
+    assert (engine.forwards, cache.counters()["disk_corrupt"]) == (0, 0)
 
 
 def test_rows_of_another_shape_are_not_served(tmp_path: Path) -> None:
@@ -118,13 +122,17 @@ def test_rows_of_another_shape_are_not_served(tmp_path: Path) -> None:
     scored = score_all(CountingEngine(), None)
     short = QUERIES[0]
     longer = ScoreQuery(np.arange(12, dtype=np.int32), 2, top_k=4)
-    with LogitStore(tmp_path, write=True, metadata={"fingerprint": FINGERPRINT}) as store:
+    with LogitStore(store_of(tmp_path), write=True, metadata={"fingerprint": FINGERPRINT}) as store:
         key = row_key(FINGERPRINT, 0, longer)
         store.append([StoredRows(key, short.token_ids.tobytes(), 2, scored[0])])
     cache = RowCache(memory_bytes=1 << 20, disk=disk(tmp_path))
-    assert asyncio.run(cache.get(key, longer)) is None
-    assert cache.counters.corrupt == 1
-    cache.close()
+
+    async def main() -> ScoredSequence | None:
+        async with cache:
+            return await cache.get(key, longer)
+
+    assert asyncio.run(main()) is None
+    assert cache.counters()["disk_corrupt"] == 1
 
 
 def test_the_first_write_wins() -> None:
@@ -162,13 +170,14 @@ def test_the_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, li
     for key in keys:
         tier.put(StoredRows(key, b"", 1, key * (100_000 // 32)))
         wait_for(key, tier)
-    tier.close()
+    asyncio.run(tier.close())
     assert [key in tier for key in keys] == [False] * 5 + [True] * 3
-    assert sum(file.stat().st_size for file in tmp_path.glob("*.arrow")) < 350_000
+    assert sum(file.stat().st_size for file in store_of(tmp_path).glob("*.arrow")) < 350_000
     # A smaller bound holds from the next flush on, at the latest at the end.
-    disk(tmp_path, max_bytes=150_000).close()
-    assert len(list(tmp_path.glob("*.arrow"))) == 1
-    assert tier.get(keys[-1]) == keys[-1] * (100_000 // 32)
+    asyncio.run(disk(tmp_path, max_bytes=150_000).close())
+    assert len(list(store_of(tmp_path).glob("*.arrow"))) == 1
+    with LogitStore(store_of(tmp_path)) as store:
+        assert store.get(keys[-1]) == keys[-1] * (100_000 // 32)
 
 
 def test_few_rows_wait_for_the_end(tmp_path: Path) -> None:
@@ -176,17 +185,17 @@ def test_few_rows_wait_for_the_end(tmp_path: Path) -> None:
     for number in range(5):
         tier.put(StoredRows(bytes([number]) * 32, b"", 1, b"rows"))
         time.sleep(0.02)
-    assert list(tmp_path.glob("*.arrow")) == []
-    tier.close()
-    assert len(list(tmp_path.glob("*.arrow"))) == 1
-    assert len(LogitStore(tmp_path)) == 5
+    assert list(store_of(tmp_path).glob("*.arrow")) == []
+    asyncio.run(tier.close())
+    assert len(list(store_of(tmp_path).glob("*.arrow"))) == 1
+    assert len(LogitStore(store_of(tmp_path))) == 5
 
 
 def test_a_second_teacher_on_the_same_rows_is_told(tmp_path: Path) -> None:
     tier = disk(tmp_path)
     with pytest.raises(WrongState):
         disk(tmp_path)
-    tier.close()
+    asyncio.run(tier.close())
 
 
 def test_a_full_disk_turns_the_tier_off(
@@ -202,7 +211,7 @@ def test_a_full_disk_turns_the_tier_off(
     monkeypatch.undo()
     assert engine.forwards == len(QUERIES)
     assert "No space left" in caplog.text
-    assert list(tmp_path.glob("*.arrow*")) == []
+    assert list(store_of(tmp_path).glob("*.arrow*")) == []
 
 
 def test_rows_given_twice_do_not_fill_the_queue_for_ever(
@@ -217,4 +226,4 @@ def test_rows_given_twice_do_not_fill_the_queue_for_ever(
         for _ in range(3):
             tier.put(StoredRows(key, b"", 1, bytes(size)))
         wait_for(key, tier)
-    tier.close()
+    asyncio.run(tier.close())

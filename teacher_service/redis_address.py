@@ -1,0 +1,77 @@
+"""Where Redis is and who we are there; the first talk with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import redis
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    OutOfMemoryError,
+    ResponseError,
+)
+
+from protos.errors import InvalidInput
+from teacher_service.redis_value import name_of
+
+TIMEOUT_SECONDS = 0.2
+# The library would wait five seconds and try ten times. Protocol 2 needs no further rights.
+OPTIONS: dict[str, Any] = {
+    "socket_timeout": TIMEOUT_SECONDS,
+    "socket_connect_timeout": TIMEOUT_SECONDS,
+    "retry": None,
+    "protocol": 2,
+    "driver_info": None,
+}
+_PROBE = name_of(bytes(32))
+
+
+@dataclass(frozen=True)
+class RedisAddress:
+    """`url` as in `rediss://user@host:6379/0?ssl_ca_certs=/ca.pem`. Raises InvalidInput."""
+
+    url: str
+    password: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            known = parts.scheme in ("redis", "rediss") and parts.hostname and (parts.port or 1)
+        except ValueError:
+            known = False
+        if not known:
+            raise _refused("it is not a URL of Redis", "write redis://host:6379/0, or rediss://")
+        if parts.password is not None and self.password is not None:
+            raise _refused("two passwords are given", "keep DISTILL_REDIS_PASSWORD only")
+        others = [name for name in parse_qs(parts.query) if not name.startswith("ssl_")]
+        if others:
+            raise _refused(f"{others[0]} cannot be set in the URL", "only ssl_... options can")
+
+    def __str__(self) -> str:
+        parts = urlsplit(self.url)
+        return f"Redis at {parts.hostname}:{parts.port or 6379}"
+
+
+def greet(address: RedisAddress) -> None:
+    """Use every right that will be needed. Raises InvalidInput when the server refuses one,
+    RedisError or OSError when it cannot be reached.
+    """
+    with redis.Redis.from_url(address.url, password=address.password, **OPTIONS) as client:
+        try:
+            client.getrange(_PROBE, 0, 0)
+            client.set(_PROBE, b"", nx=True, ex=1)
+            client.delete(_PROBE)
+        except OutOfMemoryError:
+            pass  # what is there may still be read
+        except (AuthenticationError, AuthorizationError, ResponseError) as error:
+            raise _refused(
+                f"{address} refuses: {error}",
+                "check the user in the URL, DISTILL_REDIS_PASSWORD, and the user's rights",
+            ) from error
+
+
+def _refused(message: str, hint: str) -> InvalidInput:
+    return InvalidInput(message, field="--redis-url", hint=hint)
