@@ -72,7 +72,7 @@ class Download:
 
     def _open(self, path: str) -> None:
         relative = PurePosixPath(path)
-        if relative.is_absolute() or not relative.parts or ".." in relative.parts:
+        if relative.is_absolute() or not relative.parts or ".." in relative.parts or "\0" in path:
             raise Corrupt(f"the server sent a path outside of the artifact: {path!r}")
         target = self._partial / relative
         target.parent.mkdir(parents=True, exist_ok=True)

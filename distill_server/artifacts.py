@@ -29,14 +29,22 @@ class Piece:
 
 async def pieces_of(root: Path) -> AsyncIterator[Piece]:
     """Every file under `root`. Raises WrongState for a link, NotFound for a vanished file."""
-    for path in await asyncio.to_thread(lambda: list(_files(root))):
+    real_root = root.resolve()
+    try:
+        paths = await asyncio.to_thread(lambda: list(_files(root)))
+    except OSError as error:
+        raise NotFound("a directory was removed meanwhile", hint="try again") from error
+    for path in paths:
         relative = path.relative_to(root).as_posix()
         try:
-            # A link that took the file's place after the listing is refused here.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
             raise NotFound(f"{relative} was removed meanwhile", hint="try again") from error
         with open(descriptor, "rb") as file:
+            # A directory above it may have become a link since the listing.
+            opened = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+            if not opened.is_relative_to(real_root):
+                raise WrongState(f"{relative} became a link, which is not followed")
             async for piece in _pieces(file, relative):
                 yield piece
 

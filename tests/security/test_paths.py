@@ -1,0 +1,289 @@
+"""S4: no text of a client, and none of a server, becomes a path outside of its directory."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import hashlib
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.config import DataConfig, JobConfig, StudentConfig
+from clients.download import Download
+from clients.jobs import JobState
+from clients.logit_store import SCHEMA_VERSION, LogitStore
+from clients.run_directory import RunDirectory
+from distill_server.artifacts import pieces_of
+from distill_server.bells import Bells
+from distill_server.control import JobControl
+from distill_server.database import open_database
+from distill_server.service import DistillService
+from distill_server.store import Change, Store
+from distill_server.streams import Streams
+from protos import distill_pb2 as pb
+from protos.errors import DistillError
+
+SECRET = b"what nobody may read"
+CASES = 10_000
+PIECES = (
+    *("../", "..", "/", "/etc/passwd", "..\\", "\\..\\", "%2e%2e/", "%252e%252e%252f", "./", "//"),
+    *("\0", "a" * 4096, "\uff0e\uff0e/", "\u2024\u2024/", "~", "~root", "$HOME", "*", "-", "--x"),
+    *("file:///", "C:\\", "@last", "\n", "\udcff", "..;/", "secret", "outside", "export", "link"),
+)
+_watched: list[str] | None = None
+_PATH_EVENTS = {"open", "shutil.rmtree"}
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    """Python itself tells of every path that is opened, listed, made, renamed or removed."""
+    if _watched is None or not (event in _PATH_EVENTS or event.startswith("os.")):
+        return
+    for argument in arguments:
+        if isinstance(argument, str | bytes):
+            _watched.append(os.fsdecode(argument))
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[str]]:
+    """The paths that are touched meanwhile. A hook stays for good: there is one for all tests."""
+    global _watched
+    if not getattr(sys, "_distill_hook", False):
+        sys.addaudithook(_hook)
+        sys._distill_hook = True  # type: ignore[attr-defined]
+    _watched = []
+    try:
+        yield _watched
+    finally:
+        _watched = None
+
+
+def outside(touched: list[str], root: Path) -> set[str]:
+    # The mode of `open` is told beside the path; it has no slash. Python opens its modules.
+    ours = ("/proc/self/", sys.prefix, sys.base_prefix)
+    paths = {path for path in touched if "/" in path and not path.startswith(ours)}
+    return {path for path in paths if not Path(os.path.realpath(path)).is_relative_to(root)}
+
+
+def evil(order: random.Random, job_id: str) -> str:
+    pieces = order.choices((*PIECES, job_id, job_id[:9]), k=order.randint(1, 5))
+    text = "".join(pieces)
+    # What protobuf takes as a string, or is UTF-8 on a command line.
+    return text.replace("\udcff", "")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A root `runs`, beside what is not its own."""
+    (tmp_path / "runs").mkdir()
+    for name in ("outside/export/secret", "export/secret", "secret"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(SECRET)
+    return tmp_path
+
+
+def tree(root: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in sorted(root.rglob("*"))}
+
+
+class _Context:
+    async def send_initial_metadata(self, metadata: object) -> None:
+        pass
+
+
+async def drained(answer: Any) -> bytes:
+    """All that a method says, of whichever kind it is."""
+    if hasattr(answer, "__aiter__"):
+        messages = [message async for message in answer]
+    else:
+        messages = [await answer]
+    return b"".join(message.SerializeToString() for message in messages)
+
+
+def requests(order: random.Random, service: DistillService, job_id: str) -> Callable[[], Any]:
+    """One call with everything in it that a caller chooses."""
+    text, number = evil(order, job_id), order.choice((0, 1, 7, 2**31, 2**63))
+    context: Any = _Context()
+    return order.choice(
+        (
+            lambda: service.GetJob(pb.GetJobRequest(job_id=text), context),
+            lambda: service.ListJobs(pb.ListJobsRequest(before_id=text, limit=3), context),
+            lambda: service.WatchJob(pb.WatchJobRequest(job_id=text), context),
+            lambda: service.StreamLogs(
+                pb.StreamLogsRequest(
+                    job_id=text, attempt=number % 2**32, after_offset=number, tail_lines=number % 9
+                ),
+                context,
+            ),
+            lambda: service.CancelJob(pb.CancelJobRequest(job_id=text), context),
+            lambda: service.ResumeJob(
+                pb.ResumeJobRequest(job_id=text, max_steps=number, from_step=number), context
+            ),
+            lambda: service.GetArtifact(
+                pb.GetArtifactRequest(job_id=text, checkpoint_step=number), context
+            ),
+        )
+    )
+
+
+def test_what_clients_send_never_leaves_the_runs(place: Path) -> None:
+    runs = (place / "runs").resolve()
+    beside = tree(place / "outside") | tree(place / "export")
+    order = random.Random(0)
+    with open_database(place / "server.sqlite") as connection:
+        store = Store(connection, on_change=lambda job_id: None)
+        control = JobControl(store, runs, wake=lambda: None)
+        service = DistillService(store, runs, control, Streams(store, runs, Bells()))
+        job_id = _finished_job(control, store, runs)
+        refused, answered, touched = asyncio.run(_fuzz(service, order, job_id))
+    print(f"\n{CASES} calls: {refused} refused, {answered} answered, {len(touched)} paths touched")
+    assert refused > CASES // 2
+    assert answered > 0
+    assert len(touched) > 100
+    assert outside(touched, runs) == set()
+    assert tree(place / "outside") | tree(place / "export") == beside
+
+
+def _finished_job(control: JobControl, store: Store, runs: Path) -> str:
+    """One that succeeded, whose export and log have something in them."""
+    config = JobConfig(student=StudentConfig(model="m"), data=DataConfig(path="p"), max_steps=1)
+    job = control.submit(config.model_dump_json(), "", "")
+    run = RunDirectory(runs / job.id)
+    (run.export / "deep").mkdir(parents=True)
+    (run.export / "deep" / "weights").write_bytes(b"weights")
+    run.logs(1).mkdir(parents=True)
+    run.log_file(1).write_text("log\n")
+    for state in (JobState.PREPARING, JobState.RUNNING, JobState.SUCCEEDED):
+        store.change(job.id, Change(state))
+    return job.id
+
+
+async def _fuzz(
+    service: DistillService, order: random.Random, job_id: str
+) -> tuple[int, int, list[str]]:
+    refused = answered = 0
+    with watched() as touched:
+        for _ in range(CASES):
+            try:
+                said = await drained(requests(order, service, job_id)())
+                answered += 1
+            except DistillError as error:
+                said = str(error).encode(errors="replace")
+                refused += 1
+            assert SECRET not in said
+    return refused, answered, touched
+
+
+def test_names_of_jobs_become_names_of_directories(place: Path) -> None:
+    runs = (place / "runs").resolve()
+    order = random.Random(1)
+    with open_database(place / "server.sqlite") as connection, watched() as touched:
+        control = JobControl(Store(connection, on_change=lambda _: None), runs, wake=lambda: None)
+        made = []
+        for number in range(200):
+            name = evil(order, "x")[:200] or "x"
+            config = JobConfig(
+                student=StudentConfig(model="m"), data=DataConfig(path="p"), name=name
+            )
+            text = evil(order, "x")
+            made.append(control.submit(config.model_dump_json(), text, f"{number}{text}"[:200]).id)
+    assert outside(touched, runs) == set()
+    assert {path.name for path in runs.iterdir()} == set(made)
+    assert len(set(made)) == 200
+    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789.-") for name in made)
+    assert sorted(path.name for path in place.iterdir()) == [
+        *("export", "outside", "runs", "secret", "server.lock", "server.sqlite"),
+    ]
+
+
+def test_what_a_server_sends_never_leaves_the_destination(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # ten thousand would take a minute
+    order = random.Random(2)
+    digest = hashlib.sha256(b"x").hexdigest()
+    outcomes = {"refused": 0, "written": 0}
+    with Download(tmp_path / "target") as download, watched() as touched:
+        for _ in range(CASES):
+            path = evil(order, "export")
+            chunk = pb.ArtifactChunk(path=path, data=b"x", last=True, sha256=digest)
+            try:
+                download.add(chunk)
+                outcomes["written"] += 1
+            except (DistillError, OSError):
+                outcomes["refused"] += 1
+    print(f"\n{CASES} paths of a server: {outcomes}")
+    assert min(outcomes.values()) > 100
+    assert outside(touched, tmp_path.resolve()) == set()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_links_are_not_followed_even_when_they_appear_meanwhile(place: Path) -> None:
+    """A directory of an artifact is a link to the secret every other moment."""
+    root = place / "runs" / "job" / "export"
+    (root / "sub").mkdir(parents=True)
+    (root / "sub" / "secret").write_bytes(b"harmless")
+    real, link = root.with_name("real"), root.with_name("link")
+    link.symlink_to(place / "outside" / "export")
+    stop = threading.Event()
+
+    def swap() -> None:
+        while not stop.is_set():
+            (root / "sub").rename(real)
+            link.rename(root / "sub")
+            (root / "sub").rename(link)
+            real.rename(root / "sub")
+
+    async def pull() -> bytes:
+        try:
+            return b"".join([piece.data async for piece in pieces_of(root)])
+        except DistillError as error:
+            return type(error).__name__.encode()
+
+    async def pulls() -> collections.Counter[bytes]:
+        seen: collections.Counter[bytes] = collections.Counter()
+        deadline = time.monotonic() + 30
+        while min(seen[b"harmless"], seen[b"WrongState"]) < 100 and time.monotonic() < deadline:
+            seen[await pull()] += 1
+        return seen
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        seen = asyncio.run(pulls())
+    finally:
+        stop.set()
+        thread.join()
+    print(f"\n{dict(seen)}")
+    assert min(seen[b"harmless"], seen[b"WrongState"]) >= 100
+    assert SECRET not in b"".join(seen)
+
+
+def test_a_manifest_names_no_file_of_others(tmp_path: Path) -> None:
+    """A cache directory that somebody else prepared."""
+    victim = tmp_path / "victim.arrow"
+    victim.write_bytes(SECRET)
+    cache = tmp_path / "cache"
+    for name in ("../victim.arrow", str(victim), "00000000.arrow/../../victim.arrow"):
+        cache.mkdir(exist_ok=True)
+        shard = f'{{"name": "{name}", "count": 1, "bytes": {len(SECRET)}, "sha256": ""}}'
+        (cache / "manifest.json").write_text(
+            f'{{"schema_version": {SCHEMA_VERSION}, "metadata": {{}}, "shards": [{shard}]}}'
+        )
+        with (
+            watched() as touched,
+            contextlib.suppress(DistillError),
+            LogitStore(cache, write=True) as store,
+        ):
+            assert len(store) == 0
+        assert outside(touched, cache.resolve()) == set()
+        assert victim.read_bytes() == SECRET
+        (cache / "manifest.json").unlink()
