@@ -23,6 +23,17 @@ class _Table(BaseModel):
     )
 
 
+class LoraConfig(_Table):
+    """Low-rank adapters on every linear layer but the head; the weights under them are frozen."""
+
+    rank: Count = 32
+    """Of each adapter. A table `student.lora`, even an empty one, switches adapters on."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """Adapters are scaled by alpha / rank. By default twice the rank."""
+    train_head: bool = False
+    """The head learns too, as a whole; with it the embeddings, where the two are one matrix."""
+
+
 class StudentConfig(_Table):
     """The model that learns."""
 
@@ -31,9 +42,11 @@ class StudentConfig(_Table):
     revision: str | None = None
     """Commit of a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What is computed in; the weights and their optimizer are always float32."""
+    """What is computed in; weights that learn and their optimizer are always float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
+    lora: LoraConfig | None = None
+    """Train adapters (LoRA), with about ten times the learning rate of all weights."""
 
 
 class TeacherConfig(_Table):
@@ -106,6 +119,8 @@ class TrainConfig(_Table):
     """Padded tokens of one forward pass; memory follows it, results do not."""
     processes: Count = 1
     """Processes of `accelerate launch`."""
+    sharding: Literal["none", "fsdp2"] = "none"
+    """Each process keeps all weights and their optimizer, or only its share of them (FSDP2)."""
 
 
 class EvalConfig(_Table):

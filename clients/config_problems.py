@@ -18,11 +18,19 @@ def fields(model: type[BaseModel] = JobConfig, table: KeyPath = ()) -> Mapping[K
     """Every key that holds a value (not the tables), by its path."""
     found: dict[KeyPath, FieldInfo] = {}
     for name, info in model.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            found |= fields(info.annotation, (*table, name))
+        if (inner := table_in(info)) is not None:
+            found |= fields(inner, (*table, name))
         else:
             found[(*table, name)] = info
     return found
+
+
+def table_in(info: FieldInfo) -> type[BaseModel] | None:
+    """The table that the key holds, or may hold where it is optional; None for a value."""
+    for kind in (info.annotation, *get_args(info.annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
 
 
 def holds_text(path: KeyPath) -> bool:

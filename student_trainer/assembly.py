@@ -18,6 +18,7 @@ from student_trainer.distillation import direction_of
 from student_trainer.evaluate import Evaluation
 from student_trainer.metrics import MetricsLog
 from student_trainer.model import Student, load_config, load_model, load_tokenizer, vocabulary
+from student_trainer.parallel import spread
 from student_trainer.preflight import check_length, check_vocabulary
 from student_trainer.processes import largest, make_accelerator
 from student_trainer.progress import Progress
@@ -58,14 +59,16 @@ def assemble(
         # Later ones are damaged, or of another course than the one that begins here.
         checkpoint.delete_after(run.checkpoints, step)
     model = load_model(config.student, saved / "model" if saved else None)
-    model.to(accelerator.device)
-    rollouts, teacher = _sources(config, client, model, tokenizer)
+    bf16 = config.student.dtype == "bfloat16"
+    student = spread(accelerator, Student(model, bf16=bf16), config.train.sharding)
+    rollouts, teacher = _sources(config, client, student.whole.model, tokenizer)
     evaluation = Evaluation(config, held_out, accelerator, tokenizer, rollouts, teacher)
     metrics = None
     if accelerator.is_main_process:
         board = config.track.tensorboard
         metrics = MetricsLog(run, attempt=attempt, last_step=step or None, tensorboard=board)
-    log.info("%s on %s, teacher %s, step %d", config.student.model, model.device, info.model, step)
+    where = f"{config.student.model} on {accelerator.device}"
+    log.info("%s, teacher %s, step %d", where, info.model, step)
     return Trainer(
         config,
         run,
@@ -73,8 +76,8 @@ def assemble(
         Parts(
             step=step,
             accelerator=accelerator,
-            student=Student(model, bf16=config.student.dtype == "bfloat16"),
-            optimizer=_optimizer(config, model, saved),
+            student=student,
+            optimizer=_optimizer(config, student.trained.model, saved),
             tokenizer=tokenizer,
             prompts=prompts,
             rollouts=rollouts,

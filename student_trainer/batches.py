@@ -8,7 +8,7 @@ nowhere else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -52,6 +52,11 @@ class Batch:
     @property
     def token_in_head(self) -> Tensor:
         return (self.head_ids == self.token_ids[:, None]).any(1)
+
+    def without_rows(self) -> Batch:
+        """One token to read, nothing to learn."""
+        values = {field.name: getattr(self, field.name)[:0] for field in fields(self)}
+        return Batch(**values | {"input_ids": self.input_ids[:1, :1]})
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -1,7 +1,9 @@
 """Checkpoints that a crash cannot spoil.
 
-    checkpoints/step-000050/   model/ (a Hugging Face directory)  optimizer.safetensors
-                               state.json                         manifest.json (sha256 of the rest)
+    checkpoints/step-000050/   model/ (a Hugging Face directory, or one of peft with the adapters)
+                               optimizer.safetensors  state.json  manifest.json (sha256 of the rest)
+
+The tensors are whole however the student lay in its processes: any number of them can go on.
 
 Everything is written into a directory of another name, synced, and renamed when it is whole; older
 ones are deleted only then. A resume takes the newest one whose every byte is as the manifest says.
@@ -24,6 +26,8 @@ from torch import nn
 
 from clients.run_directory import fsync_directory
 from protos.errors import Corrupt, NotFound
+from student_trainer.lora import has_adapters, learned, merged, save_adapters
+from student_trainer.parallel import share_of, whole_tensors
 
 log = logging.getLogger(__name__)
 
@@ -33,21 +37,57 @@ def checkpoint_path(root: Path, step: int) -> Path:
 
 
 def save_checkpoint(
-    root: Path, step: int, *, model: Any, tokenizer: Any, optimizer: torch.optim.Optimizer
+    root: Path,
+    step: int,
+    *,
+    model: Any,
+    tokenizer: Any,
+    optimizer: torch.optim.Optimizer,
+    main: bool = True,
 ) -> None:
-    """Write the checkpoint of `step`; it appears as a whole or not at all."""
+    """Write the checkpoint of `step`; it appears as a whole or not at all.
+
+    Every process must call it, for its share of the tensors; the `main` one writes.
+    """
+    adapted = has_adapters(model)
+    weights = learned(model) if adapted else model.state_dict(keep_vars=True)
+    weights = whole_tensors(weights, keep=main)
+    moments = whole_tensors(_optimizer_tensors(model, optimizer), keep=main)
 
     def write(partial: Path) -> None:
-        save_model(partial / "model", model, tokenizer)
-        save_file(_optimizer_tensors(model, optimizer), partial / "optimizer.safetensors")
+        if adapted:
+            save_adapters(partial / "model", model, weights)
+        else:
+            model.save_pretrained(partial / "model", state_dict=weights)
+        tokenizer.save_pretrained(partial / "model")
+        save_file(moments, partial / "optimizer.safetensors")
         (partial / "state.json").write_text(json.dumps({"step": step}) + "\n")
 
-    write_whole(checkpoint_path(root, step), write)
+    if main:
+        write_whole(checkpoint_path(root, step), write)
 
 
-def save_model(path: Path, model: Any, tokenizer: Any) -> None:
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+def export_model(path: Path, *, model: Any, tokenizer: Any, main: bool = True) -> None:
+    """Write the plain Hugging Face directory; adapters are merged, and beside it in `adapter/`.
+
+    Every process must call it; the `main` one writes.
+    """
+    adapted = has_adapters(model)
+    weights = whole_tensors(model.state_dict(keep_vars=True), keep=main)
+
+    def write(partial: Path) -> None:
+        model.save_pretrained(partial, state_dict=merged(model, weights) if adapted else weights)
+        if adapted:
+            save_adapters(
+                partial / "adapter", model, {name: weights[name] for name in learned(model)}
+            )
+            # save_pretrained takes it from the frozen weights; the merged ones are float32.
+            model.config.dtype = torch.float32
+            model.config.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+
+    if main:
+        write_whole(path, write)
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
@@ -142,7 +182,7 @@ def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimize
         if moments:
             optimizer.state[parameter] = {
                 # AdamW counts its steps on the CPU.
-                kind: value if kind == "step" else value.to(parameter.device)
+                kind: value if kind == "step" else share_of(value, parameter)
                 for kind, value in moments.items()
             }
 

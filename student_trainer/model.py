@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from clients.config import StudentConfig
 from protos.errors import InvalidInput
 from student_trainer.batches import Batch
+from student_trainer.lora import add_adapters, load_adapters
 from student_trainer.losses import (
     FusedLoss,
     LossFunction,
@@ -35,15 +36,26 @@ def load_tokenizer(student: StudentConfig) -> Any:
 
 
 def load_model(student: StudentConfig, directory: Path | None = None) -> Any:
-    """The model with its weights: from `directory` (a checkpoint's) if given, else from the job."""
-    source = student if directory is None else student.model_copy(update={"model": str(directory)})
+    """The model with its weights: from `directory` (a checkpoint's) if given, else from the job.
+
+    A checkpoint of adapters has nothing else: the frozen weights are the job's.
+    """
+    source = student
+    if directory is not None and student.lora is None:
+        source = student.model_copy(update={"model": str(directory)})
+    # Frozen weights are never updated: there is nothing to lose in what is computed in anyway.
+    frozen = torch.bfloat16 if student.dtype == "bfloat16" else torch.float32
     model = _explained(
         source,
         AutoModelForCausalLM.from_pretrained,
         config=_without_dropout(load_config(source)),
-        dtype=torch.float32,
+        dtype=frozen if student.lora is not None else torch.float32,
         use_safetensors=True,
     )
+    if student.lora is not None:
+        add_adapters(model, student)
+        if directory is not None:
+            load_adapters(directory, model)
     if student.gradient_checkpointing:
         # Its newer name; the older one warns where both exist.
         enable = getattr(model, "activation_checkpointing_enable", None)
@@ -95,11 +107,12 @@ class Student(nn.Module):
     """What DDP and FSDP wrap: the head runs inside `forward`, where its weights are at hand."""
 
     def __init__(self, model: Any, *, bf16: bool = False) -> None:
-        """`bf16`: compute in it (the weights stay float32, or their updates would be lost)."""
+        """`bf16`: compute in it (weights that learn stay float32, or updates would be lost)."""
         super().__init__()
         self.model = model
         self._bf16 = bf16
-        self._linear_head = has_linear_head(model)
+        with self._precision():
+            self._linear_head = has_linear_head(model)
         if not self._linear_head:
             log.info("the head is not one linear layer: its logits are made in full")
 
@@ -144,7 +157,8 @@ def has_linear_head(model: Any) -> bool:
     if not isinstance(head, nn.Linear):
         return False
     seen: list[Tensor] = []
-    probe = torch.linspace(-200, 200, head.out_features, device=model.device)
+    # Numbers that bfloat16 has too.
+    probe = torch.linspace(-200, 200, head.out_features, device=model.device).bfloat16().float()
 
     def replace(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         seen.append(inputs[0])
@@ -159,4 +173,4 @@ def has_linear_head(model: Any) -> bool:
         return False
     finally:
         handle.remove()
-    return torch.equal(logits, probe.expand_as(logits)) and torch.equal(seen[0], states)
+    return torch.equal(logits.float(), probe.expand_as(logits)) and torch.equal(seen[0], states)

@@ -10,13 +10,13 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from clients.config import JobConfig, TrainConfig
 from clients.run_directory import RunDirectory
@@ -26,8 +26,8 @@ from student_trainer.batches import ScoredRollout, make_batch, micro_batches
 from student_trainer.distillation import distillation_loss, kl_metrics
 from student_trainer.evaluate import Evaluation
 from student_trainer.metrics import MetricsLog
-from student_trainer.model import Student
-from student_trainer.processes import raise_together
+from student_trainer.parallel import Replicated, Sharded, whole
+from student_trainer.processes import largest, raise_together
 from student_trainer.progress import Progress
 from student_trainer.prompts import PromptSet
 from student_trainer.rollouts import HuggingFaceRollouts
@@ -40,7 +40,7 @@ class Parts:
 
     step: int  # the last one done
     accelerator: Accelerator
-    student: Student
+    student: Replicated | Sharded
     optimizer: torch.optim.Optimizer
     tokenizer: Any
     prompts: PromptSet
@@ -62,7 +62,6 @@ class Trainer:
         self._step = self._saved = parts.step
         self._accelerator = parts.accelerator
         self._student = parts.student
-        self._wrapped = parts.accelerator.prepare(parts.student)
         self._optimizer = parts.optimizer
         self._tokenizer = parts.tokenizer
         self._prompts = parts.prompts
@@ -143,15 +142,16 @@ class Trainer:
         chosen = [p for p in self._prompts.of_step(step, count) for _ in range(per_prompt)]
         mine = range(accelerator.process_index, len(chosen), accelerator.num_processes)
         first = (step - 1) * len(chosen)
-        self._student.eval()
-        batches = self._rollouts.generate(
-            [chosen[i] for i in mine], [first + i for i in mine], seed=config.seed
-        )
-        return [
-            PendingRows(rollout, self._teacher.score(rollout))
-            for batch in batches
-            for rollout in batch
-        ]
+        self._student.whole.eval()
+        with self._student.gathered():
+            batches = self._rollouts.generate(
+                [chosen[i] for i in mine], [first + i for i in mine], seed=config.seed
+            )
+            return [
+                PendingRows(rollout, self._teacher.score(rollout))
+                for batch in batches
+                for rollout in batch
+            ]
 
     def _learn(self, pending: list[PendingRows]) -> tuple[dict[str, float], float]:
         """Gradients of the mean loss over all tokens of all processes; (sums, seconds waited)."""
@@ -161,28 +161,33 @@ class Trainer:
             "truncated": sum(item.rollout.truncated for item in pending),
         }
         counts = self._reduce({name: torch.tensor(float(value)) for name, value in own.items()})
-        # DDP averages over processes what the loss divides by all of their tokens.
+        # Gradients are averaged over processes, the loss is divided by the tokens of all of them.
         scale = self._accelerator.num_processes / counts["tokens"]
-        method = self._config.method
+        method, device = self._config.method, self._accelerator.device
         sums: dict[str, Tensor] = {}
         waited = 0.0
-        self._student.train()
+        self._student.trained.train()
         groups = micro_batches(pending, self._config.train.tokens_per_micro_batch)
+        own_groups = len(groups)
+        # Collectives need every process, also one that has no rows left.
+        groups += groups[-1:] * (largest(self._accelerator, own_groups) - own_groups)
         for number, group in enumerate(groups):
             started = time.monotonic()
-            scored = self._rows(group, last=number == len(groups) - 1)
+            scored = self._rows(group)
             waited += time.monotonic() - started
-            batch = make_batch(scored, self._accelerator.device)
-            with self._synchronized(number == len(groups) - 1):
-                out = self._wrapped(batch, distillation_loss(batch, method), method.temperature)
+            batch = make_batch(scored, device)
+            if number >= own_groups:
+                batch = batch.without_rows()
+            with self._student.synchronized(last=number == len(groups) - 1):
+                out = self._student(batch, distillation_loss(batch, method), method.temperature)
                 self._accelerator.backward(out.loss_sum * scale)
             found = {"loss": out.loss_sum.detach(), **kl_metrics(batch, out, method)}
             sums = {name: sums.get(name, 0) + value for name, value in found.items()}
         return {**self._reduce(sums), **counts}, waited
 
-    def _rows(self, group: list[PendingRows], *, last: bool) -> list[ScoredRollout]:
-        """Waits for the teacher. No process goes into the last micro-batch, where gradients cross,
-        before all of them have all their rows.
+    def _rows(self, group: list[PendingRows]) -> list[ScoredRollout]:
+        """Waits for the teacher. No process goes into a micro-batch, where weights or gradients
+        cross, before all of them have their rows of it.
         """
         fault: DistillError | None = None
         scored: list[ScoredRollout] = []
@@ -190,22 +195,14 @@ class Trainer:
             scored = [item.wait() for item in group]
         except DistillError as error:
             fault = error
-        if last or fault:
-            raise_together(self._accelerator, fault)
+        raise_together(self._accelerator, fault)
         return scored
-
-    def _synchronized(self, last: bool) -> Any:
-        """Gradients cross processes once a step, with the last micro-batch."""
-        if last:
-            return nullcontext()
-        return self._accelerator.no_sync(self._wrapped)
 
     def _update(self, rate: float) -> float:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        norm = self._accelerator.clip_grad_norm_(
-            self._wrapped.parameters(), self._config.train.max_grad_norm
-        )
+        parameters = self._student.trained.parameters()
+        norm = whole(clip_grad_norm_(parameters, self._config.train.max_grad_norm))
         if not torch.isfinite(norm):
             self._optimizer.zero_grad()
             raise Corrupt(
@@ -224,7 +221,8 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         self._progress.say("evaluating", self._step)
-        metrics, transcripts = self._evaluation(self._student)
+        with self._student.gathered():
+            metrics, transcripts = self._evaluation(self._student.whole)
         if transcripts and self._metrics is not None:
             self._run.samples.mkdir(exist_ok=True)
             path = self._run.samples / f"step-{self._step:06d}.jsonl"
@@ -242,25 +240,28 @@ class Trainer:
         self._progress.say("saving", self._step)
         if self._metrics is not None:
             self._metrics.sync()
-        if self._accelerator.is_main_process:
-            checkpoint.save_checkpoint(
-                self._run.checkpoints,
-                self._step,
-                model=self._student.model,
-                tokenizer=self._tokenizer,
-                optimizer=self._optimizer,
-            )
+        main = self._accelerator.is_main_process
+        checkpoint.save_checkpoint(
+            self._run.checkpoints,
+            self._step,
+            model=self._student.trained.model,
+            tokenizer=self._tokenizer,
+            optimizer=self._optimizer,
+            main=main,
+        )
+        if main:
             checkpoint.delete_old(self._run.checkpoints, self._config.checkpoint.keep)
         self._accelerator.wait_for_everyone()
         self._saved = self._step
 
     def _export(self) -> None:
         self._progress.say("exporting", self._step)
-        if self._accelerator.is_main_process:
-            model, tokenizer = self._student.model, self._tokenizer
-            checkpoint.write_whole(
-                self._run.export, lambda path: checkpoint.save_model(path, model, tokenizer)
-            )
+        checkpoint.export_model(
+            self._run.export,
+            model=self._student.trained.model,
+            tokenizer=self._tokenizer,
+            main=self._accelerator.is_main_process,
+        )
         self._accelerator.wait_for_everyone()
 
 

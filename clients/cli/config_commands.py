@@ -46,7 +46,7 @@ def print_values(output: Output, file: JobFile) -> None:
     for key, source in file.sources.items():
         value: Any = file.config
         for part in key.split("."):
-            value = getattr(value, part)
+            value = None if value is None else getattr(value, part)  # a table that is off
         shown = value if output.as_json else "-" if value is None else json.dumps(value)
         rows.append({"key": key, "value": shown, "source": source})
     output.table("values", rows, ("key", "value", "source"))

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from clients.config import JobConfig
+from clients.config_problems import table_in
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- reference: begin -->\n", "<!-- reference: end -->"
@@ -20,15 +21,15 @@ BEGIN, END = "<!-- reference: begin -->\n", "<!-- reference: end -->"
 
 def rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from rows(inner, f"{prefix}{name}.")
-        else:
+        inner = table_in(field)
+        if inner is None or field.default is None:
             missing = field.default is PydanticUndefined
             shown = "required" if missing else f"`{json.dumps(field.default)}`"
             if field.default is None:
                 shown = "none"
             yield f"| `{prefix}{name}` | {shown} | {field.description} |"
+        if inner is not None:
+            yield from rows(inner, f"{prefix}{name}.")
 
 
 def table() -> str:

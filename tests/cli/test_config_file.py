@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.config import JobConfig
+from clients.config import JobConfig, LoraConfig
 from clients.config_file import MAX_BYTES, load_job, localized
 from protos.errors import InvalidInput
 
@@ -163,6 +163,21 @@ def test_sources(job_file: Write) -> None:
     assert sources["eval.prompts"] == "default"
     assert sources["train.warmup_steps"] == "--set"
     assert sources["train.learning_rate"] == "default"
+
+
+def test_a_table_that_is_off_until_it_is_there(job_file: Write) -> None:
+    assert load_job(job_file()).config.student.lora is None
+    assert load_job(job_file(), ["student.lora={}"]).config.student.lora == LoraConfig()
+    read = load_job(job_file(), ["student.lora.rank=8"])
+    assert read.config.student.lora == LoraConfig(rank=8)
+    assert (read.sources["student.lora.rank"], read.sources["student.lora.alpha"]) == (
+        "--set",
+        "default",
+    )
+    assert "student.lora.rnak: unknown key; did you mean 'rank'?" in complaint(
+        job_file(), "student.lora.rnak=8"
+    )
+    assert "student.lora: must be a table (got true)" in complaint(job_file(), "student.lora=true")
 
 
 def test_only_files_that_exist_here_become_absolute(job_file: Write, tmp_path: Path) -> None:

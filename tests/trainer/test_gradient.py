@@ -15,6 +15,7 @@ from student_trainer.evaluate import Evaluation
 from student_trainer.losses import exact_kl
 from student_trainer.metrics import MetricsLog
 from student_trainer.model import Student, load_model, load_tokenizer
+from student_trainer.parallel import Replicated
 from student_trainer.progress import Progress
 from student_trainer.prompts import load_prompts
 from student_trainer.rollouts import HuggingFaceRollouts
@@ -46,7 +47,7 @@ def trainer(
     parts = Parts(
         step=0,
         accelerator=accelerator,
-        student=student,
+        student=Replicated(accelerator, student),
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
         tokenizer=words,
         prompts=prompts,
