@@ -81,6 +81,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
                     # Who pushed them opens a stream for them; anybody else must not go on.
                     raise Unavailable("the weights of this teacher have changed")
                 yield chunk
+                failpoint("chunk-sent")
         finally:
             self._streams.discard(stream)
 
@@ -119,7 +120,6 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
             measured.answered(query.rows)
             for chunk in chunks_of(answer, query, request.request_id, request.next_position):
                 yield chunk
-                failpoint("chunk-sent")
 
     def _load(self) -> teacher_pb2.TeacherLoad:
         metrics = self._metrics
