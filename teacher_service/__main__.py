@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -16,68 +17,77 @@ from clients.cli.listen_options import (
     TlsKeyOption,
     TokenFileOption,
 )
+from teacher_service import options
+from teacher_service.logs import LogFormat, LogLevel, start_logging
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @app.command()
 def teacher(
-    model: Annotated[str, typer.Option(help="Hugging Face directory or hub id.")],
-    port: Annotated[int, typer.Option(help="0: any free port.", min=0, max=65535)] = 50052,
+    model: options.ModelOption,
+    port: options.PortOption = 50052,
     host: HostOption = "127.0.0.1",
     token_file: TokenFileOption = None,
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,
     tls_client_ca: TlsClientCaOption = None,
     insecure: InsecureOption = False,
-    engine: Annotated[str, typer.Option(help="hf, or fake (rows from a hash, for tests).")] = "hf",
-    dtype: Annotated[
-        str, typer.Option(help="Type of the weights: auto (as saved), float32, bfloat16, float16.")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
-    max_top_k: Annotated[int, typer.Option(min=1, help="Most head ids of a row.")] = 1024,
-    max_batch_tokens: Annotated[
-        int, typer.Option(min=1, help="Padded tokens of one forward pass.")
-    ] = 16384,
-    batch_invariant: Annotated[
-        bool, typer.Option(help="Forward each sequence alone: same bits whatever else is scored.")
-    ] = False,
-    cache_dir: Annotated[
-        Path | None, typer.Option(help="Where rows are kept; ~/.cache/distill-service/rows.")
-    ] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep no rows at all.")] = False,
-    cache_memory_mib: Annotated[int, typer.Option(min=0, help="Rows kept in memory.")] = 1024,
-    cache_disk_gib: Annotated[
-        int, typer.Option(min=1, help="Rows kept on disk; the oldest are removed.")
-    ] = 16,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; OMP_NUM_THREADS, or half the cores.")
-    ] = None,
+    engine: options.EngineOption = "hf",
+    dtype: options.DtypeOption = "auto",
+    device: options.DeviceOption = "auto",
+    max_top_k: options.MaxTopKOption = 1024,
+    max_batch_tokens: options.MaxBatchTokensOption = 16384,
+    batch_invariant: options.BatchInvariantOption = False,
+    cache_dir: options.CacheDirOption = None,
+    no_cache: options.NoCacheOption = False,
+    cache_memory_mib: options.CacheMemoryOption = 1024,
+    cache_disk_gib: options.CacheDiskOption = 16,
+    cache_zstd: options.CacheZstdOption = True,
+    redis_url: options.RedisUrlOption = None,
+    redis_ttl_hours: options.RedisTtlOption = 168,
+    threads: options.ThreadsOption = None,
+    metrics_port: options.MetricsPortOption = None,
+    metrics_host: options.MetricsHostOption = "127.0.0.1",
+    log_format: options.LogFormatOption = LogFormat.TEXT,
+    log_level: options.LogLevelOption = LogLevel.INFO,
 ) -> None:
     """Score sequences with a model and stream the top-k rows to students."""
     # Before torch is imported: every thread of it reads this once.
     os.environ["OMP_NUM_THREADS"] = str(threads or os.environ.get("OMP_NUM_THREADS") or _half())
-    from protos.errors import DistillError
     from protos.server import read_endpoint
     from protos.tls import TlsFiles
-    from teacher_service.program import Settings, run
+    from teacher_service.cache_settings import CacheSettings
+    from teacher_service.program import EngineSettings, Settings, run
 
+    cache = CacheSettings(
+        directory=cache_dir or _default_cache(),
+        memory_bytes=cache_memory_mib << 20,
+        disk_bytes=cache_disk_gib << 30,
+        zstd=cache_zstd,
+        redis_url=redis_url,
+        redis_ttl_seconds=redis_ttl_hours * 3600,
+    )
     tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
-    try:
+    start_logging(log_format, log_level)
+    with _told_as_exit():
         settings = Settings(
-            model=model,
+            engine=EngineSettings(engine, model, dtype, device, batch_invariant),
             endpoint=read_endpoint(host, port, token_file, tls, insecure=insecure),
-            engine=engine,
-            dtype=dtype,
-            device=device,
             max_top_k=max_top_k,
             max_batch_tokens=max_batch_tokens,
-            batch_invariant=batch_invariant,
-            cache_dir=None if no_cache else cache_dir or _default_cache(),
-            cache_memory_bytes=0 if no_cache else cache_memory_mib << 20,
-            cache_disk_bytes=cache_disk_gib << 30,
+            cache=None if no_cache else cache,
+            metrics=None if metrics_port is None else (metrics_host, metrics_port),
         )
         run(settings)
+
+
+@contextmanager
+def _told_as_exit() -> Iterator[None]:
+    from protos.errors import DistillError
+
+    try:
+        yield
     except DistillError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(error.exit_code) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,9 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from protos.errors import DistillError, ErrorCode, InvalidInput
+from teacher_service.logs import fields
+
+log = logging.getLogger(__name__)
 
 _PREFIX = "distill_teacher_"
 _FILL_BUCKETS = tuple(tenths / 10 for tenths in range(1, 11))
@@ -48,20 +52,25 @@ class TeacherMetrics:
 
     @contextmanager
     def request(self) -> Iterator[MeasuredRequest]:
-        """Count a request by how the block ends."""
+        """Count and log a request by how the block ends."""
         measured = MeasuredRequest(time.perf_counter())
+        code = "OK"
         try:
             yield measured
         except (CancelledError, GeneratorExit):
-            self._requests.labels("CANCELLED").inc()
+            code = "CANCELLED"
             raise
         except Exception as error:
             code = error.code if isinstance(error, DistillError) else ErrorCode.INTERNAL
-            self._requests.labels(code).inc()
             raise
-        self._requests.labels("OK").inc()
+        finally:
+            seconds = time.perf_counter() - measured.began
+            self._requests.labels(code).inc()
+            log.debug(
+                "request", extra=fields(code=code, rows=measured.rows, seconds=round(seconds, 6))
+            )
         self._first.observe(measured.seconds_to_first)
-        self._whole.observe(time.perf_counter() - measured.began)
+        self._whole.observe(seconds)
 
     def forward(self, *, rows: int, fill: float, seconds: float) -> None:
         """One batch has been scored."""
@@ -113,8 +122,8 @@ class _CacheCollector(Collector):
 
 
 @contextmanager
-def served(metrics: TeacherMetrics, host: str, port: int) -> Iterator[int]:
-    """Serve the page by a thread of its own; gives the bound port. Raises InvalidInput."""
+def served(metrics: TeacherMetrics, host: str, port: int) -> Iterator[str]:
+    """Serve the page by a thread of its own; gives its HOST:PORT. Raises InvalidInput."""
     try:
         server, thread = start_http_server(port, host, metrics.registry)
     except OSError as error:
@@ -124,7 +133,7 @@ def served(metrics: TeacherMetrics, host: str, port: int) -> Iterator[int]:
             hint="choose another one, or 0 for any free port",
         ) from error
     try:
-        yield server.server_port
+        yield f"{host}:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()

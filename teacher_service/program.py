@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc.aio
 
 from protos import teacher_pb2_grpc
-from protos.errors import DistillError, InvalidInput
+from protos.errors import InvalidInput
 from protos.server import Endpoint, serve
 from teacher_service.batcher import Batcher
 from teacher_service.cache import RowCache
-from teacher_service.disk_tier import DiskTier
+from teacher_service.cache_settings import CacheSettings, make_cache, open_redis
 from teacher_service.engines.base import Engine
-from teacher_service.metrics_page import TeacherMetrics
+from teacher_service.logs import fields
+from teacher_service.metrics_page import TeacherMetrics, served
 from teacher_service.scorer import Scorer
 from teacher_service.self_test import run_self_test
 from teacher_service.service import TeacherServicer
@@ -31,41 +30,54 @@ GRACE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The options of `distill-teacher`. `cache_dir` None: no cache at all."""
+class EngineSettings:
+    """Which model is run by what; see the options of the same names."""
 
+    name: str
     model: str
-    endpoint: Endpoint
-    engine: str
     dtype: str
     device: str
+    batch_invariant: bool
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of `distill-teacher`. `cache` None: no rows are kept; `metrics`: where the page
+    is served, if anywhere.
+    """
+
+    engine: EngineSettings
+    endpoint: Endpoint
     max_top_k: int
     max_batch_tokens: int
-    batch_invariant: bool
-    cache_dir: Path | None
-    cache_memory_bytes: int
-    cache_disk_bytes: int
+    cache: CacheSettings | None
+    metrics: tuple[str, int] | None
 
 
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises InvalidInput for settings that cannot work."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
-    )
     # Before minutes of loading, not after them.
     settings.endpoint.require_usable()
-    engine = make_engine(settings)
-    run_self_test(engine)
-    cache = _make_cache(settings, engine.info.fingerprint)
-    with closing(cache) if cache else nullcontext():
-        asyncio.run(_serve(settings, engine, cache))
+    redis = open_redis(settings.cache) if settings.cache else None
+    metrics = TeacherMetrics()
+    page = served(metrics, *settings.metrics) if settings.metrics else nullcontext()
+    with page as metrics_address:
+        if metrics_address:
+            log.info("metrics", extra=fields(address=metrics_address))
+        engine = make_engine(settings.engine)
+        difference = run_self_test(engine)
+        metrics.gauge("self_test_nats", "Largest difference of two scorings.", lambda: difference)
+        cache = None
+        if settings.cache:
+            cache = make_cache(settings.cache, redis, engine.info.fingerprint)
+        asyncio.run(_serve(settings, engine, cache, metrics))
     if cache:
-        log.info("cache: %s", cache.counters)
+        log.info("cache", extra=fields(**cache.counters()))
 
 
-def make_engine(settings: Settings) -> Engine:
+def make_engine(settings: EngineSettings) -> Engine:
     """The engine of that name, loaded. Raises InvalidInput."""
-    match settings.engine:
+    match settings.name:
         case "hf":
             from teacher_service.engines.hf import HfEngine
 
@@ -83,26 +95,13 @@ def make_engine(settings: Settings) -> Engine:
             raise InvalidInput(f"there is no engine {name}", field="--engine", hint="hf or fake")
 
 
-def _make_cache(settings: Settings, fingerprint: str) -> RowCache | None:
-    if settings.cache_dir is None:
-        return None
-    # A directory a teacher: its rows are of no use to any other.
-    path = settings.cache_dir / fingerprint[:32]
-    disk = None
-    try:
-        disk = DiskTier(path, fingerprint=fingerprint, max_bytes=settings.cache_disk_bytes)
-    except (DistillError, OSError) as error:
-        log.warning("cache: rows are kept in memory only: %s", error)
-    return RowCache(memory_bytes=settings.cache_memory_bytes, disk=disk)
-
-
-async def _serve(settings: Settings, engine: Engine, cache: RowCache | None) -> None:
+async def _serve(
+    settings: Settings, engine: Engine, cache: RowCache | None, metrics: TeacherMetrics
+) -> None:
     info = engine.info
     limits = Limits(info.vocab_size, info.max_length, min(settings.max_top_k, info.vocab_size))
-    metrics = TeacherMetrics()
-    async with Batcher(
-        engine, max_batch_tokens=settings.max_batch_tokens, metrics=metrics
-    ) as batcher:
+    batching = Batcher(engine, max_batch_tokens=settings.max_batch_tokens, metrics=metrics)
+    async with cache or nullcontext(), batching as batcher:
         scorer = Scorer(batcher, cache)
         weights = Weights(engine, batcher)
         servicer = TeacherServicer(scorer, batcher, weights, limits, metrics)
@@ -112,6 +111,8 @@ async def _serve(settings: Settings, engine: Engine, cache: RowCache | None) -> 
             return "distill.v1.Teacher"
 
         def on_ready(port: int) -> None:
+            facts = {"engine": info.name, "model": info.model, "dtype": info.dtype}
+            log.info("serving", extra=fields(**facts, fingerprint=info.fingerprint[:16]))
             print(f"teacher listening on {settings.endpoint.address(port)}", flush=True)
 
         await serve(

@@ -56,7 +56,7 @@ def score_hidden(
         if temperature != 1:
             chunk.div_(temperature)
         at = first
-        for logits in chunk.split(_block_rows(chunk)):
+        for logits in torch.split(chunk, _block_rows(chunk)):
             rows = slice(at, at + len(logits))
             heads = _top(logits, top_k) if head_ids is None else head_ids[rows]
             blocks.append(_score_block(logits, heads, token_ids[rows]))

@@ -5,7 +5,9 @@ batches.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, NoReturn
 
@@ -25,6 +27,9 @@ from teacher_service.engines.base import (
     TensorSpec,
     WeightUpdate,
 )
+from teacher_service.logs import fields
+
+log = logging.getLogger(__name__)
 
 # A pusher holds memory and keeps others from pushing: it must not fall asleep.
 SECONDS_BETWEEN_PARTS = 60.0
@@ -61,10 +66,14 @@ class Weights:
             raise Overloaded("another push of weights is under way", hint="try again later")
         self._pushing = True
         try:
+            began = time.perf_counter()
             update = await _receive(parts, engine.parameters(), engine.info)
             failpoint("weights-received")
             await self._batcher.between_batches(lambda: engine.update(update))
             failpoint("weights-applied")
+            seconds = round(time.perf_counter() - began, 3)
+            version = engine.info.version
+            log.info("weights", extra=fields(version=version, tau=update.tau, seconds=seconds))
             return engine.info
         finally:
             self._pushing = False

@@ -1,0 +1,65 @@
+"""How the teacher writes its log: one line an event, never a prompt, a token or a row."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from enum import StrEnum
+
+
+class LogFormat(StrEnum):
+    """Lines for people, or JSON objects for a collector."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class LogLevel(StrEnum):
+    """`debug`: a line a request."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def start_logging(form: LogFormat, level: LogLevel) -> None:
+    """Everything of `level` and above goes to stderr; other libraries only warn."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Text() if form is LogFormat.TEXT else _Json())
+    root = logging.getLogger()
+    root.handlers = [handler]
+    number = logging.getLevelNamesMapping()[level.upper()]
+    root.setLevel(max(logging.WARNING, number))
+    for package in ("teacher_service", "protos", "clients"):
+        logging.getLogger(package).setLevel(number)
+
+
+def fields(**values: object) -> dict[str, object]:
+    """For `extra=` of a log call: what the event says besides its name."""
+    return {"fields": values}
+
+
+class _Text(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        pairs = getattr(record, "fields", {}).items()
+        return super().formatMessage(record) + "".join(f" {name}={value}" for name, value in pairs)
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        event = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            event["exception"] = self.formatException(record.exc_info)
+        return json.dumps(event, default=str)

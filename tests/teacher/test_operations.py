@@ -1,0 +1,130 @@
+"""What an operator sees of a running teacher: /metrics, logs, `distill teacher info`, its end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+import urllib.request
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from clients.cli.app import main
+from clients.score_query import ScoreQuery, request_of
+from clients.teacher_client import TeacherClient
+from protos import teacher_pb2, teacher_pb2_grpc
+from protos.errors import Corrupt, ExitCode, InvalidInput
+from tests.teacher.conftest import StartTeacher
+from tests.teacher.processes import TeacherProcess
+
+FAKE = ["--engine", "fake", "--model"]
+WAIT = 60.0
+
+
+def query(seed: int, length: int = 20) -> ScoreQuery:
+    tokens = np.random.default_rng(seed).integers(0, 60, length).astype(np.int32)
+    return ScoreQuery(tokens, 1, top_k=4)
+
+
+def with_token(token: int) -> ScoreQuery:
+    return ScoreQuery(np.array([1, token, 2], np.int32), 1, top_k=4)
+
+
+def metrics_address(teacher: TeacherProcess) -> str:
+    found = re.search(r"address\W+(127\.0\.0\.1:\d+)", teacher.log.read_text())
+    assert found, teacher.log.read_text()
+    return found[1]
+
+
+def scrape(address: str) -> dict[str, float]:
+    """Samples by name and labels, as Prometheus would read them."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        text = answer.read().decode()
+    return {
+        sample.name + "".join(f"[{value}]" for value in sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics_say_what_happened(start_teacher: StartTeacher, tmp_path: Path) -> None:
+    teacher = start_teacher(
+        *FAKE,
+        "vocab=64,nan_token=60,crash_token=61,latency_ms=20",
+        "--max-batch-tokens",
+        "100",
+        "--metrics-port",
+        "0",
+        "--cache-dir",
+        str(tmp_path / "rows"),
+    )
+    address = metrics_address(teacher)
+    assert scrape(address)["distill_teacher_forward_seconds_count"] == 0
+    with TeacherClient(teacher.address) as client:
+        for number in (1, 2, 3, 1, 2):
+            client.submit(query(number)).result(WAIT)
+        for bad, fault in ((60, Corrupt), (64, InvalidInput), (61, Exception)):
+            assert isinstance(client.submit(with_token(bad)).exception(WAIT), fault)
+        now = scrape(address)
+        assert now["distill_teacher_active_streams"] == 1
+    p = "distill_teacher_"
+    outcomes = {
+        name.split("[")[1].rstrip("]"): value
+        for name, value in now.items()
+        if name.startswith(p + "requests_total") and value
+    }
+    assert outcomes == {"OK": 5, "DATA_LOSS": 1, "INVALID_ARGUMENT": 1, "INTERNAL": 1}
+    assert now[p + "scored_tokens_total"] == 3 * 19
+    # Three sequences, and the one that was found not finite; the crash ended no forward.
+    assert now[p + "forward_seconds_count"] == now[p + "batch_fill_ratio_count"] == 4
+    assert now[p + "forward_seconds_sum"] >= 4 * 0.02
+    assert now[p + "batch_fill_ratio_sum"] == pytest.approx((3 * 20 + 3) / 100)
+    assert now[p + "first_chunk_seconds_count"] == now[p + "request_seconds_count"] == 5
+    assert now[p + "cache_hits_total[memory]"] == 2
+    assert now[p + "cache_misses_total[memory]"] == 3 + 2
+    assert now[p + "queued_tokens"] == now[p + "weights_version"] == 0
+    assert now[p + "self_test_nats"] == 0
+    assert teacher.stop() == 0
+
+
+def test_logs_are_json_and_hold_no_contents(start_teacher: StartTeacher) -> None:
+    teacher = start_teacher(
+        *FAKE, "vocab=64,crash_token=61", "--log-format", "json", "--log-level", "debug"
+    )
+    secret = "the-caller-wrote-this"
+    with grpc.insecure_channel(teacher.address) as channel:
+        stub = teacher_pb2_grpc.TeacherStub(channel)
+        asked = [request_of(query(1), secret), request_of(with_token(61), secret)]
+        assert len(list(stub.Score(iter(asked), timeout=WAIT))) == 2
+    assert teacher.stop() == 0
+    events = [json.loads(line) for line in teacher.log.read_text().splitlines()]
+    assert all({"time", "level", "logger", "event"} <= event.keys() for event in events)
+    [serving] = [event for event in events if event["event"] == "serving"]
+    assert (serving["engine"], serving["level"]) == ("fake", "info")
+    requests = [event for event in events if event["event"] == "request"]
+    told = {(event["code"], event["rows"], event["level"]) for event in requests}
+    assert told == {("OK", 19, "debug"), ("INTERNAL", 0, "debug")}
+    assert all(0 < event["seconds"] < 10 for event in requests)
+    [defect] = [event for event in events if event["event"].startswith("defect")]
+    assert "told to crash" in defect["exception"]
+    text = teacher.log.read_text()
+    assert secret not in text
+    assert str(query(1).token_ids[:5].tolist())[1:-1] not in text
+
+
+def test_a_taken_metrics_port_is_one_sentence(start_teacher: StartTeacher) -> None:
+    from tests.teacher.test_command import run
+
+    teacher = start_teacher(*FAKE, "", "--metrics-port", "0")
+    port = metrics_address(teacher).split(":")[1]
+    done = run(*FAKE, "", "--no-cache", "--metrics-port", port)
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr.startswith("error: --metrics-port: ")
+    assert done.stderr.count("\n") == 1
