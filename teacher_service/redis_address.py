@@ -15,7 +15,6 @@ from redis.exceptions import (
 )
 
 from protos.errors import InvalidInput
-from teacher_service.redis_value import name_of
 
 TIMEOUT_SECONDS = 0.2
 # The library would wait five seconds and try ten times. Protocol 2 needs no further rights.
@@ -26,7 +25,7 @@ OPTIONS: dict[str, Any] = {
     "protocol": 2,
     "driver_info": None,
 }
-_PROBE = name_of(bytes(32))
+_PROBE = "distill:probe"
 
 
 @dataclass(frozen=True)

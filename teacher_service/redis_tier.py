@@ -89,8 +89,9 @@ class RedisTier:
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 value = await lookup.value
-        except TimeoutError as error:
-            self._failed(error)
+        except TimeoutError:
+            # Frozen, which `_read` finds out, or only asked for more than it can give.
+            self.counts.errors += 1
             return None
         if not value:
             return None
