@@ -16,7 +16,7 @@ from clients.config_lines import KeyPath, Parsed, SyntaxFault, parse
 from clients.config_problems import describe, fields, holds_text
 from protos.errors import InvalidInput
 
-MAX_BYTES = 256 << 10
+MAX_BYTES = 64 << 10
 SUFFIXES = (".toml", ".yaml", ".yml")
 
 

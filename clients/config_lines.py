@@ -13,7 +13,11 @@ import yaml
 KeyPath = tuple[str, ...]
 
 _TOML_HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?$")
-_TOML_KEY = re.compile(r"\s*([\w\"'.\- ]+?)\s*=")
+_TOML_KEY = re.compile(r"[\w\"'.\- \t]+")
+# tomllib needs the square of a dotted key's length; possessive, or this would need it too.
+_TOML_DEEP = re.compile(r"(?<![\w\"'.\- \t])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){64}")
+_MAX_DEPTH = 64
+_YAML_DEEP = re.compile(r"(?<![\[{])(?:[\[{]\s*+){64}")
 _TOML_LINE = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
 
@@ -48,6 +52,8 @@ def parse(text: str, suffix: str) -> Parsed:
 
 
 def _parse_toml(text: str) -> Parsed:
+    if deep := _TOML_DEEP.search(text):
+        raise SyntaxFault("nested too deeply", text.count("\n", 0, deep.start()) + 1)
     try:
         values = tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
@@ -66,8 +72,8 @@ def _toml_lines(text: str) -> Mapping[KeyPath, int]:
         if header := _TOML_HEADER.match(line):
             table = _toml_path(header[1])
             lines.setdefault(table, number)
-        elif key := _TOML_KEY.match(line):
-            lines.setdefault(table + _toml_path(key[1]), number)
+        elif "=" in line and _TOML_KEY.fullmatch(key := line.partition("=")[0]):
+            lines.setdefault(table + _toml_path(key), number)
     return lines
 
 
@@ -76,12 +82,29 @@ def _toml_path(dotted: str) -> KeyPath:
 
 
 class _YamlLoader(yaml.SafeLoader):
+    _depth = 0
+
     def compose_node(self, parent: Any, index: Any) -> Any:
         # A few nested aliases expand to gigabytes; a job file needs none.
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.MarkedYAMLError(problem="aliases are not allowed", problem_mark=mark)
-        return super().compose_node(parent, index)
+        if self._depth == _MAX_DEPTH:
+            # The parser needs seconds for thousands of levels, before Python's stack ends.
+            raise RecursionError
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def _integer_or_text(loader: _YamlLoader, node: yaml.ScalarNode) -> int | str:
+    """YAML 1.1 reads 1:59 as a number of base 60; YAML 1.2, and everybody else, as text."""
+    text = loader.construct_scalar(node)
+    return str(text) if ":" in text else int(loader.construct_yaml_int(node))
+
+
+_YamlLoader.add_constructor("tag:yaml.org,2002:int", _integer_or_text)
 
 
 # YAML 1.1 reads 1e-5 as a string; YAML 1.2, and everyone who writes a learning rate, as a number.
@@ -93,8 +116,10 @@ _YamlLoader.add_implicit_resolver(
 
 
 def _parse_yaml(text: str) -> Parsed:
-    loader = _YamlLoader(text)
+    if _YAML_DEEP.search(text):
+        raise RecursionError
     try:
+        loader = _YamlLoader(text)
         root = loader.get_single_node()
         if root is None:
             return Parsed({}, {})
@@ -113,8 +138,6 @@ def _parse_yaml(text: str) -> Parsed:
         raise
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
         raise SyntaxFault(f"not YAML: {error}") from None
-    finally:
-        loader.dispose()
 
 
 def _yaml_lines(node: yaml.MappingNode, table: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:

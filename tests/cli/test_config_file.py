@@ -115,7 +115,7 @@ def test_files_that_cannot_be_read(job_file: Write, tmp_path: Path) -> None:
     assert complaint(job_file("{}", "a.json")) == "a.json: a job file ends in .toml, .yaml or .yml"
     (tmp_path / "dir.toml").mkdir()
     assert complaint("dir.toml") == "dir.toml: is a directory"
-    assert "larger than 256 KiB" in complaint(job_file("#" * (MAX_BYTES + 1)))
+    assert "larger than 64 KiB" in complaint(job_file("#" * (MAX_BYTES + 1)))
     (tmp_path / "latin.toml").write_bytes(b"seed = 1\nname = '\xe9'\n")
     assert complaint("latin.toml") == "latin.toml:2: not UTF-8 text"
 

@@ -1,0 +1,166 @@
+"""S5 and S6: hostile job texts are refused quickly, and those that are taken run nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clients.config_file import MAX_BYTES as MAX_JOB_BYTES
+from clients.config_file import load_job
+from clients.distill_client import DistillClient
+from clients.jobs import JobState
+from clients.run_directory import RunDirectory
+from distill_server.control import JobControl
+from distill_server.database import open_database
+from distill_server.store import Store
+from protos.errors import InvalidInput
+from tests.security.processes import server
+
+MAX_SECONDS = 0.1
+MAX_BYTES = 50 << 20
+ALIASES = "".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}' if n else 'x'] * 9)}]\n" for n in range(9))
+YAML = {
+    "object": "student: !!python/object/apply:os.system ['touch canary']\n",
+    "module": "student: !!python/module:antigravity\n",
+    "tuple": "student: !!python/tuple [1, 2]\n",
+    "alias bomb": ALIASES,
+    "merge bomb": "a: &a {x: 1}\n" + "".join(f"b{n}: {{<<: *a}}\n" for n in range(99)),
+    "flow depth": "a: " + "[" * 20_000,
+    "closed depth": "a: " + "[" * 20_000 + "]" * 20_000,
+    "block depth": "".join(f"{' ' * n}k:\n" for n in range(300)),
+    "documents": "---\n" * 16_000,
+    "long integer": "seed: " + "9" * 60_000,
+    "sexagesimal": "seed: 1" + ":59" * 20_000,
+    "null": "name: \0",
+    "too large": "a: " + "x" * MAX_JOB_BYTES,
+}
+TOML = {
+    "depth": "a = " + "[" * 20_000,
+    "tables": "a = " + "{b=" * 20_000,
+    "long integer": "seed = " + "9" * 60_000,
+    "no key": "a = '''\n" + "a" + " " * 60_000 + "b\n'''",
+    "no dots": "a = '''\n" + "a" * 60_000 + "\n'''",
+    "dotted": ".".join("a" * 9000) + " = 1",
+}
+
+
+def measured(act: Callable[[], object]) -> tuple[float, int]:
+    """CPU seconds of the fastest of three tries; peak bytes."""
+    seconds = []
+    for _ in range(3):
+        began = time.process_time()
+        act()
+        seconds.append(time.process_time() - began)
+    tracemalloc.start()
+    try:
+        act()
+        return min(seconds), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"),
+    [
+        *(pytest.param("yaml", text, id=f"yaml {name}") for name, text in YAML.items()),
+        *(pytest.param("toml", text, id=f"toml {name}") for name, text in TOML.items()),
+    ],
+)
+def test_hostile_files(
+    suffix: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = tmp_path / f"job.{suffix}"
+    job.write_text(text)
+
+    def refuse() -> None:
+        with pytest.raises(InvalidInput):
+            load_job(job)
+
+    seconds, peak = measured(refuse)
+    print(f"\n{len(text)} characters: {seconds * 1e3:.1f} ms, {peak >> 10} KiB")
+    assert seconds < MAX_SECONDS
+    assert peak < MAX_BYTES
+    assert [path.name for path in tmp_path.iterdir()] == [job.name]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("[" * 200_000, id="arrays"),
+        pytest.param('{"student":' * 20_000, id="objects"),
+        pytest.param('{"name":"' + "x" * (300 << 10) + '"}', id="too large"),
+        pytest.param('{"seed":' + "9" * 200_000 + "}", id="long integer"),
+        pytest.param('{"seed":1e999999999}', id="infinity"),
+        pytest.param('{"student":{"model":"\\ud800"},"data":{"path":"x"}}', id="surrogate"),
+        pytest.param('{"name":"a","name":"b"}', id="twice"),
+        pytest.param("\0", id="null"),
+        pytest.param("", id="empty"),
+    ],
+)
+def test_hostile_json_to_the_server(text: str, tmp_path: Path) -> None:
+    with open_database(tmp_path / "server.sqlite") as connection:
+        (tmp_path / "runs").mkdir()
+        store = Store(connection, on_change=lambda job_id: None)
+        control = JobControl(store, tmp_path / "runs", wake=lambda: None)
+
+        def refuse() -> None:
+            with pytest.raises(InvalidInput) as caught:
+                control.submit(text, "", "")
+            assert len(caught.value.message) < 10_000
+
+        seconds, peak = measured(refuse)
+    print(f"\n{len(text)} characters: {seconds * 1e3:.1f} ms, {peak >> 10} KiB")
+    assert seconds < MAX_SECONDS
+    assert peak < MAX_BYTES
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_job_that_tries_to_run_commands_runs_none(tmp_path: Path) -> None:
+    """A real server, its real trainer, and every text of a job a command."""
+    canaries = tmp_path / "canaries"
+    canaries.mkdir()
+    site = tmp_path / "site"
+    site.mkdir()
+    # Where PYTHONPATH reaches a trainer, Python runs this before anything else.
+    (site / "sitecustomize.py").write_text(
+        "import sys, pathlib\n"
+        f"if 'student_trainer' in ' '.join(sys.orig_argv):\n"
+        f"    pathlib.Path({str(canaries)!r}, 'path').touch()\n"
+    )
+
+    def command(name: str) -> str:
+        touch = f"touch {canaries}/{name}"
+        return f"--help; {touch}; $({touch}) `{touch}` | {touch} && {touch}\n{touch}\n"
+
+    values = {
+        "name": command("name")[:200],
+        "student": {"model": command("model"), "revision": command("revision")},
+        "data": {
+            "path": command("data") + ".jsonl",
+            "template": command("template") + "{prompt.__class__}",
+            "prompt_column": command("column"),
+            "split": command("split"),
+        },
+        "max_steps": 1,
+    }
+    job_file = tmp_path / "job.yaml"
+    job_file.write_text(json.dumps(values))
+    runs = tmp_path / "runs"
+    variables = {"PYTHONPATH": site, "LD_PRELOAD": "", "HF_ENDPOINT": "http://127.0.0.1:1"}
+    with (
+        server(runs, "--retries", "0", variables=variables) as program,
+        DistillClient(program.address) as client,
+    ):
+        job = client.submit(load_job(job_file).config, config_text=job_file.read_text())
+        job = client.wait(job.id, timeout=120)
+    assert job.state is JobState.FAILED
+    # It was the trainer that refused, so it was started.
+    assert "no such file" in job.reason
+    assert RunDirectory(runs / job.id).log_file(1).exists()
+    assert list(canaries.iterdir()) == []
