@@ -1,0 +1,130 @@
+"""A vLLM model: its pooling runner gives the hidden states, our head in its worker the rows.
+
+vLLM batches, pages and splits long prompts; what it has in its prefix cache is not computed again.
+A cached token has no hidden state any more, though: where the cache reaches into the rows that are
+wanted, those are scored by a second, shorter request that does not read it. Together the two
+compute each token once, as without a cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from clients.score_query import ScoreQuery, tokenizer_fingerprint
+from protos.errors import DistillError
+from protos.rows import RowBlock, concatenate
+from teacher_service.engines.base import EngineInfo, fingerprint_of
+from teacher_service.engines.vllm_process import VllmProcess, require_vllm
+from teacher_service.engines.vllm_wire import decode_answer, part_of, query_fields
+from teacher_service.language_model import load_model, load_vocabulary, not_loaded
+from teacher_service.linear_head import HeadTensors, find_head
+from teacher_service.model_files import file_facts, model_directory
+
+_WORKER = "teacher_service.engines.vllm_worker.ScoringWorker"
+
+
+class VllmEngine:
+    """Any causal language model of transformers and vLLM whose head is one linear layer."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "auto",
+        tensor_parallel_size: int = 1,
+        gpu_memory_share: float = 0.9,
+        max_batch_tokens: int = 16384,
+    ) -> None:
+        require_vllm()
+        path = model_directory(model)
+        skeleton = load_model(path, dtype=dtype, device="meta")
+        head = find_head(skeleton, path)
+        options = {
+            "model": str(path),
+            "dtype": str(skeleton.dtype).removeprefix("torch."),
+            "tensor_parallel_size": tensor_parallel_size,
+            "gpu_memory_utilization": gpu_memory_share,
+            "max_num_batched_tokens": max_batch_tokens,
+            "max_num_seqs": min(256, max_batch_tokens),
+            "worker_cls": _WORKER,
+            "additional_config": {"head": [head.weight, head.bias], "teacher_pid": os.getpid()},
+        }
+        try:
+            self._vllm = VllmProcess(options)
+        except (ValueError, RuntimeError) as error:
+            raise not_loaded(path, f"vLLM: {error}") from error
+        cache = self._vllm.config.cache_config
+        self._block = cache.block_size if cache.enable_prefix_caching else None
+        self.info = self._describe(model, path, head)
+
+    def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
+        return self._vllm.run(self._score(queries))
+
+    def close(self) -> None:
+        self._vllm.close()
+
+    async def _score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
+        answers = await asyncio.gather(
+            *(self._rows(query) for query in queries), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, DistillError):
+                raise answer
+        return [a for a in answers if isinstance(a, RowBlock | DistillError)]
+
+    async def _rows(self, query: ScoreQuery) -> RowBlock:
+        # A prefix shorter than a block is never in the cache.
+        useful = self._block is not None and query.start > self._block
+        block = await self._ask(query, read_cache=useful)
+        missing = query.rows - len(block)
+        if not missing:
+            return block
+        first = part_of(query, query.start, query.start + missing)
+        return concatenate([await self._ask(first, read_cache=False), block])
+
+    async def _ask(self, query: ScoreQuery, *, read_cache: bool) -> RowBlock:
+        """The last rows of `query`: all that need no state of a cached token."""
+        # The last token predicts nothing.
+        prompt = query.token_ids[:-1].tolist()
+        pooled = await self._vllm.pool(prompt, query_fields(query), read_cache=read_cache)
+        answer = decode_answer(pooled)
+        if isinstance(answer, DistillError):
+            raise answer
+        if query.head_ids is not None:
+            answer = replace(answer, head_ids=query.head_ids[-len(answer) :])
+        return answer
+
+    def _describe(self, model: str, path: Path, head: HeadTensors) -> EngineInfo:
+        tokens = load_vocabulary(path)
+        config = self._vllm.config
+        dtype = str(config.model_config.dtype).removeprefix("torch.")
+        facts = {
+            **file_facts(path),
+            "tokenizer": tokenizer_fingerprint(tokens),
+            "dtype": dtype,
+            "engine": "vllm",
+            "device": config.device_config.device_type,
+            "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+            "attention": self._vllm.call_worker("attention_backends"),
+            "kv_cache": config.cache_config.cache_dtype,
+            "prefix_caching": config.cache_config.enable_prefix_caching,
+            "vllm": self._vllm.version,
+            "torch": torch.__version__,
+        }
+        return EngineInfo(
+            model=model,
+            fingerprint=fingerprint_of(facts),
+            tokenizer_fingerprint=tokenizer_fingerprint(tokens),
+            vocabulary=tokens,
+            vocab_size=head.vocab_size,
+            max_length=config.model_config.max_model_len,
+            dtype=dtype,
+            name="vllm",
+            batch_invariant=False,
+        )

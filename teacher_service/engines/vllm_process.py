@@ -1,0 +1,163 @@
+"""vLLM's own processes: started, asked, watched, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import importlib.util
+import itertools
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from protos.errors import InvalidInput, Unavailable
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_TASK = "token_embed"
+_WATCH_SECONDS = 0.2
+_DEATH_EXIT_CODE = 1
+# vLLM takes about 5 s by itself; then it is killed.
+_SHUTDOWN_SECONDS = 15.0
+_ENVIRONMENT = {
+    # A process that has threads must not be forked.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # On CPUs as many threads as --threads says, on any core.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class VllmProcess:
+    """One vLLM engine with `options` (of its AsyncEngineArgs), as a pooling model.
+
+    When a process of it dies, this one ends too, with exit code 1: a supervisor starts it again.
+    Raises ValueError for options that cannot work, RuntimeError when vLLM does not start; what it
+    logs goes to stderr.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        self._ids = itertools.count()
+        self._closing = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+        with _stdout_on_stderr():
+            self._llm = self.run(_start(options))
+        self.config = self._llm.vllm_config
+        self.version: str = sys.modules["vllm"].__version__
+        atexit.register(self.close)
+        threading.Thread(target=self._watch, name="vllm-watch", daemon=True).start()
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Await `work` in the event loop of this engine."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def pool(
+        self, token_ids: Sequence[int], fields: Mapping[str, Any], *, read_cache: bool
+    ) -> Tensor:
+        """What the worker's pooler makes of the tokens. Raises Unavailable when vLLM is dead."""
+        from vllm import PoolingParams
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        params = PoolingParams(
+            task=_TASK, extra_kwargs=dict(fields), skip_reading_prefix_cache=not read_cache
+        )
+        stream = self._llm.encode(tokens_input(list(token_ids)), params, str(next(self._ids)))
+        try:
+            async for output in stream:
+                pooled: Tensor = output.outputs.data
+        except EngineDeadError as error:
+            raise Unavailable(
+                "the teacher's vLLM process died", hint="the teacher ends; start it again"
+            ) from error
+        return pooled
+
+    def call_worker(self, method: str) -> Any:
+        """The first worker's answer."""
+        return self.run(self._llm.collective_rpc(method))[0]
+
+    def close(self) -> None:
+        """End vLLM's processes; done at exit too."""
+        if not self._closing:
+            self._closing = True
+            self.run(self._end())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    async def _end(self) -> None:
+        self._llm.shutdown(timeout=_SHUTDOWN_SECONDS)
+        cancelled = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*cancelled, return_exceptions=True)
+
+    def _watch(self) -> None:
+        """vLLM can be dead while nobody asks, and can leave who asked without an answer."""
+        while not self._llm.errored:
+            time.sleep(_WATCH_SECONDS)
+        if self._closing:
+            return
+        log.critical("a process of vLLM died; this teacher ends, start it again")
+        os._exit(_DEATH_EXIT_CODE)
+
+
+def require_vllm() -> None:
+    """Raises InvalidInput where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise InvalidInput(
+            "vllm is not installed here",
+            field="--engine",
+            hint="pip install 'distill-service[vllm]', or use --engine hf",
+        )
+
+
+async def _start(options: Mapping[str, Any]) -> Any:
+    from vllm.config import PoolerConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    # Ctrl-C reaches every process of the terminal: we end vLLM ourselves, after the last row. Its
+    # processes inherit what this thread does not hear.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    arguments = AsyncEngineArgs(
+        **options,
+        runner="pooling",
+        convert="embed",
+        pooler_config=PoolerConfig(task=_TASK, seq_pooling_type="LAST", tok_pooling_type="ALL"),
+        # As long as memory allows, at most what the model was made for.
+        max_model_len=-1,
+        skip_tokenizer_init=True,
+        trust_remote_code=False,
+        load_format="safetensors",
+        # Prompts, not single tokens: there is nothing for captured graphs to win.
+        enforce_eager=True,
+        disable_log_stats=True,
+    )
+    return AsyncLLM.from_engine_args(arguments)
+
+
+@contextmanager
+def _stdout_on_stderr() -> Iterator[None]:
+    """Our stdout is read by programs; libraries of vLLM's processes print to theirs."""
+    sys.stdout.flush()
+    ours = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(ours, 1)
+        os.close(ours)

@@ -1,0 +1,62 @@
+"""Queries on their way into vLLM's worker process, and answers on their way out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clients.score_query import ScoreQuery
+from protos.errors import DistillError, error_of
+from protos.rows import RowBlock, decode_rows, encode_rows
+
+
+def query_fields(query: ScoreQuery) -> dict[str, Any]:
+    """Plain values and bytes: all that a request of vLLM can carry."""
+    head_ids = query.head_ids
+    return {
+        "token_ids": query.token_ids.astype("<i4").tobytes(),
+        "start": query.start,
+        "top_k": query.top_k,
+        "head_ids": None if head_ids is None else head_ids.astype("<i4").tobytes(),
+        "temperature": query.temperature,
+    }
+
+
+def query_of(fields: Mapping[str, Any]) -> ScoreQuery:
+    token_ids = np.frombuffer(fields["token_ids"], "<i4")
+    head_ids = None
+    if fields["head_ids"] is not None:
+        rows = len(token_ids) - fields["start"]
+        head_ids = np.frombuffer(fields["head_ids"], "<i4").reshape(rows, -1)
+    return ScoreQuery(token_ids, fields["start"], fields["top_k"], head_ids, fields["temperature"])
+
+
+def part_of(query: ScoreQuery, first: int, end: int) -> ScoreQuery:
+    """The query for rows [first, end) of `query` alone."""
+    head_ids = query.head_ids
+    if head_ids is not None:
+        head_ids = head_ids[first - query.start : end - query.start]
+    return replace(query, token_ids=query.token_ids[:end], start=first, head_ids=head_ids)
+
+
+def encode_answer(answer: RowBlock | DistillError) -> Tensor:
+    """uint8 [n]; head ids that came with the query stay where they are."""
+    if isinstance(answer, RowBlock):
+        data = encode_rows(answer, f32=True)
+    else:
+        fault = {"message": answer.message, "field": answer.field, "hint": answer.hint}
+        data = json.dumps({"code": answer.code, **fault}).encode()
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def decode_answer(data: Tensor) -> RowBlock | DistillError:
+    raw = data.numpy().data
+    if raw[0] == ord("{"):
+        return error_of(**json.loads(bytes(raw)))
+    return decode_rows(raw)

@@ -1,0 +1,180 @@
+"""The part of the vLLM engine that runs inside vLLM's worker process: the scoring head, where
+other models pool. Hidden states never leave the device; rows do.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.model_executor.layers.pooler import PoolingParamsUpdate
+from vllm.platforms import current_platform
+
+from clients.score_query import ScoreQuery
+from protos.errors import Corrupt
+from protos.rows import RowBlock, concatenate
+from teacher_service.engines.vllm_wire import encode_answer, part_of, query_of
+from teacher_service.head import Head
+from teacher_service.model_files import weight_files
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as _Worker
+
+TASK = "token_embed"
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class ScoringWorker(_Worker):  # type: ignore[misc]
+    """vLLM's worker of this platform, with the whole head on the first device.
+
+    It is loaded before vLLM measures the free memory, so it counts in the memory share: V x H
+    values, on one device however many share the body.
+    """
+
+    def load_model(self, **options: Any) -> None:
+        ours = self.vllm_config.additional_config
+        _die_with(ours["teacher_pid"])
+        super().load_model(**options)
+        head = None
+        if self.rank == 0:  # the others' output is never read
+            weight, bias = ours["head"]
+            path, dtype = Path(self.model_config.model), self.model_config.dtype
+            head = Head(
+                _read_tensor(path, weight).to(self.device, dtype),
+                None if bias is None else _read_tensor(path, bias).to(self.device, dtype),
+            )
+        self.model_runner.get_model().pooler = RowPooler(head)
+
+    def attention_backends(self) -> list[str]:
+        """Which kernels compute attention: they decide the last digits of rows."""
+        backends = get_current_attn_backends(self.vllm_config)
+        return sorted(backend.get_name() for backend in backends)
+
+
+def _die_with(pid: int) -> None:
+    """A killed teacher cannot end vLLM's processes, and they would keep the device's memory; when
+    this one ends, vLLM ends the others.
+    """
+    teacher = os.pidfd_open(pid)
+
+    def wait() -> None:
+        select.select([teacher], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="teacher-watch", daemon=True).start()
+
+
+def _read_tensor(path: Path, name: str) -> Tensor:
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                tensor: Tensor = tensors.get_tensor(name)
+                return tensor
+    raise KeyError(name)
+
+
+class _Progress:
+    """The rows of a request so far: a long prompt is computed in several steps."""
+
+    def __init__(self, query: ScoreQuery) -> None:
+        self.query = query
+        self.first = query.start
+        self.answer: RowBlock | Corrupt | None = None
+
+    def add(self, first: int, answer: RowBlock | Corrupt) -> None:
+        """Rows from `first` on. A request that vLLM took back starts again: what comes twice
+        replaces what was there.
+        """
+        kept = self.answer
+        if isinstance(answer, Corrupt) or isinstance(kept, Corrupt):
+            self.answer = kept if isinstance(kept, Corrupt) else answer
+        elif kept is None or not self.first < first <= self.first + len(kept):
+            self.first, self.answer = first, answer
+        else:
+            self.answer = concatenate([kept.slice(0, first - self.first), answer])
+
+
+class RowPooler(torch.nn.Module):
+    """Takes the hidden states of each step, gives the encoded rows of the requests that end with
+    it.
+    """
+
+    def __init__(self, head: Head | None) -> None:
+        super().__init__()
+        self._head = head
+
+    def get_supported_tasks(self) -> set[str]:
+        return {TASK}
+
+    def get_pooling_updates(self, task: str) -> PoolingParamsUpdate:
+        return PoolingParamsUpdate()
+
+    def forward(self, hidden_states: Tensor, pooling_metadata: Any) -> list[Tensor | None]:
+        cursor = pooling_metadata.get_pooling_cursor()
+        finished = cursor.get_finished_mask()
+        if self._head is None:
+            return [_NOTHING if ends else None for ends in finished]
+        counts = cursor.num_scheduled_tokens_cpu.tolist()
+        requests = [
+            _progress(state, params, count)
+            for state, params, count in zip(
+                pooling_metadata.pooling_states,
+                pooling_metadata.pooling_params,
+                counts,
+                strict=True,
+            )
+        ]
+        chunks = torch.split(hidden_states, counts)
+        self._add(self._head, requests, chunks, cursor.seq_lens_cpu.tolist())
+        return [
+            _encoded(request) if ends else None
+            for request, ends in zip(requests, finished, strict=True)
+        ]
+
+    def _add(
+        self,
+        head: Head,
+        requests: Sequence[_Progress],
+        chunks: Sequence[Tensor],
+        seen: Sequence[int],
+    ) -> None:
+        """Score what each request's chunk decides: states that have seen tokens ..seen - 1."""
+        due, parts, states = [], [], []
+        for request, chunk, end in zip(requests, chunks, seen, strict=True):
+            first = max(request.query.start, end - len(chunk) + 1)
+            if first <= end:
+                due.append(request)
+                parts.append(part_of(request.query, first, end + 1))
+                states.append(chunk[len(chunk) - (end + 1 - first) :])
+        for request, part, answer in zip(due, parts, head.score(parts, states), strict=True):
+            request.add(part.start, answer)
+
+
+def _progress(state: Any, params: Any, count: int) -> _Progress:
+    if not hasattr(state, "progress"):
+        fields = params.extra_kwargs
+        # vLLM's own trial run, with which it measures memory, brings no query.
+        nothing = np.zeros(count + 1, np.int32)
+        state.progress = _Progress(query_of(fields) if fields else ScoreQuery(nothing, 1, top_k=1))
+    progress: _Progress = state.progress
+    return progress
+
+
+def _encoded(request: _Progress) -> Tensor:
+    answer = request.answer
+    assert answer is not None, "the last token's state is always computed"
+    if isinstance(answer, RowBlock) and request.query.head_ids is not None:
+        answer = replace(answer, head_ids=None)
+    return encode_answer(answer)

@@ -1,0 +1,38 @@
+"""A random Qwen3 that vLLM's CPU attention takes: its smallest head is 32 wide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.teacher.tiny_model import save_tokenizer
+
+VOCAB_SIZE = 500  # vLLM pads it to 512
+MAX_LENGTH = 1024
+
+
+def save_model(
+    path: Path, *, tied: bool = False, vocab_size: int = VOCAB_SIZE, hidden_size: int = 64
+) -> Path:
+    """Write weights, config and tokenizer to `path`; logits spread over about +-10 nats."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=tied,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight.normal_(std=0.5)
+        model.get_input_embeddings().weight.normal_(std=0.5)
+    model.save_pretrained(path)
+    save_tokenizer(path)
+    return path
