@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from clients.push_weights import push_weights
 from clients.score_query import ScoreQuery, request_of, tokenizer_fingerprint
 from clients.score_window import ScoreWindow
+from clients.teacher_info import TeacherInfo, TeacherLoad, info_of, load_of
 from clients.teacher_lane import CONNECT_SECONDS, SharedIdentity, TeacherLane, lives
 from protos import teacher_pb2
 from protos.errors import DistillError, Forbidden, InvalidInput, Unauthenticated, Unavailable
@@ -35,22 +36,6 @@ MAX_PREFETCH_BYTES = 256 << 20
 # A teacher at work on one huge batch sends nothing, but lives: it gets so many times the patience.
 _BUSY_FACTOR = 10
 _ENVELOPE_BYTES = 1024
-
-
-@dataclass(frozen=True)
-class TeacherInfo:
-    """What GetInfo says; see teacher.proto."""
-
-    model: str
-    fingerprint: str
-    version: int
-    tokenizer_fingerprint: str
-    vocab_size: int
-    max_top_k: int
-    max_length: int
-    dtype: str
-    engine: str
-    batch_invariant: bool
 
 
 class TeacherClient:
@@ -118,13 +103,21 @@ class TeacherClient:
         for lane in self._lanes:
             try:
                 # The caller compares its student with this one; no other may take its place.
-                found = _info_of(lane.get_info())
+                found = info_of(lane.get_info())
             except grpc.RpcError as error:
                 fault = self._unavailable(error, lane)
                 log.warning("%s", fault)
         if found is None:
             raise fault
         return found
+
+    def load(self) -> TeacherLoad:
+        """What the first teacher does now, and did since its start. Raises Unavailable."""
+        [lane, *_] = self._lanes
+        try:
+            return load_of(lane.ask())
+        except grpc.RpcError as error:
+            raise self._unavailable(error, lane) from error
 
     def vocabulary(self) -> list[str]:
         """The tokens by id. Raises Unavailable."""
@@ -166,7 +159,7 @@ class TeacherClient:
                 raise fault_of(error, lane.name) from error
             self._identity.adopt(reply.fingerprint, reply.version)
             self._window.ask_again()
-        return replace(_info_of(info), fingerprint=reply.fingerprint, version=reply.version)
+        return replace(info_of(info), fingerprint=reply.fingerprint, version=reply.version)
 
     def close(self) -> None:
         """End at once; unfinished futures are cancelled."""
@@ -248,18 +241,3 @@ def _require_sendable(query: ScoreQuery) -> None:
             field="head_ids",
             hint="score fewer positions, or fewer head ids a position",
         )
-
-
-def _info_of(message: teacher_pb2.TeacherInfo) -> TeacherInfo:
-    return TeacherInfo(
-        model=message.model,
-        fingerprint=message.fingerprint,
-        version=message.version,
-        tokenizer_fingerprint=message.tokenizer_fingerprint,
-        vocab_size=message.vocab_size,
-        max_top_k=message.max_top_k,
-        max_length=message.max_length,
-        dtype=message.dtype,
-        engine=message.engine,
-        batch_invariant=message.batch_invariant,
-    )

@@ -17,6 +17,7 @@ from clients.cli import (
     logs_and_files,
     run,
     submit,
+    teacher_commands,
     token,
 )
 from clients.cli.output import Output
@@ -61,6 +62,7 @@ app.command("cancel")(job_commands.cancel)
 app.command("resume")(job_commands.resume)
 app.command("pull")(logs_and_files.pull)
 app.add_typer(config_commands.app, name="config")
+app.add_typer(teacher_commands.app, name="teacher")
 app.command("doctor")(doctor.doctor)
 app.command("token")(token.token)
 app.command("demo")(demo.demo)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import time
 import urllib.request
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from clients.cli.app import main
 from clients.score_query import ScoreQuery, request_of
 from clients.teacher_client import TeacherClient
-from protos import teacher_pb2, teacher_pb2_grpc
+from protos import teacher_pb2_grpc
 from protos.errors import Corrupt, ExitCode, InvalidInput
 from tests.teacher.conftest import StartTeacher
 from tests.teacher.processes import TeacherProcess
@@ -128,3 +125,28 @@ def test_a_taken_metrics_port_is_one_sentence(start_teacher: StartTeacher) -> No
     assert done.returncode == ExitCode.USAGE
     assert done.stderr.startswith("error: --metrics-port: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_distill_teacher_info(
+    start_teacher: StartTeacher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = start_teacher(*FAKE, "vocab=64", "--cache-dir", str(tmp_path / "rows"))
+    with TeacherClient(teacher.address) as client:
+        for number in (1, 2, 1):
+            client.submit(query(number)).result(WAIT)
+        known = client.info()
+    assert main(["--json", "teacher", "info", teacher.address]) == ExitCode.OK
+    record = json.loads(capsys.readouterr().out)
+    assert main(["teacher", "info", teacher.address]) == ExitCode.OK
+    table = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert table == {key: str(value) for key, value in record.items()}
+    assert record["address"] == teacher.address
+    assert (record["engine"], record["dtype"], record["version"]) == ("fake", "float64", 0)
+    assert (record["fingerprint"], record["vocab_size"]) == (known.fingerprint, 64)
+    assert (record["scored_tokens"], record["forwards"]) == (38, 2)
+    assert record["queued_tokens"] == record["cancelled"] == 0
+    assert (record["cache_memory_hits"], record["cache_memory_misses"]) == (1, 2)
+    assert (record["cache_disk_hits"], record["cache_disk_misses"]) == (0, 2)
+    teacher.kill()
+    assert main(["--json", "teacher", "info", teacher.address]) == ExitCode.UNREACHABLE
+    assert json.loads(capsys.readouterr().err)["error"]["code"] == "UNAVAILABLE"
