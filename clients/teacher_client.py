@@ -100,15 +100,17 @@ class TeacherClient:
         them differ.
         """
         found: TeacherInfo | None = None
+        faults: list[DistillError] = []
         for lane in self._lanes:
             try:
                 # The caller compares its student with this one; no other may take its place.
                 found = info_of(lane.get_info())
             except grpc.RpcError as error:
-                fault = self._unavailable(error, lane)
-                log.warning("%s", fault)
+                faults.append(self._unavailable(error, lane))
         if found is None:
-            raise fault
+            raise faults[-1]
+        for fault in faults:
+            log.warning("%s", fault)
         return found
 
     def load(self) -> TeacherLoad:
