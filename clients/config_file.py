@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from clients.config import JobConfig
 from clients.config_lines import KeyPath, Parsed, SyntaxFault, parse
 from clients.config_problems import describe, fields, holds_text
+from clients.job_kinds import AnyJob, kind_of
 from protos.errors import InvalidInput
 
 MAX_BYTES = 64 << 10
@@ -26,7 +26,7 @@ class JobFile:
 
     path: Path
     text: str
-    config: JobConfig
+    config: AnyJob
     sources: Mapping[str, str]
 
 
@@ -67,16 +67,34 @@ def load_job(path: Path | str, overrides: Sequence[str] = ()) -> JobFile:
         raise InvalidInput(f"{path}: nested too deeply") from None
     if config is None or draft.problems:
         raise InvalidInput(_rendered(draft))
-    return JobFile(path, text, config, _sources(draft))
+    return JobFile(path, text, config, _sources(draft, config))
 
 
-def localized(config: JobConfig) -> JobConfig:
+# Keys that may name a file of this machine.
+FILE_KEYS: tuple[KeyPath, ...] = (
+    ("student", "model"),
+    ("data", "path"),
+    ("data", "eval_path"),
+    ("data", "tokenizer"),
+    ("teacher", "model"),
+)
+
+
+def localized(config: AnyJob) -> AnyJob:
     """Names of files that exist here, made absolute: a server has another working directory."""
-    data = config.data.model_copy(
-        update={"path": _absolute(config.data.path), "eval_path": _absolute(config.data.eval_path)}
-    )
-    student = config.student.model_copy(update={"model": _absolute(config.student.model)})
-    return config.model_copy(update={"data": data, "student": student})
+    for dotted, name in named_files(config):
+        table_name, key = dotted.split(".")
+        if Path(name).exists():
+            table = getattr(config, table_name)
+            made = table.model_copy(update={key: str(Path(name).absolute())})
+            config = config.model_copy(update={table_name: made})
+    return config
+
+
+def named_files(config: AnyJob) -> list[tuple[str, str]]:
+    """The keys that may name a file or directory of this machine, and what they say."""
+    said = [(key, getattr(getattr(config, key[0]), key[1], None)) for key in FILE_KEYS]
+    return [(".".join(key), name) for key, name in said if name]
 
 
 def parse_override(override: str) -> tuple[KeyPath, Any]:
@@ -136,7 +154,7 @@ def _apply(override: str, draft: _Draft) -> None:
     draft.overridden.add(path)
 
 
-def _validated(draft: _Draft) -> JobConfig | None:
+def _validated(draft: _Draft) -> AnyJob | None:
     try:
         # Strict, so that `top_k = true` is a mistake and not 1; as JSON, which knows no dates.
         document = json.dumps(draft.values, default=str)
@@ -144,11 +162,12 @@ def _validated(draft: _Draft) -> JobConfig | None:
         # Python writes no integer of more than 4300 digits; hexadecimal ones can be read.
         draft.problems.append(f"{draft.name}: an integer has thousands of digits")
         return None
+    kind = kind_of(draft.values)
     try:
-        return JobConfig.model_validate_json(document, strict=True)
+        return kind.model_validate_json(document, strict=True)
     except ValidationError as error:
         for detail in error.errors(include_url=False):
-            for path, message in describe(detail):
+            for path, message in describe(detail, kind):
                 parts = (draft.source(path), ".".join(path), message)
                 draft.problems.append(": ".join(filter(None, parts)))
         return None
@@ -161,10 +180,10 @@ def _rendered(draft: _Draft) -> str:
     return f"{draft.name}: {len(draft.problems)} problems{lines}"
 
 
-def _sources(draft: _Draft) -> Mapping[str, str]:
+def _sources(draft: _Draft, config: AnyJob) -> Mapping[str, str]:
     return {
         ".".join(path): draft.source(path) if _given(draft.values, path) else "default"
-        for path in fields()
+        for path in fields(type(config))
     }
 
 
@@ -174,7 +193,3 @@ def _given(values: Any, path: KeyPath) -> bool:
             return False
         values = values[part]
     return True
-
-
-def _absolute(name: str | None) -> str | None:
-    return str(Path(name).absolute()) if name and Path(name).exists() else name

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from clients.config import JobConfig
 from clients.config_lines import KeyPath
+from clients.job_kinds import KINDS
 
 
 def fields(model: type[BaseModel] = JobConfig, table: KeyPath = ()) -> Mapping[KeyPath, FieldInfo]:
@@ -34,36 +35,43 @@ def table_in(info: FieldInfo) -> type[BaseModel] | None:
 
 
 def holds_text(path: KeyPath) -> bool:
-    """Whether the key takes a string of any kind."""
-    info = fields().get(path)
-    return info is not None and (info.annotation is str or str in get_args(info.annotation))
+    """Whether the key takes a string of any kind, in any kind of job."""
+    found = (fields(kind).get(path) for kind in KINDS.values())
+    return any(str in (info.annotation, *get_args(info.annotation)) for info in found if info)
 
 
-def describe(error: ErrorDetails) -> Iterator[tuple[KeyPath, str]]:
-    """The keys that one pydantic error is about, and what is wrong with them."""
+def describe(
+    error: ErrorDetails, model: type[BaseModel] = JobConfig
+) -> Iterator[tuple[KeyPath, str]]:
+    """The keys that one pydantic error of `model` is about, and what is wrong with them."""
     path = tuple(str(part) for part in error["loc"])
     match error["type"]:
         case "missing":
-            for key, info in fields().items():
+            for key, info in fields(model).items():
                 if key[: len(path)] == path and info.is_required():
                     yield key, f"missing; {(info.description or '').rstrip('.')}"
         case "extra_forbidden":
-            yield path, f"unknown key{_suggestion(path)}"
+            yield path, f"unknown key{_suggestion(path, model)}"
         case "literal_error":
             expected = error["ctx"]["expected"].replace(" or ", ", ")
+            if path == ("method", "type"):
+                expected = ", ".join(map(repr, KINDS))
             among = "one of " if "," in expected else ""
             yield path, f"got {_shown(error['input'])}, expected {among}{expected}"
         case "model_type" | "model_attributes_type" | "dataclass_type":
             yield path, f"must be a table (got {_shown(error['input'])})"
         case _:
             message = error["msg"].replace("Input should be", "must be", 1)
+            message = message.removeprefix("Value error, ")
             yield path, f"{message} (got {_shown(error['input'])})"
 
 
-def _suggestion(path: KeyPath) -> str:
+def _suggestion(path: KeyPath, model: type[BaseModel]) -> str:
     """What the author of an unknown key may have meant."""
     table, name = path[:-1], path[-1]
-    keys = [*fields(), *((table_name,) for table_name in JobConfig.model_fields)]
+    keys = _keys(model)
+    if kinds := [repr(kind) for kind, other in KINDS.items() if path in _keys(other)]:
+        return f"; only a job with method.type = {' or '.join(kinds)} has it"
     here = [key[-1] for key in keys if key[:-1] == table]
     if near := difflib.get_close_matches(name, here, n=1, cutoff=0.75):
         return f"; did you mean '{near[0]}'?"
@@ -75,6 +83,10 @@ def _suggestion(path: KeyPath) -> str:
         meant = names[near[0]]
         return f"; did you mean '{'.'.join(meant if meant[:-1] != table else meant[-1:])}'?"
     return ""
+
+
+def _keys(model: type[BaseModel]) -> list[KeyPath]:
+    return [*fields(model), *((table,) for table in model.model_fields)]
 
 
 def _table_of(key: KeyPath) -> str:

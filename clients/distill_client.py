@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from clients.config import JobConfig
 from clients.download import Download
+from clients.job_kinds import AnyJob
 from clients.jobs import TERMINAL, Job, JobEvent, JobState
 from protos import distill_pb2 as pb
 from protos.channel import SERVER_TOKEN, open_channel
@@ -74,7 +74,7 @@ class DistillClient:
         self._channel.close()
 
     def submit(
-        self, config: JobConfig, *, config_text: str = "", idempotency_key: str | None = None
+        self, config: AnyJob, *, config_text: str = "", idempotency_key: str | None = None
     ) -> Job:
         """Queue a job. Submitting again under the same key returns the same job."""
         request = pb.SubmitJobRequest(

@@ -1,9 +1,9 @@
-"""The command that runs a trainer on a run directory: the same for `distill run` and the server.
+"""The command that runs a job's program on a run directory, for `distill run` and the server.
 
-The trainer reads job.json, tells its progress in status.json, and looks at control.json before
-every step. SIGTERM means the same as `stop = "checkpoint"`. It exits 0 when its verdict is
-"succeeded" or "cancelled", otherwise with the ExitCode of the fault that its status names (under
-`accelerate launch`: with 1).
+A capture's program is of the teacher, any other's is the trainer. It reads job.json, tells its
+progress in status.json, and looks at control.json before every step. SIGTERM means the same as
+`stop = "checkpoint"`. It exits 0 when its verdict is "succeeded" or "cancelled", otherwise with the
+ExitCode of the fault that its status names (under `accelerate launch`: with 1).
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from clients.capture_config import CaptureJob
+from clients.run_directory import RunDirectory
+
 
 def trainer_command(
     run: Path, *, attempt: int, processes: int, from_step: int | None = None
 ) -> list[str]:
     """One attempt's arguments; it resumes from the newest good checkpoint, or from `from_step`."""
-    trainer = ["student_trainer", str(run), "--attempt", str(attempt)]
+    captures = isinstance(RunDirectory(run).config(), CaptureJob)
+    program = "teacher_service.capture" if captures else "student_trainer"
+    trainer = [program, str(run), "--attempt", str(attempt)]
     if from_step is not None:
         trainer += ["--from-step", str(from_step)]
     if processes == 1:

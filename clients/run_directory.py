@@ -1,7 +1,7 @@
 """runs/<id>/: the only thing that a trainer shares with whoever started it.
 
     job.toml        the job file as its author wrote it (when there was one)
-    job.json        the resolved JobConfig
+    job.json        the resolved job
     status.json     the trainer's word: phase, step, and at the end the verdict
     control.json    the owner's word: stop, please
     metrics.jsonl   one object a step; after a resume it holds no step twice
@@ -24,7 +24,7 @@ from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter
 
-from clients.config import JobConfig
+from clients.job_kinds import AnyJob, parse_job
 from protos.errors import NotFound, WrongState
 
 Verdict = Literal["running", "succeeded", "failed", "cancelled"]
@@ -67,7 +67,7 @@ class RunDirectory:
 
     @classmethod
     def create(
-        cls, path: Path | str, config: JobConfig, config_text: str = "", suffix: str = ".toml"
+        cls, path: Path | str, config: AnyJob, config_text: str = "", suffix: str = ".toml"
     ) -> RunDirectory:
         """Make the directory and its job files; raises FileExistsError if it exists."""
         run = cls(path)
@@ -107,10 +107,10 @@ class RunDirectory:
     def log_file(self, attempt: int) -> Path:
         return self.logs(attempt) / "rank-0.log"
 
-    def config(self) -> JobConfig:
+    def config(self) -> AnyJob:
         """The resolved job; raises NotFound where there is none."""
         try:
-            return JobConfig.model_validate_json(self.job_json.read_text())
+            return parse_job(self.job_json.read_text())
         except FileNotFoundError as error:
             raise NotFound(
                 f"{self.path} is not a run directory", hint="it has no job.json"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from clients.config import JobConfig
+from clients.job_kinds import AnyJob
 from clients.jobs import Job, JobState
 from clients.run_directory import Control, RunDirectory, fsync_directory
 from clients.run_id import run_ids
@@ -100,7 +100,7 @@ class JobControl:
         self._wake()
         return resumed
 
-    def _make_run(self, job_id: str, config: JobConfig, config_text: str) -> None:
+    def _make_run(self, job_id: str, config: AnyJob, config_text: str) -> None:
         with _disk():
             RunDirectory.create(
                 self._runs / job_id, config, config_text, suffix=_suffix(config_text)
@@ -116,7 +116,7 @@ class JobControl:
             with _disk():
                 run.write_control(Control("now" if now else "checkpoint"))
 
-    def _extended(self, job: Job, max_steps: int) -> JobConfig:
+    def _extended(self, job: Job, max_steps: int) -> AnyJob:
         if max_steps <= job.step:
             raise InvalidInput(
                 f"the job has already made {job.step} steps", field="max_steps", hint="give more"

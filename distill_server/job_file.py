@@ -6,19 +6,28 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from clients.config import JobConfig
+from clients.capture_config import CaptureJob
+from clients.job_kinds import AnyJob, parse_job
 from protos.errors import InvalidInput
 
 
-def parse_config(config_json: str) -> JobConfig:
+def parse_config(config_json: str) -> AnyJob:
     """The job; raises InvalidInput that names the first field at fault and tells of the others."""
     try:
-        return JobConfig.model_validate_json(config_json)
+        job = parse_job(config_json)
     except ValidationError as error:
         problems = error.errors(include_url=False)
         others = [f"{_path(problem)}: {problem['msg']}" for problem in problems[1:]]
         message = "; ".join([problems[0]["msg"], *others])
         raise InvalidInput(message, field=_path(problems[0])) from error
+    if isinstance(job, CaptureJob) and job.method.store is not None:
+        # A job writes into its run directory, and nowhere else.
+        raise InvalidInput(
+            "a server keeps the rows in the job's own directory",
+            field="method.store",
+            hint="leave it out; distill pull fetches them",
+        )
+    return job
 
 
 def _path(problem: Any) -> str:

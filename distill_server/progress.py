@@ -19,6 +19,8 @@ def status_of(run: RunDirectory, attempt: int) -> Status | None:
 def progress_changes(job: Job, status: Status | None, points: Sequence[Point]) -> list[Change]:
     """The events of a look at an attempt that was PREPARING, RUNNING or CANCELLING."""
     changes = []
+    if status is not None and status.max_steps and not job.max_steps:
+        changes.append(Change(max_steps=status.max_steps))
     phase = status.phase if status is not None else job.phase
     started = bool(points) or (status is not None and bool(status.phase or status.step))
     if job.state is JobState.PREPARING and started:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.config import JobConfig
+from clients.job_kinds import parse_job, processes_of
 from clients.jobs import Job, JobState
 from clients.metrics_tail import MetricsTail, Point
 from clients.run_directory import Control, RunDirectory, Status, replace_file
@@ -112,13 +112,13 @@ class Scheduler:
             job.id, Change(JobState.PREPARING, reason="", phase="starting the trainer")
         )
         try:
-            config = JobConfig.model_validate_json(job.config_json)
+            config = parse_job(job.config_json)
             replace_file(run.job_json, config.model_dump_json(indent=2) + "\n")
             run.write_control(Control())
             self._runner.start(
                 run,
                 attempt=attempt.number,
-                processes=config.train.processes,
+                processes=processes_of(config),
                 from_step=attempt.from_step,
             )
         except (OSError, ValueError) as error:

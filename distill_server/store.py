@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from clients.config import JobConfig
+from clients.job_kinds import AnyJob
 from clients.jobs import TERMINAL, TRANSITIONS, Job, JobEvent, JobState
 from distill_server.database import transaction
 from protos.errors import InvalidInput, NotFound, WrongState
@@ -38,12 +38,15 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of a job, and one event of it. None: as before; `metrics` are of `step`."""
+    """What becomes of a job, and one event of it. None: as before; `metrics` are of `step`,
+    `max_steps` of a job that does not say it itself.
+    """
 
     state: JobState | None = None
     reason: str | None = None
     phase: str | None = None
     step: int | None = None
+    max_steps: int | None = None
     metrics: Mapping[str, float] | None = None
 
 
@@ -72,7 +75,7 @@ class Store:
             )
         return self.job(row["job_id"])
 
-    def add(self, job_id: str, config: JobConfig, idempotency_key: str) -> Job:
+    def add(self, job_id: str, config: AnyJob, idempotency_key: str) -> Job:
         """Put a new job at the end of the queue; an empty key is none."""
         config_json = config.model_dump_json()
         with transaction(self._db):
@@ -184,7 +187,7 @@ class Store:
         change: Change,
         *,
         last: bool,
-        config: JobConfig | None = None,
+        config: AnyJob | None = None,
     ) -> Job:
         """A further attempt, in the job's old place of the queue or as its last.
 
@@ -217,6 +220,7 @@ class Store:
             "reason": job.reason if change.reason is None else change.reason[:_REASON_CHARS],
             "phase": job.phase if change.phase is None else change.phase[:_PHASE_CHARS],
             "step": job.step if change.step is None else change.step,
+            "max_steps": job.max_steps if change.max_steps is None else change.max_steps,
             "metrics": json.dumps(dict(job.metrics if change.metrics is None else change.metrics)),
             "started_at": job.started_at or (now if state is JobState.PREPARING else 0.0),
             "ended_at": now if state in TERMINAL else 0.0,
@@ -233,7 +237,7 @@ class Store:
             f"INSERT INTO events (job_id, {_EVENT_FIELDS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 *(job_id, values["last_seq"], now, state, values["reason"], values["phase"]),
-                *(job.attempt, values["step"], job.max_steps),
+                *(job.attempt, values["step"], values["max_steps"]),
                 json.dumps(dict(change.metrics or {})),
             ),
         )

@@ -47,6 +47,7 @@ def main() -> int:
     end_with_launcher()
     run = RunDirectory(options.run)
     config = run.config()
+    assert isinstance(config, JobConfig), "launch.py starts the program of each kind"
     progress = Progress(
         run,
         attempt=options.attempt,

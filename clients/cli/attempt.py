@@ -15,6 +15,7 @@ from clients.cli.display import display
 from clients.cli.follow import RunFollower
 from clients.cli.output import Output
 from clients.cli.progress import Progress
+from clients.job_kinds import processes_of
 from clients.jobs import JobState
 from clients.launch import trainer_command
 from clients.run_directory import Control, RunDirectory
@@ -32,7 +33,7 @@ def run_attempt(run: RunDirectory, attempt: int, output: Output) -> tuple[Progre
     progress = Progress(run.path.name, attempt=attempt, max_steps=config.max_steps)
     follower = RunFollower(run, attempt, config.max_steps)
     with (
-        _trainer(run, attempt, config.train.processes) as trainer,
+        _trainer(run, attempt, processes_of(config)) as trainer,
         _Wishes(run, output) as wishes,
         display(output, progress) as shown,
     ):

@@ -36,9 +36,11 @@ def show(context: typer.Context, job: JobFileArgument, sets: SetOption = None) -
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of job files, for editors."""
-    from clients.config import JobConfig
+    from pydantic import TypeAdapter
 
-    print(json.dumps(JobConfig.model_json_schema(), indent=2))
+    from clients.job_kinds import AnyJob
+
+    print(json.dumps(TypeAdapter(AnyJob).json_schema(), indent=2))
 
 
 def print_values(output: Output, file: JobFile) -> None:

@@ -133,6 +133,7 @@ def _make_models(place: Path, services: Services, output: Output) -> float:
 
 
 def _train(place: Path, server: str, teacher: str, output: Output) -> tuple[JobConfig, Progress]:
+    from clients.config import JobConfig
     from clients.config_file import load_job
     from clients.distill_client import DistillClient
 
@@ -152,6 +153,7 @@ def _train(place: Path, server: str, teacher: str, output: Output) -> tuple[JobC
             progress = _watched(client, job_id, place, output)
         with output.stage("pulling the trained student"):
             client.pull(job_id, place / "export")
+    assert isinstance(file.config, JobConfig)
     return file.config, progress
 
 

@@ -68,6 +68,8 @@ class Progress:
             )
             if name in known
         ]
+        if "bytes" in known:
+            shown.append(("stored", size(known["bytes"])))
         if known.get("time/step") and "time/teacher_wait" in known:
             shown.append(("wait", f"{known['time/teacher_wait'] / known['time/step']:.0%}"))
         if self.seconds_left is not None:
@@ -93,6 +95,15 @@ def sparkline(history: Sequence[float], *, width: int = 60, unicode: bool = True
     low, high = min(values), max(values)
     scale = (len(levels) - 1) / (high - low) if high > low else 0.0
     return "".join(levels[round((value - low) * scale)] for value in values)
+
+
+def size(count: float) -> str:
+    """`512 B`, `1.2 MiB`, `340 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
 
 
 def duration(seconds: float) -> str:

@@ -22,7 +22,7 @@ from protos.errors import (
 )
 
 if TYPE_CHECKING:
-    from clients.config import JobConfig
+    from clients.job_kinds import AnyJob
     from clients.run_directory import RunDirectory, Status
 
 
@@ -40,12 +40,15 @@ def run(
     output = settings_of(context).output
     if bool(job) == bool(resume):
         raise InvalidInput("give a job file or --resume DIR", hint="see distill run --help")
-    if resume:
-        found, attempt = _reopened(Path(resume), max_steps_of(sets or []))
-    else:
-        found, attempt = _made(job, overrides(sets, name), Path(runs)), 1
-    output.say(f"run directory {found.path}")
-    return _attempted(found, attempt, output, remove_if_refused=not resume)
+    if not resume:
+        return run_new(job, overrides(sets, name), Path(runs), output)
+    found, attempt = _reopened(Path(resume), max_steps_of(sets or []))
+    return _attempted(found, attempt, output, remove_if_refused=False)
+
+
+def run_new(job: str, chosen: list[str], runs: Path, output: Output) -> ExitCode:
+    """The first attempt at a job of a file, in a new directory of `runs`."""
+    return _attempted(_made(job, chosen, runs), 1, output, remove_if_refused=True)
 
 
 def _attempted(
@@ -54,13 +57,14 @@ def _attempted(
     from clients.cli.attempt import run_attempt
     from clients.cli.display import conclude
 
+    output.say(f"run directory {run.path}")
     progress, code = run_attempt(run, attempt, output)
     status = run.read_status()
     if remove_if_refused and status is not None and _refused(status):
         # Nothing happened yet: a directory that cannot be resumed would only be in the way.
         shutil.rmtree(run.path)
         raise _fault(status.error)(status.reason)
-    conclusion = conclude(output, progress, run=run.path)
+    conclusion = conclude(output, progress, **_made_by(run))
     if conclusion is ExitCode.JOB_FAILED:
         output.say(f"its log: {run.log_file(attempt)}")
     if conclusion is not ExitCode.OK:
@@ -69,18 +73,37 @@ def _attempted(
     return code if code in (ExitCode.INTERRUPTED, ExitCode.WRONG_STATE) else conclusion
 
 
+def _made_by(run: RunDirectory) -> dict[str, Path]:
+    from clients.capture_config import CaptureJob
+
+    config = run.config()
+    if isinstance(config, CaptureJob):
+        return {"run": run.path, "store": config.method.store_in(run.path)}
+    return {"run": run.path}
+
+
 def _made(job: str, chosen: list[str], runs: Path) -> RunDirectory:
     from clients.config_file import load_job, localized
     from clients.run_directory import RunDirectory
     from clients.run_id import run_ids
 
     file = load_job(job, chosen)
-    config = localized(file.config)
+    config = _stored_absolute(localized(file.config))
     require_files(config)
     for name in run_ids(config.method.type, config.name):
         with suppress(FileExistsError):
             return RunDirectory.create(runs / name, config, file.text, file.path.suffix.lower())
     raise AssertionError("there is always another id")
+
+
+def _stored_absolute(config: AnyJob) -> AnyJob:
+    """A resume may be from another directory."""
+    from clients.capture_config import CaptureJob
+
+    if not isinstance(config, CaptureJob) or config.method.store is None:
+        return config
+    store = str(Path(config.method.store).absolute())
+    return config.model_copy(update={"method": config.method.model_copy(update={"store": store})})
 
 
 def _reopened(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
@@ -111,13 +134,11 @@ def _new_attempt(run: RunDirectory, status: Status | None) -> int:
     return attempt
 
 
-def require_files(config: JobConfig) -> None:
+def require_files(config: AnyJob) -> None:
     """What is a path by its looks must exist; the rest may be hub ids. Raises InvalidInput."""
-    for key, name in (
-        ("student.model", config.student.model),
-        ("data.path", config.data.path),
-        ("data.eval_path", config.data.eval_path or ""),
-    ):
+    from clients.config_file import named_files
+
+    for key, name in named_files(config):
         data_file = key.startswith("data.") and name.endswith((".jsonl", ".parquet"))
         looks_local = name.startswith(("/", "./", "../", "~")) or data_file
         if looks_local and not Path(name).exists():

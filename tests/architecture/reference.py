@@ -12,8 +12,13 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from clients.capture_config import CaptureJob
 from clients.config import JobConfig
 from clients.config_problems import table_in
+
+CAPTURE = """\
+A capture (`method.type = "capture"`) has no tables but `student`, `teacher`, `data` and `method`. Of
+their keys these are its own:"""
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- reference: begin -->\n", "<!-- reference: end -->"
@@ -33,7 +38,10 @@ def rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def table() -> str:
-    lines = ["| key | default | |", "|---|---|---|", *rows(JobConfig)]
+    head = ["| key | default | |", "|---|---|---|"]
+    training = [*rows(JobConfig)]
+    others = [row for row in rows(CaptureJob) if row not in training]
+    lines = [*head, *training, "", CAPTURE, "", *head, *others]
     return "".join(line.replace("||", "\\|\\|") + "\n" for line in lines)
 
 

@@ -107,8 +107,9 @@ def test_config_commands(capsys: Capture, job_file: Callable[..., str]) -> None:
     rows = json.loads(capsys.readouterr().out)["values"]
     assert {"key": "seed", "value": 0, "source": "default"} in rows
     assert main(["config", "schema"]) == 0
-    schema = json.loads(capsys.readouterr().out)
-    assert schema["properties"]["max_steps"]["description"] == "Optimizer steps."
+    kinds = json.loads(capsys.readouterr().out)["$defs"]
+    assert kinds["JobConfig"]["properties"]["max_steps"]["description"] == "Optimizer steps."
+    assert "max_steps" not in kinds["CaptureJob"]["properties"]
 
 
 def test_dry_run_needs_no_server(capsys: Capture, job_file: Callable[..., str]) -> None:

@@ -1,0 +1,38 @@
+"""The kinds of jobs: `method.type` says which model reads a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from pydantic_core import from_json
+
+from clients.capture_config import CaptureJob
+from clients.config import JobConfig
+
+AnyJob: TypeAlias = JobConfig | CaptureJob
+KINDS: Mapping[str, type[JobConfig] | type[CaptureJob]] = {
+    "on_policy": JobConfig,
+    "capture": CaptureJob,
+}
+
+
+def processes_of(job: AnyJob) -> int:
+    """Of the job's program."""
+    return job.train.processes if isinstance(job, JobConfig) else 1
+
+
+def kind_of(values: Any) -> type[JobConfig] | type[CaptureJob]:
+    """Who is to judge a job that may be wrong in any way."""
+    method = values.get("method") if isinstance(values, dict) else None
+    name = method.get("type") if isinstance(method, dict) else None
+    return KINDS.get(name, JobConfig) if isinstance(name, str) else JobConfig
+
+
+def parse_job(document: str | bytes, *, strict: bool = False) -> AnyJob:
+    """A job from JSON. Raises pydantic's ValidationError."""
+    try:
+        values = from_json(document)
+    except ValueError:
+        values = None  # the model says what is wrong
+    return kind_of(values).model_validate_json(document, strict=strict)
