@@ -1,4 +1,4 @@
-.PHONY: setup demo test lint bench protos clean
+.PHONY: setup demo test lint bench bench-gpu protos clean
 PYTHON ?= python3
 BIN := .venv/bin
 # Where CPU builds of torch live; not asked on a machine with an NVIDIA GPU.
@@ -17,6 +17,11 @@ bench: setup  ## the loss against its bounds and its peers; minutes, on a quiet 
 	$(BIN)/pip install -q -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.loss
 	$(BIN)/python -m benchmarks.estimators
+	$(BIN)/python -m benchmarks.long_sequences
+
+bench-gpu: setup  ## the loss and the teacher's scoring head on this machine's GPU
+	$(BIN)/pip install -q -c constraints.txt -e '.[bench]' liger-kernel
+	$(BIN)/python -m benchmarks.gpu
 
 setup: .venv/.installed
 

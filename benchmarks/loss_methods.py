@@ -1,8 +1,8 @@
 """The losses that are compared: ours, what bounds it from below, and what others do.
 
-Each is a function of a Problem that leaves gradients in `hidden.grad` and `weight.grad`. "TRL" and
-"Liger" run those libraries' own code (`pip install trl liger-kernel`); the other peers are
-published formulas, written here in plain torch.
+Each is a function of a Problem that leaves gradients in `hidden.grad` and `weight.grad`. "TRL",
+"Liger" and "torch's" run those libraries' own code (`pip install trl liger-kernel`); the other
+peers are published formulas, written here in plain torch.
 """
 
 from __future__ import annotations
@@ -108,6 +108,15 @@ def cross_entropy(p: Problem) -> None:
     F.cross_entropy(p.hidden @ p.weight.T, p.token_ids, reduction="sum").backward()
 
 
+def torch_linear_cross_entropy(p: Problem) -> None:
+    """torch's own chunked linear cross-entropy, labels only."""
+    if not hasattr(F, "linear_cross_entropy"):
+        raise Missing("this torch has no linear_cross_entropy")
+    options = torch.nn.LinearCrossEntropyOptions()
+    loss = F.linear_cross_entropy(p.hidden, p.weight, p.token_ids, reduction="sum", options=options)
+    loss.backward()
+
+
 def published_minimal(p: Problem) -> None:
     """EMA-PG's formula (arXiv 2602.04417, Algorithm 1) with nothing that the formula does not ask
     for: logits, one logsumexp, gathers. Cheaper than their code, which `ema_pg.py` follows.
@@ -172,6 +181,7 @@ METHODS: dict[str, Method] = {
     "three products": three_products,
     "chunked cross-entropy": chunked_cross_entropy,
     "cross-entropy": cross_entropy,
+    "torch's chunked linear cross-entropy": torch_linear_cross_entropy,
     "published formula, minimal": published_minimal,
     "published formula (EMA-PG math, re-implemented)": math_update,
     "published formula (EMA-PG search, re-implemented)": search_update,
@@ -187,6 +197,7 @@ GPU_METHODS: dict[str, Method] = {
     "three products": three_large_products,
     "three products, chunked": three_products,
     "cross-entropy": cross_entropy,
+    "torch's chunked linear cross-entropy": torch_linear_cross_entropy,
     "Liger, cross-entropy": liger_cross_entropy,
     "published formula, minimal": published_minimal,
     "published formula (EMA-PG math, re-implemented)": math_update,

@@ -1,0 +1,181 @@
+"""One training step on a sequence of 4,096 tokens with a vocabulary of 151,936: memory and loss.
+
+    python -m benchmarks.long_sequences [--quick] [--out benchmarks/results/long_sequences.json]
+
+The real line, twice, each time in a fresh process: a trainer put together from a job samples an
+answer of 4,095 tokens to a prompt of one, a teacher process (`--engine fake`: rows from a hash)
+scores each of them, and the trainer makes its step: forward, backward, AdamW. "fused" is the
+student as it is; "plain" is the same student made to take the path for heads that are no linear
+layer, logits in full. The student is a random Qwen3 of one layer, 64 wide, tied embeddings: what
+the step needs beyond it is the loss. Memory is the step's peak above what was resident before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.process_memory import MIB, available, resident_before, resident_peak
+from clients.config import JobConfig
+from clients.run_directory import RunDirectory
+from clients.teacher_client import TeacherClient
+from student_trainer.assembly import assemble
+from student_trainer.pretrain import make_model
+from student_trainer.progress import Progress
+
+VOCAB, TOKENS, HEAD = 151_936, 4096, 64
+# Copies of the logits that the plain path holds at its peak.
+PLAIN_COPIES = 7
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="512 tokens, a vocabulary of 4,096")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/long_sequences.json"))
+    parser.add_argument("--step", nargs=2, metavar=("PATH", "RUN"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.step:
+        path, run = options.step
+        print(json.dumps(measure_step(RunDirectory(run), fused=path == "fused")))
+        return
+    vocab, tokens = (4096, 512) if options.quick else (VOCAB, TOKENS)
+    needed = PLAIN_COPIES * tokens * vocab * 4
+    if available() < needed:
+        sys.exit(f"the plain path needs {needed >> 30} GiB, {available() >> 30} GiB are free")
+    result = compare(vocab, tokens)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    show(result)
+
+
+def compare(vocab: int, tokens: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        save_student(root / "student", vocab, tokens)
+        (root / "prompts.jsonl").write_text('{"prompt": "t1", "answer": ""}\n' * 2)
+        with teacher(root, vocab) as address:
+            config = job(root, address, tokens)
+            paths = {path: one_path(path, root / path, config) for path in ("fused", "plain")}
+    fused, plain = paths["fused"], paths["plain"]
+    return {
+        "vocabulary": vocab,
+        "tokens": tokens,
+        "threads": torch.get_num_threads(),
+        "paths": paths,
+        "memory_ratio": plain["peak_mib"] / fused["peak_mib"],
+        "loss_difference": abs(plain["loss"] / fused["loss"] - 1),
+        "gradient_norm_difference": abs(plain["grad_norm"] / fused["grad_norm"] - 1),
+    }
+
+
+def save_student(path: Path, vocab: int, tokens: int) -> None:
+    """Its tokens are the fake teacher's: t0, t1, ...; none of them ends an answer."""
+    inner = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab)}, unk_token="t0"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    disable_progress_bar()
+    torch.manual_seed(0)
+    model = make_model(vocab, tokenizer, layers=1, width=64)
+    model.config.max_position_embeddings = tokens
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def job(root: Path, address: str, tokens: int) -> JobConfig:
+    """One micro-batch of one sequence."""
+    return JobConfig.model_validate(
+        {
+            "student": {"model": str(root / "student")},
+            "teacher": {"address": address, "top_k": HEAD},
+            "data": {"path": str(root / "prompts.jsonl")},
+            "method": {"max_prompt_tokens": 1, "max_new_tokens": tokens - 1},
+            "train": {"prompts_per_step": 1, "tokens_per_micro_batch": tokens},
+            "eval": {"prompts": 1},
+            "max_steps": 1,
+            "track": {"tensorboard": False},
+        }
+    )
+
+
+@contextmanager
+def teacher(root: Path, vocab: int) -> Iterator[str]:
+    """The address of a teacher process; what it scored once it gives from its cache."""
+    options = ["--engine", "fake", "--model", f"vocab={vocab}", "--port", "0"]
+    log = root / "teacher.log"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "teacher_service", *options, "--cache-dir", str(root / "rows")],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    try:
+        assert process.stdout
+        line = process.stdout.readline()
+        if not line.startswith("teacher listening on "):
+            raise RuntimeError(f"the teacher did not start: {log.read_text()}")
+        yield line.split()[-1]
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def one_path(path: str, where: Path, config: JobConfig) -> dict[str, float]:
+    run = RunDirectory.create(where, config)
+    command = [sys.executable, "-m", "benchmarks.long_sequences", "--step", path, str(run.path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the {path} path failed: {done.stderr}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure_step(run: RunDirectory, *, fused: bool) -> dict[str, float]:
+    """The first step of the job: its peak MiB, its loss a token, its seconds."""
+    config = run.config()
+    progress = Progress(run, attempt=1, max_steps=1, main=True, terminated=lambda: False)
+    with TeacherClient(config.teacher.address) as client:
+        trainer = assemble(config, run, client, client.info(), progress, 1, None)
+        trainer._student._linear_head = fused
+        before = resident_before()
+        started = time.monotonic()
+        metrics = trainer._train_step(1)
+        return {
+            "peak_mib": (resident_peak() - before) / MIB,
+            "loss": metrics["loss"],
+            "grad_norm": metrics["grad_norm"],
+            "rows": metrics["tokens"],
+            "seconds": time.monotonic() - started,
+            "sampling_seconds": metrics["time/rollout"],
+            "teacher_seconds": metrics["time/teacher_wait"],
+        }
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"V = {result['vocabulary']}, one sequence of {result['tokens']} tokens\n")
+    print(f"{'path':<8}{'peak MiB':>10}{'loss':>14}{'rows':>7}{'step s':>8}{'of it sampling':>16}")
+    for path, row in result["paths"].items():
+        print(
+            f"{path:<8}{row['peak_mib']:>10.0f}{row['loss']:>14.8f}{row['rows']:>7.0f}"
+            f"{row['seconds']:>8.1f}{row['sampling_seconds']:>16.1f}"
+        )
+    print(f"\nplain over fused: {result['memory_ratio']:.1f}x the memory")
+    print(f"apart by, of their values: losses {result['loss_difference']:.1e}, ", end="")
+    print(f"norms of the gradients {result['gradient_norm_difference']:.1e}")
+
+
+if __name__ == "__main__":
+    main()

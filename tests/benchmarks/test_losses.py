@@ -1,0 +1,189 @@
+"""The benchmarks of the loss: what they compare computes what it says, and their commands run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import estimators, loss_methods
+from benchmarks.loss_bounds import bounds
+from benchmarks.loss_methods import GPU_METHODS, METHODS
+from benchmarks.problem import Missing, Problem, make_problem
+from student_trainer.losses import exact_kl, topk_kl
+
+# torch.compile warns of what it does itself.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+ROOT = Path(__file__).parents[2]
+OURS = ("fused", "fused, recompute", "fused, plain torch passes")
+PUBLISHED = [name for name in METHODS if name.startswith("published formula")]
+LABELS = ("chunked cross-entropy", "torch's chunked linear cross-entropy")
+PRODUCTS = ("three products", "three products, chunked")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What torch.compile makes stays here, for this process and those that it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
+def gradients(run: loss_methods.Method, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    problem.clear()
+    try:
+        run(problem)
+    except Missing as reason:
+        pytest.skip(str(reason))
+    assert problem.hidden.grad is not None
+    assert problem.weight.grad is not None
+    return problem.hidden.grad, problem.weight.grad
+
+
+def same(
+    run: loss_methods.Method, oracle: loss_methods.Method, problem: Problem, within: float
+) -> None:
+    for found, true in zip(gradients(run, problem), gradients(oracle, problem), strict=True):
+        assert (found - true).norm() <= within * true.norm()
+
+
+@pytest.mark.parametrize("name", [*METHODS, *(name for name in GPU_METHODS if name not in METHODS)])
+def test_each_method_has_the_gradients_that_its_name_says(name: str) -> None:
+    """A peer that computed less than its loss would be no peer."""
+    run = (METHODS | GPU_METHODS)[name]
+    problem = make_problem(150, 600, 32, 8)
+    if name in OURS:
+        same(run, loss_methods.plain, problem, 1e-5)
+    elif name in PUBLISHED:
+        same(run, published, problem, 1e-5)
+    elif name in LABELS or name == "Liger, cross-entropy":
+        same(run, loss_methods.cross_entropy, problem, 1e-5)
+    elif name in PRODUCTS:
+        same(run, products, problem, 1e-5)
+    elif name.startswith("TRL"):
+        same(run, reverse_kl, problem, 1e-4)
+    elif name == "log_softmax + bucket formula":
+        same(run, bucket, problem, 1e-3)  # its 1 - sum has lost digits of the tail
+    else:
+        assert name == "cross-entropy"
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if "EMA-PG" in name])
+def test_the_peers_that_a_gpu_gets_are_right_in_half_precision(name: str) -> None:
+    """bf16 takes the passes of flash-attn's kernel, in place or not."""
+    problem = make_problem(64, 300, 32, 8, dtype=torch.bfloat16)
+    same(METHODS[name], loss_methods.published_minimal, problem, 0.03)
+
+
+def published(p: Problem) -> None:
+    rows = loss_methods.rows_from_logits(p.hidden @ p.weight.T, p.head_ids, p.token_ids)
+    topk_kl(rows, p.teacher, p.in_head, direction="reverse", tail="published").sum().backward()
+
+
+def bucket(p: Problem) -> None:
+    rows = loss_methods.rows_from_logits(p.hidden @ p.weight.T, p.head_ids, p.token_ids)
+    topk_kl(rows, p.teacher, p.in_head, direction="reverse", tail="bucket").sum().backward()
+
+
+def reverse_kl(p: Problem) -> None:
+    teacher = (p.teacher_hidden @ p.weight.T).detach()
+    exact_kl(p.hidden @ p.weight.T, teacher, direction="reverse").sum().backward()
+
+
+def products(p: Problem) -> None:
+    """Logits as their own gradient."""
+    (p.hidden @ p.weight.T).square().sum().div(2).backward()
+
+
+def test_a_narrower_head_has_the_rows_of_its_own() -> None:
+    wide, narrow = make_problem(20, 300, 16, 32), make_problem(20, 300, 16, 5)
+    cut = wide.with_head(5)
+    assert torch.equal(cut.head_ids, narrow.head_ids)
+    for name in ("head_logprobs", "tail_logmass", "token_logprobs"):
+        torch.testing.assert_close(getattr(cut.teacher, name), getattr(narrow.teacher, name))
+
+
+def test_a_bound_that_is_not_met_is_said() -> None:
+    seconds = {"fused": 1.0, "chunked cross-entropy": 0.9, "three products": 1.0}
+    result = {
+        "time": {n: {"seconds": s} for n, s in {**seconds, "cross-entropy": 1.0}.items()},
+        "k": {
+            k: {"seconds": 1.0, "gradient_error": 1e-6, "autograd_error": 1e-6}
+            for k in ("32", "512")
+        },
+        "memory": [
+            {"method": "fused", "tokens": n, "mib": m} for n, m in ((1, 70), (2, 72), (4, 80))
+        ],
+    }
+    met = {row["bound"]: row["met"] for row in bounds(result, 74.0)}
+    assert met["time over three products"]
+    assert not met["time over chunked cross-entropy"]
+    assert met["memory over one chunk of logits"]
+
+
+def test_the_estimators_page_is_what_its_figures_say(tmp_path: Path) -> None:
+    found = json.loads((ROOT / "benchmarks/results/estimators.json").read_text())
+    assert (ROOT / "docs/estimators.md").read_text() == estimators.page(found)
+    page = tmp_path / "page.md"
+    estimators.main(
+        ["--vocabulary", "150", "--out", str(tmp_path / "found.json"), "--page", str(page)]
+    )
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert {row["tail"] for row in rows} == set(estimators.TAILS)
+    for row in rows:
+        biased = row["tail"] in ("none", "bucket", "published")
+        assert (row["gradient_bias"] > 1e-9) == biased, row
+        assert row["value_bias"] < 1e-12 or row["tail"] in ("none", "bucket"), row
+    assert "| `bucket+sampled` | 0 | 0 |" in page.read_text()
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+def test_the_commands_run_at_small_sizes(tmp_path: Path) -> None:
+    out = tmp_path / "loss.json"
+    done = run("benchmarks.loss", "--quick", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert set(found["time"]) | set(found["missing"]) == set(METHODS)
+    assert all(row["mib"] > 0 for row in found["memory"])
+    assert all(row["gradient_error"] < 1e-5 for row in found["k"].values())
+
+    out = tmp_path / "gpu.json"
+    options = ("--device", "cpu", "--quick", "--out", str(out))
+    done = run("benchmarks.gpu", *options)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert {row["method"] for row in found["loss"]} | set(found["missing"]) == set(GPU_METHODS)
+    assert all("ms" in row for part in ("loss", "scoring", "selection") for row in found[part])
+
+
+def test_without_a_gpu_the_gpu_command_says_so() -> None:
+    done = run("benchmarks.gpu")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "needs a CUDA device" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_long_sequence_has_one_loss_on_both_paths(tmp_path: Path) -> None:
+    out = tmp_path / "long.json"
+    done = run("benchmarks.long_sequences", "--quick", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert found["loss_difference"] < 1e-5
+    assert found["gradient_norm_difference"] < 1e-4
+    assert all(path["peak_mib"] > 0 for path in found["paths"].values())
+    assert found["paths"]["plain"]["rows"] == found["paths"]["fused"]["rows"] == 511
