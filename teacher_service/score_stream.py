@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from protos import teacher_pb2
+from protos.errors import DistillError, Overloaded
 from protos.failpoints import failpoint
 from protos.statuses import told
 from teacher_service.validation import MAX_REQUEST_ID_CHARS
@@ -49,7 +50,10 @@ class ScoreStream:
         self._closer = asyncio.create_task(self._close_when_done())
 
     async def chunks(self) -> AsyncIterator[teacher_pb2.ScoreChunk]:
-        """The answers, until the client has no more requests or `drain` was called."""
+        """The answers, until the client has no more requests or `drain` was called.
+
+        Raises InvalidInput, after what was asked before it, for a request that cannot be read.
+        """
         try:
             while (item := await self._outgoing.get()) is not None:
                 if isinstance(item, _Answered):
@@ -57,6 +61,7 @@ class ScoreStream:
                 else:
                     # Asked for the next one, gRPC has taken this one.
                     yield item
+            self._raise_unreadable()
         finally:
             self.cancel()
 
@@ -80,6 +85,12 @@ class ScoreStream:
             self._answers.add(task)
             task.add_done_callback(self._answers.discard)
             await self._wait_for_room()
+
+    def _raise_unreadable(self) -> None:
+        """Where it was not the end of the stream, or of the connection, that stopped the reader."""
+        error = None if self._reader.cancelled() else self._reader.exception()
+        if isinstance(error, DistillError):
+            raise error
 
     async def _wait_for_room(self) -> None:
         while self._in_flight >= MAX_IN_FLIGHT or self._in_flight_bytes >= MAX_IN_FLIGHT_BYTES:
@@ -117,10 +128,15 @@ def _answer_bytes(request: teacher_pb2.ScoreRequest) -> int:
 
 def _refusal(request: teacher_pb2.ScoreRequest, error: Exception) -> teacher_pb2.ScoreChunk:
     fault = told(error, "Score")
+    pause = fault.retry_after_ms if isinstance(fault, Overloaded) else 0
     return teacher_pb2.ScoreChunk(
         request_id=request.request_id[:MAX_REQUEST_ID_CHARS],
         last=True,
         error=teacher_pb2.RequestError(
-            code=fault.code, message=fault.message, field=fault.field, hint=fault.hint
+            code=fault.code,
+            message=fault.message,
+            field=fault.field,
+            hint=fault.hint,
+            retry_after_ms=pause,
         ),
     )

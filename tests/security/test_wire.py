@@ -1,0 +1,156 @@
+"""S8 and the limits: what is too large, packed or garbled costs little, and tells nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from protos import distill_pb2, teacher_pb2, teacher_pb2_grpc
+from protos.distill_pb2_grpc import DistillStub
+from protos.errors import InternalFault, InvalidInput, WrongState
+from protos.statuses import fault_of
+from protos.transport import MAX_MESSAGE_BYTES
+from tests.security.conftest import Secrets
+from tests.security.processes import Program, server, teacher
+from tests.security.test_access import CONFIG, SERVER_METHODS, TEACHER_METHODS, bearer, call
+
+_PEAK = "VmHWM:"
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Program]]:
+    place = tmp_path_factory.mktemp("open")
+    with server(place / "runs") as jobs, teacher(place / "teacher.log") as scores:
+        yield jobs, scores
+
+
+def peak_bytes(program: Program) -> int:
+    status = Path(f"/proc/{program.process.pid}/status").read_text()
+    [line] = [line for line in status.splitlines() if line.startswith(_PEAK)]
+    return int(line.split()[1]) << 10
+
+
+def all_of(error: grpc.RpcError) -> str:
+    """Everything a caller was told."""
+    told: Any = error
+    return f"{told.details()} {told.trailing_metadata()}"
+
+
+def test_messages_that_are_too_large_or_packed_tightly(both: tuple[Program, Program]) -> None:
+    jobs, scores = both
+    before = peak_bytes(jobs), peak_bytes(scores)
+    unbounded = [("grpc.max_send_message_length", -1)]
+    packings = (grpc.Compression.NoCompression, grpc.Compression.Gzip)
+    for size, packing in itertools.product((MAX_MESSAGE_BYTES + 1, 96 << 20), packings):
+        with grpc.insecure_channel(jobs.address, options=unbounded) as channel:
+            request = distill_pb2.SubmitJobRequest(config_json="x" * size)
+            with pytest.raises(grpc.RpcError) as told:
+                DistillStub(channel).SubmitJob(request, timeout=60, compression=packing)
+        assert told.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with grpc.insecure_channel(scores.address, options=unbounded) as channel:
+            query = teacher_pb2.ScoreRequest(token_ids=bytes(size))
+            stub = teacher_pb2_grpc.TeacherStub(channel)
+            with pytest.raises(grpc.RpcError) as told:
+                list(stub.Score(iter([query]), timeout=60, compression=packing))
+        assert told.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    grown = peak_bytes(jobs) - before[0], peak_bytes(scores) - before[1]
+    print(f"\npeak memory grew by {[size >> 20 for size in grown]} MiB")
+    assert max(grown) < 50 << 20
+
+
+def test_metadata_that_is_too_large(both: tuple[Program, Program]) -> None:
+    for program in both:
+        with grpc.insecure_channel(program.address) as channel:
+            answer = call(channel, "/grpc.health.v1.Health/Check", [("x", "y" * 20_000)])
+            assert answer.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert call(channel, "/grpc.health.v1.Health/Check", []).code is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\xff", b"\x0a\xff\xff\xff\xff\x0f", b"\x0b" * 50_000, bytes(range(255, 0, -1))]
+)
+def test_messages_that_are_none(both: tuple[Program, Program], garbage: bytes) -> None:
+    """No traceback, no defect, and the same for every method that reads a message."""
+    jobs, scores = both
+    for program, methods in ((jobs, SERVER_METHODS), (scores, TEACHER_METHODS)):
+        size = len(program.log.read_text())
+        with grpc.insecure_channel(program.address) as channel:
+            for method in methods:
+                made = channel.stream_stream(method)(iter([garbage]), timeout=20)
+                with pytest.raises(grpc.RpcError) as told:
+                    list(made)
+                fault = fault_of(told.value, "server")
+                # The fake engine takes no weights, whatever is sent.
+                refusal = WrongState if method.endswith("PushWeights") else InvalidInput
+                assert isinstance(fault, refusal), (method, told.value)
+        assert len(program.log.read_text()) == size
+
+
+def test_defects_are_told_as_an_id(tmp_path: Path) -> None:
+    """A database without its tables: names, queries and paths are the server's secret."""
+    with server(tmp_path / "runs") as program:
+        with contextlib.closing(sqlite3.connect(tmp_path / "runs" / "server.sqlite")) as database:
+            database.execute("PRAGMA foreign_keys = OFF")
+            tables = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            for (name,) in [row for row in tables if not row[0].startswith("sqlite_")]:
+                database.execute(f"DROP TABLE {name}")
+        with grpc.insecure_channel(program.address) as channel:
+            for method in SERVER_METHODS:
+                made = channel.stream_stream(method)(iter([request_of(method)]), timeout=20)
+                with pytest.raises(grpc.RpcError) as told:
+                    list(made)
+                fault = fault_of(told.value, "server")
+                assert isinstance(fault, InternalFault), method
+                error_id = fault.message.removeprefix("internal error ")
+                assert error_id in program.log.read_text()
+                said = all_of(told.value)
+                assert str(tmp_path) not in said
+                assert not any(
+                    word in said for word in ("Trace", "qlite", "SELECT", "table", ".py")
+                )
+        assert "no such table" in program.log.read_text()
+
+
+def request_of(method: str) -> bytes:
+    """One that gets as far as the database."""
+    if method.endswith("SubmitJob"):
+        config = CONFIG.model_dump_json()
+        return distill_pb2.SubmitJobRequest(config_json=config).SerializeToString()
+    if method.endswith("ListJobs"):
+        return b""
+    # The job's id is the first field of all the others.
+    return distill_pb2.GetJobRequest(job_id="some-job").SerializeToString()
+
+
+def test_tokens_are_in_no_log_and_no_process_list(tmp_path: Path, tokens: Secrets) -> None:
+    """Right and wrong ones, from a file and from the environment, on both servers."""
+    wrong = secrets.token_urlsafe(32)
+    known = [tokens.read, tokens.submit, tokens.admin, wrong]
+    from_environment = {"DISTILL_TOKENS": f"admin {tokens.admin}\nread {tokens.read}"}
+    with (
+        server(tmp_path / "runs", variables=from_environment) as jobs,
+        teacher(tmp_path / "log", "--token-file", tokens.file) as scores,
+    ):
+        for program, methods in ((jobs, SERVER_METHODS), (scores, TEACHER_METHODS)):
+            with grpc.insecure_channel(program.address) as channel:
+                for method in methods:
+                    for token in known:
+                        answer = call(channel, method, bearer(token))
+                        told = f"{answer.text} {answer.trailers}"
+                        assert not any(token in told for token in known)
+        shown = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+        assert any(str(tokens.file) in line for line in shown)
+        written = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert {jobs.log, scores.log} <= set(written)
+        for token in known:
+            assert not any(token in line for line in shown)
+            assert not any(token.encode() in path.read_bytes() for path in written)
