@@ -98,6 +98,7 @@ class Overloaded(DistillError, RuntimeError):
 
     code = ErrorCode.RESOURCE_EXHAUSTED
     exit_code = ExitCode.UNREACHABLE
+    retry_after_ms = 1000  # what the caller is told
 
 
 class Unavailable(DistillError, ConnectionError):

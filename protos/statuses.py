@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2
+from google.protobuf import duration_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from protos.errors import DistillError, InternalFault, InvalidInput, error_of
+from protos.errors import DistillError, InternalFault, InvalidInput, Overloaded, error_of
 
 log = logging.getLogger(__name__)
 
@@ -130,10 +130,13 @@ async def _abort(
         domain=ERROR_DOMAIN,
         metadata={"field": _cut(fault.field), "hint": _cut(fault.hint)},
     )
-    packed = any_pb2.Any()
-    packed.Pack(info, deterministic=True)
     message = _cut(fault.message)
-    details = status_pb2.Status(code=status.value[0], message=message, details=[packed])
+    details = status_pb2.Status(code=status.value[0], message=message)
+    details.details.add().Pack(info, deterministic=True)
+    if isinstance(fault, Overloaded):
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(fault.retry_after_ms)
+        details.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     metadata = ((_STATUS_DETAILS, details.SerializeToString(deterministic=True)),)
     await context.abort(status, message, trailing_metadata=metadata)
 

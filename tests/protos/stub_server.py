@@ -8,7 +8,7 @@ from typing import Any
 import grpc.aio
 
 from protos import teacher_pb2, teacher_pb2_grpc
-from protos.errors import InvalidInput
+from protos.errors import InvalidInput, Overloaded
 from protos.server import Endpoint, serve
 
 
@@ -26,6 +26,9 @@ class StubTeacher(teacher_pb2_grpc.TeacherServicer):
                 yield teacher_pb2.ScoreChunk(first_position=position)
                 await asyncio.sleep(0.05)
             return
+
+    async def PushWeights(self, request_iterator: Any, context: Any) -> Any:
+        raise Overloaded("another push is under way")
 
 
 def register(server: grpc.aio.Server) -> str:

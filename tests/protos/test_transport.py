@@ -8,14 +8,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import AsyncMock
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import teacher_pb2, teacher_pb2_grpc
-from protos.errors import InternalFault, InvalidInput, Unavailable
+from protos.errors import InternalFault, InvalidInput, Overloaded, Unavailable
 from protos.server import Endpoint
 from protos.statuses import _abort, fault_of
 from protos.transport import CHANNEL_OPTIONS
@@ -48,6 +50,19 @@ def test_a_fault_keeps_category_field_and_hint(channel: grpc.Channel) -> None:
     assert isinstance(fault, InvalidInput)
     assert fault.message == "it is too long: \u00e9"
     assert (fault.field, fault.hint) == ("name[3]", "shorten it")
+
+
+def test_overload_says_when_to_come_again(channel: grpc.Channel) -> None:
+    stub = teacher_pb2_grpc.TeacherStub(channel)
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.PushWeights(iter([]), timeout=10)
+    error: Any = caught.value
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert isinstance(fault_of(error, "teacher"), Overloaded)
+    data = dict(error.trailing_metadata())["grpc-status-details-bin"]
+    retry = error_details_pb2.RetryInfo()
+    assert status_pb2.Status.FromString(data).details[1].Unpack(retry)
+    assert retry.retry_delay.ToMilliseconds() == Overloaded.retry_after_ms == 1000
 
 
 def test_a_fault_survives_its_own_length() -> None:
