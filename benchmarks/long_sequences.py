@@ -34,7 +34,7 @@ from clients.run_directory import RunDirectory
 from clients.teacher_client import TeacherClient
 from student_trainer.assembly import assemble
 from student_trainer.pretrain import make_model
-from student_trainer.progress import Progress
+from clients.run_progress import Progress
 
 VOCAB, TOKENS, HEAD = 151_936, 4096, 64
 # Copies of the logits that the plain path holds at its peak.

@@ -13,9 +13,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from clients.config import JobConfig
-from clients.run_directory import RunDirectory
+from clients.run_directory import RunDirectory, Verdict
+from clients.run_progress import Progress, run_to_verdict
 from clients.teacher_client import TeacherClient
-from protos.errors import DistillError, ExitCode, WrongState
+from protos.errors import WrongState
 from student_trainer.launcher import end_with_launcher, is_main_process
 from student_trainer.preflight import (
     check_data,
@@ -24,7 +25,6 @@ from student_trainer.preflight import (
     check_student,
     check_teacher,
 )
-from student_trainer.progress import Progress
 
 
 def main() -> int:
@@ -58,32 +58,13 @@ def main() -> int:
     try:
         # The other processes of a launch are in the main one's care.
         with run.held() if is_main_process() else nullcontext():
-            return _to_the_end(run, config, progress, options.attempt, options.from_step)
+            return run_to_verdict(
+                progress,
+                lambda: _attempt(run, config, progress, options.attempt, options.from_step),
+            )
     except WrongState as error:  # the status belongs to the other trainer
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-
-
-def _to_the_end(
-    run: RunDirectory,
-    config: JobConfig,
-    progress: Progress,
-    attempt: int,
-    from_step: int | None,
-) -> int:
-    """Whatever happens ends in a verdict and an exit code."""
-    try:
-        verdict = _attempt(run, config, progress, attempt, from_step)
-    except DistillError as error:
-        progress.end("failed", str(error), type(error).__name__)
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except Exception as error:
-        logging.exception("the trainer failed")
-        progress.end("failed", f"{type(error).__name__}: {error}")
-        return ExitCode.JOB_FAILED
-    progress.end("succeeded" if verdict == "succeeded" else "cancelled")
-    return ExitCode.OK
 
 
 def _attempt(
@@ -92,7 +73,7 @@ def _attempt(
     progress: Progress,
     attempt: int,
     from_step: int | None,
-) -> str:
+) -> Verdict:
     """From what is cheap to check to the verdict."""
     progress.say("preflight", 0)
     check_data(config.data)

@@ -11,17 +11,17 @@ from transformers.utils.logging import disable_progress_bar
 
 from clients.config import JobConfig
 from clients.run_directory import RunDirectory
+from clients.run_progress import Progress
 from clients.teacher_client import TeacherClient, TeacherInfo
 from protos.errors import InvalidInput
 from student_trainer import checkpoint
 from student_trainer.distillation import direction_of
 from student_trainer.evaluate import Evaluation
-from student_trainer.metrics import MetricsLog
+from student_trainer.metrics import open_metrics
 from student_trainer.model import Student, load_config, load_model, load_tokenizer, vocabulary
 from student_trainer.parallel import spread
 from student_trainer.preflight import check_length, check_vocabulary
 from student_trainer.processes import largest, make_accelerator
-from student_trainer.progress import Progress
 from student_trainer.prompts import Prompt, PromptSet, load_prompts
 from student_trainer.rollouts import HuggingFaceRollouts
 from student_trainer.teachers import RemoteTeacher
@@ -66,7 +66,7 @@ def assemble(
     metrics = None
     if accelerator.is_main_process:
         board = config.track.tensorboard
-        metrics = MetricsLog(run, attempt=attempt, last_step=step or None, tensorboard=board)
+        metrics = open_metrics(run, attempt=attempt, last_step=step or None, tensorboard=board)
     where = f"{config.student.model} on {accelerator.device}"
     log.info("%s, teacher %s, step %d", where, info.model, step)
     return Trainer(

@@ -19,16 +19,16 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from clients.config import JobConfig, TrainConfig
-from clients.run_directory import RunDirectory
+from clients.metrics_log import MetricsLog
+from clients.run_directory import RunDirectory, Verdict
+from clients.run_progress import Progress
 from protos.errors import Corrupt, DistillError
 from student_trainer import checkpoint
 from student_trainer.batches import ScoredRollout, make_batch, micro_batches
 from student_trainer.distillation import distillation_loss, kl_metrics
 from student_trainer.evaluate import Evaluation
-from student_trainer.metrics import MetricsLog
 from student_trainer.parallel import Replicated, Sharded, whole
 from student_trainer.processes import largest, raise_together
-from student_trainer.progress import Progress
 from student_trainer.prompts import PromptSet
 from student_trainer.rollouts import HuggingFaceRollouts
 from student_trainer.teachers import PendingRows, TeacherSource
@@ -70,7 +70,7 @@ class Trainer:
         self._evaluation = parts.evaluation
         self._metrics = parts.metrics
 
-    def train(self) -> str:
+    def train(self) -> Verdict:
         """Returns the verdict; raises what cannot be mended, after saving what is good."""
         try:
             return self._train()
@@ -78,7 +78,7 @@ class Trainer:
             if self._metrics is not None:
                 self._metrics.close()
 
-    def _train(self) -> str:
+    def _train(self) -> Verdict:
         config = self._config
         if self._step == 0:
             self._log(self._evaluate())

@@ -10,13 +10,13 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from clients.run_directory import RunDirectory
+from clients.run_progress import Progress
 from protos.errors import Corrupt
 from student_trainer.evaluate import Evaluation
 from student_trainer.losses import exact_kl
-from student_trainer.metrics import MetricsLog
+from student_trainer.metrics import open_metrics
 from student_trainer.model import Student, load_model, load_tokenizer
 from student_trainer.parallel import Replicated
-from student_trainer.progress import Progress
 from student_trainer.prompts import load_prompts
 from student_trainer.rollouts import HuggingFaceRollouts
 from student_trainer.trainer import Parts, Trainer
@@ -54,7 +54,7 @@ def trainer(
         rollouts=rollouts,
         teacher=teacher,
         evaluation=Evaluation(config, held_out, accelerator, words, rollouts, teacher),
-        metrics=MetricsLog(run, attempt=1, last_step=None, tensorboard=False) if log else None,
+        metrics=open_metrics(run, attempt=1, last_step=None, tensorboard=False) if log else None,
     )
     progress = Progress(
         run, attempt=1, max_steps=config.max_steps, main=True, terminated=lambda: False

@@ -1,18 +1,21 @@
-"""The trainer's side of status.json and control.json."""
+"""A job's program tells its run directory how it fares, and hears whether it shall stop."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import sys
 import time
 from collections.abc import Callable
 
 from clients.run_directory import RunDirectory, Status, Verdict
+from protos.errors import DistillError, ExitCode
 
 _SECONDS_BETWEEN_WRITES = 0.5
 
 
 class Progress:
-    """Tells the owner of the run how it fares, and hears whether it shall stop.
+    """The program's side of status.json and control.json.
 
     Only the main process writes. `agree` makes one decision of all processes' wishes, so that none
     waits for another that has left.
@@ -65,3 +68,19 @@ class Progress:
         self._written = time.monotonic()
         if self._main:
             self._run.write_status(status)
+
+
+def run_to_verdict(progress: Progress, attempt: Callable[[], Verdict]) -> int:
+    """Whatever happens to an attempt ends in a verdict and an exit code."""
+    try:
+        verdict = attempt()
+    except DistillError as error:
+        progress.end("failed", str(error), type(error).__name__)
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except Exception as error:
+        logging.exception("the program failed")
+        progress.end("failed", f"{type(error).__name__}: {error}")
+        return ExitCode.JOB_FAILED
+    progress.end(verdict)
+    return ExitCode.OK

@@ -1,0 +1,88 @@
+"""The one writer of metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from typing import Protocol
+
+from clients.run_directory import RunDirectory, replace_file
+
+log = logging.getLogger(__name__)
+
+
+class Board(Protocol):
+    """Where numbers go besides: a SummaryWriter of TensorBoard."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsLog:
+    """Appends to metrics.jsonl, and to a board when there is one; one line a step, never twice."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        attempt: int,
+        last_step: int | None,
+        board: Board | None = None,
+    ) -> None:
+        """Steps after `last_step`, from where it goes on, are dropped: they come again."""
+        self._attempt = attempt
+        self._path = run.metrics
+        kept = _lines_to(run, last_step)
+        replace_file(self._path, "".join(kept))
+        self._file = self._path.open("a")
+        self._board = board
+
+    def write(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
+        """Write the finite values, warn of the others; returns what was written."""
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        for name in values.keys() - finite.keys():
+            log.warning("step %d: %s is %s and was not written", step, name, values[name])
+        record = {"attempt": self._attempt, "step": step, **finite}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in finite.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
+        return finite
+
+    def sync(self) -> None:
+        """Before a checkpoint: one that survives a power cut must not outlive its metrics."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _lines_to(run: RunDirectory, last_step: int | None) -> list[str]:
+    if last_step is None or not run.metrics.exists():
+        return []
+    kept = []
+    for line in run.metrics.read_text().splitlines(keepends=True):
+        # A killed process may have left the last line unfinished.
+        step = _step_of(line) if line.endswith("\n") else None
+        if step is None:
+            log.warning("a line of metrics.jsonl is damaged and was dropped")
+        elif step <= last_step:
+            kept.append(line)
+    return kept
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
