@@ -39,6 +39,8 @@ def teacher(
     max_top_k: options.MaxTopKOption = 1024,
     max_batch_tokens: options.MaxBatchTokensOption = 16384,
     batch_invariant: options.BatchInvariantOption = False,
+    tensor_parallel_size: options.TensorParallelSizeOption = 1,
+    gpu_memory_share: options.GpuMemoryShareOption = 0.9,
     cache_dir: options.CacheDirOption = None,
     no_cache: options.NoCacheOption = False,
     cache_memory_mib: options.CacheMemoryOption = 1024,
@@ -58,7 +60,7 @@ def teacher(
     from protos.server import read_endpoint
     from protos.tls import TlsFiles
     from teacher_service.cache_settings import CacheSettings
-    from teacher_service.program import EngineSettings, Settings, run
+    from teacher_service.program import EngineSettings, Settings, VllmSettings, run
 
     cache = CacheSettings(
         directory=cache_dir or _default_cache(),
@@ -68,14 +70,16 @@ def teacher(
         redis_url=redis_url,
         redis_ttl_seconds=redis_ttl_hours * 3600,
     )
+    vllm = VllmSettings(tensor_parallel_size, gpu_memory_share)
     tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
     start_logging(log_format, log_level)
     with _told_as_exit():
         settings = Settings(
-            engine=EngineSettings(engine, model, dtype, device, batch_invariant),
+            engine=EngineSettings(
+                engine, model, dtype, device, batch_invariant, max_batch_tokens, vllm
+            ),
             endpoint=read_endpoint(host, port, token_file, tls, insecure=insecure),
             max_top_k=max_top_k,
-            max_batch_tokens=max_batch_tokens,
             cache=None if no_cache else cache,
             metrics=None if metrics_port is None else (metrics_host, metrics_port),
         )

@@ -11,7 +11,7 @@ from teacher_service.logs import LogFormat, LogLevel
 
 ModelOption = Annotated[str, typer.Option(help="Hugging Face directory or hub id.")]
 PortOption = Annotated[int, typer.Option(help="0: any free port.", min=0, max=65535)]
-EngineOption = Annotated[str, typer.Option(help="hf, or fake (rows from a hash, for tests).")]
+EngineOption = Annotated[str, typer.Option(help="hf, vllm, or fake (rows from a hash, for tests).")]
 DtypeOption = Annotated[
     str, typer.Option(help="Type of the weights: auto (as saved), float32, bfloat16, float16.")
 ]
@@ -22,6 +22,12 @@ MaxBatchTokensOption = Annotated[
 ]
 BatchInvariantOption = Annotated[
     bool, typer.Option(help="Forward each sequence alone: same bits whatever else is scored.")
+]
+TensorParallelSizeOption = Annotated[
+    int, typer.Option(min=1, help="GPUs that share the model's layers (vllm).")
+]
+GpuMemoryShareOption = Annotated[
+    float, typer.Option(min=0.01, max=1.0, help="Part of each GPU's memory to use (vllm).")
 ]
 CacheDirOption = Annotated[
     Path | None, typer.Option(help="Where rows are kept; ~/.cache/distill-service/rows.")

@@ -30,6 +30,14 @@ GRACE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
+class VllmSettings:
+    """Options that only this engine has: GPUs a model, and the part of their memory."""
+
+    tensor_parallel_size: int
+    gpu_memory_share: float
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """Which model is run by what; see the options of the same names."""
 
@@ -38,6 +46,8 @@ class EngineSettings:
     dtype: str
     device: str
     batch_invariant: bool
+    max_batch_tokens: int
+    vllm: VllmSettings
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,6 @@ class Settings:
     engine: EngineSettings
     endpoint: Endpoint
     max_top_k: int
-    max_batch_tokens: int
     cache: CacheSettings | None
     metrics: tuple[str, int] | None
 
@@ -79,6 +88,8 @@ def make_engine(settings: EngineSettings) -> Engine:
     """The engine of that name, loaded. Raises InvalidInput."""
     match settings.name:
         case "hf":
+            if settings.vllm.tensor_parallel_size != 1:
+                raise _unknown_to("hf", "--tensor-parallel-size", "use --engine vllm")
             from teacher_service.engines.hf import HfEngine
 
             return HfEngine(
@@ -87,12 +98,32 @@ def make_engine(settings: EngineSettings) -> Engine:
                 device=settings.device,
                 batch_invariant=settings.batch_invariant,
             )
+        case "vllm":
+            if settings.device != "auto":
+                raise _unknown_to("vllm", "--device", "set CUDA_VISIBLE_DEVICES")
+            if settings.batch_invariant:
+                raise _unknown_to("vllm", "--batch-invariant", "use --engine hf")
+            from teacher_service.engines.vllm import VllmEngine
+
+            return VllmEngine(
+                settings.model,
+                dtype=settings.dtype,
+                tensor_parallel_size=settings.vllm.tensor_parallel_size,
+                gpu_memory_share=settings.vllm.gpu_memory_share,
+                max_batch_tokens=settings.max_batch_tokens,
+            )
         case "fake":
             from teacher_service.engines.fake import FakeEngine, parse_settings
 
             return FakeEngine(parse_settings(settings.model))
         case name:
-            raise InvalidInput(f"there is no engine {name}", field="--engine", hint="hf or fake")
+            raise InvalidInput(
+                f"there is no engine {name}", field="--engine", hint="hf, vllm or fake"
+            )
+
+
+def _unknown_to(engine: str, option: str, hint: str) -> InvalidInput:
+    return InvalidInput(f"the engine {engine} has no such option", field=option, hint=hint)
 
 
 async def _serve(
@@ -100,7 +131,7 @@ async def _serve(
 ) -> None:
     info = engine.info
     limits = Limits(info.vocab_size, info.max_length, min(settings.max_top_k, info.vocab_size))
-    batching = Batcher(engine, max_batch_tokens=settings.max_batch_tokens, metrics=metrics)
+    batching = Batcher(engine, max_batch_tokens=settings.engine.max_batch_tokens, metrics=metrics)
     async with cache or nullcontext(), batching as batcher:
         scorer = Scorer(batcher, cache)
         weights = Weights(engine, batcher)
