@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 from collections.abc import Sequence
@@ -34,12 +35,13 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class ShardFacts:
-    """A line of the manifest."""
+    """A line of the manifest. `index`: the digest of all columns but the token ids and rows."""
 
     name: str
     count: int
     bytes: int
     sha256: str
+    index: str
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Shard:
         return entry
 
 
-def encode_shard(entries: Sequence[StoredRows]) -> bytes:
+def encode_shard(name: str, entries: Sequence[StoredRows]) -> tuple[bytes, ShardFacts]:
     """Arrow's IPC file format, one batch."""
     import pyarrow as pa
 
@@ -89,7 +91,8 @@ def encode_shard(entries: Sequence[StoredRows]) -> bytes:
     with pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
     data: bytes = sink.getvalue().to_pybytes()
-    return data
+    index = _index_digest(_shard(name, batch))
+    return data, ShardFacts(name, len(entries), len(data), hashlib.sha256(data).hexdigest(), index)
 
 
 def open_shard(path: Path, facts: ShardFacts) -> Shard:
@@ -106,19 +109,12 @@ def open_shard(path: Path, facts: ShardFacts) -> Shard:
         batch.validate(full=True)
     except pa.ArrowException as error:
         raise ValueError(f"{path} is not an Arrow file: {error}") from error
-    if batch.num_rows != facts.count or not batch.schema.equals(_schema()):
+    if not batch.schema.equals(_schema()) or batch.num_rows != facts.count:
         raise ValueError(f"{path} is not what its manifest says")
-    key, token_ids, start, check, rows = batch.columns
-    return Shard(
-        name=facts.name,
-        keys=key.to_pylist(),
-        token_offsets=_copied(token_ids, facts.count + 1),
-        token_ids=memoryview(token_ids.buffers()[2]),
-        starts=_copied(start, facts.count),
-        checks=check.buffers()[1].to_pybytes(),
-        row_offsets=_copied(rows, facts.count + 1),
-        rows=memoryview(rows.buffers()[2]),
-    )
+    shard = _shard(facts.name, batch)
+    if _index_digest(shard) != facts.index:
+        raise ValueError(f"{path} has another index than its manifest says")
+    return shard
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -154,8 +150,31 @@ def _schema() -> Any:
     )
 
 
+def _shard(name: str, batch: Any) -> Shard:
+    key, token_ids, start, check, rows = batch.columns
+    count = batch.num_rows
+    return Shard(
+        name=name,
+        keys=key.to_pylist(),
+        token_offsets=_copied(token_ids, count + 1),
+        token_ids=memoryview(token_ids.buffers()[2]),
+        starts=_copied(start, count),
+        checks=check.buffers()[1].to_pybytes(),
+        row_offsets=_copied(rows, count + 1),
+        rows=memoryview(rows.buffers()[2]),
+    )
+
+
 def _copied(column: Any, count: int) -> NDArray[np.int32]:
     return np.frombuffer(column.buffers()[1], np.int32, count).copy()
+
+
+def _index_digest(shard: Shard) -> str:
+    hasher = xxhash.xxh3_128(b"".join(shard.keys))
+    for column in (shard.token_offsets, shard.starts, shard.row_offsets):
+        hasher.update(column.tobytes())
+    hasher.update(shard.checks[: _CHECK_BYTES * len(shard.keys)])
+    return hasher.hexdigest()
 
 
 def _check(entry: StoredRows) -> bytes:

@@ -125,8 +125,7 @@ class LogitStore:
         if not entries:
             return
         name = f"{self._next_number:08d}.arrow"
-        data = encode_shard(entries)
-        facts = ShardFacts(name, len(entries), len(data), hashlib.sha256(data).hexdigest())
+        data, facts = encode_shard(name, entries)
         # Never twice: after a fault of the disk the manifest may already name this file.
         self._next_number += 1
         try:
@@ -253,17 +252,23 @@ class LogitStore:
         self._index |= {key: (shard.name, row) for row, key in enumerate(shard.keys)}
 
 
-def remove_store(path: Path) -> None:
-    """Delete a store and all its rows. Raises WrongState while a writer has it; readers that have
-    it open keep their rows.
+def remove_store(path: Path) -> int:
+    """Delete a store, readable or not; returns how many sequences its manifest names. Raises
+    WrongState while a writer has it; readers that have it open keep their rows.
     """
     lock = _lock(path)
     try:
+        try:
+            shards = json.loads((path / _MANIFEST).read_bytes())["shards"]
+            count = sum(int(shard["count"]) for shard in shards)
+        except (OSError, ValueError, KeyError, TypeError):
+            count = 0
         # The manifest first: what it names is there, whenever we are killed.
         (path / _MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
     finally:
         os.close(lock)
+    return count
 
 
 def _number(facts: ShardFacts) -> int:

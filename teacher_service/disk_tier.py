@@ -12,7 +12,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from clients.logit_store import LogitStore, StoredRows
+from clients.logit_store import LogitStore, StoredRows, remove_store
+from protos.errors import Corrupt
 from protos.rows import compress_rows, expand_rows
 from teacher_service.cache_tier import TierCounts
 from teacher_service.other_stores import remove_oldest
@@ -43,7 +44,7 @@ class DiskTier:
         self._max_bytes = max_bytes
         self._zstd = zstd
         path = root / fingerprint[:32]
-        self._store = LogitStore(path, write=True, metadata={"fingerprint": fingerprint})
+        self._store = self._open(path, {"fingerprint": fingerprint})
         self.counts.corrupt += len(self._store.unreadable)
         for name in self._store.unreadable:
             log.warning("cache: shard %s of %s is damaged and set aside", name, path)
@@ -78,6 +79,15 @@ class DiskTier:
         await asyncio.to_thread(self._thread.join)
         self._store.close()
 
+    def _open(self, path: Path, metadata: dict[str, str]) -> LogitStore:
+        try:
+            return LogitStore(path, write=True, metadata=metadata)
+        except Corrupt as error:
+            log.warning("cache: begun anew: %s", error.message)
+            self.counts.corrupt += 1
+            remove_store(path)
+            return LogitStore(path, write=True, metadata=metadata)
+
     def _read(self, key: bytes, max_bytes: int) -> bytes | None:
         rows = self._store.get(key)
         return None if rows is None else expand_rows(rows, max_bytes)
@@ -99,7 +109,8 @@ class DiskTier:
     def _trim(self) -> None:
         sizes = self._store.sizes
         total, count = sum(sizes), len(sizes)
-        remove_oldest(self._root, keep=self._store.path, room=self._max_bytes - total)
+        room = self._max_bytes - total
+        self.counts.removed += remove_oldest(self._root, keep=self._store.path, room=room)
         before = len(self._store)
         for size in sizes:
             if total <= self._max_bytes and count <= MAX_SHARDS:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clients.logit_store import remove_store
-from protos.errors import WrongState
+from protos.errors import DistillError
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,8 @@ class _Store:
 
 def remove_oldest(root: Path, *, keep: Path, room: int) -> int:
     """Remove the stores beside `keep` that were in use longest ago until the rest takes at most
-    `room` bytes; returns how many. One that another teacher has open is its own to bound.
+    `room` bytes; returns how many sequences they had. One that another teacher has open is its own
+    to bound.
     """
     stores = sorted(_stores(root, keep))
     total = sum(store.bytes for store in stores)
@@ -34,14 +35,10 @@ def remove_oldest(root: Path, *, keep: Path, room: int) -> int:
             break
         total -= store.bytes
         try:
-            remove_store(store.path)
-        except WrongState:
-            continue
-        except OSError as error:
-            log.warning("cache: cannot remove %s: %s", store.path, error)
-            continue
-        log.info("cache: removed %s, %d MiB of another teacher", store.path, store.bytes >> 20)
-        removed += 1
+            removed += remove_store(store.path)
+            log.info("cache: removed %s, %d MiB of another teacher", store.path, store.bytes >> 20)
+        except (DistillError, OSError) as error:
+            log.info("cache: %s is left alone: %s", store.path, error)
     return removed
 
 

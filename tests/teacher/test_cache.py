@@ -117,6 +117,16 @@ def test_corrupt_rows_on_disk_are_scored_again_and_replaced(tmp_path: Path) -> N
     assert (engine.forwards, cache.counters()["disk_corrupt"]) == (0, 0)
 
 
+def test_a_lost_manifest_begins_a_new_store(tmp_path: Path) -> None:
+    scored = score_all(CountingEngine(), RowCache(memory_bytes=0, disk=disk(tmp_path)))
+    manifest = store_of(tmp_path) / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    for forwards in (len(QUERIES), 0):
+        engine = CountingEngine()
+        assert score_all(engine, RowCache(memory_bytes=1 << 20, disk=disk(tmp_path))) == scored
+        assert engine.forwards == forwards
+
+
 def test_rows_of_another_shape_are_not_served(tmp_path: Path) -> None:
     """Valid codec bytes under the wrong key."""
     scored = score_all(CountingEngine(), None)

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -173,32 +168,3 @@ def test_an_unreadable_manifest_is_said(tmp_path: Path) -> None:
     )
     with pytest.raises(WrongState, match="99"):
         LogitStore(tmp_path)
-
-
-WRITER = """
-import itertools, sys
-from clients.logit_store import LogitStore
-from tests.teacher.test_logit_store import META, entry
-with LogitStore(sys.argv[1], write=True, metadata=META) as store:
-    first = len(store)
-    print("open", flush=True)
-    for i in itertools.count(first, 5):
-        store.append([entry(j) for j in range(i, i + 5)])
-        print(i + 5, flush=True)
-"""
-
-
-def test_kill_9_of_a_writer_loses_nothing_it_had_finished(tmp_path: Path) -> None:
-    for round_number in range(6):
-        command = [sys.executable, "-c", WRITER, str(tmp_path)]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout
-            assert writer.stdout.readline() == "open\n"
-            time.sleep(0.02 + 0.013 * round_number)
-            os.kill(writer.pid, signal.SIGKILL)
-            finished = [int(line) for line in writer.stdout if line.endswith("\n")]
-        with LogitStore(tmp_path) as store:
-            store.verify()
-            assert store.unreadable == []
-            assert len(store) >= (finished[-1] if finished else 0)
-            assert list(store) == [entry(i) for i in range(len(store))]

@@ -1,0 +1,395 @@
+"""Stored rows and everything a disk, a kill or another process can do to them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clients.logit_store import LogitStore, StoredRows
+from protos.errors import Corrupt, WrongState
+from protos.rows import decode_rows
+from teacher_service.disk_tier import DiskTier
+from tests.faults.conftest import REPEATS
+from tests.teacher.test_logit_store import META, ROOT, entry
+
+MUTATIONS = 10_000
+ENTRIES = [entry(number) for number in range(6)]
+
+
+def verified(store: LogitStore) -> list[StoredRows]:
+    """What a reader may train on. Raises Corrupt."""
+    entries = list(store)
+    for one in entries:
+        decode_rows(one.rows)
+    return entries
+
+
+def usable(path: Path) -> tuple[list[StoredRows], bool]:
+    """What a reader takes of a store, entry by entry, and whether it noticed any damage."""
+    found = []
+    with LogitStore(path) as store:
+        noticed = bool(store.unreadable)
+        for wanted in ENTRIES:
+            try:
+                rows = store.get(wanted.key)
+                if rows is not None:
+                    decode_rows(rows)
+                    found.append(replace(wanted, rows=rows))
+            except Corrupt:
+                noticed = True
+    return found, noticed
+
+
+def flipped(data: bytes, random_: random.Random) -> bytes:
+    at = random_.randrange(len(data))
+    return data[:at] + bytes([data[at] ^ 1 << random_.randrange(8)]) + data[at + 1 :]
+
+
+def zero_tail(data: bytes, random_: random.Random) -> bytes:
+    at = random_.randrange(len(data) - 8)
+    return data[:at] + bytes(len(data) - at)
+
+
+def cut(data: bytes, random_: random.Random) -> bytes:
+    return data[: random_.randrange(len(data))]
+
+
+def without_footer(data: bytes, random_: random.Random) -> bytes:
+    """The stream format's end: Arrow itself reads such a file without complaint."""
+    footer = int.from_bytes(data[-10:-6], "little") + 10
+    return data[:-footer] + random_.randbytes(random_.randrange(footer))
+
+
+def test_ten_thousand_damaged_shards(tmp_path: Path) -> None:
+    """C4. No entry is used that is not what was written. What a reader does not notice is in bytes
+    that hold nothing, and only `verify` looks at those.
+    """
+    with LogitStore(tmp_path, write=True, metadata=META) as store:
+        store.append(ENTRIES)
+    shard = tmp_path / "00000000.arrow"
+    data = shard.read_bytes()
+    random_ = random.Random(0)
+    damages = [flipped] * 7 + [zero_tail, cut, without_footer]
+    by_reading = by_verify = 0
+    for number in range(MUTATIONS):
+        shard.write_bytes(damages[number % len(damages)](data, random_))
+        found, noticed = usable(tmp_path)
+        assert [one for one in found if one not in ENTRIES] == []
+        if noticed:
+            by_reading += 1
+            continue
+        assert found == ENTRIES
+        with LogitStore(tmp_path) as store:
+            assert verified(store) == ENTRIES
+            with pytest.raises(Corrupt):
+                store.verify()
+        by_verify += 1
+    assert by_reading > 0.8 * MUTATIONS
+    print(
+        f"{by_reading + by_verify} of {MUTATIONS} damaged shards seen: {by_reading} by a reader,"
+        f" {by_verify} in bytes without meaning by verify(); 0 wrong rows used"
+    )
+
+
+def test_a_damaged_shard_is_set_aside_and_its_rows_written_again(tmp_path: Path) -> None:
+    with LogitStore(tmp_path, write=True, metadata=META) as store:
+        store.append(ENTRIES[:3])
+        store.append(ENTRIES[3:])
+    shard = tmp_path / "00000000.arrow"
+    shard.write_bytes(shard.read_bytes()[:-20])
+    with LogitStore(tmp_path, write=True, metadata=META) as store:
+        assert store.unreadable == ["00000000.arrow"]
+        assert verified(store) == ENTRIES[3:]
+        store.append(ENTRIES[:3])
+    with LogitStore(tmp_path) as store:
+        assert store.unreadable == []
+        assert verified(store) == ENTRIES[3:] + ENTRIES[:3]
+    assert (tmp_path / "00000000.arrow.damaged").exists()
+
+
+def grow(tier: DiskTier, numbers: range) -> list[bytes]:
+    entries = [entry(number, rows=200) for number in numbers]
+    for one in entries:
+        tier.put(one)
+    return [one.key for one in entries]
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a tmpfs")
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mounted)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no tmpfs: {done.stderr.strip()}")
+    yield mounted
+    subprocess.run(["umount", "--lazy", str(mounted)], check=True)
+
+
+def test_a_full_disk(tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C5, ENOSPC. No partial shard is ever named; with space again the tier goes on by itself."""
+    monkeypatch.setattr("teacher_service.disk_tier.FLUSH_BYTES", 1)
+    ballast = tiny_disk / "ballast"
+    ballast.write_bytes(bytes(200 << 10))
+    tier = DiskTier(tiny_disk, fingerprint="a" * 64, max_bytes=1 << 30)
+    path = tiny_disk / ("a" * 32)
+    grow(tier, range(40))
+    wait_until(lambda: tier.counts.errors >= 5 and not tier._waiting_bytes)
+    with LogitStore(path) as store:
+        store.verify()
+        kept = len(verified(store))
+    assert 0 < kept < 40
+    assert list(path.glob("*.tmp")) == []
+    ballast.unlink()
+    keys = grow(tier, range(40, 45))
+    wait_until(lambda: all(key in tier for key in keys))
+    asyncio.run(tier.close())
+    with LogitStore(path) as store:
+        store.verify()
+        assert len(verified(store)) == kept + 5
+    assert len(list(path.glob("*.arrow"))) == kept + 5
+    print(f"ENOSPC: {tier.counts.errors} shards refused, {kept + 5} whole, 0 partial")
+
+
+def test_a_file_may_not_grow(tmp_path: Path) -> None:
+    """C5, EFBIG."""
+    limit = 4096
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with LogitStore(tmp_path, write=True, metadata=META) as store:
+        store.append([entry(1)])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                store.append([entry(2, rows=200)])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert verified(store) == [entry(1)]
+        store.append([entry(3)])
+    with LogitStore(tmp_path) as store:
+        store.verify()
+        assert verified(store) == [entry(1), entry(3)]
+    assert list(tmp_path.glob("*.tmp")) == []
+
+
+OPERATIONS = ("open", "fsync", "rename")
+
+
+def test_an_error_at_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C5, EIO at the n-th open, fsync or rename of the writer, n = 1..30: each append happens or
+    not, and what a reader sees is whole at any time.
+    """
+    failed = 0
+    for n in range(1, 31):
+        path = tmp_path / str(n)
+        left = n
+
+        def failing(real: Callable[..., object]) -> Callable[..., object]:
+            def call(*args: object, **options: object) -> object:
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                return real(*args, **options)
+
+            return call
+
+        acknowledged = []
+        with LogitStore(path, write=True, metadata=META) as store:
+            with monkeypatch.context() as patch:
+                for name in OPERATIONS:
+                    target = os if name == "fsync" else Path
+                    patch.setattr(target, name, failing(getattr(target, name)))
+                for number in range(5):
+                    try:
+                        store.append([entry(number)])
+                        acknowledged.append(entry(number))
+                    except OSError:
+                        failed += 1
+            assert verified(store) == acknowledged
+            with LogitStore(path) as reader:
+                reader.verify()
+                assert reader.unreadable == []
+                assert set(acknowledged) <= set(verified(reader))
+            store.append([entry(9)])
+        with LogitStore(path, write=True, metadata=META) as store:
+            assert {*acknowledged, entry(9)} <= set(verified(store))
+        assert list(path.glob("*.tmp")) == []
+        named = {file.name for file in path.glob("*.arrow")}
+        assert len(named) in (len(acknowledged) + 1, len(acknowledged) + 2)
+    assert failed >= 25
+    print(f"EIO: {failed} of 30 appends refused, 0 partial shards")
+
+
+WRITERS = """
+import os, sys
+from clients.logit_store import LogitStore
+from tests.teacher.test_logit_store import META, entry
+for path in sys.stdin:
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        print("dead", flush=True)
+        continue
+    with LogitStore(path.strip(), write=True, metadata=META) as store:
+        count = len(store)
+        print(os.getpid(), flush=True)
+        while True:
+            store.append([entry(number, rows=50) for number in range(count, count + 5)])
+            count += 5
+            print(count, flush=True)
+"""
+
+
+def test_killed_while_it_writes(tmp_path: Path) -> None:
+    """C6. SIGKILL a random moment after a random shard: what was finished is there, whole; what
+    was not is gone with the next writer.
+    """
+    random_ = random.Random(0)
+    orphans = lost = 0
+    command = [sys.executable, "-c", WRITERS]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as forks:
+        assert forks.stdin
+        assert forks.stdout
+        for repeat in range(REPEATS):
+            path = tmp_path / str(repeat // 10)
+            forks.stdin.write(f"{path}\n")
+            forks.stdin.flush()
+            pid = int(forks.stdout.readline())
+            lines = [int(forks.stdout.readline()) for _ in range(random_.randint(1, 4))]
+            time.sleep(random_.uniform(0, 0.002))
+            os.kill(pid, signal.SIGKILL)
+            for line in iter(forks.stdout.readline, "dead\n"):
+                lines.append(int(line))
+            with LogitStore(path) as store:
+                store.verify()
+                assert store.unreadable == []
+                found = verified(store)
+            assert found == [entry(number, rows=50) for number in range(len(found))]
+            assert len(found) >= lines[-1]
+            lost = max(lost, len(found) - lines[-1])
+            manifest = (path / "manifest.json").read_text()
+            files = {file.name for file in path.iterdir()} - {"manifest.json", "lock"}
+            orphans += bool([name for name in files if name not in manifest])
+            LogitStore(path, write=True, metadata=META).close()
+            assert {file.name for file in path.iterdir()} - {"manifest.json", "lock"} == {
+                name for name in files if name in manifest
+            }
+        forks.stdin.close()
+    assert lost <= 5, "at most the shard that was just written and not yet told"
+    assert orphans, "no kill hit a write"
+    print(f"{REPEATS} kills: {orphans} left half-written files, all removed; every shard whole")
+
+
+def test_eight_writers_of_the_same_keys(tmp_path: Path) -> None:
+    """C7. One process has the directory, the others are told; its threads may all hand over."""
+    tier = DiskTier(tmp_path, fingerprint="a" * 64, max_bytes=1 << 30)
+    entries = [entry(number) for number in range(50)]
+
+    def put_all() -> None:
+        for one in entries:
+            tier.put(one)
+
+    threads = [threading.Thread(target=put_all) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for _ in range(7):
+        with pytest.raises(WrongState):
+            DiskTier(tmp_path, fingerprint="a" * 64, max_bytes=1 << 30)
+    for thread in threads:
+        thread.join()
+    asyncio.run(tier.close())
+    with LogitStore(tmp_path / ("a" * 32)) as store:
+        assert sorted(verified(store), key=lambda one: one.key) == entries
+        assert [file.count for file in store._facts] == [50]
+
+
+def test_rows_are_read_while_the_oldest_go(tmp_path: Path) -> None:
+    """C10. A reader that has opened a store can read all of it, however much is removed; one that
+    opens it just then sees a store that is whole.
+    """
+    with LogitStore(tmp_path, write=True, metadata=META) as writer:
+        for number in range(20):
+            writer.append([entry(number)])
+        reader = LogitStore(tmp_path)
+        stop = threading.Event()
+
+        def collect_garbage() -> None:
+            for number in range(20, 20 + 10 * REPEATS):
+                writer.append([entry(number)])
+                writer.drop_oldest()
+            stop.set()
+
+        thread = threading.Thread(target=collect_garbage)
+        thread.start()
+        opened = 0
+        while not stop.is_set():
+            assert verified(reader) == [entry(number) for number in range(20)]
+            with LogitStore(tmp_path) as late:
+                assert late.unreadable == []
+                assert len(verified(late)) in (19, 20, 21)
+            opened += 1
+        thread.join()
+    assert opened > 5
+    print(f"{10 * REPEATS} shards removed, {opened} readers: 0 errors")
+
+
+def store_of(root: Path, name: str, size: int, *, age: float) -> Path:
+    path = root / (name * 32)
+    with LogitStore(path, write=True, metadata={"fingerprint": name * 64}) as store:
+        store.append([StoredRows(bytes(32), b"", 1, bytes(size))])
+    os.utime(path / "lock", times=(time.time() - age,) * 2)
+    return path
+
+
+def test_rows_of_other_teachers_make_room(tmp_path: Path) -> None:
+    """The one that was in use longest ago goes first; one in use, and what is no store, stays."""
+    oldest = store_of(tmp_path, "1", 50_000, age=300)
+    used = store_of(tmp_path, "2", 50_000, age=200)
+    newer = store_of(tmp_path, "3", 50_000, age=100)
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    (photos / "lock").write_bytes(bytes(50_000))
+    reader = LogitStore(oldest)
+    with LogitStore(used, write=True):
+        os.utime(used / "lock", times=(0, 0))
+        tier = DiskTier(tmp_path, fingerprint="a" * 64, max_bytes=120_000)
+        tier.put(StoredRows(bytes(32), b"", 1, bytes(50_000)))
+        asyncio.run(tier.close())
+    assert not oldest.exists()
+    assert used.exists()
+    assert newer.exists()
+    assert photos.exists()
+    assert tier.counts.removed == 1
+    assert reader.get(bytes(32)) == bytes(50_000)
+    tier = DiskTier(tmp_path, fingerprint="a" * 64, max_bytes=60_000)
+    asyncio.run(tier.close())
+    assert not used.exists()
+    assert not newer.exists()
+    assert tier.counts.removed == 2
+    with LogitStore(tmp_path / ("a" * 32)) as store:
+        assert len(store) == 1
