@@ -14,11 +14,11 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1 import health_pb2_grpc
 
 from protos.access import AccessControl, Tokens, read_tokens
 from protos.errors import InvalidInput
+from protos.health import Health
 from protos.statuses import ErrorBoundary
 from protos.tls import TlsFiles, server_credentials
 from protos.transport import SERVER_OPTIONS, is_loopback
@@ -113,17 +113,14 @@ async def serve(
         options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", _most_connections())],
         interceptors=interceptors,
     )
-    health = health_aio.HealthServicer()
+    health = Health(register(server))
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    name = register(server)
     bound = _bind(server, endpoint)
     await server.start()
-    for service in ("", name):
-        await health.set(service, health_pb2.HealthCheckResponse.SERVING)
     _warn(endpoint)
     on_ready(bound)
     await stop.wait()
-    await health.enter_graceful_shutdown()
+    health.stop()
     on_stop()
     await server.stop(grace_seconds)
 

@@ -17,7 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import teacher_pb2, teacher_pb2_grpc
-from protos.errors import InternalFault, InvalidInput, Overloaded, Unavailable
+from protos.errors import InternalFault, InvalidInput, NotFound, Overloaded, Unavailable
 from protos.server import Endpoint
 from protos.statuses import _abort, fault_of
 from protos.transport import CHANNEL_OPTIONS
@@ -106,6 +106,29 @@ def test_sigterm_lets_a_running_stream_end(
     received.extend(stream)
     assert [chunk.first_position for chunk in received] == list(range(20))
     assert server[0].wait(20) == 0
+
+
+def test_every_watcher_of_the_health_is_told_and_let_go(
+    server: tuple[subprocess.Popen[str], str], channel: grpc.Channel
+) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+
+    def ask(name: str) -> Any:
+        return health_pb2.HealthCheckRequest(service=name)
+
+    status = health_pb2.HealthCheckResponse
+    names = ["", "distill.v1.Teacher", "distill.v1.Teacher", "no.such.Service"]
+    watches = [health.Watch(ask(name), timeout=20) for name in names]
+    first = [next(watch).status for watch in watches]
+    assert first == [status.SERVING] * 3 + [status.SERVICE_UNKNOWN]
+    watches[1].cancel()
+    with pytest.raises(grpc.RpcError) as caught:
+        health.Check(ask("no.such.Service"), timeout=10)
+    assert isinstance(fault_of(caught.value, "teacher"), NotFound)
+    server[0].send_signal(signal.SIGTERM)
+    for watch in (watches[0], *watches[2:]):
+        assert [message.status for message in watch] == [status.NOT_SERVING]
+    assert server[0].wait(5) == 0
 
 
 def test_nobody_listens() -> None:
