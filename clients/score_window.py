@@ -72,7 +72,10 @@ class ScoreWindow:
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        self._changed = threading.Condition()
+        # One lock, two rooms to wait in: no message wakes the watcher.
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._owing = threading.Condition(lock)
         self._waiting: deque[_Answer] = deque()
         self._streams: list[WindowStream] = []
         self._held_bytes = 0
@@ -92,6 +95,7 @@ class ScoreWindow:
         with self._changed:
             if self.closed:
                 raise Unavailable("this teacher client is closed")
+            self._before_more()
             self._waiting.append(answer)
             self._changed.notify_all()
         return answer
@@ -109,6 +113,7 @@ class ScoreWindow:
             answer.wanted = True
             # Who is on a wire, or was, is first already.
             if not answer.held and answer in self._waiting:
+                self._before_more()
                 self._waiting.remove(answer)
                 self._waiting.appendleft(answer)
                 self._changed.notify_all()
@@ -118,9 +123,10 @@ class ScoreWindow:
         if not answer.held:
             return
         with self._changed:
+            self._before_more()
             self._held_bytes -= answer.held
             answer.held = 0
-            self._changed.notify_all()
+            self._wake_senders()
 
     def wait_for_work(self) -> bool:
         """Block until something is asked; False once the window is closed."""
@@ -140,13 +146,12 @@ class ScoreWindow:
         with self._changed:
             while not self.closed:
                 if not self._owed():
-                    self._changed.wait()
-                    self.silent_since = time.monotonic()
+                    self._owing.wait()
                     continue
                 left = max(self.silent_since, not_before) + seconds - time.monotonic()
                 if left <= 0:
                     return True
-                self._changed.wait(left)
+                self._owing.wait(left)
             return False
 
     def ask_again(self) -> None:
@@ -167,8 +172,19 @@ class ScoreWindow:
         """Cancel every request and let no more in."""
         with self._changed:
             self.closed = True
+            self._owing.notify_all()
         for answer in self._take_all():
             answer.cancel()
+
+    def _before_more(self) -> None:
+        """Something may be owed from now on: if nothing was, its time begins."""
+        if not self._owed():
+            self.silent_since = time.monotonic()
+            self._owing.notify_all()
+
+    def _wake_senders(self) -> None:
+        if self._waiting:
+            self._changed.notify_all()
 
     def _unfinished(self) -> bool:
         return bool(self._waiting) or any(stream.sent for stream in self._streams)
@@ -236,7 +252,8 @@ class WindowStream:
                     answer.held = answer.size
                     wire_id = str(next(window._ids))
                     self.sent[wire_id] = answer
-                    self._changed.notify_all()  # another stream may be next
+                    if len(window._streams) > 1:
+                        window._wake_senders()  # another stream may be next
                     return wire_id, answer
                 self._idle = pause <= 0
                 self._changed.wait(pause if pause > 0 else None)
@@ -256,7 +273,7 @@ class WindowStream:
             outcome = self._outcome(chunk, answer) if answer else None
             if outcome is not None:
                 del self.sent[chunk.request_id]
-            self._changed.notify_all()
+            self._window._wake_senders()
         # Outside the lock: callbacks of a future may submit the next query.
         if answer is not None and outcome is not None:
             _resolve(answer, outcome)

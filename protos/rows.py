@@ -100,9 +100,10 @@ def encode_rows(block: RowBlock, *, f32: bool = False) -> bytes:
     if block.head_ids is not None:
         flags |= _HAS_IDS
         ids = np.ascontiguousarray(block.head_ids, dtype="<i4").reshape(-1)
-        if ids.size and ids.min() < 0:
-            raise ValueError(f"head ids must not be negative, got {ids.min()}")
-        if ids.size and ids.max() > MAX_18_BIT_ID:
+        # Without a sign the negative ones are the largest of all: one pass finds either.
+        if ids.size and ids.view("<u4").max() > MAX_18_BIT_ID:
+            if ids.min() < 0:
+                raise ValueError(f"head ids must not be negative, got {ids.min()}")
             flags |= _WIDE_IDS
             planes.append(ids.tobytes())
         else:
@@ -222,9 +223,9 @@ def _planes(n: int, k: int, flags: int) -> list[Plane]:
 def _pack_18_bit(ids: NDArray[np.int32]) -> tuple[bytes, bytes]:
     low = ids.astype("<u2")  # keeps the low 16 bits
     high = np.zeros(-(-ids.size // 4) * 4, dtype=np.uint8)
-    high[: ids.size] = ids >> 16
-    quads = high.reshape(-1, 4)
-    packed = quads[:, 0] | quads[:, 1] << 2 | quads[:, 2] << 4 | quads[:, 3] << 6
+    high[: ids.size] = ids.view(np.uint8)[2::4]
+    quads = high.view("<u4")  # two bits in each byte, to be moved into the lowest one
+    packed = (quads | quads >> 6 | quads >> 12 | quads >> 18).astype(np.uint8)
     return low.tobytes(), packed.tobytes()
 
 
