@@ -109,7 +109,7 @@ def open_shard(path: Path, facts: ShardFacts) -> Shard:
         batch.validate(full=True)
     except pa.ArrowException as error:
         raise ValueError(f"{path} is not an Arrow file: {error}") from error
-    if not batch.schema.equals(_schema()) or batch.num_rows != facts.count:
+    if not batch.schema.equals(_schema(), check_metadata=True) or batch.num_rows != facts.count:
         raise ValueError(f"{path} is not what its manifest says")
     shard = _shard(facts.name, batch)
     if _index_digest(shard) != facts.index:

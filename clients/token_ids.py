@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from protos.errors import InvalidInput
+
 Turn = Mapping[str, str]
 
 
@@ -22,10 +24,23 @@ def template_ids(tokenizer: Any, turns: Sequence[Turn]) -> list[int]:
 
 
 def rendered(tokenizer: Any, turns: Sequence[Turn], *, add_generation_prompt: bool) -> str:
-    """The text of a conversation, with the special tokens that the template writes."""
-    text: str = tokenizer.apply_chat_template(
-        list(turns), tokenize=False, add_generation_prompt=add_generation_prompt
-    )
+    """The text of a conversation, with the special tokens that the template writes.
+
+    Raises InvalidInput for a template that does not take it.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        text: str = tokenizer.apply_chat_template(
+            list(turns), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except TemplateError as error:
+        # Rendered in a sandbox: a template that reaches for Python itself ends here too.
+        raise InvalidInput(
+            f"the model's chat template cannot be used: {error}",
+            field="student.model",
+            hint="correct chat_template.jinja in its directory, or choose another model",
+        ) from error
     return text
 
 

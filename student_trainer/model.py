@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from clients.config import StudentConfig
+from clients.model_files import refuse_code
 from protos.errors import InvalidInput
 from student_trainer.batches import Batch
 from student_trainer.lora import add_adapters, load_adapters
@@ -74,27 +75,17 @@ def _without_dropout(config: Any) -> Any:
 def _explained(student: StudentConfig, load: Any, **options: Any) -> Any:
     path = Path(student.model)
     if path.is_dir():
-        _refuse_code(path)
+        refuse_code(path, "student.model")
     revision = student.revision if not path.is_dir() else None
     try:
         return load(student.model, revision=revision, trust_remote_code=False, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         what = "directory" if path.is_dir() else "directory or reachable hub id"
         raise InvalidInput(
             f"no usable model at {student.model!r}: {str(error).strip().splitlines()[0]}",
             field="student.model",
             hint=f"give a Hugging Face {what} with config, tokenizer and safetensors",
         ) from error
-
-
-def _refuse_code(path: Path) -> None:
-    config = path / "config.json"
-    if config.is_file() and "auto_map" in json.loads(config.read_text()):
-        raise InvalidInput(
-            f"{config} asks to run code of its own (auto_map)",
-            field="student.model",
-            hint="only architectures of transformers itself are loaded",
-        )
 
 
 def vocabulary(tokenizer: Any) -> list[str]:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from clients.model_files import WEIGHTS_INDEX, refuse_code
 from protos.errors import InvalidInput
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -31,11 +32,7 @@ def model_directory(model: str) -> Path:
         )
     if not (path / "config.json").is_file():
         raise _refused(f"{model} has no config.json", "give a directory made by save_pretrained()")
-    if "auto_map" in read_config(path):
-        raise _refused(
-            f"{model} brings its own Python code (auto_map), which is never run",
-            "use a model whose architecture transformers knows",
-        )
+    refuse_code(path, "--model")
     if not weight_files(path):
         raise _refused(
             f"{model} has no .safetensors weights; other formats can run code when loaded",
@@ -80,7 +77,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def weight_files(path: Path) -> list[Path]:
     """The .safetensors files that from_pretrained would load, by name."""
-    index = path / "model.safetensors.index.json"
+    index = path / WEIGHTS_INDEX
     if (path / "model.safetensors").is_file() or not index.is_file():
         return sorted(path.glob("model.safetensors"))
     try:

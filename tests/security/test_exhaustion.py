@@ -1,0 +1,94 @@
+"""S10: connections that never say anything, and connections that are torn down at once."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.security.processes import Program, server, teacher
+
+DESCRIPTORS = 256
+HALF_OPEN = 1000
+RESETS = 5000
+RECOVERY_SECONDS = 5.0
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+def few_descriptors() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+
+
+@pytest.fixture(autouse=True)
+def many_sockets() -> Iterator[None]:
+    """This process is the attacker, and needs descriptors itself."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = HALF_OPEN + 200
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        pytest.skip(f"at most {hard} descriptors here, {needed} are needed")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def seconds_to_answer(program: Program) -> float:
+    """From a new connection to its first answer."""
+    began = time.monotonic()
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 500)]
+    with grpc.insecure_channel(program.address, options=options) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        health.Check(health_pb2.HealthCheckRequest(), timeout=30, wait_for_ready=True)
+    return time.monotonic() - began
+
+
+def connect(program: Program, stack: ExitStack) -> socket.socket:
+    made = stack.enter_context(socket.socket())
+    made.settimeout(1.0)
+    host, _, port = program.address.rpartition(":")
+    made.connect((host, int(port)))
+    return made
+
+
+@pytest.mark.parametrize("which", ["server", "teacher"])
+def test_silent_and_broken_connections(which: str, tmp_path: Path) -> None:
+    started = (
+        server(tmp_path / "runs", before=few_descriptors)
+        if which == "server"
+        else teacher(tmp_path / "log", before=few_descriptors)
+    )
+    with started as program:
+        process = psutil.Process(program.process.pid)
+        seconds_to_answer(program)
+        idle = process.num_fds()
+        with ExitStack() as stack:
+            for _ in range(HALF_OPEN):
+                connect(program, stack)
+            time.sleep(0.5)
+            held = process.num_fds()
+            # Some are left for files, while the attack goes on.
+            assert held < DESCRIPTORS - 32
+        after_silence = seconds_to_answer(program)
+        for _ in range(RESETS):
+            with ExitStack() as stack:
+                connect(program, stack).setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE
+                )
+        after_resets = seconds_to_answer(program)
+        assert program.process.poll() is None
+        left = process.num_fds()
+    print(
+        f"\n{HALF_OPEN} half-open: {held} descriptors held of {DESCRIPTORS}, answers after"
+        f" {after_silence:.2f} s; {RESETS} resets: after {after_resets:.2f} s;"
+        f" {left - idle:+d} descriptors"
+    )
+    assert max(after_silence, after_resets) < RECOVERY_SECONDS
+    assert left <= idle + 5

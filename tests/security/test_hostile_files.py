@@ -1,0 +1,248 @@
+"""S7: files that would run code when a careless program opens them. None of ours does."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+from clients.config import DataConfig, StudentConfig
+from clients.logit_store import LogitStore, StoredRows
+from protos.errors import Corrupt, DistillError, InvalidInput
+from student_trainer.checkpoint import newest_checkpoint
+from student_trainer.model import load_model, load_tokenizer
+from student_trainer.prompts import load_prompts
+from teacher_service.engines.hf import HfEngine
+from tests.architecture.test_code import code_from_data
+from tests.trainer.tiny import model, save, tokenizer
+
+CODE = "import pathlib; pathlib.Path({path!r}).touch()\n"
+TEMPLATES = (
+    "{{{{ cycler.__init__.__globals__.os.system('touch {path}') }}}}",
+    "{{{{ ''.__class__.__mro__[1].__subclasses__() }}}}{{{{ lipsum.__globals__['os'].popen('touch"
+    " {path}') }}}}",
+    "{{% for m in messages %}}{{{{ m.__class__.__base__.__subclasses__ }}}}{{% endfor %}}"
+    "{{{{ namespace.__init__.__globals__.__builtins__.open('{path}', 'w') }}}}",
+)
+
+
+class Bomb:
+    """Whoever unpickles it touches a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.fixture
+def canary(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "canary"
+    yield path
+    assert not path.exists(), "code that came with a file was run"
+
+
+@pytest.fixture(scope="session")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(model(), tokenizer(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def directory(clean: Path, tmp_path: Path) -> Path:
+    """A model of its own for each test to spoil."""
+    return Path(shutil.copytree(clean, tmp_path / "model"))
+
+
+def student(path: Path) -> Any:
+    return load_model(StudentConfig(model=str(path)))
+
+
+def student_tokenizer(path: Path) -> Any:
+    return load_tokenizer(StudentConfig(model=str(path)))
+
+
+def teacher(path: Path) -> Any:
+    return HfEngine(str(path), dtype="auto", device="cpu", batch_invariant=False)
+
+
+LOADERS = pytest.mark.parametrize("load", [student, teacher])
+
+
+def change(file: Path, **values: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def test_the_bomb_works(tmp_path: Path) -> None:
+    """The control: without it, an unharmed canary would say nothing."""
+    canary = tmp_path / "canary"
+    pickle.loads(pickle.dumps(Bomb(canary)))
+    assert canary.exists()
+    canary.unlink()
+    torch.save(Bomb(canary), tmp_path / "x.bin")
+    torch.load(tmp_path / "x.bin", weights_only=False)
+    assert canary.exists()
+
+
+@LOADERS
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pkl"])
+def test_pickled_weights(
+    load: Callable[[Path], Any], name: str, directory: Path, canary: Path
+) -> None:
+    (directory / "model.safetensors").unlink()
+    torch.save(Bomb(canary), directory / name)
+    with pytest.raises(InvalidInput):
+        load(directory)
+
+
+@LOADERS
+def test_pickled_weights_that_an_index_names(
+    load: Callable[[Path], Any], directory: Path, canary: Path
+) -> None:
+    (directory / "model.safetensors").unlink()
+    torch.save(Bomb(canary), directory / "weights.bin")
+    index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": "weights.bin"}}
+    for name in ("pytorch_model.bin.index.json", "model.safetensors.index.json"):
+        (directory / name).write_text(json.dumps(index))
+    with pytest.raises(DistillError):
+        load(directory)
+
+
+@LOADERS
+def test_pickles_that_call_themselves_safetensors(
+    load: Callable[[Path], Any], directory: Path, canary: Path
+) -> None:
+    torch.save(Bomb(canary), directory / "model.safetensors")
+    with pytest.raises(DistillError):
+        load(directory)
+
+
+@LOADERS
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_that_a_model_brings(
+    load: Callable[[Path], Any], file: str, directory: Path, canary: Path
+) -> None:
+    code = CODE.format(path=str(canary))
+    (directory / "evil.py").write_text(code)
+    names = ("AutoConfig", "AutoModelForCausalLM", "AutoModel")
+    auto_map: dict[str, object] = dict.fromkeys(names, "evil.Evil")
+    change(directory / file, auto_map={**auto_map, "AutoTokenizer": ["evil.Evil", "evil.Evil"]})
+    if file == "config.json":
+        with pytest.raises(InvalidInput, match="auto_map"):
+            load(directory)
+        return
+    # A tokenizer that transformers knows is loaded as what it is, or refused; never run.
+    for loader in (load, student_tokenizer):
+        with contextlib.suppress(InvalidInput):
+            loader(directory)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_chat_templates(template: str, directory: Path, canary: Path, tmp_path: Path) -> None:
+    (directory / "chat_template.jinja").write_text(template.format(path=str(canary)))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1+1="}\n' * 4)
+    words = student_tokenizer(directory)
+    assert "__globals__" in words.chat_template
+    with pytest.raises(InvalidInput, match="chat template"):
+        load_prompts(DataConfig(path=str(prompts)), words, held_out=1, max_tokens=99, seed=0)
+
+
+class EvilType(pa.ExtensionType):  # type: ignore[misc]
+    """Before pyarrow 14.0.1, reading a column of such a type unpickled its metadata."""
+
+    def __init__(self, payload: bytes) -> None:
+        self.payload = payload
+        super().__init__(pa.binary(), "arrow.py_extension_type")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return self.payload
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage: Any, serialized: bytes) -> EvilType:
+        return cls(serialized)
+
+
+def test_arrow_types_that_carry_code(tmp_path: Path, canary: Path) -> None:
+    kind = EvilType(pickle.dumps(Bomb(canary)))
+    rows = pa.ExtensionArray.from_storage(kind, pa.array([b"x"], pa.binary()))
+    evil_field = pa.field("rows", kind)
+    store = tmp_path / "store"
+    with LogitStore(store, write=True) as made:
+        made.append([StoredRows(b"k" * 32, bytes(8), 1, b"x")])
+    [shard] = store.glob("*.arrow")
+    good = pa.ipc.open_file(shard.read_bytes()).get_batch(0)
+    with pa.ipc.new_file(str(shard), pa.schema([*good.schema][:-1]).append(evil_field)) as writer:
+        writer.write_batch(good.set_column(good.num_columns - 1, evil_field, rows))
+    data = shard.read_bytes()
+    assert b"arrow.py_extension_type" in data
+    # The manifest agrees with it: only what is in the file is wrong.
+    manifest = json.loads((store / "manifest.json").read_text())
+    manifest["shards"][0] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (store / "manifest.json").write_text(json.dumps(manifest))
+    with LogitStore(store) as opened:
+        assert opened.unreadable == [shard.name]
+        assert len(opened) == 0
+
+
+def test_pickles_in_a_checkpoint(tmp_path: Path, canary: Path) -> None:
+    step = tmp_path / "checkpoints" / "step-000001"
+    step.mkdir(parents=True)
+    for name in ("optimizer.bin", "scheduler.bin", "random_states_0.pkl", "model.bin", "rng.pkl"):
+        (step / name).write_bytes(pickle.dumps(Bomb(canary)))
+    (step / "optimizer.safetensors").write_bytes(pickle.dumps(Bomb(canary)))
+    with pytest.raises(Corrupt, match="no checkpoint"):
+        newest_checkpoint(tmp_path / "checkpoints")
+
+
+FORBIDDEN = """
+import cloudpickle
+import marshal
+import shelve
+import dill
+import joblib
+import pickle as p
+from pickle import loads
+import _pickle
+import torch; torch.load("x")
+from torch import load
+import numpy as np; np.load("x", allow_pickle=True)
+from numpy import load
+import pandas; pandas.read_pickle("x")
+eval("1")
+exec("1")
+compile("1", "x", "eval")
+__import__("os")
+import subprocess; subprocess.run("ls", shell=True)
+import os; os.system("ls")
+import os; os.popen("ls")
+from os import system
+import yaml; yaml.load("x")
+import yaml; yaml.unsafe_load("x")
+import asyncio; asyncio.create_subprocess_shell("ls")
+import subprocess; subprocess.getoutput("ls")
+"""
+
+
+@pytest.mark.parametrize("line", [line for line in FORBIDDEN.splitlines() if line])
+def test_the_gate_knows(line: str) -> None:
+    """The rule that no source of ours may break finds each of these."""
+    assert code_from_data(ast.parse(line))
+
+
+@pytest.mark.parametrize(
+    "line", ["import json; json.load(f)", "import subprocess; subprocess.run(['ls'], shell=False)"]
+)
+def test_the_gate_lets_through(line: str) -> None:
+    assert not code_from_data(ast.parse(line))
