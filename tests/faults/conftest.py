@@ -1,0 +1,20 @@
+"""Faults are injected where a test says, as often as DISTILL_REPEATS says: 20, and 300 to soak."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.faults.history import History, record
+from tests.teacher.conftest import start_teacher
+
+__all__ = ["start_teacher"]
+
+REPEATS = int(os.environ.get("DISTILL_REPEATS", "20"))
+
+
+@pytest.fixture
+def history(monkeypatch: pytest.MonkeyPatch) -> History:
+    """Of every teacher client in the test."""
+    return record(monkeypatch)

@@ -1,0 +1,150 @@
+"""A TCP proxy that does to connections what networks do, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import struct
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+
+_READ_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Toxics:
+    """What is wrong, in both directions; nothing by default.
+
+    latency_seconds and jitter_seconds: each piece comes later by one plus or minus the other.
+    bytes_per_second: of one direction of one connection.
+    slice_bytes: pieces are cut to at most so many bytes.
+    reset_after_bytes: a connection is reset (RST) once it carried so many.
+    timeout_seconds: a connection is closed when it is so old.
+    blackhole: nothing arrives any more, and nobody is told.
+    """
+
+    latency_seconds: float = 0.0
+    jitter_seconds: float = 0.0
+    bytes_per_second: float | None = None
+    slice_bytes: int = _READ_BYTES
+    reset_after_bytes: int | None = None
+    timeout_seconds: float | None = None
+    blackhole: bool = False
+
+
+class FaultProxy:
+    """Listens on a free port of loopback and forwards to `target` (HOST:PORT).
+
+    `toxics` may be changed at any time and applies at once, also to open connections.
+    """
+
+    def __init__(self, target: str, toxics: Toxics = Toxics()) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self.toxics = toxics
+        self.connections = 0
+        self.resets = 0
+        self.random = random.Random(0)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        starting = asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result(10)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def __enter__(self) -> FaultProxy:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    async def _close(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self.connections += 1
+        connection = _Connection(self, reader, writer)
+        try:
+            with suppress(OSError, TimeoutError):
+                await connection.carry(*self._target)
+        finally:
+            connection.abort()
+
+
+class _Connection:
+    """One connection of a client, and ours to the target."""
+
+    def __init__(
+        self, proxy: FaultProxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._proxy = proxy
+        self._client = (reader, writer)
+        self._writers = [writer]
+        self._carried = 0
+
+    async def carry(self, host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        self._writers.append(writer)
+        async with asyncio.timeout(self._proxy.toxics.timeout_seconds):
+            both = [
+                asyncio.create_task(self._pump(self._client[0], writer)),
+                asyncio.create_task(self._pump(reader, self._client[1])),
+            ]
+            try:
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in both:
+                    task.cancel()
+                await asyncio.gather(*both, return_exceptions=True)
+
+    def abort(self) -> None:
+        for writer in self._writers:
+            linger = struct.pack("ii", 1, 0)  # a reset, not an end in good order
+            with suppress(OSError):
+                sock = writer.get_extra_info("socket")
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            writer.transport.abort()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One direction, until an end or a reset. Latency delays, bandwidth holds up."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while data := await reader.read(min(_READ_BYTES, self._proxy.toxics.slice_bytes)):
+            toxics = self._proxy.toxics
+            if toxics.blackhole:
+                continue
+            if toxics.bytes_per_second:
+                await asyncio.sleep(len(data) / toxics.bytes_per_second)
+            jitter = self._proxy.random.uniform(-1, 1) * toxics.jitter_seconds
+            # Never before what came earlier.
+            due = max(due + 1e-6, loop.time() + toxics.latency_seconds + jitter)
+            loop.call_at(due, self._write, writer, data)
+            await writer.drain()
+            self._carried += len(data)
+            if toxics.reset_after_bytes and self._carried >= toxics.reset_after_bytes:
+                self._proxy.resets += 1
+                return
+
+    @staticmethod
+    def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
+        if not writer.is_closing():
+            writer.write(data)

@@ -1,0 +1,48 @@
+"""Queries for fake teachers, and what an engine that nobody disturbs answers to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from clients.score_query import ScoreQuery
+from protos.rows import RowBlock
+from teacher_service.engines.fake import FakeEngine, FakeSettings
+
+VOCAB = 64
+FAKE = ["--engine", "fake"]
+WAIT = 120.0
+
+
+def fake(**settings: int) -> list[str]:
+    """Arguments of a teacher with that engine."""
+    values = {"vocab": VOCAB, "max_length": 20_000, **settings}
+    return [*FAKE, "--model", ",".join(f"{name}={value}" for name, value in values.items())]
+
+
+def sequences(count: int, length: int, *, top_k: int = VOCAB, seed: int = 0) -> list[ScoreQuery]:
+    """All different; with the default top_k 2,570 rows fill a message."""
+    rng = np.random.default_rng(seed)
+    return [
+        ScoreQuery(rng.integers(0, VOCAB, length).astype(np.int32), 1, top_k=top_k, f32=True)
+        for _ in range(count)
+    ]
+
+
+def expected(asked: Sequence[ScoreQuery]) -> list[RowBlock]:
+    """The rows by an engine in this process."""
+    answers = FakeEngine(FakeSettings(vocab=VOCAB, max_length=20_000)).score(asked)
+    assert all(isinstance(answer, RowBlock) for answer in answers)
+    return [answer for answer in answers if isinstance(answer, RowBlock)]
+
+
+def assert_equal(answers: Sequence[Future[RowBlock]], expected: Sequence[RowBlock]) -> None:
+    """Every row as expected, to the bit."""
+    for answer, block in zip(answers, expected, strict=True):
+        rows = answer.result(WAIT)
+        np.testing.assert_array_equal(rows.head_ids, block.head_ids)
+        np.testing.assert_array_equal(rows.head_logprobs, block.head_logprobs)
+        np.testing.assert_array_equal(rows.tail_logmass, block.tail_logmass)
+        np.testing.assert_array_equal(rows.token_logprobs, block.token_logprobs)
