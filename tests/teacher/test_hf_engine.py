@@ -178,7 +178,7 @@ def test_refusals_say_what_and_what_to_do(tiny_model: Path, tmp_path: Path) -> N
     (lost / "model.safetensors").rename(lost / "model.safetensors.index.json")
     cases = {
         str(garbled): "its tokenizer: ",
-        str(lost): "not an index of weights",
+        str(lost): "is not JSON",
         str(silent): "no tokenizer",
         str(own_code): "own Python code",
         str(pickled): "no .safetensors weights",
