@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 
 from clients.score_query import ScoreQuery, tokenizer_fingerprint
-from protos.errors import DistillError
+from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows import RowBlock, concatenate
 from teacher_service.engines.base import EngineInfo, fingerprint_of
 from teacher_service.engines.vllm_process import VllmProcess, require_vllm
 from teacher_service.engines.vllm_wire import decode_answer, part_of, query_fields
-from teacher_service.language_model import load_model, load_vocabulary, not_loaded
+from teacher_service.language_model import load_model, load_vocabulary
 from teacher_service.linear_head import HeadTensors, find_head
 from teacher_service.model_files import file_facts, model_directory
 
@@ -58,13 +58,18 @@ class VllmEngine:
         try:
             self._vllm = VllmProcess(options)
         except (ValueError, RuntimeError) as error:
-            raise not_loaded(path, f"vLLM: {error}") from error
+            raise _not_started(path, error) from error
         cache = self._vllm.config.cache_config
         self._block = cache.block_size if cache.enable_prefix_caching else None
         self.info = self._describe(model, path, head)
 
     def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
         return self._vllm.run(self._score(queries))
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that were not computed because vLLM's prefix cache had them."""
+        return self._vllm.cached_tokens
 
     def close(self) -> None:
         self._vllm.close()
@@ -80,8 +85,13 @@ class VllmEngine:
 
     async def _rows(self, query: ScoreQuery) -> RowBlock:
         # A prefix shorter than a block is never in the cache.
-        useful = self._block is not None and query.start > self._block
-        block = await self._ask(query, read_cache=useful)
+        if self._block is None or query.start <= self._block:
+            return await self._ask(query, read_cache=False)
+        try:
+            block = await self._ask(query, read_cache=True)
+        except Corrupt:
+            # A sequence with a NaN may have left it in blocks that this one shares.
+            return await self._ask(query, read_cache=False)
         missing = query.rows - len(block)
         if not missing:
             return block
@@ -128,3 +138,12 @@ class VllmEngine:
             name="vllm",
             batch_invariant=False,
         )
+
+
+def _not_started(path: Path, error: Exception) -> InvalidInput:
+    reason = " ".join(str(error).split())[:300]
+    return InvalidInput(
+        f"vLLM does not start with {path}: {reason}",
+        field="--model",
+        hint="its log is above; memory: --gpu-memory-share, --tensor-parallel-size",
+    )

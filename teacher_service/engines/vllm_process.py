@@ -45,13 +45,14 @@ class VllmProcess:
 
     When a process of it dies, this one ends too, with exit code 1: a supervisor starts it again.
     Raises ValueError for options that cannot work, RuntimeError when vLLM does not start; what it
-    logs goes to stderr.
+    logs goes to stderr. `cached_tokens`: how many came from the prefix cache so far.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._ids = itertools.count()
+        self.cached_tokens = 0
         self._closing = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
@@ -82,6 +83,7 @@ class VllmProcess:
         try:
             async for output in stream:
                 pooled: Tensor = output.outputs.data
+                self.cached_tokens += output.num_cached_tokens
         except EngineDeadError as error:
             raise Unavailable(
                 "the teacher's vLLM process died", hint="the teacher ends; start it again"

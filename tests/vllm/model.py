@@ -11,10 +11,18 @@ from tests.teacher.tiny_model import save_tokenizer
 
 VOCAB_SIZE = 500  # vLLM pads it to 512
 MAX_LENGTH = 1024
+# Its embedding can be made to spoil every state that has seen it.
+BAD_TOKEN = VOCAB_SIZE - 1
 
 
 def save_model(
-    path: Path, *, tied: bool = False, vocab_size: int = VOCAB_SIZE, hidden_size: int = 64
+    path: Path,
+    *,
+    tied: bool = False,
+    bad_token: bool = False,
+    vocab_size: int = VOCAB_SIZE,
+    hidden_size: int = 64,
+    layers: int = 3,
 ) -> Path:
     """Write weights, config and tokenizer to `path`; logits spread over about +-10 nats."""
     torch.manual_seed(0)
@@ -22,7 +30,7 @@ def save_model(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
@@ -33,6 +41,8 @@ def save_model(
     with torch.no_grad():
         model.lm_head.weight.normal_(std=0.5)
         model.get_input_embeddings().weight.normal_(std=0.5)
+        if bad_token:
+            model.get_input_embeddings().weight[BAD_TOKEN] = torch.nan
     model.save_pretrained(path)
     save_tokenizer(path)
     return path

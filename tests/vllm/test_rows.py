@@ -1,0 +1,161 @@
+"""The rows of the vLLM engine against those of the transformers engine: the same model, 1e-4."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clients.score_query import ScoreQuery
+from protos.errors import Corrupt
+from protos.rows import RowBlock
+from teacher_service.engines.base import Engine
+from teacher_service.engines.hf import HfEngine
+from teacher_service.engines.vllm import VllmEngine
+from teacher_service.self_test import run_self_test
+from tests.vllm.model import BAD_TOKEN, MAX_LENGTH, VOCAB_SIZE, save_model
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="make test-vllm has vllm"),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+]
+
+STEP_TOKENS = 256  # so that longer sequences take several steps
+BLOCK = 128  # tokens of a block of the prefix cache on CPUs
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmEngine, HfEngine]]:
+    path = str(save_model(tmp_path_factory.mktemp("model"), bad_token=True))
+    vllm = VllmEngine(path, max_batch_tokens=STEP_TOKENS)
+    yield vllm, HfEngine(path, device="cpu")
+    vllm.close()
+
+
+@pytest.fixture
+def vllm(engines: tuple[VllmEngine, HfEngine]) -> VllmEngine:
+    return engines[0]
+
+
+@pytest.fixture
+def hf(engines: tuple[VllmEngine, HfEngine]) -> HfEngine:
+    return engines[1]
+
+
+def tokens(length: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, BAD_TOKEN, length).astype(np.int32)
+
+
+def heads(rows: int, k: int = 6, seed: int = 0) -> np.ndarray[Any, Any]:
+    """int32 [rows, k], distinct in a row."""
+    order = np.argsort(np.random.default_rng(seed).random((rows, VOCAB_SIZE)), axis=1)
+    return order[:, :k].astype(np.int32)
+
+
+def rows(engine: Engine, queries: Sequence[ScoreQuery]) -> list[RowBlock]:
+    answers = engine.score(queries)
+    blocks = [answer for answer in answers if isinstance(answer, RowBlock)]
+    assert len(blocks) == len(queries), answers
+    return blocks
+
+
+def assert_same(ours: RowBlock, theirs: RowBlock) -> None:
+    np.testing.assert_array_equal(ours.head_ids, theirs.head_ids)
+    np.testing.assert_allclose(ours.head_logprobs, theirs.head_logprobs, atol=1e-4)
+    np.testing.assert_allclose(ours.tail_logmass, theirs.tail_logmass, atol=1e-4)
+    np.testing.assert_allclose(ours.token_logprobs, theirs.token_logprobs, atol=1e-4)
+
+
+def test_a_ragged_batch_of_every_kind(vllm: VllmEngine, hf: HfEngine) -> None:
+    """Both heads, several temperatures and starts; sequences of one step and of several."""
+    queries = [
+        query
+        for seed, length in enumerate([2, 3, 33, 130, 300, 700])
+        for start in sorted({1, (length + 1) // 2, length - 1})
+        for temperature in (1.0, 0.7)
+        for query in (
+            ScoreQuery(tokens(length, seed), start, top_k=5, temperature=temperature),
+            ScoreQuery(
+                tokens(length, seed),
+                start,
+                head_ids=heads(length - start),
+                temperature=temperature,
+            ),
+        )
+    ]
+    for ours, theirs in zip(rows(vllm, queries), rows(hf, queries), strict=True):
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("k", [1, VOCAB_SIZE])
+def test_the_smallest_and_the_largest_head(vllm: VllmEngine, hf: HfEngine, k: int) -> None:
+    query = ScoreQuery(tokens(20), 1, head_ids=heads(19, k))
+    ours, theirs = rows(vllm, [query])[0], rows(hf, [query])[0]
+    assert_same(ours, theirs)
+    assert np.isneginf(ours.tail_logmass).all() == (k == VOCAB_SIZE)
+
+
+def test_the_longest_sequence(vllm: VllmEngine, hf: HfEngine) -> None:
+    assert vllm.info.max_length == hf.info.max_length == MAX_LENGTH
+    query = ScoreQuery(tokens(MAX_LENGTH), 1, top_k=4)
+    assert_same(rows(vllm, [query])[0], rows(hf, [query])[0])
+
+
+def test_a_shared_prompt_is_computed_once(vllm: VllmEngine, hf: HfEngine) -> None:
+    """Answers to one prompt: what they share is before every row that is wanted."""
+    prompt = tokens(2 * BLOCK + 10, seed=50)
+    queries = [
+        ScoreQuery(np.concatenate([prompt, tokens(40, seed)]), len(prompt), top_k=5)
+        for seed in range(51, 55)
+    ]
+    rows(vllm, queries[:1])
+    before = vllm.cached_tokens
+    for ours, theirs in zip(rows(vllm, queries[1:]), rows(hf, queries[1:]), strict=True):
+        assert_same(ours, theirs)
+    assert vllm.cached_tokens - before == 3 * 2 * BLOCK
+
+
+@pytest.mark.parametrize("start", [1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 300, 399])
+def test_a_cache_that_reaches_into_the_rows(vllm: VllmEngine, hf: HfEngine, start: int) -> None:
+    """The same sequence again and again: all of its full blocks are cached, whatever is wanted."""
+    again = ScoreQuery(tokens(400, seed=60), start, top_k=5)
+    chosen = replace(again, top_k=None, head_ids=heads(again.rows), temperature=0.8)
+    expected = rows(hf, [again, chosen])
+    for _ in range(2):
+        for ours, theirs in zip(rows(vllm, [again, chosen]), expected, strict=True):
+            assert_same(ours, theirs)
+
+
+def test_one_bad_sequence_fails_alone(vllm: VllmEngine, hf: HfEngine) -> None:
+    good = ScoreQuery(tokens(300, seed=70), 1, top_k=5)
+    bad = ScoreQuery(tokens(300, seed=71), 4, top_k=5)
+    bad.token_ids[280] = BAD_TOKEN
+    first, fault, last = vllm.score([good, bad, good])
+    assert isinstance(fault, Corrupt)
+    assert fault.field.startswith("token_ids[2")
+    for answer in (first, last):
+        assert isinstance(answer, RowBlock)
+        assert_same(answer, rows(hf, [good])[0])
+
+
+def test_a_bad_sequence_leaves_nothing_in_the_cache(vllm: VllmEngine, hf: HfEngine) -> None:
+    """Its NaN reaches back into full blocks, which a good sequence with the same prompt shares."""
+    good = ScoreQuery(tokens(300, seed=80), 290, top_k=5)
+    bad = replace(good, token_ids=good.token_ids.copy())
+    bad.token_ids[260] = BAD_TOKEN
+    for _ in range(2):
+        assert isinstance(vllm.score([bad])[0], Corrupt)
+    assert_same(rows(vllm, [good])[0], rows(hf, [good])[0])
+
+
+def test_what_it_says_of_itself(vllm: VllmEngine, hf: HfEngine) -> None:
+    run_self_test(vllm)
+    info = vllm.info
+    assert (info.name, info.dtype, info.vocab_size) == ("vllm", "float32", VOCAB_SIZE)
+    assert info.vocabulary == hf.info.vocabulary
+    assert info.tokenizer_fingerprint == hf.info.tokenizer_fingerprint
+    assert info.fingerprint != hf.info.fingerprint
