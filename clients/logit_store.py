@@ -9,18 +9,25 @@ codec's own: decode what `get` returns before use.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
+from clients.logit_manifest import (
+    MANIFEST,
+    Manifest,
+    lock_store,
+    number_of,
+    read_manifest,
+    remove_unnamed,
+    shard_name,
+    write_manifest,
+)
 from clients.logit_shards import (
     Shard,
     ShardFacts,
@@ -33,11 +40,8 @@ from protos.errors import Corrupt, InvalidInput, WrongState
 
 __all__ = ["LogitStore", "StoredRows", "remove_store"]
 
-SCHEMA_VERSION = 2
 MAX_SHARD_BYTES = 1 << 30  # Arrow's 32-bit offsets end at 2 GiB
-_MANIFEST = "manifest.json"
 _SET_ASIDE = ".damaged"
-_SHARD_NAME = re.compile(r"[0-9]{8,}\.arrow")
 
 
 class LogitStore:
@@ -61,11 +65,11 @@ class LogitStore:
         self._shards: dict[str, Shard] = {}
         self.unreadable: list[str] = []
         if write:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock_fd = _lock(self.path)
+            self._lock_fd = lock_store(self.path)
         try:
-            self._facts, self.metadata = self._open_all(dict(metadata or {}))
-            self._next_number = 1 + max(map(_number, self._facts), default=-1)
+            manifest = self._open_all(dict(metadata or {}))
+            self.metadata, self._facts = dict(manifest.metadata), list(manifest.shards)
+            self._next_number = 1 + max(map(number_of, self._facts), default=-1)
             if write:
                 self._set_aside()
                 self._remove_orphans()
@@ -124,7 +128,7 @@ class LogitStore:
             raise InvalidInput("a shard holds at most 1 GiB", hint="append in several steps")
         if not entries:
             return
-        name = f"{self._next_number:08d}.arrow"
+        name = shard_name(self._next_number)
         data, facts = encode_shard(name, entries)
         # Never twice: after a fault of the disk the manifest may already name this file.
         self._next_number += 1
@@ -169,48 +173,23 @@ class LogitStore:
         if self._lock_fd is None:
             raise WrongState("this store was opened for reading", hint="open it with write=True")
 
-    def _read_manifest(self, metadata: dict[str, str]) -> tuple[list[ShardFacts], dict[str, str]]:
-        try:
-            manifest = json.loads((self.path / _MANIFEST).read_bytes())
-            version = manifest["schema_version"]
-            facts = [ShardFacts(**shard) for shard in manifest["shards"]]
-            for shard in facts:
-                _number(shard)
-            stored = dict(manifest["metadata"])
-        except FileNotFoundError:
-            return [], metadata
-        except (ValueError, KeyError, TypeError) as error:
-            raise Corrupt(
-                f"the manifest of {self.path} is unreadable", hint="delete the directory"
-            ) from error
-        if version != SCHEMA_VERSION:
+    def _read_manifest(self, metadata: dict[str, str]) -> Manifest:
+        """Raises WrongState when it is of other rows than `metadata` says."""
+        manifest = read_manifest(self.path)
+        if manifest is None:
+            return Manifest(metadata, [])
+        if metadata and manifest.metadata != metadata:
             raise WrongState(
-                f"{self.path} has schema version {version}, this program reads {SCHEMA_VERSION}",
+                f"{self.path} holds the rows of something else: {manifest.metadata}",
                 hint="use another directory",
             )
-        if metadata and stored != metadata:
-            raise WrongState(
-                f"{self.path} holds the rows of something else: {stored}",
-                hint="use another directory",
-            )
-        return facts, stored
+        return manifest
 
     def _write_manifest(self, facts: Sequence[ShardFacts]) -> None:
-        manifest = {
-            "schema_version": SCHEMA_VERSION,
-            "metadata": self.metadata,
-            "shards": [asdict(shard) for shard in facts],
-        }
-        write_synced(self.path / _MANIFEST, json.dumps(manifest, indent=1).encode())
+        write_manifest(self.path, Manifest(self.metadata, facts))
 
     def _remove_orphans(self) -> None:
-        """What a killed or failing writer left: half-written files, and shards that no manifest
-        names.
-        """
-        named = {facts.name for facts in self._facts}
-        for file in [*self.path.glob("*.tmp"), *self.path.glob("*.arrow")]:
-            if file.name not in named:
-                file.unlink()
+        remove_unnamed(self.path, self._facts)
         self._has_orphans = False
 
     def _set_aside(self) -> None:
@@ -223,19 +202,19 @@ class LogitStore:
             with suppress(FileNotFoundError):
                 (self.path / name).rename(self.path / (name + _SET_ASIDE))
 
-    def _open_all(self, metadata: dict[str, str]) -> tuple[list[ShardFacts], dict[str, str]]:
-        facts, stored = self._read_manifest(metadata)
+    def _open_all(self, metadata: dict[str, str]) -> Manifest:
+        manifest = self._read_manifest(metadata)
         while True:
-            opened = [self._open(one) for one in facts]
-            latest = self._read_manifest(metadata)[0] if self.unreadable else facts
-            if latest == facts:
+            opened = [self._open(one) for one in manifest.shards]
+            latest = self._read_manifest(metadata) if self.unreadable else manifest
+            if latest == manifest:
                 break
             # Not damaged: the writer removed them meanwhile.
             self.unreadable.clear()
-            facts = latest
+            manifest = latest
         for shard in opened:
             self._index_shard(shard)
-        return facts, stored
+        return manifest
 
     def _open(self, facts: ShardFacts) -> Shard | None:
         try:
@@ -256,26 +235,19 @@ def remove_store(path: Path) -> int:
     """Delete a store, readable or not; returns how many sequences its manifest names. Raises
     WrongState while a writer has it; readers that have it open keep their rows.
     """
-    lock = _lock(path)
+    lock = lock_store(path)
     try:
         try:
-            shards = json.loads((path / _MANIFEST).read_bytes())["shards"]
+            shards = json.loads((path / MANIFEST).read_bytes())["shards"]
             count = sum(int(shard["count"]) for shard in shards)
         except (OSError, ValueError, KeyError, TypeError):
             count = 0
         # The manifest first: what it names is there, whenever we are killed.
-        (path / _MANIFEST).unlink(missing_ok=True)
+        (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
     finally:
         os.close(lock)
     return count
-
-
-def _number(facts: ShardFacts) -> int:
-    """Of a shard's name, which leads nowhere but into the store. Raises ValueError."""
-    if not _SHARD_NAME.fullmatch(facts.name):
-        raise ValueError(f"{facts.name!r} is not the name of a shard")
-    return int(facts.name.removesuffix(".arrow"))
 
 
 def _require_arrow() -> None:
@@ -286,23 +258,3 @@ def _require_arrow() -> None:
             "stored rows need pyarrow, which is not installed",
             hint="pip install 'distill-service[teacher]'",
         ) from error
-
-
-def _lock(path: Path) -> int:
-    while True:
-        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), os.stat(path / "lock")):
-                os.utime(lock)  # tells when the store was last in use
-                return lock
-        except BlockingIOError as error:
-            os.close(lock)
-            raise WrongState(
-                f"another process writes to {path}", hint="wait for it, or use another directory"
-            ) from error
-        except FileNotFoundError:
-            pass
-        # Its directory was removed in between.
-        os.close(lock)
-        path.mkdir(parents=True, exist_ok=True)

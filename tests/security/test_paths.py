@@ -20,7 +20,8 @@ import pytest
 from clients.config import DataConfig, JobConfig, StudentConfig
 from clients.download import Download
 from clients.jobs import JobState
-from clients.logit_store import SCHEMA_VERSION, LogitStore
+from clients.logit_manifest import SCHEMA_VERSION
+from clients.logit_store import LogitStore
 from clients.run_directory import RunDirectory
 from distill_server.artifacts import pieces_of
 from distill_server.bells import Bells
