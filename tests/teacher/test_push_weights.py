@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from clients.push_weights import weights_parts
@@ -231,6 +232,34 @@ def shared_engine(tmp_path_factory: pytest.TempPathFactory) -> HfEngine:
     return HfEngine(str(save_tiny_model(tmp_path_factory.mktemp("shared"))))
 
 
+def test_changed_bytes_of_a_push_are_refused_or_without_effect(shared_engine: HfEngine) -> None:
+    """T16: one part of a push, changed anywhere; what is applied is what was meant."""
+    rng = np.random.default_rng(0)
+    before = arrays(shared_engine)
+    outcomes: dict[str, int] = {}
+    for _ in range(300):
+        parts = list(weights_parts(before, tau=None, base_version=shared_engine.info.version))
+        number = int(rng.integers(len(parts))) if rng.random() < 0.5 else 0
+        data = bytearray(parts[number].SerializeToString())
+        at = int(rng.integers(len(data)))
+        if rng.random() < 0.7:
+            data[at] ^= 1 << int(rng.integers(8))
+        else:
+            del data[at : at + int(rng.integers(1, 9))]
+        try:
+            parts[number] = teacher_pb2.WeightsPart.FromString(bytes(data))
+            push(shared_engine, parts)
+            outcome = "applied"
+        except (DistillError, DecodeError) as error:
+            outcome = type(error).__name__
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    after = arrays(shared_engine)
+    assert all(after[name].tobytes() == before[name].tobytes() for name in before)
+    assert outcomes.keys() <= {"applied", "InvalidInput", "WrongState", "Corrupt", "DecodeError"}
+    assert outcomes["InvalidInput"] > 50
+    assert outcomes["Corrupt"] > 20
+
+
 def test_a_number_too_large_for_the_serving_type(tiny_model: Path) -> None:
     engine = HfEngine(str(tiny_model), dtype="float16")
     tensors = arrays(engine)
@@ -255,10 +284,10 @@ def test_one_push_at_a_time_and_a_silent_one_ends(
     shared_engine: HfEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights_module, "SECONDS_BETWEEN_PARTS", 0.2)
-    stalled = asyncio.Event()
+    stalled, version = asyncio.Event(), shared_engine.info.version
 
     async def silent() -> AsyncIterator[teacher_pb2.WeightsPart]:
-        yield next(weights_parts(arrays(shared_engine), tau=None, base_version=0))
+        yield next(weights_parts(arrays(shared_engine), tau=None, base_version=version))
         stalled.set()
         await asyncio.sleep(60)
 
@@ -275,7 +304,7 @@ def test_one_push_at_a_time_and_a_silent_one_ends(
                 await weights.push(silent())
 
     asyncio.run(main())
-    assert shared_engine.info.version == 0
+    assert shared_engine.info.version == version
 
 
 def test_half_an_update_is_never_served(
