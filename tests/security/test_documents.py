@@ -1,0 +1,113 @@
+"""What the documents say about security is what happens: their commands run, their floors hold."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from clients.teacher_client import TeacherClient
+from tests.security.conftest import BLOCK, DOCUMENT, Certificates
+from tests.security.processes import environment
+
+ROOT = Path(__file__).parents[2]
+FLOORS = re.compile(r"^\| (torch|transformers|pyarrow|vllm|grpcio) \| ([\d.]+) \|", re.MULTILINE)
+REQUIREMENT = re.compile(r"^([a-z-]+)>=([\d.]+)")
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))
+
+
+def test_pyproject_keeps_the_floors() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    floors = dict(FLOORS.findall(DOCUMENT.read_text()))
+    assert len(floors) == 5
+    required = [project["dependencies"], *project["optional-dependencies"].values()]
+    seen = set()
+    for requirement in [one for group in required for one in group]:
+        name = re.split(r"[^a-z-]", requirement)[0].removesuffix("-cpu")
+        if name in floors:
+            found = REQUIREMENT.match(requirement.replace("==", ">=").replace("-cpu", ""))
+            assert found, f"{requirement} has no floor"
+            assert version(found[2]) >= version(floors[name]), requirement
+            seen.add(name)
+    assert {"torch", "transformers", "pyarrow", "grpcio"} <= seen
+
+
+def test_the_table_of_variables_is_the_code() -> None:
+    """Every variable is in a source, and every one of a source is in the document."""
+    sources = "".join(
+        path.read_text()
+        for package in ("protos", "clients", "distill_server", "teacher_service", "student_trainer")
+        for path in (ROOT / package).rglob("*.py")
+    )
+    words = re.compile(r"DISTILL_(?:TEACHER_)?(?:TOKENS?|TLS_[A-Z]+)\b")
+    assert set(words.findall(DOCUMENT.read_text())) == set(words.findall(sources))
+
+
+def section(title: str) -> str:
+    return (ROOT / "README.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def test_the_readme_beyond_this_machine(
+    certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both its blocks, with a teacher that needs no download, and this machine as the other one."""
+    for name in ("server.pem", "server.key", "ca.pem"):
+        shutil.copy(certificates.path / name, tmp_path)
+    there, here = BLOCK.findall(section("Beyond this machine"))
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    there = there.replace("--model Qwen/Qwen3-4B", "--engine fake --model vocab=64 --no-cache")
+    there = there.replace(".venv/bin/distill-teacher", "exec .venv/bin/distill-teacher")
+    there = there.replace("--host 0.0.0.0", "--host 0.0.0.0 --port 0")
+    assert there.count("vocab=64") == there.count("--port 0") == 1
+    with subprocess.Popen(
+        ["bash", "-euc", there],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment(),
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("teacher listening on https://0.0.0.0:")
+            port = line.strip().rpartition(":")[2]
+            token = (tmp_path / "tokens").read_text().split()[1]
+            here = here.replace("gpu-node:50052", f"localhost:{port}")
+            here = re.sub(r"DISTILL_TEACHER_TOKEN=\S+", f"DISTILL_TEACHER_TOKEN={token}", here)
+            # The job itself would take minutes; everything before it is run.
+            commands = here[: here.index(".venv/bin/distill run")]
+            commands += "\nenv | grep ^DISTILL_ > variables"
+            done = subprocess.run(
+                ["bash", "-euc", commands],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                env=environment(),
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert f"https://localhost:{port} serving" in done.stdout
+            monkeypatch.chdir(tmp_path)
+            for variable in (tmp_path / "variables").read_text().splitlines():
+                monkeypatch.setenv(*variable.split("=", 1))
+            with TeacherClient(f"https://localhost:{port}") as client:
+                assert client.info().vocab_size == 64
+        finally:
+            process.kill()
+
+
+def test_secrets_are_not_committed() -> None:
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a checkout")
+    names = done.stdout.split()
+    assert not [name for name in names if name.endswith((".key", ".pem")) or name == "tokens"]
