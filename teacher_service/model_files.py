@@ -14,6 +14,13 @@ from protos.errors import InvalidInput
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+# What else decides which text a token id stands for.
+_TEXT_FILES = (
+    *_TOKENIZER_FILES,
+    *("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),
+    "chat_template.jinja",
+)
+_ADAPTER = "adapter_config.json"
 # Written by the saving program; they do not change a single row.
 _IRRELEVANT_CONFIG = ("_name_or_path", "transformers_version")
 
@@ -38,6 +45,9 @@ def model_directory(model: str) -> Path:
             f"{model} has no .safetensors weights; other formats can run code when loaded",
             "convert it with save_pretrained(..., safe_serialization=True)",
         )
+    if (path / _ADAPTER).exists():
+        # transformers would load it, and the base model that it names from elsewhere.
+        raise _refused(f"{model} has an adapter beside its weights", "merge it into the weights")
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         # transformers would make an empty one, and the student's could not be compared with it.
         raise _refused(f"{model} has no tokenizer", "save the tokenizer into the same directory")
@@ -88,11 +98,15 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def file_facts(path: Path) -> dict[str, object]:
-    """What the fingerprint takes from the files: the digest of each weight file, and the config."""
+    """What the fingerprint takes from the files: the digest of each file of weights and of the
+    tokenizer, and the config.
+    """
     config = read_config(path)
     for key in _IRRELEVANT_CONFIG:
         config.pop(key, None)
-    return {"weights": {file.name: _sha256(file) for file in weight_files(path)}, "config": config}
+    texts = [path / name for name in _TEXT_FILES if (path / name).is_file()]
+    digests = {file.name: _sha256(file) for file in [*weight_files(path), *texts]}
+    return {"files": digests, "config": config}
 
 
 def _sha256(file: Path) -> str:

@@ -121,6 +121,7 @@ class HfEngine:
             "dtype": dtype,
             "engine": "hf",
             "device": self._device.type,
+            "attention": self._model.config._attn_implementation,
             "batch_invariant": self._batch_invariant,
             "transformers": transformers.__version__,
             "torch": torch.__version__,

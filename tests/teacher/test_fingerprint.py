@@ -1,0 +1,141 @@
+"""C8: whatever changes a teacher's rows, or the text they are of, gives another fingerprint; rows
+that were kept for one are found for no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from clients.score_query import ScoreQuery, row_key
+from protos.errors import InvalidInput
+from protos.rows import RowBlock, encode_rows
+from teacher_service.cache import RowCache, ScoredSequence
+from teacher_service.engines.hf import HfEngine
+
+QUERY = ScoreQuery(np.arange(1, 12, dtype=np.int32), 1, top_k=4)
+
+
+def config(**values: object) -> Callable[[Path], None]:
+    return in_json("config.json", lambda found: found.update(values))
+
+
+def in_json(name: str, change: Callable[[Any], object]) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        found = json.loads((path / name).read_text())
+        change(found)
+        (path / name).write_text(json.dumps(found))
+
+    return edit
+
+
+def one_ulp(path: Path) -> None:
+    weights = load_file(path / "model.safetensors")
+    norm = weights["model.norm.weight"]
+    norm[0] = torch.nextafter(norm[0], torch.tensor(2.0))
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def swap_tokens(tokenizer: Any) -> None:
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+
+def add_token(tokenizer: Any) -> None:
+    tokenizer["added_tokens"].append(
+        {
+            **{"id": 95, "content": "<new>", "single_word": False, "lstrip": False},
+            **{"rstrip": False, "normalized": False, "special": True},
+        }
+    )
+
+
+CHANGED_FILES: dict[str, Callable[[Path], None]] = {
+    "one weight by 1 ulp": one_ulp,
+    "rope theta": config(rope_parameters={"rope_type": "default", "rope_theta": 20_000.0}),
+    "rope scaling": config(
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
+    ),
+    "maximal length": config(max_position_embeddings=256),
+    "norm epsilon": config(rms_norm_eps=1e-5),
+    "window": config(use_sliding_window=True, sliding_window=8, max_window_layers=0),
+    "two tokens swapped": in_json("tokenizer.json", swap_tokens),
+    "an added token": in_json("tokenizer.json", add_token),
+    "how text is split": in_json("tokenizer.json", lambda found: found.update(pre_tokenizer=None)),
+    "chat template": in_json(
+        "tokenizer_config.json", lambda found: found.update(chat_template="{{ messages }}")
+    ),
+}
+CHANGED_SETTINGS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "each sequence alone": {"batch_invariant": True},
+}
+CHANGED_PROGRAMS = {"transformers": "5.99.0", "torch": "2.99.0"}
+
+
+def test_every_change_gives_another_fingerprint_and_no_hits(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = HfEngine(str(tiny_model), device="cpu")
+    same = HfEngine(str(shutil.copytree(tiny_model, tmp_path / "same")), device="cpu")
+    assert same.info.fingerprint == teacher.info.fingerprint
+
+    others: dict[str, HfEngine] = {}
+    for name, change in CHANGED_FILES.items():
+        path = shutil.copytree(tiny_model, tmp_path / name)
+        change(path)
+        others[name] = HfEngine(str(path), device="cpu")
+    for name, settings in CHANGED_SETTINGS.items():
+        others[name] = HfEngine(str(tiny_model), **{"device": "cpu", **settings})
+    for name, version in CHANGED_PROGRAMS.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(f"teacher_service.engines.hf.{name}.__version__", version)
+            others[name] = HfEngine(str(tiny_model), device="cpu")
+    fingerprints = {name: engine.info.fingerprint for name, engine in others.items()}
+    by_fingerprint = {found: name for name, found in fingerprints.items()}
+    by_fingerprint[teacher.info.fingerprint] = "unchanged"
+    assert sorted(by_fingerprint.values()) == sorted([*others, "unchanged"])
+    assert len(others) >= 12
+
+    (block,) = teacher.score([QUERY])
+    assert isinstance(block, RowBlock)
+
+    async def main() -> None:
+        async with RowCache(memory_bytes=1 << 20) as cache:
+            key = row_key(teacher.info.fingerprint, 0, QUERY)
+            cache.put(key, QUERY, ScoredSequence(encode_rows(block), block))
+            assert await cache.get(row_key(same.info.fingerprint, 0, QUERY), QUERY)
+            for other in [*fingerprints.values()]:
+                assert await cache.get(row_key(other, 0, QUERY), QUERY) is None
+            assert await cache.get(row_key(teacher.info.fingerprint, 1, QUERY), QUERY) is None
+            assert cache.counters()["hits"] == 1
+
+    asyncio.run(main())
+    print(f"{len(others)} single changes: {len(others)} other fingerprints, 0 hits")
+
+
+def test_what_does_not_change_rows_does_not_count(tiny_model: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(tiny_model, tmp_path / "saved elsewhere")
+    config(transformers_version="5.0.0", _name_or_path="/tmp/x")(path)
+    (path / "README.md").write_text("words")
+    teacher = HfEngine(str(tiny_model), device="cpu")
+    assert HfEngine(str(path), device="cpu").info.fingerprint == teacher.info.fingerprint
+
+
+def test_an_adapter_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """Loaded, it would bring a base model from elsewhere, which no fingerprint has seen."""
+    path = shutil.copytree(tiny_model, tmp_path / "adapted")
+    (path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InvalidInput, match="adapter") as caught:
+        HfEngine(str(path), device="cpu")
+    assert caught.value.hint == "merge it into the weights"
