@@ -72,6 +72,8 @@ class CaptureConfig(_Table):
     """Of the teacher; students must use the same."""
     tail_samples: Annotated[int, Field(ge=0, lt=2**16)] = 0
     """Ids that the teacher draws from outside the head of each row."""
+    compress: bool = False
+    """Rows in fewer bytes (zstd), which take longer to read."""
     shard: Annotated[str, Field(pattern=r"^\d{1,6}/\d{1,6}$")] = "0/1"
     """`i/n`: of n machines this is number i, from 0; `distill store merge` joins their stores."""
     shard_bytes: Annotated[int, Field(ge=1, le=1 << 30)] = 64 << 20

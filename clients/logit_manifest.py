@@ -64,7 +64,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def remove_unnamed(path: Path, shards: Sequence[ShardFacts]) -> None:
-    """What a killed or failing writer left: half-written files, and shards that no manifest names."""
+    """What a killed or failing writer left: half-written files, and shards that are not named."""
     named = {shard.name for shard in shards}
     for file in [*path.glob("*.tmp"), *path.glob("*.arrow")]:
         if file.name not in named:

@@ -39,6 +39,10 @@ class Progress:
         self._status = Status(attempt=attempt, verdict="running", max_steps=max_steps)
         self._written = -_SECONDS_BETWEEN_WRITES
 
+    def expect(self, max_steps: int) -> None:
+        """How many steps there will be, where the job does not say it; told with the next word."""
+        self._status = dataclasses.replace(self._status, max_steps=max_steps)
+
     def say(self, phase: str, step: int) -> None:
         """A change of phase is written at once, steps of one phase twice a second."""
         new = dataclasses.replace(self._status, phase=phase, step=step)

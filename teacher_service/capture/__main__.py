@@ -1,0 +1,54 @@
+"""python -m teacher_service.capture RUN_DIR --attempt N: one attempt at a capture.
+
+It speaks the protocol of every job's program, which `clients/launch.py` tells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from clients.capture_config import CaptureJob
+from clients.run_directory import RunDirectory
+from clients.run_progress import Progress, run_to_verdict
+from protos.errors import WrongState
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="teacher_service.capture", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    options = parser.parse_args()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    terminated = False
+
+    def on_sigterm(*_: object) -> None:
+        nonlocal terminated
+        terminated = True
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    run = RunDirectory(options.run)
+    job = run.config()
+    assert isinstance(job, CaptureJob), "launch.py starts the program of each kind"
+    progress = Progress(
+        run, attempt=options.attempt, max_steps=0, main=True, terminated=lambda: terminated
+    )
+    try:
+        with run.held():
+            # Not before: this takes seconds, and the refusals above need none of it.
+            from teacher_service.capture.program import capture
+
+            return run_to_verdict(progress, lambda: capture(run, job, progress, options.attempt))
+    except WrongState as error:  # the status belongs to the other one
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""What a capture writes into the manifest of its store; `clients/capture_facts.py` names each."""
+
+from __future__ import annotations
+
+import json
+
+import xxhash
+
+from clients.capture_config import CaptureData, CaptureJob
+from clients.capture_facts import PART, SEQUENCES
+from clients.records import DataSet
+from teacher_service.capture.plan import Plan
+from teacher_service.capture.sequences import SequenceReader
+from teacher_service.capture.teacher import TeacherFacts
+
+
+def facts_of(
+    job: CaptureJob, teacher: TeacherFacts, plan: Plan, reader: SequenceReader
+) -> dict[str, str]:
+    """The same for the same rows, on whatever machine they are made."""
+    data, method = job.data, job.method
+    files = plan.files_of(*method.part)
+    facts = {
+        "teacher": teacher.name,
+        "tokenizer": _tokenizer_of(job),
+        "data": data.path,
+        "teacher_fingerprint": teacher.fingerprint,
+        "teacher_version": teacher.version,
+        "tokenizer_fingerprint": teacher.tokenizer_fingerprint,
+        "vocab_size": teacher.vocab_size,
+        "top_k": job.teacher.top_k,
+        "temperature": method.temperature,
+        "logprob_format": job.teacher.logprob_format,
+        "compress": str(method.compress).lower(),
+        "tail_samples": method.tail_samples,
+        "seed": job.seed,
+        "data_fingerprint": DataSet(data.path, data.name, data.split).fingerprint(),
+        "sequences_fingerprint": _digest(plan),
+        "form": data.form,
+        "columns": ",".join(_columns(data)),
+        "template": json.dumps(data.template),
+        "max_tokens": method.max_tokens,
+        "too_long": reader.too_long,
+        "empty": reader.empty,
+        PART: method.shard,
+        SEQUENCES: sum(len(plan.file(number)) for number in files),
+    }
+    return {name: str(value) for name, value in facts.items()}
+
+
+def _tokenizer_of(job: CaptureJob) -> str:
+    student = job.student.model if job.student else None
+    return job.data.tokenizer or student or job.teacher.model or ""
+
+
+def _columns(data: CaptureData) -> tuple[str, ...]:
+    match data.form:
+        case "completion":
+            return data.prompt_column, data.answer_column
+        case "messages":
+            return (data.messages_column,)
+        case "text":
+            return (data.text_column,)
+
+
+def _digest(plan: Plan) -> str:
+    """Of every token, and of where each sequence ends and is scored from."""
+    hasher = xxhash.xxh3_128()
+    for numbers in (plan.token_ids, plan.offsets, plan.starts):
+        hasher.update(memoryview(numbers).cast("B"))
+    return hasher.hexdigest()

@@ -1,0 +1,122 @@
+"""A capture from its job to its last file: check, read the data, score what is missing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from clients.capture_config import CaptureJob
+from clients.metrics_log import MetricsLog
+from clients.records import FILE_SUFFIXES
+from clients.run_directory import RunDirectory, Verdict
+from clients.run_progress import Progress
+from clients.teacher_client import TeacherClient
+from protos.errors import InvalidInput
+from teacher_service.capture.facts import facts_of
+from teacher_service.capture.filling import fill
+from teacher_service.capture.plan import Plan, make_plan
+from teacher_service.capture.recorder import PHASE, Recorder
+from teacher_service.capture.sequences import SequenceReader
+from teacher_service.capture.sources import Ask, EngineSource, RowSource, ServiceSource
+from teacher_service.capture.teacher import TeacherFacts, load_engine
+from teacher_service.capture.writer import StoreWriter
+
+log = logging.getLogger(__name__)
+
+MakeSource = Callable[[Plan], RowSource]
+
+
+def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int) -> Verdict:
+    """Raises DistillError for what cannot be captured, also where a disk takes no more."""
+    progress.say("preflight", 0)
+    _require_data(job)
+    tokenizer = _load_tokenizer(job)
+    ask = Ask.of(job)
+    with _teacher(job, ask) as (teacher, make_source):
+        teacher.require_able(job)
+        teacher.require_same_tokens(tokenizer)
+        progress.say("reading data", 0)
+        reader = SequenceReader(job.data, tokenizer, job.method.max_tokens)
+        plan = _plan(job, reader, run.path)
+        if not teacher.batch_invariant:
+            log.warning("rows of this teacher depend in their last bits on what else it scores")
+        files = plan.files_of(*job.method.part)
+        counts = [len(plan.file(number)) for number in files]
+        metadata = facts_of(job, teacher, plan, reader)
+        progress.expect(sum(counts))
+        with StoreWriter(job.method.store_in(run.path), metadata, counts) as writer:
+            done = sum(counts[: writer.files])
+            progress.say(PHASE, done)
+            with closing(MetricsLog(run, attempt=attempt, last_step=done or None)) as metrics:
+                recorder = Recorder(progress, metrics, lambda: writer.bytes, step=done)
+                missing = files[writer.files :]
+                return fill(writer, make_source(plan), plan, missing, recorder, ask.encode)
+
+
+def _require_data(job: CaptureJob) -> None:
+    path = Path(job.data.path)
+    if job.data.path.endswith(FILE_SUFFIXES) and not path.is_file():
+        raise InvalidInput(f"no such file: {path}", field="data.path", hint="check the path")
+
+
+def _load_tokenizer(job: CaptureJob) -> Any:
+    from transformers import AutoTokenizer
+
+    named = {
+        "data.tokenizer": (job.data.tokenizer, None),
+        "student.model": (job.student.model, job.student.revision) if job.student else ("", None),
+        "teacher.model": (job.teacher.model, None),
+    }
+    for field, (name, revision) in named.items():
+        if not name:
+            continue
+        try:
+            return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidInput(
+                f"cannot load the tokenizer of {name}: {' '.join(str(error).split())[:300]}",
+                field=field,
+                hint="give a Hugging Face directory or hub id with a tokenizer",
+            ) from error
+    raise InvalidInput(
+        "no tokenizer is given", field="data.tokenizer", hint="name the teacher's, or one like it"
+    )
+
+
+@contextmanager
+def _teacher(job: CaptureJob, ask: Ask) -> Iterator[tuple[TeacherFacts, MakeSource]]:
+    """Who scores, and how to get its rows of a plan."""
+    if job.teacher.model is None:
+        patience = job.teacher.patience_seconds
+        with TeacherClient(job.teacher.address, patience_seconds=patience) as client:
+            yield TeacherFacts.of_service(client), lambda plan: ServiceSource(client, plan, ask)
+        return
+    engine = load_engine(job.teacher)
+    most = job.teacher.max_batch_tokens
+    facts = TeacherFacts.of_engine(engine.info)
+    yield facts, lambda plan: EngineSource(engine, plan, ask, most)
+
+
+def _plan(job: CaptureJob, reader: SequenceReader, directory: Path) -> Plan:
+    log_probs = 4 if job.teacher.logprob_format == "f32" else 2
+    a_sample = 2.25
+    row_bytes = job.teacher.top_k * (2.25 + log_probs) + job.method.tail_samples * a_sample + 8
+    plan = make_plan(
+        reader, directory=directory, row_bytes=row_bytes, file_bytes=job.method.shard_bytes
+    )
+    left_out = f"{reader.too_long} are longer, {reader.empty} have nothing to score"
+    if not len(plan):
+        raise InvalidInput(
+            f"{job.data.path} has no sequence of at most {job.method.max_tokens} tokens"
+            f" ({left_out})",
+            field="data.path",
+            hint="give more data, or a larger method.max_tokens",
+        )
+    log.info(
+        "%d sequences with %d rows make %d files; of the others %s",
+        *(len(plan), plan.rows, len(plan.files) - 1, left_out),
+    )
+    return plan

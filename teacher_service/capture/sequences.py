@@ -1,0 +1,155 @@
+"""From records to the sequences that are scored, in the order of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clients.capture_config import CaptureData
+from clients.records import DataSet, text_of
+from clients.token_ids import plain_ids, prompt_ids, rendered
+from protos.errors import InvalidInput
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSequence:
+    """token_ids int32 [T], of which those from `start` on (at least 1) are scored."""
+
+    token_ids: NDArray[np.int32]
+    start: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.token_ids) - self.start
+
+
+class SequenceReader:
+    """Iterates once over the data. `too_long` and `empty` count what was left out so far: more
+    than `max_tokens`, or nothing to score.
+    """
+
+    def __init__(self, data: CaptureData, tokenizer: Any, max_tokens: int) -> None:
+        self._data = data
+        self._source = DataSet(data.path, data.name, data.split)
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self.too_long = 0
+        self.empty = 0
+
+    def __iter__(self) -> Iterator[TokenSequence]:
+        """Raises InvalidInput at a record that is not of the data's form."""
+        match self._data.form:
+            case "completion":
+                pairs = self._completions()
+            case "messages":
+                pairs = self._conversations()
+            case "text":
+                yield from self._packed()
+                return
+        for prompt, completion in pairs:
+            if not completion:
+                self.empty += 1
+            elif len(prompt) + len(completion) > self._max_tokens:
+                self.too_long += 1
+            else:
+                yield TokenSequence(np.array(prompt + completion, np.int32), len(prompt))
+
+    def _records(self, *columns: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for number, record in enumerate(self._source.records(columns), 1):
+            yield f"row {number} of {self._data.path}", record
+
+    def _completions(self) -> Iterator[tuple[list[int], list[int]]]:
+        data, tokenizer = self._data, self._tokenizer
+        for where, record in self._records(data.prompt_column, data.answer_column):
+            prompt = text_of(record, data.prompt_column, "data.prompt_column", where)
+            answer = text_of(record, data.answer_column, "data.answer_column", where)
+            ids = prompt_ids(tokenizer, data.template.replace("{prompt}", prompt))
+            _require_tokens(ids, where)
+            yield ids, _ended(plain_ids(tokenizer, answer), tokenizer) if answer else []
+
+    def _conversations(self) -> Iterator[tuple[list[int], list[int]]]:
+        tokenizer, column = self._tokenizer, self._data.messages_column
+        if not tokenizer.chat_template:
+            raise InvalidInput(
+                "the tokenizer has no chat template, which turns messages into text",
+                field="data.form",
+                hint="use the tokenizer of an instruct model, or another form",
+            )
+        for where, record in self._records(column):
+            turns = _turns(record, column, where)
+            if not turns:
+                yield [], []
+                continue
+            prompt = rendered(tokenizer, turns[:-1], add_generation_prompt=True)
+            whole = rendered(tokenizer, turns, add_generation_prompt=False)
+            if not whole.startswith(prompt):
+                raise InvalidInput(
+                    f"with the last turn of {where} the chat template gives another text than it"
+                    " gives before an answer",
+                    field="data.form",
+                    hint="write prompt and answer into two columns, and use the form completion",
+                )
+            ids = plain_ids(tokenizer, prompt)
+            _require_tokens(ids, where)
+            yield ids, _ended(plain_ids(tokenizer, whole.removeprefix(prompt)), tokenizer)
+
+    def _packed(self) -> Iterator[TokenSequence]:
+        """Documents one after the other, an end token behind each, cut to `max_tokens`."""
+        tokenizer, column = self._tokenizer, self._data.text_column
+        if tokenizer.eos_token_id is None:
+            raise InvalidInput(
+                "the tokenizer has no end-of-text token to put between documents",
+                field="data.form",
+                hint="use another tokenizer, or another form",
+            )
+        waiting: list[int] = []
+        for where, record in self._records(column):
+            text = text_of(record, column, "data.text_column", where)
+            self.empty += not text
+            waiting += _ended(tokenizer(text)["input_ids"], tokenizer) if text else []
+            while len(waiting) >= self._max_tokens:
+                yield TokenSequence(np.array(waiting[: self._max_tokens], np.int32), 1)
+                del waiting[: self._max_tokens]
+        if len(waiting) > 1:
+            yield TokenSequence(np.array(waiting, np.int32), 1)
+
+
+def _turns(record: Mapping[str, Any], column: str, where: str) -> list[Mapping[str, str]]:
+    """The conversation up to its last assistant turn; empty where the assistant says nothing."""
+    turns = record.get(column)
+    if not isinstance(turns, list) or not all(map(_is_turn, turns)):
+        raise InvalidInput(
+            f"{where} has no list of messages in column {column!r}; it has {', '.join(record)}",
+            field="data.messages_column",
+            hint='each message must be like {"role": "user", "content": "..."}',
+        )
+    while turns and turns[-1]["role"] != "assistant":
+        turns = turns[:-1]
+    return turns
+
+
+def _require_tokens(prompt: list[int], where: str) -> None:
+    if not prompt:
+        raise InvalidInput(
+            f"the prompt of {where} has no tokens",
+            field="data.path",
+            hint="every completion must have something to follow",
+        )
+
+
+def _is_turn(turn: Any) -> bool:
+    return isinstance(turn, dict) and all(
+        isinstance(turn.get(key), str) for key in ("role", "content")
+    )
+
+
+def _ended(ids: list[int], tokenizer: Any) -> list[int]:
+    """Up to the first end token, which is put there if there is none."""
+    end = tokenizer.eos_token_id
+    if end is None:
+        return ids
+    return ids[: ids.index(end) + 1] if end in ids else [*ids, end]

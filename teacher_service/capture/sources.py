@@ -1,0 +1,159 @@
+"""Where a capture's rows come from: an engine of its own, or a teacher service."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from clients.capture_config import CaptureJob
+from clients.score_query import ScoreQuery, answer_bytes
+from clients.teacher_client import MAX_PREFETCH_BYTES, TeacherClient
+from protos.errors import Corrupt, DistillError, InvalidInput
+from protos.rows import RowBlock, compress_rows, encode_rows
+from teacher_service.capture.plan import Plan
+from teacher_service.capture.sequences import TokenSequence
+from teacher_service.engines.base import Engine
+
+# Hears of the rows of each sequence as they come.
+Told = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is asked about every sequence, and how its rows are kept."""
+
+    top_k: int
+    temperature: float
+    f32: bool
+    compress: bool
+    samples: Mapping[str, int] = field(default_factory=dict)  # fields of a query
+
+    @classmethod
+    def of(cls, job: CaptureJob) -> Ask:
+        """Raises InvalidInput where nobody can draw the tail samples."""
+        samples = {}
+        if job.method.tail_samples:
+            samples = {"tail_samples": job.method.tail_samples, "seed": job.seed}
+            if not samples.keys() <= {one.name for one in dataclasses.fields(ScoreQuery)}:
+                raise InvalidInput(
+                    "no teacher of this version draws tail samples",
+                    field="method.tail_samples",
+                    hint="leave it at 0",
+                )
+        f32 = job.teacher.logprob_format == "f32"
+        return cls(job.teacher.top_k, job.method.temperature, f32, job.method.compress, samples)
+
+    def encode(self, block: RowBlock) -> bytes:
+        data = encode_rows(block, f32=self.f32)
+        return compress_rows(data) if self.compress else data
+
+    def query(self, sequence: TokenSequence) -> ScoreQuery:
+        samples: dict[str, Any] = dict(self.samples)
+        return ScoreQuery(
+            sequence.token_ids,
+            sequence.start,
+            top_k=self.top_k,
+            temperature=self.temperature,
+            f32=self.f32,
+            **samples,
+        )
+
+
+class RowSource(Protocol):
+    def files(self, numbers: range, told: Told) -> Iterator[Sequence[RowBlock | bytes]]:
+        """The rows of each sequence of each of these files of the plan, in order; bytes where they
+        come encoded. Raises DistillError, naming the sequence that it is about.
+        """
+
+
+class EngineSource:
+    """An engine in this process."""
+
+    def __init__(self, engine: Engine, plan: Plan, ask: Ask, max_batch_tokens: int) -> None:
+        self._engine = engine
+        self._plan = plan
+        self._ask = ask
+        self._max_batch_tokens = max_batch_tokens
+
+    def files(self, numbers: range, told: Told) -> Iterator[Sequence[RowBlock]]:
+        for number in numbers:
+            indices = self._plan.file(number)
+            sequences = [self._plan[index] for index in indices]
+            most = self._max_batch_tokens
+            yield score_file(self._engine, self._ask, sequences, indices.start, most, told)
+
+
+class ServiceSource:
+    """A teacher behind gRPC, asked ahead as far as its client's window of bytes goes."""
+
+    def __init__(self, client: TeacherClient, plan: Plan, ask: Ask) -> None:
+        self._client = client
+        self._plan = plan
+        self._ask = ask
+
+    def files(self, numbers: range, told: Told) -> Iterator[Sequence[RowBlock]]:
+        asked: deque[tuple[int, Future[RowBlock]]] = deque()
+        ahead = 0  # bytes of the answers that were asked for and not taken
+        queries = (self._query(index) for number in numbers for index in self._plan.file(number))
+        for number in numbers:
+            rows: list[RowBlock] = []
+            for index in self._plan.file(number):
+                while (not asked or ahead < MAX_PREFETCH_BYTES) and (query := next(queries, None)):
+                    asked.append((answer_bytes(query), self._client.submit(query)))
+                    ahead += asked[-1][0]
+                size, answer = asked.popleft()
+                try:
+                    rows.append(answer.result())
+                except (Corrupt, InvalidInput) as error:
+                    raise _about(error, index) from error
+                ahead -= size
+                told(len(rows[-1]))
+            yield rows
+
+    def _query(self, index: int) -> ScoreQuery:
+        return self._ask.query(self._plan[index])
+
+
+def score_file(
+    engine: Engine,
+    ask: Ask,
+    sequences: Sequence[TokenSequence],
+    first: int,
+    max_batch_tokens: int,
+    told: Told = lambda rows: None,
+) -> list[RowBlock]:
+    """The rows of the sequences of one file, the first of which has the number `first`. A batch is
+    made of sequences of one file: the same ones whatever was scored before.
+    """
+    rows: dict[int, RowBlock] = {}
+    for batch in batches([len(sequence.token_ids) for sequence in sequences], max_batch_tokens):
+        answers = engine.score([ask.query(sequences[index]) for index in batch])
+        for index, answer in zip(batch, answers, strict=True):
+            if isinstance(answer, DistillError):
+                raise _about(answer, first + index)
+            rows[index] = answer
+            told(len(answer))
+    return [rows[index] for index in range(len(sequences))]
+
+
+def batches(lengths: Sequence[int], max_batch_tokens: int) -> Iterator[list[int]]:
+    """Which sequences go through the model together: the longest first, as many as fit padded."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > max_batch_tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _about(error: DistillError, index: int) -> DistillError:
+    """The same fault with the sequence in its message."""
+    return type(error)(
+        f"sequence {index} of the data: {error.message}", field=error.field, hint=error.hint
+    )

@@ -1,0 +1,110 @@
+"""Who scores a capture: facts about it, and refusals of what it cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clients.capture_config import CaptureJob, CaptureTeacher
+from clients.score_query import tokenizer_fingerprint
+from clients.teacher_client import TeacherClient
+from clients.token_ids import first_difference, tokens_of
+from protos.errors import InvalidInput, WrongState
+from teacher_service.engines.base import Engine, EngineInfo
+from teacher_service.program import EngineSettings, VllmSettings, make_engine
+from teacher_service.self_test import run_self_test
+
+
+@dataclass(frozen=True)
+class TeacherFacts:
+    """Of a service or an engine. `vocabulary` is called only where the tokenizers differ."""
+
+    name: str
+    fingerprint: str
+    version: int
+    tokenizer_fingerprint: str
+    vocab_size: int
+    max_top_k: int
+    max_length: int
+    batch_invariant: bool
+    vocabulary: Callable[[], Sequence[str]]
+
+    @classmethod
+    def of_service(cls, client: TeacherClient) -> TeacherFacts:
+        """Raises Unavailable."""
+        info = client.info()
+        return cls(
+            info.model,
+            info.fingerprint,
+            info.version,
+            info.tokenizer_fingerprint,
+            info.vocab_size,
+            info.max_top_k,
+            info.max_length,
+            info.batch_invariant,
+            client.vocabulary,
+        )
+
+    @classmethod
+    def of_engine(cls, info: EngineInfo) -> TeacherFacts:
+        return cls(
+            info.model,
+            info.fingerprint,
+            info.version,
+            info.tokenizer_fingerprint,
+            info.vocab_size,
+            info.vocab_size,
+            info.max_length,
+            True,  # the batches are the same ones each time
+            lambda: info.vocabulary,
+        )
+
+    def require_able(self, job: CaptureJob) -> None:
+        """Raises InvalidInput for a k or a length that it does not do."""
+        if job.teacher.top_k > self.max_top_k:
+            raise InvalidInput(
+                f"{job.teacher.top_k} is more than this teacher gives ({self.max_top_k})",
+                field="teacher.top_k",
+                hint=f"lower it to {self.max_top_k}",
+            )
+        if job.method.max_tokens > self.max_length:
+            raise InvalidInput(
+                f"the teacher takes sequences of {self.max_length} tokens, not of"
+                f" {job.method.max_tokens}",
+                field="method.max_tokens",
+                hint=f"lower it to {self.max_length}",
+            )
+
+    def require_same_tokens(self, tokenizer: Any) -> None:
+        """Raises WrongState with the first id that means two things."""
+        tokens = tokens_of(tokenizer)
+        if tokenizer_fingerprint(tokens) != self.tokenizer_fingerprint:
+            raise WrongState(
+                first_difference(self.vocabulary(), tokens, "the tokenizer"),
+                field="data.tokenizer",
+                hint="give the teacher's tokenizer",
+            )
+
+
+def load_engine(teacher: CaptureTeacher) -> Engine:
+    """The engine of a job, which gives the same rows twice. Raises InvalidInput with the job's
+    keys, WrongState.
+    """
+    assert teacher.model is not None
+    settings = EngineSettings(
+        name=teacher.engine,
+        model=teacher.model,
+        dtype=teacher.dtype,
+        device=teacher.device,
+        batch_invariant=False,
+        max_batch_tokens=teacher.max_batch_tokens,
+        vllm=VllmSettings(tensor_parallel_size=1, gpu_memory_share=0.9),
+    )
+    try:
+        engine = make_engine(settings)
+    except InvalidInput as error:
+        key = error.field.replace("--", "teacher.").replace("-", "_")
+        raise InvalidInput(error.message, field=key, hint=error.hint) from error
+    run_self_test(engine)
+    return engine

@@ -1,0 +1,101 @@
+"""The store that a capture makes: it begins where the last complete file ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from clients.capture_facts import require_same
+from clients.logit_manifest import (
+    Manifest,
+    lock_store,
+    read_manifest,
+    remove_unnamed,
+    shard_name,
+    write_manifest,
+)
+from clients.logit_shards import (
+    ShardFacts,
+    StoredRows,
+    encode_shard,
+    open_shard,
+    write_synced,
+)
+
+log = logging.getLogger(__name__)
+
+
+class StoreWriter:
+    """One file a call, each as large as the plan says. The files and the manifest are the same
+    bytes however often the writer was killed. A damaged file is made again, with all after it.
+
+    Raises WrongState when another process writes there, or the store is of something else.
+    """
+
+    def __init__(self, path: Path, metadata: Mapping[str, str], counts: Sequence[int]) -> None:
+        """`counts`: the sequences of each file."""
+        self.path = path
+        self._lock: int | None = lock_store(path)
+        try:
+            found = read_manifest(path)
+            if found is not None:
+                require_same(path, found.metadata, metadata)
+            self._metadata = metadata if found is None else found.metadata
+            self._shards = self._sound(found.shards, counts) if found else []
+            if found is None or len(self._shards) < len(found.shards):
+                write_manifest(path, Manifest(self._metadata, self._shards))
+            remove_unnamed(path, self._shards)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def files(self) -> int:
+        """That are complete."""
+        return len(self._shards)
+
+    @property
+    def bytes(self) -> int:
+        return sum(shard.bytes for shard in self._shards)
+
+    def append(self, entries: Sequence[StoredRows]) -> None:
+        """Write the next file. Once it returns, it survives a power cut. Raises OSError of the
+        disk; then nothing of it is there.
+        """
+        name = shard_name(len(self._shards))
+        data, facts = encode_shard(name, entries)
+        write_synced(self.path / name, data)
+        write_manifest(self.path, Manifest(self._metadata, [*self._shards, facts]))
+        self._shards.append(facts)
+
+    def close(self) -> None:
+        """Let go of the directory; safe to call twice."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _sound(self, shards: Sequence[ShardFacts], counts: Sequence[int]) -> list[ShardFacts]:
+        """Those before the first that is damaged or not of this plan."""
+        for number, (shard, count) in enumerate(zip(shards, counts, strict=False)):
+            try:
+                if (shard.name, shard.count) != (shard_name(number), count):
+                    raise ValueError(f"{shard.name} is not file {number} of this capture")
+                open_shard(self.path / shard.name, shard)
+            except (OSError, ValueError) as error:
+                log.warning("%s; it is made again, with all files after it", error)
+                return list(shards[:number])
+        return list(shards[: len(counts)])
