@@ -24,7 +24,7 @@ from clients.teacher_lane import CONNECT_SECONDS, SharedIdentity, TeacherLane, l
 from protos import teacher_pb2
 from protos.errors import DistillError, Forbidden, InvalidInput, Unauthenticated, Unavailable
 from protos.rows import RowBlock
-from protos.statuses import fault_of
+from protos.statuses import TLS_HINT, fault_of
 from protos.transport import MAX_MESSAGE_BYTES
 
 __all__ = ["ScoreQuery", "TeacherClient", "TeacherInfo", "tokenizer_fingerprint"]
@@ -228,7 +228,9 @@ class TeacherClient:
         return Unavailable(
             f"no teacher answers at {lane.address}",
             field=self._field,
-            hint="start one with distill-teacher, or check the address",
+            hint=TLS_HINT
+            if lane.address.startswith("https://")
+            else "start one with distill-teacher, or check the address",
         )
 
 

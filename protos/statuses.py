@@ -23,7 +23,7 @@ _STATUS_DETAILS = "grpc-status-details-bin"
 # Of a message, a field, a hint: gRPC drops trailers of more than 8 KiB, and with them the fault.
 _TOLD_BYTES = 1000
 _TLS_REASON = re.compile(r"OPENSSL_internal:(.+?)(: OK)?$")
-_TLS_HINT = (
+TLS_HINT = (
     "check that it runs and serves TLS, that its certificate is from $DISTILL_TLS_CA, names this"
     " host and has not expired, and whether it asks for $DISTILL_TLS_CERT"
 )
@@ -163,7 +163,7 @@ def fault_of(error: grpc.RpcError, server: str) -> DistillError:
         return error_of(
             status.name,
             f"cannot reach the {server}" + (f" ({reason[1]})" if reason else ""),
-            hint=_TLS_HINT if tls else "check that it runs and that the address is right",
+            hint=TLS_HINT if tls else "check that it runs and that the address is right",
         )
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return error_of(status.name, f"the {server} did not answer in time", hint="try again")

@@ -64,10 +64,10 @@ def test_a_guarded_line(
         ) as jobs,
         DistillClient(jobs.address) as client,
     ):
-        config = job(material, teacher.address, max_steps=30)
+        config = job(material, teacher.address, max_steps=12)
         watched = client.submit(config)
         for event in client.watch(watched.id):
-            if event.step == 5:
+            if event.step == 3:
                 trainer = trainer_of(watched.id)
                 environment = trainer.environ()
                 command = " ".join(trainer.cmdline())
