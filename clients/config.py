@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 # The upper end keeps every count within the integers of messages and of SQLite.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 Name = Annotated[str, Field(min_length=1)]
+
+
+def _address(value: Any) -> str | list[str]:
+    listed = value if isinstance(value, list) else [value]
+    if not listed or not all(isinstance(one, str) and one for one in listed):
+        raise ValueError("must be HOST:PORT, or a list of them")
+    return value  # type: ignore[no-any-return]
+
+
+_TEXT = {"type": "string", "minLength": 1}
+Address = Annotated[
+    str | list[str],
+    PlainValidator(_address),
+    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]}),
+]
 
 
 class _Table(BaseModel):
@@ -52,14 +67,16 @@ class StudentConfig(_Table):
 class TeacherConfig(_Table):
     """The service that scores what the student wrote."""
 
-    address: str = "localhost:50052"
-    """HOST:PORT of a running `distill-teacher`."""
+    address: Address = "localhost:50052"
+    """HOST:PORT of a running `distill-teacher`; a list: several with the same weights."""
     top_k: Count = 64
     """Head ids of a row: the student's likeliest tokens (reverse KL) or the teacher's (forward)."""
     logprob_format: Literal["f16", "f32"] = "f16"
     """Precision of the log-probs on the wire."""
     patience_seconds: Annotated[float, Field(gt=0)] = 60.0
     """How long a teacher that does not answer is waited for before the job fails."""
+    prefetch_mib: Count = 256
+    """Memory of rows that were sent ahead of the step that needs them."""
 
 
 class DataConfig(_Table):
@@ -75,6 +92,8 @@ class DataConfig(_Table):
     """Column with the prompt."""
     answer_column: str = "answer"
     """Column with the reference answer; only evaluation reads it."""
+    teacher_column: str = "teacher"
+    """Column with the name of the teacher of the prompt; read where `teachers` names several."""
     template: str = "{prompt}"
     """The text given to the student; a model with a chat template gets it as the user's message."""
     eval_path: str | None = None
@@ -162,8 +181,15 @@ class JobConfig(_Table):
     max_steps: Count = 500
     """Optimizer steps."""
     teacher: TeacherConfig = TeacherConfig()
+    teachers: dict[Name, Address] = {}
+    """Addresses of several teachers by name, in place of `teacher.address`."""
     method: OnPolicyConfig = OnPolicyConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     track: TrackConfig = TrackConfig()
+
+    @property
+    def teacher_addresses(self) -> dict[str, str | list[str]]:
+        """By name; a teacher that is the only one has the name ""."""
+        return self.teachers or {"": self.teacher.address}

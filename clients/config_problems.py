@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -35,9 +35,10 @@ def table_in(info: FieldInfo) -> type[BaseModel] | None:
 
 
 def holds_text(path: KeyPath) -> bool:
-    """Whether the key takes a string of any kind, in any kind of job."""
+    """Whether the key takes a string of any kind, and no list, in any kind of job."""
     found = (fields(kind).get(path) for kind in KINDS.values())
-    return any(str in (info.annotation, *get_args(info.annotation)) for info in found if info)
+    kinds = [(info.annotation, *get_args(info.annotation)) for info in found if info]
+    return any(str in one and not any(get_origin(k) is list for k in one) for one in kinds)
 
 
 def describe(

@@ -15,8 +15,8 @@ from pathlib import Path
 from clients.config import JobConfig
 from clients.run_directory import RunDirectory, Verdict
 from clients.run_progress import Progress, run_to_verdict
-from clients.teacher_client import TeacherClient
 from protos.errors import WrongState
+from student_trainer.connections import connect
 from student_trainer.launcher import end_with_launcher, is_main_process
 from student_trainer.preflight import (
     check_data,
@@ -80,13 +80,12 @@ def _attempt(
     check_student(config.student)
     check_processes(config)
     check_hub(config)
-    patience = config.teacher.patience_seconds
-    with TeacherClient(config.teacher.address, patience_seconds=patience) as client:
-        info = client.info()
-        check_teacher(info, config)
+    with connect(config) as teachers:
+        for teacher in teachers.values():
+            check_teacher(teacher, config)
         from student_trainer.assembly import assemble
 
-        return assemble(config, run, client, info, progress, attempt, from_step).train()
+        return assemble(config, run, teachers, progress, attempt, from_step).train()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from transformers.utils.logging import disable_progress_bar
 from clients.config import JobConfig
 from clients.run_directory import RunDirectory
 from clients.run_progress import Progress
-from clients.teacher_client import TeacherClient, TeacherInfo
 from protos.errors import InvalidInput
 from student_trainer import checkpoint
+from student_trainer.connections import Connection
 from student_trainer.distillation import direction_of
 from student_trainer.evaluate import Evaluation
 from student_trainer.metrics import open_metrics
@@ -24,7 +25,7 @@ from student_trainer.preflight import check_length, check_vocabulary
 from student_trainer.processes import largest, make_accelerator
 from student_trainer.prompts import Prompt, PromptSet, load_prompts
 from student_trainer.rollouts import HuggingFaceRollouts
-from student_trainer.teachers import RemoteTeacher
+from student_trainer.teachers import RemoteTeacher, TeachersByName, TeacherSource
 from student_trainer.trainer import Parts, Trainer
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,7 @@ log = logging.getLogger(__name__)
 def assemble(
     config: JobConfig,
     run: RunDirectory,
-    client: TeacherClient,
-    info: TeacherInfo,
+    teachers: Mapping[str, Connection],
     progress: Progress,
     attempt: int,
     from_step: int | None,
@@ -46,7 +46,9 @@ def assemble(
     disable_progress_bar()  # they would fill the log, at every checkpoint
     tokenizer = load_tokenizer(config.student)
     shape = load_config(config.student).get_text_config()
-    check_vocabulary(client, info, vocabulary(tokenizer), shape.vocab_size)
+    tokens = vocabulary(tokenizer)
+    for connection in teachers.values():
+        check_vocabulary(connection, tokens, shape.vocab_size)
     check_length(config, "student", getattr(shape, "max_position_embeddings", None))
     prompts, held_out = _prompts(config, tokenizer)
     step, saved = _resumed(config, run, from_step)
@@ -61,14 +63,15 @@ def assemble(
     model = load_model(config.student, saved / "model" if saved else None)
     bf16 = config.student.dtype == "bfloat16"
     student = spread(accelerator, Student(model, bf16=bf16), config.train.sharding)
-    rollouts, teacher = _sources(config, client, student.whole.model, tokenizer)
+    rollouts, teacher = _sources(config, teachers, student.whole.model, tokenizer)
     evaluation = Evaluation(config, held_out, accelerator, tokenizer, rollouts, teacher)
     metrics = None
     if accelerator.is_main_process:
         board = config.track.tensorboard
         metrics = open_metrics(run, attempt=attempt, last_step=step or None, tensorboard=board)
     where = f"{config.student.model} on {accelerator.device}"
-    log.info("%s, teacher %s, step %d", where, info.model, step)
+    models = ", ".join(connection.info.model for connection in teachers.values())
+    log.info("%s, teacher %s, step %d", where, models, step)
     return Trainer(
         config,
         run,
@@ -111,6 +114,7 @@ def _prompts(config: JobConfig, tokenizer: Any) -> tuple[PromptSet, list[Prompt]
         held_out=config.eval.prompts,
         max_tokens=config.method.max_prompt_tokens,
         seed=config.seed,
+        teachers=config.teachers,
     )
     if too_long:
         log.warning("%d prompts are longer than method.max_prompt_tokens: left out", too_long)
@@ -125,8 +129,8 @@ def _prompts(config: JobConfig, tokenizer: Any) -> tuple[PromptSet, list[Prompt]
 
 
 def _sources(
-    config: JobConfig, client: TeacherClient, model: Any, tokenizer: Any
-) -> tuple[HuggingFaceRollouts, RemoteTeacher]:
+    config: JobConfig, teachers: Mapping[str, Connection], model: Any, tokenizer: Any
+) -> tuple[HuggingFaceRollouts, TeacherSource]:
     """Who writes and who scores. Reverse KL is over the student's top-k, forward the teacher's."""
     student_head = direction_of(config.method) == "reverse"
     rollouts = HuggingFaceRollouts(
@@ -139,13 +143,16 @@ def _sources(
         batch_tokens=4 * config.train.tokens_per_micro_batch,
         bf16=config.student.dtype == "bfloat16",
     )
-    teacher = RemoteTeacher(
-        client,
-        config.teacher,
-        student_head=student_head,
-        temperature=config.method.temperature,
-    )
-    return rollouts, teacher
+    remote = {
+        name: RemoteTeacher(
+            connection.client,
+            config.teacher,
+            student_head=student_head,
+            temperature=config.method.temperature,
+        )
+        for name, connection in teachers.items()
+    }
+    return rollouts, TeachersByName(remote)
 
 
 def _optimizer(config: JobConfig, model: Any, saved: Path | None) -> torch.optim.Optimizer:

@@ -34,7 +34,7 @@ class Batch:
 
     input_ids [B, T], padded at the end; sequence, position [N]: where row n's token stands;
     token_ids [N]; head_ids [N, K]; teacher: Rows of N; sampling_logprobs [N] of the tokens by the
-    policy that sampled them.
+    policy that sampled them; teachers: the name of who scored each sequence.
     """
 
     input_ids: Tensor
@@ -44,6 +44,7 @@ class Batch:
     head_ids: Tensor
     teacher: Rows
     sampling_logprobs: Tensor
+    teachers: tuple[str, ...]
 
     def select(self, outputs: Tensor) -> Tensor:
         """What a model put out for each row: [B, T, ...] -> [N, ...]."""
@@ -86,6 +87,7 @@ def make_batch(scored: Sequence[ScoredRollout], device: torch.device) -> Batch:
             _floats([block.token_logprobs for block in rows], device),
         ),
         sampling_logprobs=torch.cat([item.rollout.token_logprobs for item in scored]).to(device),
+        teachers=tuple(item.rollout.teacher for item in scored),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,8 +33,13 @@ def distillation_loss(batch: Batch, method: OnPolicyConfig) -> LossFunction:
 
 
 @torch.no_grad()
-def kl_metrics(batch: Batch, out: FusedLoss, method: OnPolicyConfig) -> dict[str, Tensor]:
-    """Sums over the batch's tokens; the KL is the unbiased one, whatever the loss is."""
+def kl_metrics(
+    batch: Batch, out: FusedLoss, method: OnPolicyConfig, teachers: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """Sums over the batch's tokens; the KL is the unbiased one, whatever the loss is.
+
+    For each of `teachers` also the sum over its own tokens, and their number.
+    """
     rows = out.rows
     kl = topk_kl(
         rows,
@@ -47,4 +54,23 @@ def kl_metrics(batch: Batch, out: FusedLoss, method: OnPolicyConfig) -> dict[str
         "entropy": out.metrics["entropy"].sum(),
         "topk/student_mass": rows.head_logprobs.exp().sum(),
         "topk/teacher_mass": batch.teacher.head_logprobs.exp().sum(),
+        **_by_teacher(batch, kl, teachers),
     }
+
+
+def _by_teacher(batch: Batch, kl: Tensor, teachers: Sequence[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name in teachers:
+        scored = torch.tensor([teacher == name for teacher in batch.teachers], dtype=torch.bool)
+        rows = scored.to(kl.device)[batch.sequence]
+        found |= {f"kl/teacher/{name}": kl[rows].sum(), f"tokens/{name}": rows.sum()}
+    return found
+
+
+def pop_kl_by_teacher(sums: dict[str, float], teachers: Sequence[str]) -> dict[str, float]:
+    """Take what `kl_metrics` summed for each teacher out of `sums`; nats a token of its own.
+
+    A teacher that scored nothing is left out.
+    """
+    pairs = {n: (sums.pop(f"kl/teacher/{n}"), sums.pop(f"tokens/{n}")) for n in teachers}
+    return {f"kl/teacher/{name}": kl / tokens for name, (kl, tokens) in pairs.items() if tokens}

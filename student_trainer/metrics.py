@@ -2,6 +2,7 @@
 
 loss                 the objective, nats a token
 kl/teacher           unbiased KL between student and teacher, nats a token
+kl/teacher/NAME      the same over the tokens of each teacher, where a job names several
 entropy              of the student over the whole vocabulary, nats a token
 ratio/mean           p(y)/mu(y), of the student over the one that sampled: 1 but for rounding
 topk/student_mass    probability that the student gives to the head

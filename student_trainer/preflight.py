@@ -14,10 +14,10 @@ from pathlib import Path
 from clients.config import DataConfig, JobConfig, StudentConfig
 from clients.records import FILE_SUFFIXES
 from clients.score_query import tokenizer_fingerprint
-from clients.teacher_client import TeacherClient, TeacherInfo
 from clients.token_ids import first_difference
 from protos.errors import InvalidInput, WrongState
 from protos.transport import MAX_MESSAGE_BYTES
+from student_trainer.connections import Connection
 
 _HUB_SECONDS = 3.0
 
@@ -76,15 +76,16 @@ def check_data(data: DataConfig) -> None:
             raise InvalidInput(f"no such file: {path}", field=field, hint="check the path")
 
 
-def check_teacher(info: TeacherInfo, config: JobConfig) -> None:
+def check_teacher(teacher: Connection, config: JobConfig) -> None:
     """Refuse what this teacher cannot do: k and lengths."""
+    info = teacher.info
     if config.teacher.top_k > info.max_top_k:
         raise InvalidInput(
-            f"{config.teacher.top_k} is more than this teacher gives ({info.max_top_k})",
+            f"{config.teacher.top_k} is more than the {teacher.label} gives ({info.max_top_k})",
             field="teacher.top_k",
             hint=f"lower it to {info.max_top_k}, or start the teacher with a larger --max-top-k",
         )
-    check_length(config, "teacher", info.max_length)
+    check_length(config, teacher.label, info.max_length)
     # A student's own head ids travel with the query, four bytes each.
     size = 4 * config.method.max_new_tokens * config.teacher.top_k
     if config.method.divergence == "reverse_kl" and size > MAX_MESSAGE_BYTES * 3 // 4:
@@ -107,23 +108,22 @@ def check_length(config: JobConfig, model: str, most: int | None) -> None:
         )
 
 
-def check_vocabulary(
-    client: TeacherClient, info: TeacherInfo, tokens: Sequence[str], width: int
-) -> None:
+def check_vocabulary(teacher: Connection, tokens: Sequence[str], width: int) -> None:
     """Refuse a teacher whose ids mean other tokens than the student's, naming the first one.
 
     `tokens`: the student's by id; `width`: of the student's logits.
     """
+    info = teacher.info
     if tokenizer_fingerprint(tokens) != info.tokenizer_fingerprint:
         raise WrongState(
-            first_difference(client.vocabulary(), tokens),
+            first_difference(teacher.client.vocabulary(), tokens),
             field="student.model",
-            hint="distillation by token id needs a student with the teacher's tokenizer",
+            hint=f"distillation by token id needs a student with the {teacher.label}'s tokenizer",
         )
     if width != info.vocab_size:
         raise WrongState(
-            f"the student has logits for {width} ids, the teacher for {info.vocab_size}; the "
-            f"tokenizers agree, so one is padded from id {min(width, info.vocab_size)} on",
+            f"the student has logits for {width} ids, the {teacher.label} for {info.vocab_size};"
+            f" the tokenizers agree, so one is padded from id {min(width, info.vocab_size)} on",
             field="student.model",
             hint="pad or trim the student's embeddings to the teacher's size",
         )

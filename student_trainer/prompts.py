@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,10 +19,13 @@ from protos.errors import InvalidInput
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """Token ids int32 [T] given to the student, and the reference answer ("" if there is none)."""
+    """Token ids int32 [T] given to the student, the reference answer ("" if there is none), and the
+    name of its teacher ("" if there is only one).
+    """
 
     ids: NDArray[np.int32]
     answer: str
+    teacher: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,17 +46,28 @@ class PromptSet:
 
 
 def load_prompts(
-    data: DataConfig, tokenizer: Any, *, held_out: int, max_tokens: int, seed: int
+    data: DataConfig,
+    tokenizer: Any,
+    *,
+    held_out: int,
+    max_tokens: int,
+    seed: int,
+    teachers: Collection[str] = (),
 ) -> tuple[PromptSet, list[Prompt], int]:
     """(training prompts, held-out prompts, how many were left out for being too long).
 
     Held-out prompts come from `data.eval_path`, or are taken out of the training data.
-    Raises InvalidInput for a missing file, a missing column, or too little data.
+    Raises InvalidInput for a missing file, a missing column, too little data, or, where `teachers`
+    are named, a prompt of another one.
     """
-    everything, too_long = _encode(data.path, "data.path", data, tokenizer, max_tokens)
+
+    def encoded(path: str, field: str) -> tuple[list[Prompt], int]:
+        return _encode(path, field, data, tokenizer, max_tokens, teachers)
+
+    everything, too_long = encoded(data.path, "data.path")
     order = _permutation(len(everything), seed, -1)
     if data.eval_path is not None:
-        others, _ = _encode(data.eval_path, "data.eval_path", data, tokenizer, max_tokens)
+        others, _ = encoded(data.eval_path, "data.eval_path")
         aside = [others[i] for i in _permutation(len(others), seed, -1)[:held_out]]
         training = everything
     else:
@@ -72,12 +87,19 @@ def load_prompts(
 
 
 def _encode(
-    path: str, field: str, data: DataConfig, tokenizer: Any, max_tokens: int
+    path: str,
+    field: str,
+    data: DataConfig,
+    tokenizer: Any,
+    max_tokens: int,
+    teachers: Collection[str],
 ) -> tuple[list[Prompt], int]:
     prompts = []
     too_long = 0
     source = DataSet(path, data.name, data.split, field)
-    columns = (data.prompt_column, data.answer_column)
+    columns = [data.prompt_column, data.answer_column]
+    if teachers:
+        columns.append(data.teacher_column)
     for number, record in enumerate(source.records(columns), 1):
         where = f"row {number} of {path}"
         text = text_of(record, data.prompt_column, "data.prompt_column", where)
@@ -91,11 +113,23 @@ def _encode(
         answer = ""
         if record.get(data.answer_column) is not None:
             answer = text_of(record, data.answer_column, "data.answer_column", where)
+        teacher = _teacher(record, data.teacher_column, teachers, where) if teachers else ""
         if len(ids) > max_tokens:
             too_long += 1
         else:
-            prompts.append(Prompt(np.array(ids, dtype=np.int32), answer))
+            prompts.append(Prompt(np.array(ids, dtype=np.int32), answer, teacher))
     return prompts, too_long
+
+
+def _teacher(record: Mapping[str, Any], column: str, teachers: Collection[str], where: str) -> str:
+    name = text_of(record, column, "data.teacher_column", where)
+    if name not in teachers:
+        raise InvalidInput(
+            f"{where} wants the teacher {name!r}; the job has {', '.join(sorted(teachers))}",
+            field="data.teacher_column",
+            hint="give it an address under [teachers], or correct the data",
+        )
+    return name
 
 
 @lru_cache(maxsize=4)

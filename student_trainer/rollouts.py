@@ -27,6 +27,7 @@ class Rollout:
     token_logprobs: Tensor
     truncated: bool  # it was cut at max_new_tokens
     answer: str  # the reference
+    teacher: str = ""  # the name of who is to score it, where there are several
 
     @property
     def completion(self) -> Tensor:
@@ -128,6 +129,7 @@ class HuggingFaceRollouts:
             token_logprobs=logprobs[:length],
             truncated=not len(ends),
             answer=prompt.answer,
+            teacher=prompt.teacher,
         )
 
 

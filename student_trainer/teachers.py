@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -63,3 +64,13 @@ class RemoteTeacher:
             f32=self._config.logprob_format == "f32",
         )
         return self._client.submit(query)
+
+
+class TeachersByName:
+    """Sends each rollout to the teacher that its prompt names."""
+
+    def __init__(self, teachers: Mapping[str, TeacherSource]) -> None:
+        self._teachers = teachers
+
+    def score(self, rollout: Rollout) -> Future[RowBlock]:
+        return self._teachers[rollout.teacher].score(rollout)

@@ -25,7 +25,7 @@ from clients.run_progress import Progress
 from protos.errors import Corrupt, DistillError
 from student_trainer import checkpoint
 from student_trainer.batches import ScoredRollout, make_batch, micro_batches
-from student_trainer.distillation import distillation_loss, kl_metrics
+from student_trainer.distillation import distillation_loss, kl_metrics, pop_kl_by_teacher
 from student_trainer.evaluate import Evaluation
 from student_trainer.parallel import Replicated, Sharded, whole
 from student_trainer.processes import largest, raise_together
@@ -119,7 +119,9 @@ class Trainer:
         ended = time.monotonic()
         tokens = sums.pop("tokens")
         rollouts, truncated = sums.pop("rollouts"), sums.pop("truncated")
+        by_teacher = pop_kl_by_teacher(sums, [*self._config.teachers])
         return {
+            **by_teacher,
             **{name: value / tokens for name, value in sums.items()},
             "length/mean": tokens / rollouts,
             "length/truncated": truncated / rollouts,
@@ -181,7 +183,8 @@ class Trainer:
             with self._student.synchronized(last=number == len(groups) - 1):
                 out = self._student(batch, distillation_loss(batch, method), method.temperature)
                 self._accelerator.backward(out.loss_sum * scale)
-            found = {"loss": out.loss_sum.detach(), **kl_metrics(batch, out, method)}
+            kl = kl_metrics(batch, out, method, [*self._config.teachers])
+            found = {"loss": out.loss_sum.detach(), **kl}
             sums = {name: sums.get(name, 0) + value for name, value in found.items()}
         return {**self._reduce(sums), **counts}, waited
 

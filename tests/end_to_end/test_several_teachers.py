@@ -1,0 +1,128 @@
+"""Prompts that name their teacher, and teachers that stand in for each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from clients.config import JobConfig
+from clients.run_directory import RunDirectory
+from protos.errors import ExitCode
+from tests.end_to_end.conftest import teacher_arguments
+from tests.end_to_end.processes import finish, metrics_of, new_run, trainer, weights
+from tests.teacher.processes import TeacherProcess
+
+if TYPE_CHECKING:
+    from tests.trainer.tiny import Material
+
+STEPS = 4
+
+
+def job_of(material: Material, **changes: Any) -> JobConfig:
+    from tests.trainer.tiny import job
+
+    return job(material, max_steps=STEPS, **changes)
+
+
+@pytest.fixture(scope="module")
+def plain(
+    material: Material, teacher: str, tmp_path_factory: pytest.TempPathFactory
+) -> RunDirectory:
+    """With one teacher, undisturbed."""
+    path = tmp_path_factory.mktemp("plain") / "run"
+    return finish(new_run(path, job_of(material, teacher__address=teacher)))
+
+
+@pytest.fixture
+def routed(material: Material, tmp_path: Path) -> Material:
+    """The prompts of `material`, every third one for the teacher `sums`, the others for `rest`."""
+    from tests.trainer.tiny import Material
+
+    records = [json.loads(line) for line in material.prompts.read_text().splitlines()]
+    lines = [
+        json.dumps(record | {"teacher": "rest" if number % 3 else "sums"}) + "\n"
+        for number, record in enumerate(records)
+    ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(lines))
+    return Material(prompts, material.teacher, material.student)
+
+
+@pytest.fixture
+def other_teacher(tmp_path: Path) -> Iterator[str]:
+    """The same tokenizer, other weights."""
+    from tests.trainer.tiny import model, save, tokenizer
+
+    path = save(model(seed=7, layers=2), tokenizer(), tmp_path / "other")
+    arguments = ["--model", str(path), "--batch-invariant", "--no-cache"]
+    process = TeacherProcess(arguments, log=tmp_path / "other.log")
+    yield process.address
+    process.close()
+
+
+@pytest.mark.slow
+def test_each_prompt_is_scored_by_the_teacher_it_names(
+    routed: Material, plain: RunDirectory, teacher: str, other_teacher: str, tmp_path: Path
+) -> None:
+    def run(name: str, **changes: Any) -> RunDirectory:
+        return finish(new_run(tmp_path / name, job_of(routed, **changes)))
+
+    same = run("same", teachers={"sums": teacher, "rest": teacher})
+    two = run("two", teachers={"sums": teacher, "rest": other_teacher})
+    assert weights(same) == weights(plain), "one teacher under two names is one teacher"
+    assert weights(two) != weights(plain)
+    (one,), (other,) = [
+        [line for line in metrics_of(run) if line["step"] == 1] for run in (same, two)
+    ]
+    # The same student wrote the same answers in the first step.
+    assert other["kl/teacher/sums"] == one["kl/teacher/sums"]
+    assert other["kl/teacher/rest"] != one["kl/teacher/rest"]
+    for line in (one, other):
+        low, high = sorted((line["kl/teacher/sums"], line["kl/teacher/rest"]))
+        assert low < line["kl/teacher"] < high
+    assert not any("kl/teacher/" in name for line in metrics_of(plain) for name in line)
+
+
+@pytest.mark.slow
+def test_a_teacher_that_dies_is_replaced_by_another(
+    material: Material, plain: RunDirectory, teacher: str, tmp_path: Path
+) -> None:
+    """The same bits, with nobody to start the first one again."""
+    mortal = TeacherProcess(teacher_arguments(material), log=tmp_path / "mortal.log")
+    addresses = [mortal.address, teacher]
+    run = new_run(tmp_path / "run", job_of(material, teacher__address=addresses))
+    with trainer(run) as process:
+        process.wait_for_step(1)
+        mortal.close()
+        assert process.wait() == 0, process.log
+    assert weights(run) == weights(plain)
+
+
+def test_every_teacher_is_checked(routed: Material, teacher: str, tmp_path: Path) -> None:
+    stranger = TeacherProcess(
+        ["--engine", "fake", "--model", "vocab=13", "--no-cache"], log=tmp_path / "stranger.log"
+    )
+    addresses = {"sums": teacher, "rest": stranger.address}
+    run = new_run(tmp_path / "run", job_of(routed, teachers=addresses, teacher__top_k=4))
+    with trainer(run) as process:
+        assert process.wait() == ExitCode.WRONG_STATE, process.log
+    stranger.close()
+    status = run.read_status()
+    assert status is not None
+    assert "the tokenizers differ" in status.reason
+    assert "needs a student with the teacher rest's tokenizer" in status.reason
+
+
+def test_a_name_without_a_teacher(routed: Material, teacher: str, tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", job_of(routed, teachers={"sums": teacher, "poems": teacher}))
+    with trainer(run) as process:
+        assert process.wait() == ExitCode.USAGE, process.log
+    status = run.read_status()
+    assert status is not None
+    assert status.step == 0
+    assert status.reason.startswith("data.teacher_column: row 2 of ")
+    assert "wants the teacher 'rest'; the job has poems, sums" in status.reason
