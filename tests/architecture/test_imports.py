@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("torch", "transformers", "accelerate", "safetensors", "datasets", "pyarrow")
+HEAVY = ("torch", "transformers", "accelerate", "peft", "safetensors", "datasets", "pyarrow")
 SECONDS_FOR_HELP = 0.5
 
 
