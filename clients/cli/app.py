@@ -10,12 +10,14 @@ from typing import Annotated
 import typer
 
 from clients.cli import (
+    capture_commands,
     config_commands,
     demo,
     doctor,
     job_commands,
     logs_and_files,
     run,
+    store_commands,
     submit,
     teacher_commands,
     token,
@@ -61,6 +63,8 @@ app.command("logs")(logs_and_files.logs)
 app.command("cancel")(job_commands.cancel)
 app.command("resume")(job_commands.resume)
 app.command("pull")(logs_and_files.pull)
+app.command("capture")(capture_commands.capture)
+app.add_typer(store_commands.app, name="store")
 app.add_typer(config_commands.app, name="config")
 app.add_typer(teacher_commands.app, name="teacher")
 app.command("doctor")(doctor.doctor)

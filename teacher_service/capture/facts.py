@@ -67,5 +67,5 @@ def _digest(plan: Plan) -> str:
     """Of every token, and of where each sequence ends and is scored from."""
     hasher = xxhash.xxh3_128()
     for numbers in (plan.token_ids, plan.offsets, plan.starts):
-        hasher.update(memoryview(numbers).cast("B"))
+        hasher.update(numbers.data.cast("B"))
     return hasher.hexdigest()
