@@ -2,7 +2,6 @@
 
 loss                 the objective, nats a token
 kl/teacher           unbiased KL between student and teacher, nats a token
-kl/teacher/NAME      the same over the tokens of each teacher, where a job names several
 entropy              of the student over the whole vocabulary, nats a token
 ratio/mean           p(y)/mu(y), of the student over the one that sampled: 1 but for rounding
 topk/student_mass    probability that the student gives to the head
@@ -16,6 +15,8 @@ tokens_per_sec       scored tokens a second of the step
 time/step            seconds of the step; of it time/rollout, time/teacher_wait, time/optim
 eval/kl              kl/teacher on held-out prompts
 eval/accuracy        share of held-out answers that are right
+
+Where a job names several teachers: kl/teacher/NAME, over the tokens that each of them scored.
 """
 
 from __future__ import annotations

@@ -1,0 +1,99 @@
+"""The servers that `benchmarks.wire` asks, each a process of its own, with rows made beforehand.
+
+    python -m benchmarks.wire_servers grpc K           the teacher service itself
+    python -m benchmarks.wire_servers http K FORMAT    GET /TOKENS, on FastAPI and uvicorn
+
+They print their port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Sequence
+from functools import cache
+
+import grpc.aio
+import uvicorn
+from fastapi import FastAPI, Response
+
+from benchmarks.model_rows import VOCAB, model_rows
+from benchmarks.wire_formats import FORMATS
+from clients.score_query import ScoreQuery
+from protos import teacher_pb2_grpc
+from protos.rows import RowBlock
+from protos.server import Endpoint, serve
+from teacher_service.batcher import Batcher
+from teacher_service.engines.fake import FakeEngine, FakeSettings
+from teacher_service.metrics_page import TeacherMetrics
+from teacher_service.scorer import Scorer
+from teacher_service.service import TeacherServicer
+from teacher_service.validation import Limits
+from teacher_service.weights import Weights
+
+MAX_LENGTH = 8192
+
+
+def head_of(block: RowBlock, k: int) -> RowBlock:
+    """The k likeliest candidates of each row; the tail stays that of the whole head."""
+    ids, logprobs = block.head_ids, block.head_logprobs
+    assert ids is not None
+    return RowBlock(
+        ids[:, :k].copy(), logprobs[:, :k].copy(), block.tail_logmass, block.token_logprobs
+    )
+
+
+class RecordedEngine(FakeEngine):
+    """Answers at once: what it costs is the service, not the model."""
+
+    def __init__(self, rows: RowBlock) -> None:
+        super().__init__(FakeSettings(vocab=VOCAB, max_length=MAX_LENGTH))
+        self._rows = rows
+
+    def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock]:
+        return [self._rows.slice(0, query.rows) for query in queries]
+
+
+async def serve_grpc(k: int) -> None:
+    engine = RecordedEngine(head_of(model_rows(), k))
+    metrics = TeacherMetrics()
+    async with Batcher(engine, max_batch_tokens=1 << 16, metrics=metrics) as batcher:
+        limits = Limits(VOCAB, MAX_LENGTH, 1024)
+        weights = Weights(engine, batcher)
+        servicer = TeacherServicer(Scorer(batcher, None), batcher, weights, limits, metrics)
+
+        def register(server: grpc.aio.Server) -> str:
+            teacher_pb2_grpc.add_TeacherServicer_to_server(servicer, server)
+            return "distill.v1.Teacher"
+
+        await serve(
+            register,
+            Endpoint(),
+            grace_seconds=1.0,
+            on_ready=lambda port: print(port, flush=True),
+        )
+
+
+async def serve_http(k: int, name: str) -> None:
+    wire = FORMATS[name]
+    rows = head_of(model_rows(), k)
+    app = FastAPI()
+
+    @cache
+    def held(tokens: int) -> object:
+        return wire.hold(rows.slice(0, tokens))
+
+    @app.get("/{tokens}")
+    async def answer(tokens: int) -> Response:
+        return Response(wire.encode(held(tokens)), media_type="application/json")
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(listener.getsockname()[1], flush=True)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    await server.serve(sockets=[listener])
+
+
+if __name__ == "__main__":
+    kind, k, *names = sys.argv[1:]
+    asyncio.run(serve_grpc(int(k)) if kind == "grpc" else serve_http(int(k), *names))
