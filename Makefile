@@ -1,6 +1,7 @@
-.PHONY: setup demo test lint bench bench-gpu protos clean
+.PHONY: setup demo test test-vllm lint bench bench-gpu protos clean
 PYTHON ?= python3
 BIN := .venv/bin
+VLLM := .venv-vllm/bin
 # Where CPU builds of torch live; not asked on a machine with an NVIDIA GPU.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -9,6 +10,9 @@ demo: setup  ## teacher, server, job, table: the whole line on this machine
 
 test: setup  ## every test that runs without a GPU
 	$(BIN)/pytest -n 2 --dist worksteal
+
+test-vllm: .venv-vllm/.installed  ## the vLLM engine with a real vLLM, on the CPU
+	$(VLLM)/pytest tests/vllm
 
 lint: setup  ## style, types, import contracts
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
@@ -32,10 +36,18 @@ setup: .venv/.installed
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
+# An environment of its own: vLLM pins its dependencies. Its three companions are builds for CUDA.
+.venv-vllm/.installed: pyproject.toml constraints.txt tests/vllm/requirements.txt
+	test -x $(VLLM)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM)/pip install -q --retries 0 -c constraints.txt --extra-index-url $(TORCH_CPU_INDEX) torch
+	$(VLLM)/pip install -q -c constraints.txt -r tests/vllm/requirements.txt -e '.[teacher]'
+	$(VLLM)/pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
 protos:  ## generate the code of protos/*.proto; a test checks that it is up to date
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. \
 	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	  protos/teacher.proto protos/distill.proto
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-vllm runs
