@@ -1,4 +1,4 @@
-"""Several stores, the parts of one capture, made one: the same bytes as if one machine had made it."""
+"""The stores of the parts of one capture, made one: the same bytes as if it had no parts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def merge(out: Path, parts: Sequence[Path]) -> int:
 
 
 def _in_order(parts: Sequence[Path]) -> list[tuple[Path, Manifest]]:
-    found = {}
+    found: dict[str, tuple[Path, Manifest]] = {}
     for path in parts:
         manifest = manifest_of(path)
         part = manifest.metadata.get(PART, "")

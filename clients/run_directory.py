@@ -7,6 +7,7 @@
     metrics.jsonl   one object a step; after a resume it holds no step twice
     logs/attempt-N/ rank-0.log, and the files of the attempt's shim
     checkpoints/step-000050/   samples/   tb/   export/ (a Hugging Face directory)
+    store/          the rows of a capture
 
 JSON files are replaced as a whole: a reader never sees half of one.
 """
@@ -96,6 +97,10 @@ class RunDirectory:
     @property
     def export(self) -> Path:
         return self.path / "export"
+
+    @property
+    def store(self) -> Path:
+        return self.path / "store"
 
     @property
     def tensorboard(self) -> Path:

@@ -1,4 +1,4 @@
-"""The files a job leaves: its export, or one of its checkpoints."""
+"""The files a job leaves: its export or store, or one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -80,9 +80,10 @@ def artifact_root(job: Job, run: RunDirectory, checkpoint_step: int) -> Path:
             field="job_id",
             hint="wait for its end, or ask for a checkpoint",
         )
-    if not run.export.is_dir():
-        raise NotFound(f"the export of job {job.id} is gone", field="job_id")
-    return run.export
+    made = run.store if job.kind == "capture" else run.export
+    if not made.is_dir():
+        raise NotFound(f"the {made.name} of job {job.id} is gone", field="job_id")
+    return made
 
 
 def _files(root: Path) -> Iterator[Path]:

@@ -45,7 +45,7 @@ def merge(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New directory.")],
     parts: Annotated[list[Path], typer.Argument(metavar="STORE...", help="All parts.")],
 ) -> None:
-    """Join the stores of `distill capture --shard I/N` into one; files are linked if they can be."""
+    """Join the stores of `distill capture --shard I/N`, as hard links where that is possible."""
     from clients.logit_merge import merge as merge_stores
 
     sequences = merge_stores(out, parts)

@@ -62,6 +62,13 @@ def _require_data(job: CaptureJob) -> None:
         raise InvalidInput(f"no such file: {path}", field="data.path", hint="check the path")
 
 
+def _require_model(job: CaptureJob) -> None:
+    if job.teacher.model is None:
+        raise InvalidInput(
+            "missing; each engine on Ray loads it", field="teacher.model", hint="name a model"
+        )
+
+
 def _load_tokenizer(job: CaptureJob) -> Any:
     from transformers import AutoTokenizer
 
@@ -89,6 +96,13 @@ def _load_tokenizer(job: CaptureJob) -> Any:
 @contextmanager
 def _teacher(job: CaptureJob, ask: Ask) -> Iterator[tuple[TeacherFacts, MakeSource]]:
     """Who scores, and how to get its rows of a plan."""
+    if job.method.ray is not None:
+        from teacher_service.capture.ray_source import RaySource
+
+        _require_model(job)
+        source = RaySource(job, ask)
+        yield TeacherFacts.of_engine(source.info()), source.of
+        return
     if job.teacher.model is None:
         patience = job.teacher.patience_seconds
         with TeacherClient(job.teacher.address, patience_seconds=patience) as client:

@@ -24,6 +24,7 @@ from clients.logit_shards import (
     open_shard,
     write_synced,
 )
+from protos.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,9 @@ class StoreWriter:
         name = shard_name(len(self._shards))
         data, facts = encode_shard(name, entries)
         write_synced(self.path / name, data)
+        failpoint("capture-file-written")
         write_manifest(self.path, Manifest(self._metadata, [*self._shards, facts]))
+        failpoint("capture-file-named")
         self._shards.append(facts)
 
     def close(self) -> None:

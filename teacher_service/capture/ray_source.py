@@ -1,0 +1,180 @@
+"""Rows from engines on a Ray cluster, one an actor: Ray Data hands out the files of the plan, gives
+those of a lost actor to another, and returns the rows in the order of the data.
+
+The token ids of all missing files are put into Ray's object store at the start: 4 bytes a token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from clients.capture_config import CaptureJob, RayConfig
+from protos.errors import DistillError, InvalidInput, Unavailable, error_of
+from teacher_service.capture.plan import Plan
+from teacher_service.capture.sequences import TokenSequence
+from teacher_service.capture.sources import Ask, Told, score_file
+from teacher_service.capture.teacher import load_engine
+from teacher_service.engines.base import EngineInfo
+
+
+class RaySource:
+    """Connects to the cluster at $RAY_ADDRESS, or to one that it starts on this machine. Raises
+    InvalidInput where Ray is not installed or the cluster is too small, Unavailable without one.
+    """
+
+    def __init__(self, job: CaptureJob, ask: Ask) -> None:
+        self._job = job
+        self._ask = ask
+        self._ray = _connected()
+        self._plan: Plan | None = None
+        self._resources, self._actors = _shares(job.method.ray or RayConfig(), self._ray)
+
+    def info(self) -> EngineInfo:
+        """Of an engine that is loaded for this alone. Raises what loading it raises."""
+        remote = self._ray.remote(**self._resources)(_info_or_fault)
+        found, fault = self._ray.get(remote.remote(self._job))
+        if fault is not None:
+            raise _fault_of(fault)
+        assert isinstance(found, EngineInfo)
+        return found
+
+    def of(self, plan: Plan) -> RaySource:
+        self._plan = plan
+        return self
+
+    def files(self, numbers: range, told: Told) -> Iterator[Sequence[bytes]]:
+        assert self._plan is not None
+        if not numbers:
+            return
+        data = self._ray.data
+        context = data.DataContext.get_current()
+        context.execution_options.preserve_order = True
+        context.enable_progress_bars = False
+        scored = data.from_items(
+            [_packed(self._plan, number) for number in numbers], override_num_blocks=len(numbers)
+        ).map_batches(
+            FileScorer,
+            fn_constructor_args=(self._job, self._ask),
+            batch_size=1,
+            batch_format="pyarrow",
+            compute=data.ActorPoolStrategy(size=self._actors),
+            **self._resources,
+        )
+        for number, row in zip(numbers, scored.iter_rows(), strict=True):
+            if row["fault"]:
+                raise _fault_of(row["fault"])
+            for index in self._plan.file(number):
+                told(self._plan[index].rows)
+            yield row["rows"]
+
+
+class FileScorer:
+    """An actor of Ray Data: an engine that scores one file after the other."""
+
+    def __init__(self, job: CaptureJob, ask: Ask) -> None:
+        self._engine = load_engine(job.teacher)
+        self._ask = ask
+        self._max_batch_tokens = job.teacher.max_batch_tokens
+
+    def __call__(self, batch: Any) -> Any:
+        import pyarrow as pa
+
+        rows: list[list[bytes]] = []
+        faults: list[str] = []
+        for packed in batch.to_pylist():
+            try:
+                blocks = score_file(
+                    self._engine,
+                    self._ask,
+                    _unpacked(packed),
+                    packed["first"],
+                    self._max_batch_tokens,
+                )
+                rows.append([self._ask.encode(block) for block in blocks])
+                faults.append("")
+            except DistillError as error:
+                rows.append([])
+                faults.append(_told(error))
+        return pa.table({"rows": pa.array(rows, pa.list_(pa.large_binary())), "fault": faults})
+
+
+def _connected() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise InvalidInput(
+            "Ray is not installed", field="method.ray", hint="pip install 'distill-service[ray]'"
+        ) from error
+    # Without an address it starts a cluster, which other machines must not reach.
+    local = {} if os.environ.get("RAY_ADDRESS") else {"_node_ip_address": "127.0.0.1"}
+    try:
+        ray.init(ignore_reinit_error=True, include_dashboard=None, log_to_driver=False, **local)
+    except ConnectionError as error:
+        raise Unavailable(
+            f"no Ray cluster answers at {os.environ.get('RAY_ADDRESS')}",
+            field="method.ray",
+            hint="ray start --head, or leave $RAY_ADDRESS out",
+        ) from error
+    return ray
+
+
+def _shares(config: RayConfig, ray: Any) -> tuple[dict[str, int], int]:
+    """What each actor gets, and how many there are."""
+    there = ray.cluster_resources()
+    cpus, gpus = math.floor(there.get("CPU", 0)), math.floor(there.get("GPU", 0))
+    actors = config.actors or gpus or 1
+    # Ray's own tasks need one, or nothing would ever begin.
+    if actors * config.cpus_per_actor + 1 > cpus or (gpus and actors > gpus):
+        raise InvalidInput(
+            f"{actors} engines with {config.cpus_per_actor} CPUs each do not fit into a cluster of"
+            f" {cpus} CPUs and {gpus} GPUs, of which one CPU must stay free",
+            field="method.ray.actors",
+            hint="lower it, or add machines",
+        )
+    return {"num_cpus": config.cpus_per_actor, "num_gpus": 1 if gpus else 0}, actors
+
+
+def _info_or_fault(job: CaptureJob) -> tuple[EngineInfo | None, str | None]:
+    try:
+        return load_engine(job.teacher).info, None
+    except DistillError as error:
+        return None, _told(error)
+
+
+def _packed(plan: Plan, number: int) -> dict[str, Any]:
+    indices = plan.file(number)
+    tokens = slice(plan.offsets[indices.start], plan.offsets[indices.stop])
+    lengths = np.diff(plan.offsets[indices.start : indices.stop + 1])
+    return {
+        "first": indices.start,
+        "token_ids": plan.token_ids[tokens].tobytes(),
+        "lengths": lengths.tolist(),
+        "starts": plan.starts[indices.start : indices.stop].tolist(),
+    }
+
+
+def _unpacked(packed: dict[str, Any]) -> list[TokenSequence]:
+    token_ids = np.frombuffer(packed["token_ids"], "<i4")
+    ends = accumulate(packed["lengths"])
+    return [
+        TokenSequence(token_ids[end - length : end], start)
+        for end, length, start in zip(ends, packed["lengths"], packed["starts"], strict=True)
+    ]
+
+
+def _told(error: DistillError) -> str:
+    return json.dumps([error.code, error.message, error.field, error.hint])
+
+
+def _fault_of(told: str) -> DistillError:
+    code, message, field, hint = json.loads(told)
+    return error_of(code, message, field=field, hint=hint)
