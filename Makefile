@@ -22,6 +22,7 @@ bench: setup  ## the loss against its bounds and its peers; minutes, on a quiet 
 	$(BIN)/python -m benchmarks.loss
 	$(BIN)/python -m benchmarks.estimators
 	$(BIN)/python -m benchmarks.long_sequences
+	$(BIN)/python -m benchmarks.cache
 	$(BIN)/python -m benchmarks.wire
 
 bench-gpu: setup  ## the loss and the teacher's scoring head on this machine's GPU

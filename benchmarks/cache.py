@@ -27,6 +27,7 @@ import datasets
 import numpy as np
 
 from benchmarks.cache_stores import (
+    BATCH,
     Arrays,
     ArrowStore,
     DatasetsStore,
@@ -119,14 +120,17 @@ def stores(rows: RowBlock, sequences: int, repetitions: int) -> dict[str, dict[s
             seconds = time.perf_counter() - began
             tokens = LENGTH * count
             found[name] = {"bytes": size / tokens, "write": tokens / seconds}
-            require_equal(name, blocks[name], store.read(range(count)))
+            for at in range(0, count, BATCH):
+                numbers = range(at, min(at + BATCH, count))
+                require_equal(name, [blocks[name][i] for i in numbers], store.read(numbers))
         rates: dict[str, list[float]] = {name: [] for name in all_stores}
         random = np.random.default_rng(0)
         for _ in range(repetitions):
             for name, store in all_stores.items():
                 order = random.permutation(len(blocks[name])).tolist()
                 began = time.perf_counter()
-                store.read(order)
+                for at in range(0, len(order), BATCH):
+                    store.read(order[at : at + BATCH])
                 rates[name].append(LENGTH * len(order) / (time.perf_counter() - began))
     for name, found_rates in rates.items():
         found[name] |= {
@@ -138,17 +142,17 @@ def stores(rows: RowBlock, sequences: int, repetitions: int) -> dict[str, dict[s
 
 def require_equal(name: str, blocks: list[RowBlock], read: list[Arrays]) -> None:
     """No store may win by losing rows: ids equal, log-probs to f16 (all but DistillKit's)."""
-    tolerance = np.inf if "DistillKit" in name else 1e-3
     for block, (ids, logprobs) in zip(blocks, read, strict=True):
         np.testing.assert_array_equal(ids, block.head_ids, err_msg=name)
-        np.testing.assert_allclose(logprobs, block.head_logprobs, rtol=tolerance, err_msg=name)
+        if "DistillKit" not in name:
+            np.testing.assert_allclose(logprobs, block.head_logprobs, rtol=1e-3, err_msg=name)
 
 
 def precision(rows: RowBlock) -> dict[str, dict[str, float]]:
     """Of each way to write a head: bytes a token, the error of its KL, and time to decode.
 
-    The error is the mean over rows of sum_i p_i |log p_i - log p'_i| in nats: what a forward KL
-    over the head is off by at most, p the model's and p' what comes back.
+    The error is what a forward KL over the head is off by, |sum_i p_i (log p_i - log p'_i)| in
+    nats, p the model's and p' what comes back; its mean over rows.
     """
     found = {}
     for name, layout in (("DistillKit, k = 128", RECOMMENDED), ("DistillKit, k = 50", BUDGET)):
@@ -181,7 +185,7 @@ def of_codec(block: RowBlock) -> dict[str, float]:
 
 def head_error(logprobs: Any, decoded: Any) -> float:
     exact = logprobs.astype(np.float64)
-    return float((np.exp(exact) * np.abs(exact - decoded)).sum(axis=1).mean())
+    return float(np.abs((np.exp(exact) * (exact - decoded)).sum(axis=1)).mean())
 
 
 def microseconds(run: Any, repetitions: int = 7) -> float:
@@ -214,14 +218,14 @@ def targets(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
             size["ours, Arrow, zstd"],
             size["ours, Arrow, zstd"] <= 200,
         ),
-        "error of f16, at most 1e-3 nats": (mine["error"], mine["error"] <= 1e-3),
+        "error of f16, at most 1e-4 nats": (mine["error"], mine["error"] <= 1e-4),
         "DistillKit's error over ours, at no more bytes": (
             peer["error"] / mine["error"],
             peer["error"] > mine["error"] and mine["bytes"] <= peer["bytes"],
         ),
-        "DistillKit's time to decode over ours, at least 10": (
-            peer["decode_us"] / mine["decode_us"],
-            peer["decode_us"] / mine["decode_us"] >= 10,
+        "Arrow over DistillKit's layout in datasets, at least 100": (
+            read[OURS] / read["DistillKit's layout, datasets"],
+            read[OURS] / read["DistillKit's layout, datasets"] >= 100,
         ),
     }
     return {name: {"found": value, "met": bool(met)} for name, (value, met) in aims.items()}

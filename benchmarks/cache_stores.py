@@ -92,13 +92,9 @@ class RedisStore:
         return self._loop.run_until_complete(self._read(numbers))
 
     async def _read(self, numbers: Sequence[int]) -> list[Arrays]:
-        found = []
-        for at in range(0, len(numbers), BATCH):
-            keys = [self._key(number) for number in numbers[at : at + BATCH]]
-            for rows in await asyncio.gather(*(self._tier.get(key, self._most) for key in keys)):
-                assert rows is not None
-                found.append(arrays(decode_rows(rows)))
-        return found
+        lookups = (self._tier.get(self._key(number), self._most) for number in numbers)
+        found = await asyncio.gather(*lookups)
+        return [arrays(decode_rows(rows)) for rows in found if rows is not None]
 
     def _key(self, number: int) -> bytes:
         return key_of(number + (1 << 20) * self._zstd)
@@ -121,11 +117,8 @@ class RedisBound:
         return sum(map(len, values))
 
     def read(self, numbers: Sequence[int]) -> list[Arrays]:
-        found = []
-        for at in range(0, len(numbers), BATCH):
-            names = [f"plain:{number}" for number in numbers[at : at + BATCH]]
-            found += [unplain(value, self._shape) for value in self._client.mget(names)]
-        return found
+        values = self._client.mget([f"plain:{number}" for number in numbers])
+        return [unplain(value, self._shape) for value in values]
 
     def close(self) -> None:
         self._client.close()

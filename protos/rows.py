@@ -42,6 +42,7 @@ _PREFIX = struct.Struct("<4sBBHII")
 _DIGEST_BYTES = 16
 HEADER_BYTES = _PREFIX.size + _DIGEST_BYTES
 
+_FLAGS_AT = 5
 _HAS_IDS, _WIDE_IDS, _F32, _ZSTD = 1, 2, 4, 8
 # Of the 2-bit plane: the four ids that share a byte, from 0.
 _HIGH_BITS = (np.arange(256)[:, None] >> 2 * np.arange(4) & 3).astype(np.int32) << 16
@@ -126,16 +127,21 @@ def compress_rows(data: bytes) -> bytes:
     return compressed if len(compressed) < len(data) else data
 
 
+def is_compressed(data: bytes) -> bool:
+    """Whether `expand_rows` has anything to do, by the header alone."""
+    return len(data) >= HEADER_BYTES and bool(data[_FLAGS_AT] & _ZSTD)
+
+
 def expand_rows(data: bytes, max_bytes: int) -> bytes:
     """What `compress_rows` was given, to the byte. Raises Corrupt, also when it was more than
-    `max_bytes`.
+    `max_bytes`. What is not compressed comes back as it is, unchecked.
     """
+    if not is_compressed(data):
+        return data
     flags, k, n, payload = _open(data)
+    flags &= ~_ZSTD
     if HEADER_BYTES + _payload_bytes(n, k, flags) > max_bytes:
         raise Corrupt(f"a block of {n} rows with k = {k} takes more than {max_bytes} bytes")
-    if not flags & _ZSTD:
-        return data
-    flags &= ~_ZSTD
     return _seal(flags, k, n, row_compression.expand(payload, _planes(n, k, flags)))
 
 

@@ -16,7 +16,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from clients.logit_store import StoredRows
-from protos.rows import compress_rows, expand_rows
+from protos.rows import compress_rows, expand_rows, is_compressed
 from teacher_service.breaker import Breaker
 from teacher_service.cache_tier import TierCounts
 from teacher_service.redis_address import OPTIONS, TIMEOUT_SECONDS, RedisAddress, greet
@@ -95,7 +95,10 @@ class RedisTier:
             return None
         if not value:
             return None
-        return await asyncio.to_thread(expand_rows, unseal(key, value), max_bytes)
+        rows = unseal(key, value)
+        if not is_compressed(rows):
+            return rows
+        return await asyncio.to_thread(expand_rows, rows, max_bytes)
 
     def put(self, entry: StoredRows) -> None:
         if len(entry.rows) + ENVELOPE_BYTES <= MAX_VALUE_BYTES and self._writable.allows():

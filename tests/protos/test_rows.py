@@ -22,6 +22,7 @@ from protos.rows import (
     decode_rows,
     encode_rows,
     expand_rows,
+    is_compressed,
     most_bytes,
 )
 
@@ -114,9 +115,12 @@ def test_compression_keeps_every_bit_in_fewer_bytes(k: int, f32: bool) -> None:
 
 def test_rows_that_expand_to_too_much_are_refused() -> None:
     encoded = encode_rows(alike(100, 8))
-    for data in (encoded, compress_rows(encoded)):
-        with pytest.raises(Corrupt, match="more than"):
-            expand_rows(data, len(encoded) - 1)
+    compressed = compress_rows(encoded)
+    assert is_compressed(compressed)
+    assert not is_compressed(encoded)
+    assert expand_rows(encoded, 0) is encoded
+    with pytest.raises(Corrupt, match="more than"):
+        expand_rows(compressed, len(encoded) - 1)
 
 
 def test_a_frame_that_promises_too_much_takes_no_memory() -> None:
