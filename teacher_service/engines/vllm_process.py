@@ -71,7 +71,7 @@ class VllmProcess:
     async def pool(
         self, token_ids: Sequence[int], fields: Mapping[str, Any], *, read_cache: bool
     ) -> Tensor:
-        """What the worker's pooler makes of the tokens. Raises Unavailable when vLLM is dead."""
+        """What the worker's pooler makes of the tokens. Raises Unavailable after `close`."""
         from vllm import PoolingParams
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -85,9 +85,8 @@ class VllmProcess:
                 pooled: Tensor = output.outputs.data
                 self.cached_tokens += output.num_cached_tokens
         except EngineDeadError as error:
-            raise Unavailable(
-                "the teacher's vLLM process died", hint="the teacher ends; start it again"
-            ) from error
+            self._end_if_dead()
+            raise Unavailable("the teacher goes away", hint="start it again") from error
         return pooled
 
     def call_worker(self, method: str) -> Any:
@@ -108,13 +107,18 @@ class VllmProcess:
         await asyncio.gather(*cancelled, return_exceptions=True)
 
     def _watch(self) -> None:
-        """vLLM can be dead while nobody asks, and can leave who asked without an answer."""
-        while not self._llm.errored:
+        """vLLM can die while nobody asks, and can leave who asked without an answer."""
+        while not self._closing:
             time.sleep(_WATCH_SECONDS)
-        if self._closing:
-            return
-        log.critical("a process of vLLM died; this teacher ends, start it again")
-        os._exit(_DEATH_EXIT_CODE)
+            self._end_if_dead()
+
+    def _end_if_dead(self) -> None:
+        """Without a last word to anyone: clients whose connection breaks ask the next teacher for
+        the rows they lack, a fault would be their answer.
+        """
+        if self._llm.errored and not self._closing:
+            log.critical("a process of vLLM died; this teacher ends, start it again")
+            os._exit(_DEATH_EXIT_CODE)
 
 
 def require_vllm() -> None:
@@ -139,7 +143,9 @@ async def _start(options: Mapping[str, Any]) -> Any:
         **options,
         runner="pooling",
         convert="embed",
-        pooler_config=PoolerConfig(task=_TASK, seq_pooling_type="LAST", tok_pooling_type="ALL"),
+        pooler_config=PoolerConfig(
+            task=_TASK, seq_pooling_type="LAST", tok_pooling_type="ALL", use_activation=False
+        ),
         # As long as memory allows, at most what the model was made for.
         max_model_len=-1,
         skip_tokenizer_init=True,
