@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +15,7 @@ import pytest
 
 from clients.logit_store import StoredRows
 from clients.score_query import ScoreQuery, row_key
+from clients.teacher_client import TeacherClient
 from protos.errors import InvalidInput
 from protos.rows import RowBlock, encode_rows, most_bytes
 from teacher_service.batcher import Batcher
@@ -24,6 +28,7 @@ from teacher_service.redis_tier import MAX_VALUE_BYTES, RedisTier
 from teacher_service.redis_value import name_of, seal
 from teacher_service.scorer import Scorer
 from tests.faults.proxy import FaultProxy, Toxics
+from tests.teacher.conftest import StartTeacher
 from tests.teacher.redis_server import RedisServer, patient
 
 __all__ = ["patient"]
@@ -269,6 +274,72 @@ def test_passwords_and_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             assert tier.counts.errors == 0
 
         asyncio.run(work())
+
+
+def test_tls(server: RedisServer, tmp_path: Path) -> None:
+    """With the right authority rows come back; with none the server is not spoken to."""
+    subprocess.run(
+        f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 9 -subj /CN=x"
+        f" -addext subjectAltName=IP:127.0.0.1 -keyout {tmp_path}/key -out {tmp_path}/pem",
+        shell=True,
+        check=True,
+        capture_output=True,
+    )
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / "pem", tmp_path / "key")
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner = await asyncio.open_connection("127.0.0.1", server.port)
+        await asyncio.gather(forward(reader, inner[1]), forward(inner[0], writer))
+
+    async def work(tier: RedisTier) -> tuple[bytes | None, int]:
+        tier.put(entry(1))
+        await tier.written()
+        return await tier.get(entry(1).key, most_bytes(20, K)), tier.counts.errors
+
+    async def main() -> None:
+        front = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+        url = f"rediss://127.0.0.1:{front.sockets[0].getsockname()[1]}/0"
+        trusted = f"{url}?ssl_ca_certs={tmp_path}/pem"
+        assert await asyncio.to_thread(with_tier, trusted, work) == (entry(1).rows, 0)
+        assert await asyncio.to_thread(with_tier, url, work) == (None, 1)
+        front.close()
+
+    asyncio.run(main())
+
+
+def test_two_teacher_programs_share_rows(
+    start_teacher: StartTeacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query = ScoreQuery(np.arange(9, dtype=np.int32), 1, top_k=2)
+    with RedisServer(tmp_path, "--requirepass", "secret") as server:
+        args = [*("--engine", "fake", "--model", "vocab=64"), "--redis-url", server.url]
+        command = [sys.executable, "-m", "teacher_service", *args]
+        monkeypatch.setenv("DISTILL_REDIS_PASSWORD", "wrong")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: --redis-url: ")
+        assert done.stderr.count("\n") == 1
+        assert "wrong" not in done.stderr.replace("WRONGPASS", "")
+        monkeypatch.setenv("DISTILL_REDIS_PASSWORD", "secret")
+        rows = []
+        for hits in (0, 1):
+            teacher = start_teacher(*args, "--cache-dir", str(tmp_path / f"rows-{hits}"))
+            with TeacherClient(teacher.address) as client:
+                rows.append(client.submit(query).result(60))
+                if hits:
+                    server.kill()
+                    again = ScoreQuery(query.token_ids[::-1].copy(), 1, top_k=2)
+                    client.submit(again).result(60)
+            assert teacher.stop() == 0
+            assert f" redis_hits={hits} " in teacher.log.read_text()
+            assert "secret" not in teacher.log.read_text()
+        np.testing.assert_array_equal(rows[0].head_ids, rows[1].head_ids)
 
 
 def test_keys_of_every_weight_version_differ() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from clients.score_query import ScoreQuery
 from protos.errors import Corrupt, DistillError
 from protos.rows import RowBlock
 from teacher_service.batcher import Batcher
-from teacher_service.cache import RowCache
+from teacher_service.cache import RowCache, ScoredSequence
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.scorer import Scorer
 
@@ -119,3 +120,41 @@ def test_a_fault_reaches_all_and_is_not_kept() -> None:
         assert engine.forwards == 2
 
     life(engine, True, work)
+
+
+class TurningCache(RowCache):
+    """Finds what it has, and then the weights change, `turns` times."""
+
+    def __init__(self, engine: FakeEngine, turns: int) -> None:
+        super().__init__(memory_bytes=1 << 20)
+        self._engine = engine
+        self._turns = turns
+
+    async def get(self, key: bytes, query: ScoreQuery) -> ScoredSequence | None:
+        found = await super().get(key, query)
+        if self._turns:
+            self._turns -= 1
+            after = FakeEngine(FakeSettings(vocab=16, seed=self._turns + 1)).info
+            version = self._engine.info.version + 1
+            self._engine.info = replace(after, version=version)
+        return found
+
+
+def test_rows_of_weights_that_change_meanwhile_are_not_given_out() -> None:
+    engine = FakeEngine(FakeSettings(vocab=16))
+
+    async def main() -> None:
+        cache = TurningCache(engine, turns=0)
+        async with Batcher(engine, max_batch_tokens=100) as batcher:
+            scorer = Scorer(batcher, cache)
+            old = await scorer.score(query(1, 2, 3))
+            assert (await scorer.score(query(1, 2, 3))).version == old.version == 0
+            cache._turns = 3
+            new = await scorer.score(query(1, 2, 3))
+            assert new.version == engine.info.version == 3
+            assert cache.counters()["hits"] == 2, "the old rows were found, and not given out"
+            # What was scored is kept under the weights that made it.
+            assert (await scorer.score(query(1, 2, 3))).scored.encoded == new.scored.encoded
+            assert cache.counters()["hits"] == 3
+
+    asyncio.run(main())
