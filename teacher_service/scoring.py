@@ -6,6 +6,7 @@ Shapes: N rows, H hidden size, V vocabulary, K head ids a row.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,19 +49,20 @@ def score_hidden(
     hidden [N, H], weight [V, H], bias [V], token_ids int64 [N]; either top_k, or head_ids int64 [N,
     K] without duplicates in a row. Raises Corrupt, naming `first_position` + row, where the logits
     have a NaN, a +inf or no finite entry; logits of -inf (masked vocabulary) are fine.
+
+    Memory on top of the arguments: the rows (12 K + 8 bytes each); the larger of a chunk of logits
+    (64 MiB on a CPU, half as much again for half precision) and the rows once more; a block of 4
+    MiB.
     """
     size = chunk_rows or max(1, _CHUNK_BYTES[hidden.device.type] // (4 * len(weight)))
     blocks: list[tuple[ScoredRows, Tensor]] = []
     for first in range(0, len(hidden), size):
-        chunk = _logits(hidden[first : first + size], weight, bias)
-        if temperature != 1:
-            chunk.div_(temperature)
-        at = first
-        for logits in torch.split(chunk, _block_rows(chunk)):
-            rows = slice(at, at + len(logits))
-            heads = _top(logits, top_k) if head_ids is None else head_ids[rows]
-            blocks.append(_score_block(logits, heads, token_ids[rows]))
-            at = rows.stop
+        rows = slice(first, first + size)
+        heads = None if head_ids is None else head_ids[rows]
+        # No name for the logits: it would keep one chunk while the next one is made.
+        blocks += select(
+            _logits(hidden[rows], weight, bias, temperature), token_ids[rows], top_k, heads
+        )
     # One look at the end: a check in every chunk would make a GPU wait for each.
     _require_finite(torch.cat([normaliser for _, normaliser in blocks]), first_position)
     return ScoredRows(
@@ -71,6 +73,18 @@ def score_hidden(
     )
 
 
+def select(
+    chunk: Tensor, token_ids: Tensor, top_k: int | None, head_ids: Tensor | None
+) -> Iterator[tuple[ScoredRows, Tensor]]:
+    """From logits [n, V], which are overwritten, to rows and their normalisers, block by block."""
+    at = 0
+    for logits in torch.split(chunk, _block_rows(chunk)):
+        rows = slice(at, at + len(logits))
+        heads = _top(logits, top_k) if head_ids is None else head_ids[rows]
+        yield _score_block(logits, heads, token_ids[rows])
+        at = rows.stop
+
+
 def _block_rows(chunk: Tensor) -> int:
     """Of the chunk that one GEMM filled: what stays in a CPU's cache for the passes that follow."""
     if chunk.is_cuda:
@@ -78,14 +92,16 @@ def _block_rows(chunk: Tensor) -> int:
     return max(1, _CACHE_BYTES // (4 * chunk.shape[1]))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     if weight.is_cuda and weight.dtype is not torch.float32:
         # Products are accumulated in float32 anyway; rounding them to bf16 on the way out would
         # cost 3 digits.
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
         logits = (hidden @ weight.t()).float()
-    return logits if bias is None else logits.add_(bias)
+    if bias is not None:
+        logits.add_(bias)
+    return logits if temperature == 1 else logits.div_(temperature)
 
 
 def _top(logits: Tensor, top_k: int | None) -> Tensor:

@@ -1,0 +1,29 @@
+"""T11: what the scoring head takes is what it declares, at any k, of any number of tokens."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.scoring import OURS, declared_mib
+
+VOCAB = 30_000
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("tokens", "k"), [(1000, 1), (4000, 64), (4000, 1024)])
+def test_peak_memory_of_the_head(tokens: int, k: int) -> None:
+    case = ["--memory-of", OURS, str(tokens), str(VOCAB), str(k)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.scoring", *case],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert 0.8 <= float(done.stdout) / declared_mib(tokens, k) <= 1.2
