@@ -88,7 +88,9 @@ async def serve_http(k: int, name: str) -> None:
     async def answer(tokens: int) -> Response:
         return Response(wire.encode(held(tokens)), media_type="application/json")
 
-    listener = socket.create_server(("127.0.0.1", 0))
+    # With the protocol named asyncio sends at once; else an answer waits for an acknowledgement.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     await server.serve(sockets=[listener])

@@ -20,6 +20,8 @@ _LIMITS = [
     # A killed peer is seen at once, a frozen one never without pings: every 30 s, 10 s to answer.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # While another ping is unanswered, one that measures bandwidth, gRPC sends none of these.
+    ("grpc.http2.ping_timeout_ms", 40_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]

@@ -64,6 +64,9 @@ class History:
             time.sleep(0.005)
         raise AssertionError("no row came for a minute")
 
+    def messages(self) -> int:
+        return sum(len(sent.chunks) for sent in self._sent.values())
+
     def resumed(self) -> int:
         """Requests that asked for the rest of a sequence."""
         return sum(sent.next_position > 0 for sent in self._sent.values())

@@ -52,7 +52,7 @@ class FaultProxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        starting = asyncio.start_server(self._serve, "127.0.0.1", 0)
+        starting = asyncio.start_server(self._accept, "127.0.0.1", 0)
         self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result(10)
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
@@ -76,13 +76,13 @@ class FaultProxy:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        task = self._loop.create_task(self._serve(_Connection(self, reader, writer)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        self.connections += 1
-        connection = _Connection(self, reader, writer)
+
+    async def _serve(self, connection: _Connection) -> None:
         try:
             with suppress(OSError, TimeoutError):
                 await connection.carry(*self._target)
