@@ -35,8 +35,8 @@ from benchmarks.process_memory import MIB, available, resident_before, resident_
 from clients.config import JobConfig
 from clients.run_directory import RunDirectory
 from clients.run_progress import Progress
-from clients.teacher_client import TeacherClient
 from student_trainer.assembly import assemble
+from student_trainer.connections import connect
 from student_trainer.pretrain import make_model
 
 VOCAB, TOKENS, HEAD = 151_936, 4096, 64
@@ -150,10 +150,10 @@ def measure_step(run: RunDirectory, *, fused: bool) -> dict[str, float]:
     """The first step of the job: its peak MiB, its loss a token, its seconds."""
     config = run.config()
     progress = Progress(run, attempt=1, max_steps=1, main=True, terminated=lambda: False)
-    with TeacherClient(config.teacher.address) as client, ExitStack() as stack:
+    with connect(config) as teachers, ExitStack() as stack:
         if not fused:
             stack.enter_context(patch("student_trainer.model.has_linear_head", return_value=False))
-        trainer = assemble(config, run, client, client.info(), progress, 1, None)
+        trainer = assemble(config, run, teachers, progress, 1, None)
         started = time.monotonic()
         pending = trainer._write(1)
         wait([item.rows for item in pending])

@@ -6,20 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import estimators, loss_methods
+from benchmarks import ema_pg, estimators, gpu, loss, loss_methods
 from benchmarks.loss_bounds import bounds
 from benchmarks.loss_methods import GPU_METHODS, METHODS
+from benchmarks.meters import CpuMeter, measure
 from benchmarks.problem import Missing, Problem, make_problem
 from student_trainer.losses import exact_kl, topk_kl
-
-# torch.compile warns of what it does itself.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 ROOT = Path(__file__).parents[2]
 OURS = ("fused", "fused, recompute", "fused, plain torch passes")
@@ -28,12 +25,10 @@ LABELS = ("chunked cross-entropy", "torch's chunked linear cross-entropy")
 PRODUCTS = ("three products", "three products, chunked")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What torch.compile makes stays here, for this process and those that it starts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        yield
+@pytest.fixture(autouse=True)
+def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To compile takes longer than all the rest."""
+    monkeypatch.setattr(ema_pg, "_compiled", lambda function: function)
 
 
 def gradients(run: loss_methods.Method, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,43 +139,65 @@ def test_the_estimators_page_is_what_its_figures_say(tmp_path: Path) -> None:
     assert "| `bucket+sampled` | 0 | 0 |" in page.read_text()
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
+def command(module: str, *options: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", module, *options],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
 
 
 @pytest.mark.slow
-def test_the_commands_run_at_small_sizes(tmp_path: Path) -> None:
+def test_the_loss_benchmark_at_small_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     out = tmp_path / "loss.json"
-    done = run("benchmarks.loss", "--quick", "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    loss.main(["--quick", "--out", str(out)])
     found = json.loads(out.read_text())
     assert set(found["time"]) | set(found["missing"]) == set(METHODS)
+    assert [row["tokens"] for row in found["memory"]] == [256, 160, 512]
     assert all(row["mib"] > 0 for row in found["memory"])
     assert all(row["gradient_error"] < 1e-5 for row in found["k"].values())
 
+
+def test_the_gpu_benchmark_at_small_sizes_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    options = ("--device", "cpu", "--quick", "--out", str(out))
-    done = run("benchmarks.gpu", *options)
-    assert done.returncode == 0, done.stderr
+    gpu.main(["--device", "cpu", "--quick", "--out", str(out)])
     found = json.loads(out.read_text())
     assert {row["method"] for row in found["loss"]} | set(found["missing"]) == set(GPU_METHODS)
     assert all("ms" in row for part in ("loss", "scoring", "selection") for row in found[part])
 
 
+def test_work_that_fails_is_a_row_that_says_why() -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 EiB")
+
+    assert measure(CpuMeter(), fail) == {"failed": "out of memory"}
+
+
 def test_without_a_gpu_the_gpu_command_says_so() -> None:
-    done = run("benchmarks.gpu")
+    done = command("benchmarks.gpu")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "needs a CUDA device" in done.stderr
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_gpu_command_measures_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    gpu.main(["--quick", "--out", str(out)])
+    found = json.loads(out.read_text())
+    for part in ("loss", "scoring", "selection"):
+        assert all(row["peak_mib"] >= 0 for row in found[part]), found[part]
+
+
 @pytest.mark.slow
 def test_a_long_sequence_has_one_loss_on_both_paths(tmp_path: Path) -> None:
     out = tmp_path / "long.json"
-    done = run("benchmarks.long_sequences", "--quick", "--out", str(out))
+    done = command("benchmarks.long_sequences", "--quick", "--out", str(out))
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     assert found["loss_difference"] < 1e-5
