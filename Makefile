@@ -1,4 +1,4 @@
-.PHONY: setup demo test test-vllm lint bench bench-gpu protos clean
+.PHONY: setup demo test test-vllm soak lint bench bench-gpu protos clean
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm/bin
@@ -14,6 +14,9 @@ test: setup  ## every test that runs without a GPU
 test-vllm: .venv-vllm/.installed  ## the vLLM engine with a real vLLM, on the CPU
 	$(VLLM)/pytest tests/vllm
 
+soak: setup  ## every injected fault and fuzzed request 15 times as often as in the tests; an hour
+	DISTILL_REPEATS=300 $(BIN)/pytest -n 2 --timeout 7200 tests/faults tests/teacher/test_bad_requests.py
+
 lint: setup  ## style, types, import contracts
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
@@ -24,6 +27,7 @@ bench: setup  ## the loss against its bounds and its peers; minutes, on a quiet 
 	$(BIN)/python -m benchmarks.long_sequences
 	$(BIN)/python -m benchmarks.cache
 	$(BIN)/python -m benchmarks.wire
+	$(BIN)/python -m benchmarks.scoring
 
 bench-gpu: setup  ## the loss and the teacher's scoring head on this machine's GPU
 	$(BIN)/pip install -q -c constraints.txt -e '.[bench]' liger-kernel
