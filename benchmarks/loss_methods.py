@@ -7,6 +7,7 @@ peers are published formulas, written here in plain torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from unittest.mock import patch
 
@@ -140,6 +141,7 @@ def log_softmax_bucket(p: Problem) -> None:
 
 def trl_full_vocabulary(p: Problem) -> None:
     """TRL's own code: generalized JSD at beta = 1 (reverse KL) over the whole vocabulary."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     try:
         from trl.experimental.gkd import GKDTrainer
     except ImportError as error:
@@ -159,9 +161,10 @@ def trl_chunked(p: Problem) -> None:
     except ImportError as error:
         raise Missing("trl is not installed") from error
     mask = torch.ones(1, len(p.hidden))
-    _chunked_divergence_loss(
+    mean = _chunked_divergence_loss(
         p.hidden[None], p.teacher_hidden[None], p.weight, p.weight.detach(), mask, 1.0
-    )[0].backward()
+    )[0]
+    (mean * len(p.hidden)).backward()
 
 
 def liger_cross_entropy(p: Problem) -> None:
