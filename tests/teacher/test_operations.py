@@ -150,3 +150,17 @@ def test_distill_teacher_info(
     teacher.kill()
     assert main(["--json", "teacher", "info", teacher.address]) == ExitCode.UNREACHABLE
     assert json.loads(capsys.readouterr().err)["error"]["code"] == "UNAVAILABLE"
+
+
+def test_every_metric_is_explained(start_teacher: StartTeacher, tmp_path: Path) -> None:
+    teacher = start_teacher(
+        *FAKE, "vocab=64", "--metrics-port", "0", "--cache-dir", str(tmp_path / "rows")
+    )
+    names = {
+        re.sub(r"\[.*|_(bucket|count|sum|created)$", "", name.split("[")[0])
+        for name in scrape(metrics_address(teacher))
+    }
+    page = (Path(__file__).parents[2] / "docs/teacher.md").read_text()
+    explained = set(re.findall(r"^\| `(distill_teacher_\w+)` \|", page, re.MULTILINE))
+    created = {name.removesuffix("_total") for name in explained if name.endswith("_total")}
+    assert names - created == explained
