@@ -10,7 +10,7 @@ from tests.teacher.processes import TeacherProcess
 
 
 class StartTeacher(Protocol):
-    def __call__(self, *args: str, port: int = 0, failpoint: str = "") -> TeacherProcess: ...
+    def __call__(self, *args: str, port: int = 0, **options: str) -> TeacherProcess: ...
 
 
 @pytest.fixture
@@ -18,13 +18,11 @@ def start_teacher(tmp_path: Path) -> Iterator[StartTeacher]:
     """Starts teachers; what still runs at the end of the test is killed."""
     started: list[TeacherProcess] = []
 
-    def start(*args: str, port: int = 0, failpoint: str = "") -> TeacherProcess:
+    def start(*args: str, port: int = 0, **options: str) -> TeacherProcess:
         # No test may read or fill the user's own cache.
         if "--cache-dir" not in args:
             args = (*args, "--no-cache")
-        started.append(
-            TeacherProcess(args, log=tmp_path / "teacher.log", port=port, failpoint=failpoint)
-        )
+        started.append(TeacherProcess(args, log=tmp_path / "teacher.log", port=port, **options))
         return started[-1]
 
     yield start

@@ -14,10 +14,16 @@ class TeacherProcess:
     """`python -m teacher_service`, ready when the constructor returns."""
 
     def __init__(
-        self, args: Sequence[str], *, log: Path, port: int = 0, failpoint: str = ""
+        self,
+        args: Sequence[str],
+        *,
+        log: Path,
+        port: int = 0,
+        failpoint: str = "",
+        module: str = "teacher_service",
     ) -> None:
         self.log = log
-        command = [sys.executable, "-m", "teacher_service", *args, "--port", str(port)]
+        command = [sys.executable, "-m", module, *args, "--port", str(port)]
         with log.open("ab") as stderr:
             self.process = subprocess.Popen(
                 command,

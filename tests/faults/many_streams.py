@@ -1,0 +1,94 @@
+"""Many streams in one client process: python -m tests.faults.many_streams ADDRESS KIND STREAMS
+
+`slow`: each stream keeps 8 requests in flight and takes one answer a second, until stdin ends.
+`burst`: each stream asks 5 times and reads to the end; prints how the streams ended, as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from clients.score_query import ScoreQuery, request_of
+from protos import teacher_pb2, teacher_pb2_grpc
+from protos.transport import CHANNEL_OPTIONS
+from tests.faults.sequences import VOCAB
+
+_IN_FLIGHT, _ASKED = 8, 5
+# Of one connection; gRPC shares connections between channels with the same options.
+_STREAMS_PER_CONNECTION = 100
+
+
+def request(number: int, rows: int, k: int) -> teacher_pb2.ScoreRequest:
+    tokens = np.random.default_rng(number).integers(0, VOCAB, rows + 1).astype(np.int32)
+    return request_of(ScoreQuery(tokens, 1, top_k=k), str(number))
+
+
+class Streams:
+    """Stubs, each on a connection of its own."""
+
+    def __init__(self, address: str, streams: int) -> None:
+        count = -(-streams // _STREAMS_PER_CONNECTION)
+        self._channels = [
+            grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, ("test.number", number)])
+            for number in range(count)
+        ]
+        self._stubs = [teacher_pb2_grpc.TeacherStub(channel) for channel in self._channels]
+
+    def stub(self, number: int) -> teacher_pb2_grpc.TeacherAsyncStub:
+        stub: teacher_pb2_grpc.TeacherAsyncStub = self._stubs[number % len(self._stubs)]  # type: ignore[assignment]
+        return stub
+
+
+async def slow(streams: Streams, number: int) -> None:
+    room = asyncio.Semaphore(_IN_FLIGHT)
+
+    async def requests() -> AsyncIterator[teacher_pb2.ScoreRequest]:
+        for count in range(10_000):
+            await room.acquire()
+            yield request(number * 10_000 + count, 128, 32)
+
+    call = streams.stub(number).Score(requests())
+    async for _ in call:
+        room.release()
+        await asyncio.sleep(1)
+
+
+async def burst(streams: Streams, number: int) -> Counter[str]:
+    async def requests() -> AsyncIterator[teacher_pb2.ScoreRequest]:
+        for count in range(_ASKED):
+            yield request(number * _ASKED + count, 32, 4)
+
+    found: Counter[str] = Counter()
+    try:
+        async for chunk in streams.stub(number).Score(requests()):
+            error = chunk.error if chunk.HasField("error") else None
+            found[f"{error.code}, again in {error.retry_after_ms > 0}" if error else "rows"] += 1
+    except grpc.aio.AioRpcError as error:
+        found[f"stream: {error.code().name}"] += 1
+    return found
+
+
+async def main(address: str, kind: str, count: int) -> None:
+    streams = Streams(address, count)
+    if kind == "slow":
+        tasks = [asyncio.create_task(slow(streams, number)) for number in range(count)]
+        print("slow readers are at work", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    else:
+        ended = await asyncio.gather(*(burst(streams, number) for number in range(count)))
+        print(json.dumps(sum(ended, Counter())), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
