@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from protos import teacher_pb2
-from protos.errors import Corrupt
+from protos.errors import Corrupt, InvalidInput, Overloaded
 from teacher_service import score_stream
 from teacher_service.score_stream import ScoreStream
 
@@ -91,3 +91,19 @@ def test_drain_answers_what_was_read() -> None:
         return [chunk.request_id async for chunk in talk.chunks if chunk.last]
 
     assert asyncio.run(main()) == ["0", "1", "2", "3", "4"]
+
+
+def test_an_overloaded_teacher_says_when_to_ask_again() -> None:
+    async def full(asked: teacher_pb2.ScoreRequest) -> AsyncIterator[teacher_pb2.ScoreChunk]:
+        raise Overloaded("the queue is full") if asked.top_k else InvalidInput("no")
+        yield teacher_pb2.ScoreChunk()
+
+    async def requests() -> AsyncIterator[teacher_pb2.ScoreRequest]:
+        yield request(0)
+        yield teacher_pb2.ScoreRequest()
+
+    async def main() -> dict[str, int]:
+        chunks = [chunk async for chunk in ScoreStream(requests(), full).chunks()]
+        return {chunk.error.code: chunk.error.retry_after_ms for chunk in chunks}
+
+    assert asyncio.run(main()) == {"RESOURCE_EXHAUSTED": 1000, "INVALID_ARGUMENT": 0}
