@@ -15,6 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from protos.errors import Corrupt
+from protos.failpoints import failpoint
 from protos.rows import HEADER_BYTES
 
 KEY_BYTES = 32
@@ -124,8 +125,11 @@ def write_synced(path: Path, data: bytes) -> None:
         with temporary.open("wb") as stream:
             stream.write(data)
             stream.flush()
+            failpoint("file-written")
             os.fsync(stream.fileno())
+        failpoint("file-synced")
         temporary.rename(path)
+        failpoint("file-renamed")
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -37,6 +37,7 @@ from clients.logit_shards import (
     write_synced,
 )
 from protos.errors import Corrupt, InvalidInput, WrongState
+from protos.failpoints import failpoint
 
 __all__ = ["LogitStore", "StoredRows", "remove_store"]
 
@@ -134,7 +135,9 @@ class LogitStore:
         self._next_number += 1
         try:
             write_synced(self.path / name, data)
+            failpoint("shard-written")
             self._write_manifest([*self._facts, facts])
+            failpoint("shard-named")
         except OSError:
             self._has_orphans = True
             raise
@@ -149,6 +152,7 @@ class LogitStore:
         oldest, *kept = self._facts
         # The manifest first: what it names is there, whenever the writer is killed.
         self._write_manifest(kept)
+        failpoint("shard-unnamed")
         self._facts = kept
         shard = self._shards.pop(oldest.name, None)
         for key in shard.keys if shard else ():

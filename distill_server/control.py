@@ -16,6 +16,7 @@ from distill_server.artifacts import require_files
 from distill_server.job_file import parse_config
 from distill_server.store import Attempt, Change, Store
 from protos.errors import InvalidInput, NotFound, Unavailable, WrongState
+from protos.failpoints import failpoint
 
 _KEY_CHARS = 200
 # A job file is smaller; what is checked and stored on the event loop must be.
@@ -45,10 +46,12 @@ class JobControl:
         try:
             # The directory first: a job that was acknowledged always has one.
             self._make_run(job_id, config, config_text)
+            failpoint("run-made")
             job = self._store.add(job_id, config, idempotency_key)
         except Exception:
             shutil.rmtree(self._runs / job_id, ignore_errors=True)
             raise
+        failpoint("job-stored")
         self._wake()
         return job
 
@@ -68,8 +71,10 @@ class JobControl:
                     job.id, Change(JobState.CANCELLED, reason="cancelled while queued", phase="")
                 )
         self._tell(job, now=now)
+        failpoint("trainer-told")
         if job.state is not JobState.CANCELLING:
             job = self._store.change(job.id, Change(JobState.CANCELLING))
+        failpoint("cancel-stored")
         self._wake()
         return job
 
@@ -97,6 +102,7 @@ class JobControl:
             last=True,
             config=config,
         )
+        failpoint("resume-stored")
         self._wake()
         return resumed
 

@@ -23,6 +23,7 @@ from distill_server.progress import progress_changes, status_of
 from distill_server.runner import LocalRunner, Running
 from distill_server.store import Attempt, Change, Store
 from distill_server.verdict import Died, Ended, verdict_of
+from protos.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
@@ -111,16 +112,19 @@ class Scheduler:
         job = self._store.change(
             job.id, Change(JobState.PREPARING, reason="", phase="starting the trainer")
         )
+        failpoint("start-stored")
         try:
             config = parse_job(job.config_json)
             replace_file(run.job_json, config.model_dump_json(indent=2) + "\n")
             run.write_control(Control())
+            failpoint("job-written")
             self._runner.start(
                 run,
                 attempt=attempt.number,
                 processes=processes_of(config),
                 from_step=attempt.from_step,
             )
+            failpoint("trainer-started")
         except (OSError, ValueError) as error:
             # No space, no processes, or a config from before an upgrade. No path: it is ours alone.
             why = (isinstance(error, OSError) and error.strerror) or error
@@ -135,6 +139,7 @@ class Scheduler:
         changes = progress_changes(job, status, points)
         if changes:
             job = self._store.change(job.id, *changes)
+            failpoint("progress-stored")
         if isinstance(outcome, Running):
             if job.state is JobState.CANCELLING:
                 self._press(job, run)
@@ -177,7 +182,9 @@ class Scheduler:
         if job.state is not JobState.CANCELLING and ended.state is JobState.CANCELLED:
             changes.append(Change(JobState.CANCELLING))
         changes.append(Change(ended.state, reason=ended.reason, phase="", step=step))
+        failpoint("end-seen")
         self._store.change(job.id, *changes)
+        failpoint("end-stored")
 
     def _died(self, job: Job, died: Died) -> None:
         """Queue the job again, or give up."""
@@ -197,6 +204,7 @@ class Scheduler:
             Change(JobState.QUEUED, reason=died.reason, phase=f"trying again in {pause:g} s"),
             last=False,
         )
+        failpoint("retry-stored")
         self._resting[job.id] = time.monotonic() + pause
 
     def _forget(self, job: Job) -> None:

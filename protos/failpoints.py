@@ -18,12 +18,12 @@ VARIABLE = "DISTILL_FAILPOINT"
 
 
 class _Armed:
-    def __init__(self, action: str, argument: str) -> None:
-        self._action = action
-        self._argument = argument
+    def __init__(self, spec: str) -> None:
+        self.name, _, rest = spec.partition(":")
+        self._action, _, self._argument = rest.partition(":")
         self._hits = 0
 
-    def act(self, name: str) -> None:
+    def act(self) -> None:
         self._hits += 1
         match self._action:
             case "kill":
@@ -33,17 +33,21 @@ class _Armed:
                 time.sleep(float(self._argument))
             case "raise":
                 if self._hits == int(self._argument or 1):
-                    raise OSError(errno.EIO, f"failpoint {name}")
+                    raise OSError(errno.EIO, f"failpoint {self.name}")
             case action:
                 raise ValueError(f"{VARIABLE}: no action {action!r}; kill, sleep or raise")
 
 
-_name, _, _rest = os.environ.get(VARIABLE, "").partition(":")
-_action, _, _argument = _rest.partition(":")
-_armed = _Armed(_action, _argument)
+_armed = _Armed(os.environ.get(VARIABLE, ""))
 
 
 def failpoint(name: str) -> None:
     """A place to fail at; `name` is a literal that occurs once in the source."""
-    if name == _name:
-        _armed.act(name)
+    if name == _armed.name:
+        _armed.act()
+
+
+def arm(spec: str) -> None:
+    """What the variable would say, for a process that is running already."""
+    global _armed
+    _armed = _Armed(spec)

@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import nn
 
 from clients.run_directory import fsync_directory
 from protos.errors import Corrupt, NotFound
+from protos.failpoints import failpoint
 from student_trainer.lora import has_adapters, learned, merged, save_adapters
 from student_trainer.parallel import share_of, whole_tensors
 
@@ -43,11 +44,12 @@ def save_checkpoint(
     model: Any,
     tokenizer: Any,
     optimizer: torch.optim.Optimizer,
+    facts: Mapping[str, str] | None = None,
     main: bool = True,
 ) -> None:
     """Write the checkpoint of `step`; it appears as a whole or not at all.
 
-    Every process must call it, for its share of the tensors; the `main` one writes.
+    `facts`: what `facts_of` is to give back. Every process must call it, for its share of the tensors; the `main` one writes.
     """
     adapted = has_adapters(model)
     weights = learned(model) if adapted else model.state_dict(keep_vars=True)
@@ -61,7 +63,7 @@ def save_checkpoint(
             model.save_pretrained(partial / "model", state_dict=weights)
         tokenizer.save_pretrained(partial / "model")
         save_file(moments, partial / "optimizer.safetensors")
-        (partial / "state.json").write_text(json.dumps({"step": step}) + "\n")
+        (partial / "state.json").write_text(json.dumps({"step": step, **(facts or {})}) + "\n")
 
     if main:
         write_whole(checkpoint_path(root, step), write)
@@ -97,14 +99,19 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
+        failpoint("checkpoint-begun")
         write(partial)
+        failpoint("checkpoint-filled")
         _seal(partial)
+        failpoint("checkpoint-sealed")
     except BaseException:  # a full disk, most likely: do not keep it full
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if path.exists():  # of an earlier attempt that went another way
         shutil.rmtree(path)
+        failpoint("checkpoint-replaced")
     partial.rename(path)
+    failpoint("checkpoint-renamed")
     fsync_directory(path.parent)
 
 
@@ -112,6 +119,7 @@ def _seal(partial: Path) -> None:
     """Add the manifest, and let nothing of it be only in memory."""
     manifest = {"files": {str(f.relative_to(partial)): _sha256(f) for f in _files(partial)}}
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    failpoint("checkpoint-listed")
     for file in _files(partial):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
@@ -123,6 +131,7 @@ def delete_old(root: Path, keep: int) -> None:
     """Keep the newest `keep` checkpoints, and no leftovers of interrupted saves."""
     for path in _by_step(root)[:-keep]:
         shutil.rmtree(path)
+        failpoint("old-checkpoint-deleted")
     for leftover in root.glob(".step-*.tmp"):
         shutil.rmtree(leftover)
 
@@ -168,6 +177,12 @@ def verifies(path: Path) -> bool:
         return all(_sha256(path / name) == digest for name, digest in files.items())
     except (OSError, ValueError, KeyError):
         return False
+
+
+def facts_of(path: Path) -> Mapping[str, str]:
+    """What was true of the run when it was saved."""
+    facts: dict[str, str] = json.loads((path / "state.json").read_text())
+    return facts
 
 
 def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

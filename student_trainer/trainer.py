@@ -23,6 +23,7 @@ from clients.metrics_log import MetricsLog
 from clients.run_directory import RunDirectory, Verdict
 from clients.run_progress import Progress
 from protos.errors import Corrupt, DistillError
+from protos.failpoints import failpoint
 from student_trainer import checkpoint
 from student_trainer.batches import ScoredRollout, make_batch, micro_batches
 from student_trainer.distillation import distillation_loss, kl_metrics, pop_kl_by_teacher
@@ -89,6 +90,7 @@ class Trainer:
                     self._save()
                 return "cancelled"
             metrics = self._train_or_save(self._step + 1)
+            failpoint("step-done")
             self._step += 1
             last = self._step == config.max_steps
             if last or self._step % config.eval.every == 0:
@@ -114,6 +116,7 @@ class Trainer:
         written = time.monotonic()
         sums, waited = self._learn(pending)
         learned = time.monotonic()
+        failpoint("gradients-ready")
         rate = learning_rate(self._config.train, step, self._config.max_steps)
         grad_norm = self._update(rate)
         ended = time.monotonic()
@@ -235,6 +238,7 @@ class Trainer:
     def _log(self, metrics: dict[str, float]) -> None:
         if self._metrics is not None:
             self._metrics.write(self._step, metrics)
+            failpoint("metrics-written")
         self._progress.say("training", self._step)
 
     def _save(self) -> None:
