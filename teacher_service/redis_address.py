@@ -26,6 +26,7 @@ OPTIONS: dict[str, Any] = {
     "driver_info": None,
 }
 _PROBE = "distill:probe"
+_NEEDED = (("GETRANGE", _PROBE, 0, 0), ("SET", _PROBE, "", "NX", "EX", 1), ("DEL", _PROBE))
 
 
 @dataclass(frozen=True)
@@ -58,18 +59,23 @@ def greet(address: RedisAddress) -> None:
     """Use every right that will be needed. Raises InvalidInput when the server refuses one,
     RedisError or OSError when it cannot be reached.
     """
-    with redis.Redis.from_url(address.url, password=address.password, **OPTIONS) as client:
-        try:
-            client.getrange(_PROBE, 0, 0)
-            client.set(_PROBE, b"", nx=True, ex=1)
-            client.delete(_PROBE)
-        except OutOfMemoryError:
-            pass  # what is there may still be read
-        except (AuthenticationError, AuthorizationError, ResponseError) as error:
-            raise _refused(
-                f"{address} refuses: {error}",
-                "check the user in the URL, DISTILL_REDIS_PASSWORD, and the user's rights",
-            ) from error
+    pool = redis.ConnectionPool.from_url(address.url, password=address.password, **OPTIONS)
+    # Past the pool, which takes what TLS sends by itself for an answer that nobody read.
+    connection: Any = pool.make_connection()
+    try:
+        connection.connect()
+        for command in _NEEDED:
+            connection.send_command(*command)
+            connection.read_response()
+    except OutOfMemoryError:
+        pass  # what is there may still be read
+    except (AuthenticationError, AuthorizationError, ResponseError) as error:
+        raise _refused(
+            f"{address} refuses: {error}",
+            "check the user in the URL, DISTILL_REDIS_PASSWORD, and the user's rights",
+        ) from error
+    finally:
+        connection.disconnect()
 
 
 def _refused(message: str, hint: str) -> InvalidInput:

@@ -306,9 +306,9 @@ def test_tls(server: RedisServer, tmp_path: Path) -> None:
         front = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
         url = f"rediss://127.0.0.1:{front.sockets[0].getsockname()[1]}/0"
         trusted = f"{url}?ssl_ca_certs={tmp_path}/pem"
-        assert await asyncio.to_thread(with_tier, trusted, work) == (entry(1).rows, 0)
-        assert await asyncio.to_thread(with_tier, url, work) == (None, 1)
-        front.close()
+        async with front:
+            assert await asyncio.to_thread(with_tier, trusted, work) == (entry(1).rows, 0)
+            assert await asyncio.to_thread(with_tier, url, work) == (None, 1)
 
     asyncio.run(main())
 
