@@ -25,6 +25,7 @@ from teacher_service.redis_address import RedisAddress
 from teacher_service.redis_tier import RedisTier
 from teacher_service.redis_value import name_of, seal
 from teacher_service.scorer import Scorer
+from tests.faults.conftest import REPEATS
 from tests.faults.proxy import FaultProxy, Toxics
 from tests.teacher.redis_server import RedisServer, patient
 
@@ -57,8 +58,10 @@ class Life:
         return max(self.seconds) - statistics.median(self.seconds)
 
 
-def life(address: str | None, fault: Callable[[], object] = lambda: None) -> Life:
-    """A teacher that is asked everything in turn; the fault comes in the middle."""
+def life(
+    address: str | None, fault: Callable[[], object] = lambda: None, at: int = FAULT_AT
+) -> Life:
+    """A teacher that is asked everything in turn; the fault comes before question `at`."""
 
     async def main() -> Life:
         tier = RedisTier(RedisAddress(f"redis://{address}/0"), ttl_seconds=60) if address else None
@@ -67,7 +70,7 @@ def life(address: str | None, fault: Callable[[], object] = lambda: None) -> Lif
         async with cache, Batcher(ENGINE, max_batch_tokens=999) as batcher:
             scorer = Scorer(batcher, cache)
             for number, query in enumerate(QUERIES):
-                if number == FAULT_AT:
+                if number == at:
                     await asyncio.to_thread(fault)
                 began = time.perf_counter()
                 rows.append((await scorer.score(query)).scored.encoded)
@@ -159,6 +162,25 @@ def wrong(name: str, found: Life) -> list[str]:
         f"{misses} misses": misses > asked_after or (name != "evicting" and misses < asked_after),
     }
     return [problem for problem, there in problems.items() if there]
+
+
+def test_redis_is_killed_at_any_moment(server: RedisServer, undisturbed: Life) -> None:
+    """C1, killed: while rows are read, and while they are written."""
+    random_ = random.Random(0)
+    added = []
+    for repeat in range(REPEATS):
+        if server.process.poll() is not None:
+            server.start()
+        if repeat % 2:
+            life(server.address)
+        at = random_.randrange(1, len(QUERIES))
+        found = life(server.address, server.kill, at)
+        assert found.rows == undisturbed.rows
+        assert found.counters["redis_hits"] == (at if repeat % 2 else 0)
+        assert found.counters["redis_corrupt"] == 0
+        added.append(found.added)
+    assert statistics.median(added) < MAX_ADDED_SECONDS
+    print(f"redis killed {REPEATS} times: the slowest answer took {1e3 * max(added):.0f} ms more")
 
 
 def test_redis_was_never_there(tmp_path: Path, undisturbed: Life) -> None:
