@@ -110,10 +110,10 @@ def cross_entropy(p: Problem) -> None:
 
 
 def torch_linear_cross_entropy(p: Problem) -> None:
-    """torch's own chunked linear cross-entropy, labels only."""
+    """torch's own chunked linear cross-entropy, labels only; in chunks as large as the others'."""
     if not hasattr(F, "linear_cross_entropy"):
         raise Missing("this torch has no linear_cross_entropy")
-    options = torch.nn.LinearCrossEntropyOptions()
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=p.chunk)
     loss = F.linear_cross_entropy(p.hidden, p.weight, p.token_ids, reduction="sum", options=options)
     loss.backward()
 
