@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 
 from clients.score_query import ScoreQuery
@@ -53,6 +55,11 @@ class ScoreAssembly:
         chosen_by_teacher = block.head_ids is not None
         if block.k != query.k or chosen_by_teacher != (query.head_ids is None):
             raise Corrupt(f"the teacher sent rows with k = {block.k}, asked for {query.k}")
+        if block.tail_samples != query.tail_samples:
+            raise Corrupt(
+                f"the teacher sent {block.tail_samples} tail samples a row, asked for"
+                f" {query.tail_samples}"
+            )
         if len(block) != chunk.count or chunk.last != (len(block) == left):
             raise Corrupt(f"the teacher sent {len(block)} rows and announced {chunk.count}")
         if (block.head_logprobs.dtype == np.float32) != query.f32:
@@ -68,20 +75,22 @@ class ScoreAssembly:
             self._whole = _empty(self._query)
         whole = self._whole
         first, last = self._filled, self._filled + len(block)
-        if whole.head_ids is not None and block.head_ids is not None:
-            whole.head_ids[first:last] = block.head_ids
-        whole.head_logprobs[first:last] = block.head_logprobs
-        whole.tail_logmass[first:last] = block.tail_logmass
-        whole.token_logprobs[first:last] = block.token_logprobs
+        for column in fields(RowBlock):
+            values = getattr(block, column.name)
+            if values is not None:
+                getattr(whole, column.name)[first:last] = values
         self._filled = last
         return whole
 
 
 def _empty(query: ScoreQuery) -> RowBlock:
     shape = (query.rows, query.k)
+    sampled = query.tail_samples > 0
     return RowBlock(
         head_ids=np.empty(shape, np.int32) if query.head_ids is None else query.head_ids,
         head_logprobs=np.empty(shape, np.float32 if query.f32 else np.float16),
         tail_logmass=np.empty(query.rows, np.float32),
         token_logprobs=np.empty(query.rows, np.float32),
+        tail_sample_ids=np.empty((query.rows, query.tail_samples), np.int32) if sampled else None,
+        tail_sample_logprob=np.empty(query.rows, np.float32) if sampled else None,
     )

@@ -17,6 +17,8 @@ from protos.errors import InvalidInput
 
 # Metadata of a Score call: the teacher the requests are meant for. Another one refuses the call.
 IDENTITY_KEY = "distill-teacher"
+# Far beyond use: the spread of a loss falls with the root of their number.
+MAX_TAIL_SAMPLES = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +28,8 @@ class ScoreQuery:
 
     token_ids int32 [T]; exactly one of top_k (the teacher's own head) and head_ids int32 [T -
     start, k] (ids chosen by the student). Logits are divided by `temperature`. `f32` asks for
-    log-probs in full precision.
+    log-probs in full precision. `tail_samples`: ids that the teacher draws for each row from
+    outside its head, the same ones for the same `seed` (0 <= seed < 2**64) and tokens before it.
     """
 
     token_ids: NDArray[np.int32]
@@ -35,6 +38,8 @@ class ScoreQuery:
     head_ids: NDArray[np.int32] | None = None
     temperature: float = 1.0
     f32: bool = False
+    tail_samples: int = 0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if (self.top_k is None) == (self.head_ids is None):
@@ -64,7 +69,8 @@ class ScoreQuery:
 def answer_bytes(query: ScoreQuery) -> int:
     """Memory of the assembled rows of `query`, without head ids that came with it."""
     a_candidate = (4 if query.head_ids is None else 0) + (4 if query.f32 else 2)
-    return query.rows * (query.k * a_candidate + 8)
+    samples = 4 * query.tail_samples + 4 if query.tail_samples else 0
+    return query.rows * (query.k * a_candidate + samples + 8)
 
 
 def request_of(
@@ -79,6 +85,8 @@ def request_of(
         temperature=query.temperature,
         logprob_format=f32 if query.f32 else f16,
         next_position=next_position,
+        tail_samples=query.tail_samples,
+        sample_seed=query.seed if query.tail_samples else 0,
     )
     if query.head_ids is not None:
         request.head_ids = np.asarray(query.head_ids, dtype="<i4").tobytes()
@@ -108,6 +116,8 @@ def row_key(fingerprint: str, version: int, query: ScoreQuery) -> bytes:
         query.f32,
         rows.VERSION,
     ]
+    if query.tail_samples:
+        facts += [query.tail_samples, query.seed]
     hasher = hashlib.sha256(json.dumps(facts).encode() + b"\n")
     hasher.update(np.asarray(query.token_ids, dtype="<i4").tobytes())
     if query.head_ids is not None:

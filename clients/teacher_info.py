@@ -22,6 +22,7 @@ class TeacherInfo:
     dtype: str
     engine: str
     batch_invariant: bool
+    max_tail_samples: int
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ def info_of(message: teacher_pb2.TeacherInfo) -> TeacherInfo:
         dtype=message.dtype,
         engine=message.engine,
         batch_invariant=message.batch_invariant,
+        max_tail_samples=message.max_tail_samples,
     )
 
 

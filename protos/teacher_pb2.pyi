@@ -89,6 +89,7 @@ class TeacherInfo(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    MAX_TAIL_SAMPLES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     """sha256 of everything that decides the rows: weights, config, dtype, engine. Each weight update gives another."""
@@ -105,6 +106,7 @@ class TeacherInfo(_message.Message):
     engine: _builtins.str
     batch_invariant: _builtins.bool
     """The rows of a sequence do not depend on what else is scored at the same time."""
+    max_tail_samples: _builtins.int
     @_builtins.property
     def load(self) -> Global___TeacherLoad: ...
     def __init__(
@@ -121,10 +123,11 @@ class TeacherInfo(_message.Message):
         engine: _builtins.str = ...,
         batch_invariant: _builtins.bool = ...,
         load: Global___TeacherLoad | None = ...,
+        max_tail_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "load", b"load", "max_length", b"max_length", "max_top_k", b"max_top_k", "model", b"model", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "load", b"load", "max_length", b"max_length", "max_tail_samples", b"max_tail_samples", "max_top_k", b"max_top_k", "model", b"model", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -244,6 +247,8 @@ class ScoreRequest(_message.Message):
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     LOGPROB_FORMAT_FIELD_NUMBER: _builtins.int
     NEXT_POSITION_FIELD_NUMBER: _builtins.int
+    TAIL_SAMPLES_FIELD_NUMBER: _builtins.int
+    SAMPLE_SEED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """unique within the stream"""
     token_ids: _builtins.bytes
@@ -251,7 +256,7 @@ class ScoreRequest(_message.Message):
     start: _builtins.int
     """First position to score, >= 1: row t is the distribution of token t given the tokens before it."""
     top_k: _builtins.int
-    """the teacher's own top-k"""
+    """the teacher's own top-k; 0 only with tail_samples"""
     head_ids: _builtins.bytes
     """little-endian int32 [length - start, k]: ids chosen by the student"""
     temperature: _builtins.float
@@ -259,6 +264,10 @@ class ScoreRequest(_message.Message):
     logprob_format: Global___LogprobFormat.ValueType
     next_position: _builtins.int
     """Resume cursor: send rows from this position on. 0 means `start`."""
+    tail_samples: _builtins.int
+    """Ids that the teacher draws for each row from outside its head, with replacement."""
+    sample_seed: _builtins.int
+    """What is drawn is decided by this and the tokens before the row's: the same for whoever asks again."""
     def __init__(
         self,
         *,
@@ -270,10 +279,12 @@ class ScoreRequest(_message.Message):
         temperature: _builtins.float = ...,
         logprob_format: Global___LogprobFormat.ValueType = ...,
         next_position: _builtins.int = ...,
+        tail_samples: _builtins.int = ...,
+        sample_seed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "head_ids", b"head_ids", "top_k", b"top_k"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "head_ids", b"head_ids", "logprob_format", b"logprob_format", "next_position", b"next_position", "request_id", b"request_id", "start", b"start", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "head_ids", b"head_ids", "logprob_format", b"logprob_format", "next_position", b"next_position", "request_id", b"request_id", "sample_seed", b"sample_seed", "start", b"start", "tail_samples", b"tail_samples", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_head: _TypeAlias = _typing.Literal["top_k", "head_ids"]  # noqa: Y015
     _WhichOneofArgType_head: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015

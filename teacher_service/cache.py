@@ -86,7 +86,7 @@ class RowCache:
 
     async def _look(self, tier: Tier, key: bytes, query: ScoreQuery) -> ScoredSequence | None:
         try:
-            encoded = await tier.get(key, most_bytes(query.rows, query.k))
+            encoded = await tier.get(key, most_bytes(query.rows, query.k, query.tail_samples))
             block = None if encoded is None else _verified(encoded, query)
         except Corrupt as error:
             log.warning("cache: dropped entry %s of the %s: %s", key.hex()[:16], tier.name, error)
@@ -102,8 +102,10 @@ class RowCache:
 
 def _verified(encoded: bytes, query: ScoreQuery) -> RowBlock:
     block = decode_rows(encoded)
-    if (len(block), block.k) != (query.rows, query.k):
-        raise Corrupt(f"it has {len(block)} rows of {block.k}, not {query.rows} of {query.k}")
+    found = len(block), block.k, block.tail_samples
+    asked = query.rows, query.k, query.tail_samples
+    if found != asked:
+        raise Corrupt(f"its (rows, k, tail samples) are {found}, not {asked}")
     return block
 
 

@@ -19,8 +19,9 @@ from teacher_service.validation import MAX_REQUEST_ID_CHARS
 MAX_IN_FLIGHT = 256
 MAX_IN_FLIGHT_BYTES = 256 << 20
 _MAX_WAITING_CHUNKS = 16
-# Of an answer, encoded and decoded: ids (2.25 + 4 bytes), log-probs (4 + 4) and two floats a row.
-_HEAD_ID_BYTES, _ROW_BYTES = 14, 16
+# Of an answer, encoded and decoded: ids (2.25 + 4 bytes), log-probs (4 + 4) and up to three floats
+# a row.
+_HEAD_ID_BYTES, _ROW_BYTES, _SAMPLE_BYTES = 14, 24, 7
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def _answer_bytes(request: teacher_pb2.ScoreRequest) -> int:
     """What the answer will take, of a request that nobody has checked yet."""
     rows = max(0, len(request.token_ids) // 4 - request.start)
     ids = len(request.head_ids) // 4 or rows * request.top_k
-    return _HEAD_ID_BYTES * ids + _ROW_BYTES * rows
+    return _HEAD_ID_BYTES * ids + (_ROW_BYTES + _SAMPLE_BYTES * request.tail_samples) * rows
 
 
 def _refusal(request: teacher_pb2.ScoreRequest, error: Exception) -> teacher_pb2.ScoreChunk:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from clients.score_query import IDENTITY_KEY, identity_of
+from clients.score_query import IDENTITY_KEY, MAX_TAIL_SAMPLES, identity_of
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import Unavailable, WrongState
 from protos.failpoints import failpoint
@@ -57,6 +57,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
             engine=info.name,
             batch_invariant=info.batch_invariant,
             load=self._load(),
+            max_tail_samples=MAX_TAIL_SAMPLES,
         )
 
     async def GetVocabulary(

@@ -9,7 +9,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.score_query import ScoreQuery
+from clients.score_query import MAX_TAIL_SAMPLES, ScoreQuery
 from protos import teacher_pb2
 from protos.errors import InvalidInput
 
@@ -20,7 +20,7 @@ MAX_REQUEST_ID_CHARS = 200
 @dataclass(frozen=True)
 class Limits:
     """What this teacher accepts: ids below vocab_size, sequences of 2..max_length tokens, k of
-    1..max_top_k.
+    1..max_top_k (0 where there are tail samples).
     """
 
     vocab_size: int
@@ -54,9 +54,24 @@ def query_of(request: teacher_pb2.ScoreRequest, limits: Limits) -> ScoreQuery:
         )
     if not (math.isfinite(request.temperature) and request.temperature > 0):
         _refuse("temperature", f"must be finite and above 0, got {request.temperature}", "use 1.0")
+    if request.tail_samples > MAX_TAIL_SAMPLES:
+        _refuse(
+            "tail_samples",
+            f"must be 0 to {MAX_TAIL_SAMPLES}, got {request.tail_samples}",
+            "the spread of a loss falls with the root of their number",
+        )
     f32 = request.logprob_format == teacher_pb2.LOGPROB_FORMAT_F32
     top_k, head_ids = _head(request, length - start, limits)
-    return ScoreQuery(token_ids, start, top_k, head_ids, request.temperature, f32)
+    return ScoreQuery(
+        token_ids,
+        start,
+        top_k,
+        head_ids,
+        request.temperature,
+        f32,
+        request.tail_samples,
+        request.sample_seed,
+    )
 
 
 def _head(
@@ -64,7 +79,8 @@ def _head(
 ) -> tuple[int | None, NDArray[np.int32] | None]:
     match request.WhichOneof("head"):
         case "top_k":
-            _require_k(request.top_k, "top_k", limits)
+            if request.top_k or not request.tail_samples:
+                _require_k(request.top_k, "top_k", limits)
             return request.top_k, None
         case "head_ids":
             flat = _ids(request.head_ids, "head_ids", limits)

@@ -27,21 +27,26 @@ from protos.rows import (
 )
 
 
-def make_block(n: int, k: int, *, top_id: int = 1000, ids: bool = True, seed: int = 0) -> RowBlock:
+def make_block(
+    n: int, k: int, *, top_id: int = 1000, ids: bool = True, samples: int = 0, seed: int = 0
+) -> RowBlock:
     rng = np.random.default_rng(seed)
+    drawn = rng.integers(0, top_id + 1, (n, samples)).astype(np.int32)
     return RowBlock(
         head_ids=rng.integers(0, top_id + 1, (n, k)).astype(np.int32) if ids else None,
         head_logprobs=-rng.exponential(4, (n, k)).astype(np.float32),
         tail_logmass=-rng.exponential(4, n).astype(np.float32),
         token_logprobs=-rng.exponential(4, n).astype(np.float32),
+        tail_sample_ids=drawn if samples else None,
+        tail_sample_logprob=-rng.exponential(4, n).astype(np.float32) if samples else None,
     )
 
 
 def assert_same(actual: RowBlock, expected: RowBlock, *, f32: bool) -> None:
-    if expected.head_ids is None:
-        assert actual.head_ids is None
-    else:
-        np.testing.assert_array_equal(actual.head_ids, expected.head_ids)
+    for name in ("head_ids", "tail_sample_ids", "tail_sample_logprob"):
+        column = getattr(expected, name)
+        assert (getattr(actual, name) is None) == (column is None)
+        np.testing.assert_array_equal(getattr(actual, name), column)
     logprobs = expected.head_logprobs.astype(np.float32 if f32 else np.float16)
     np.testing.assert_array_equal(actual.head_logprobs, logprobs)
     assert actual.head_logprobs.dtype == logprobs.dtype
@@ -52,22 +57,26 @@ def assert_same(actual: RowBlock, expected: RowBlock, *, f32: bool) -> None:
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(
     n=st.integers(0, 9),
-    k=st.integers(1, 9),
+    k=st.integers(0, 9),
     top_id=st.sampled_from([0, 3, 65_535, 65_536, MAX_18_BIT_ID, MAX_18_BIT_ID + 1, 2**31 - 1]),
     ids=st.booleans(),
     f32=st.booleans(),
+    samples=st.integers(0, 5),
     seed=st.integers(0, 2**16),
 )
-def test_round_trip(n: int, k: int, top_id: int, ids: bool, f32: bool, seed: int) -> None:
-    block = make_block(n, k, top_id=top_id, ids=ids, seed=seed)
+def test_round_trip(
+    n: int, k: int, top_id: int, ids: bool, f32: bool, samples: int, seed: int
+) -> None:
+    block = make_block(n, k, top_id=top_id, ids=ids, samples=samples, seed=seed)
     encoded = encode_rows(block, f32=f32)
-    assert len(encoded) <= most_bytes(n, k)
+    most = most_bytes(n, k, samples)
+    assert len(encoded) <= most
     compressed = compress_rows(encoded)
     for data in (encoded, compressed):
         decoded = decode_rows(data)
-        assert (len(decoded), decoded.k) == (n, k)
+        assert (len(decoded), decoded.k, decoded.tail_samples) == (n, k, samples)
         assert_same(decoded, block, f32=f32)
-        assert expand_rows(data, most_bytes(n, k)) == encoded
+        assert expand_rows(data, most) == encoded
         assert compress_rows(data) == compressed
 
 
@@ -82,16 +91,38 @@ def test_minus_infinity_survives() -> None:
     assert np.isneginf(decoded.head_logprobs[1, 1])
 
 
-def test_size_at_64_head_ids() -> None:
+@pytest.mark.parametrize(
+    ("k", "samples", "bytes_a_token"), [(64, 0, 280), (64, 4, 293), (0, 12, 39), (0, 1, 14.25)]
+)
+def test_size(k: int, samples: int, bytes_a_token: float) -> None:
     n = 1000
-    data = encode_rows(make_block(n, 64, top_id=MAX_18_BIT_ID))
-    assert len(data) <= 280 * n + HEADER_BYTES
+    data = encode_rows(make_block(n, k, top_id=MAX_18_BIT_ID, samples=samples))
+    print(f"k = {k}, M = {samples}: {len(data) / n:.2f} bytes a token")
+    assert len(data) == bytes_a_token * n + HEADER_BYTES
+
+
+def test_rows_from_before_there_were_samples_are_read() -> None:
+    """One row with the ids 1 and 65,537, made by hand."""
+    payload = struct.pack("<2HB2e2f", 1, 1, 0b0100, -0.5, -1.5, -2.0, -0.5)
+    prefix = struct.pack("<4sBBHII", b"DRow", 1, 1, 0, 2, 1)
+    block = decode_rows(prefix + xxhash.xxh3_128_digest(prefix + payload) + payload)
+    assert block.head_ids is not None
+    assert block.head_ids.tolist() == [[1, 65_537]]
+    assert block.head_logprobs.tolist() == [[-0.5, -1.5]]
+    assert (block.tail_logmass.tolist(), block.token_logprobs.tolist()) == ([-2.0], [-0.5])
+    assert block.tail_sample_ids is None
+    assert block.tail_sample_logprob is None
 
 
 def test_negative_ids_are_refused() -> None:
     block = make_block(1, 2)
     assert block.head_ids is not None
     block.head_ids[0, 1] = -1
+    with pytest.raises(ValueError, match="negative"):
+        encode_rows(block)
+    block = make_block(1, 2, samples=3)
+    assert block.tail_sample_ids is not None
+    block.tail_sample_ids[0, 2] = -1
     with pytest.raises(ValueError, match="negative"):
         encode_rows(block)
 
@@ -138,9 +169,11 @@ def test_a_frame_that_promises_too_much_takes_no_memory() -> None:
         encode_rows(make_block(3, 5)),
         encode_rows(make_block(3, 5), f32=True),
         encode_rows(make_block(3, 5, ids=False)),
+        encode_rows(make_block(3, 0, samples=4)),
+        encode_rows(make_block(3, 2, ids=False, samples=3, top_id=2**31 - 1)),
         compress_rows(encode_rows(alike(30, 4))),
     ],
-    ids=["f16", "f32", "no ids", "zstd"],
+    ids=["f16", "f32", "no ids", "samples only", "wide samples", "zstd"],
 )
 def test_every_flipped_bit_is_seen(data: bytes) -> None:
     for bit in range(8 * len(data)):
@@ -152,7 +185,8 @@ def test_every_flipped_bit_is_seen(data: bytes) -> None:
 
 @pytest.mark.parametrize("zstd", [False, True])
 def test_every_truncation_and_extension_is_seen(zstd: bool) -> None:
-    data = compress_rows(encode_rows(alike(30, 4))) if zstd else encode_rows(make_block(3, 5))
+    sampled = encode_rows(make_block(3, 5, samples=2))
+    data = compress_rows(encode_rows(alike(30, 4))) if zstd else sampled
     for length in range(len(data)):
         with pytest.raises(Corrupt):
             decode_rows(data[:length])
@@ -160,7 +194,8 @@ def test_every_truncation_and_extension_is_seen(zstd: bool) -> None:
         decode_rows(data + b"\0")
 
 
-def test_slices_put_together_are_the_whole() -> None:
-    block = decode_rows(encode_rows(make_block(10, 4)))
+@pytest.mark.parametrize("samples", [0, 3])
+def test_slices_put_together_are_the_whole(samples: int) -> None:
+    block = decode_rows(encode_rows(make_block(10, 4, samples=samples)))
     parts = [decode_rows(encode_rows(block.slice(a, b))) for a, b in ((0, 3), (3, 4), (4, 10))]
     assert encode_rows(concatenate(parts)) == encode_rows(block)
