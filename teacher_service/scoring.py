@@ -50,27 +50,41 @@ def score_hidden(
     K] without duplicates in a row. Raises Corrupt, naming `first_position` + row, where the logits
     have a NaN, a +inf or no finite entry; logits of -inf (masked vocabulary) are fine.
 
-    Memory on top of the arguments: the rows (12 K + 8 bytes each); the larger of a chunk of logits
-    (64 MiB on a CPU, half as much again for half precision) and the rows once more; a block of 4
-    MiB.
+    Memory on top of the arguments: the rows (12 K + 8 bytes each), a chunk of logits (64 MiB on a
+    CPU, half as much again for half precision) and a block of 4 MiB.
     """
     size = chunk_rows or max(1, _CHUNK_BYTES[hidden.device.type] // (4 * len(weight)))
-    blocks: list[tuple[ScoredRows, Tensor]] = []
+    # Made first: small tensors that stay, among large ones that go, would leave the memory in
+    # pieces that nothing fits in.
+    rows, normalisers = _empty(hidden, top_k if head_ids is None else head_ids.shape[1])
+    at = 0
     for first in range(0, len(hidden), size):
-        rows = slice(first, first + size)
-        heads = None if head_ids is None else head_ids[rows]
+        these = slice(first, first + size)
+        heads = None if head_ids is None else head_ids[these]
         # No name for the logits: it would keep one chunk while the next one is made.
-        blocks += select(
-            _logits(hidden[rows], weight, bias, temperature), token_ids[rows], top_k, heads
-        )
+        for block, lse in select(
+            _logits(hidden[these], weight, bias, temperature), token_ids[these], top_k, heads
+        ):
+            into = slice(at, at + len(lse))
+            rows.head_ids[into] = block.head_ids
+            rows.head_logprobs[into] = block.head_logprobs
+            rows.tail_logmass[into] = block.tail_logmass
+            rows.token_logprobs[into] = block.token_logprobs
+            normalisers[into] = lse
+            at = into.stop
     # One look at the end: a check in every chunk would make a GPU wait for each.
-    _require_finite(torch.cat([normaliser for _, normaliser in blocks]), first_position)
-    return ScoredRows(
-        head_ids=torch.cat([rows.head_ids for rows, _ in blocks]),
-        head_logprobs=torch.cat([rows.head_logprobs for rows, _ in blocks]),
-        tail_logmass=torch.cat([rows.tail_logmass for rows, _ in blocks]),
-        token_logprobs=torch.cat([rows.token_logprobs for rows, _ in blocks]),
-    )
+    _require_finite(normalisers, first_position)
+    return rows
+
+
+def _empty(hidden: Tensor, k: int | None) -> tuple[ScoredRows, Tensor]:
+    """Room for the rows of `hidden` and their normalisers."""
+    assert k is not None, "a query has either top_k or head_ids"
+    n, device = len(hidden), hidden.device
+    ids = torch.empty(n, k, dtype=torch.int64, device=device)
+    logprobs = torch.empty(n, k, dtype=torch.float32, device=device)
+    tail, token, normalisers = torch.empty(3, n, dtype=torch.float32, device=device)
+    return ScoredRows(ids, logprobs, tail, token), normalisers
 
 
 def select(
