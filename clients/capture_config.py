@@ -13,6 +13,9 @@ from clients.config import Count, Name, StudentConfig, TeacherConfig, _Table
 class CaptureTeacher(TeacherConfig):
     """Who scores: a running service, or a model that the capture loads itself."""
 
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 64
+    """Head ids of a row: the teacher's likeliest tokens; 0 where tail samples stand for all."""
+
     model: str | None = None
     """Directory or hub id of a model to load here; without it the service at `address` scores."""
     engine: Literal["hf", "vllm", "fake"] = "hf"
@@ -70,7 +73,7 @@ class CaptureConfig(_Table):
     """Longer sequences are left out, and counted; plain text is cut to it."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Of the teacher; students must use the same."""
-    tail_samples: Annotated[int, Field(ge=0, lt=2**16)] = 0
+    tail_samples: Annotated[int, Field(ge=0, le=256)] = 0
     """Ids that the teacher draws from outside the head of each row."""
     compress: bool = False
     """Rows in fewer bytes (zstd), which take longer to read."""

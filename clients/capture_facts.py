@@ -3,7 +3,9 @@
 teacher, tokenizer, data       names, for people; the same rows may be made elsewhere
 teacher_fingerprint, teacher_version, tokenizer_fingerprint, vocab_size
 top_k, temperature, logprob_format, compress, tail_samples, seed
-data_fingerprint, form, columns, template, max_tokens
+form, columns, template, max_tokens
+data_fingerprint               of the files, or what the hub's library makes of them
+sequences_fingerprint          of the token ids that were made of all data
 too_long, empty                records of the data that were left out
 part                           i/n: which part of the data this store is to hold
 sequences                      of this part, once it is complete

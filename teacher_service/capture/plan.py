@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +56,6 @@ def make_plan(
     directory: Path,
     row_bytes: float,
     file_bytes: int,
-    on_progress: Callable[[int], None] = lambda count: None,
 ) -> Plan:
     """Read all sequences into a file of `directory` that nobody sees, and that goes with us.
 
@@ -73,9 +72,10 @@ def make_plan(
             if size >= file_bytes:
                 files.append(len(starts))
                 size = 0.0
-            on_progress(len(starts))
         stream.flush()
-        token_ids = np.memmap(stream, "<i4", "r") if starts else np.empty(0, np.int32)
+        mapped = np.memmap(stream, "<i4", "r") if starts else np.empty(0, np.int32)
     if files[-1] != len(starts):
         files.append(len(starts))
-    return Plan(token_ids, np.array(offsets, np.int64), np.array(starts, np.int32), np.array(files))
+    return Plan(
+        np.asarray(mapped), np.array(offsets, np.int64), np.array(starts, np.int32), np.array(files)
+    )

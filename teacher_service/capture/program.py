@@ -40,7 +40,7 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
         teacher.require_same_tokens(tokenizer)
         progress.say("reading data", 0)
         reader = SequenceReader(job.data, tokenizer, job.method.max_tokens)
-        plan = _plan(job, reader, run.path)
+        plan = _plan(job, ask, reader, run.path)
         if not teacher.batch_invariant:
             log.warning("rows of this teacher depend in their last bits on what else it scores")
         files = plan.files_of(*job.method.part)
@@ -114,12 +114,9 @@ def _teacher(job: CaptureJob, ask: Ask) -> Iterator[tuple[TeacherFacts, MakeSour
     yield facts, lambda plan: EngineSource(engine, plan, ask, most)
 
 
-def _plan(job: CaptureJob, reader: SequenceReader, directory: Path) -> Plan:
-    log_probs = 4 if job.teacher.logprob_format == "f32" else 2
-    a_sample = 2.25
-    row_bytes = job.teacher.top_k * (2.25 + log_probs) + job.method.tail_samples * a_sample + 8
+def _plan(job: CaptureJob, ask: Ask, reader: SequenceReader, directory: Path) -> Plan:
     plan = make_plan(
-        reader, directory=directory, row_bytes=row_bytes, file_bytes=job.method.shard_bytes
+        reader, directory=directory, row_bytes=ask.row_bytes, file_bytes=job.method.shard_bytes
     )
     left_out = f"{reader.too_long} are longer, {reader.empty} have nothing to score"
     if not len(plan):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from clients.capture_config import CaptureJob
 from clients.score_query import ScoreQuery, answer_bytes
@@ -30,37 +29,54 @@ class Ask:
     temperature: float
     f32: bool
     compress: bool
-    samples: Mapping[str, int] = field(default_factory=dict)  # fields of a query
+    tail_samples: int
+    seed: int
 
     @classmethod
     def of(cls, job: CaptureJob) -> Ask:
-        """Raises InvalidInput where nobody can draw the tail samples."""
-        samples = {}
-        if job.method.tail_samples:
-            samples = {"tail_samples": job.method.tail_samples, "seed": job.seed}
-            if not samples.keys() <= {one.name for one in dataclasses.fields(ScoreQuery)}:
-                raise InvalidInput(
-                    "no teacher of this version draws tail samples",
-                    field="method.tail_samples",
-                    hint="leave it at 0",
-                )
-        f32 = job.teacher.logprob_format == "f32"
-        return cls(job.teacher.top_k, job.method.temperature, f32, job.method.compress, samples)
-
-    def encode(self, block: RowBlock) -> bytes:
-        data = encode_rows(block, f32=self.f32)
-        return compress_rows(data) if self.compress else data
+        """Raises InvalidInput for rows with nothing in them."""
+        if not job.teacher.top_k and not job.method.tail_samples:
+            raise InvalidInput(
+                "only rows with tail samples can do without a head",
+                field="teacher.top_k",
+                hint="give it, or method.tail_samples",
+            )
+        return cls(
+            top_k=job.teacher.top_k,
+            temperature=job.method.temperature,
+            f32=job.teacher.logprob_format == "f32",
+            compress=job.method.compress,
+            tail_samples=job.method.tail_samples,
+            seed=job.seed,
+        )
 
     def query(self, sequence: TokenSequence) -> ScoreQuery:
-        samples: dict[str, Any] = dict(self.samples)
         return ScoreQuery(
             sequence.token_ids,
             sequence.start,
             top_k=self.top_k,
             temperature=self.temperature,
             f32=self.f32,
-            **samples,
+            tail_samples=self.tail_samples,
+            seed=self.seed,
         )
+
+    def encode(self, block: RowBlock) -> bytes:
+        """Raises InvalidInput for a teacher that did not draw what was asked for."""
+        if block.tail_samples != self.tail_samples:
+            raise InvalidInput(
+                "this teacher draws no tail samples",
+                field="method.tail_samples",
+                hint="leave it at 0, or use another engine",
+            )
+        data = encode_rows(block, f32=self.f32)
+        return compress_rows(data) if self.compress else data
+
+    @property
+    def row_bytes(self) -> float:
+        """Of one encoded row, not compressed."""
+        samples = 2.25 * self.tail_samples + 4 if self.tail_samples else 0
+        return self.top_k * (6.25 if self.f32 else 4.25) + 8 + samples
 
 
 class RowSource(Protocol):

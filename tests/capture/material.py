@@ -85,5 +85,5 @@ def digests(store: Path) -> dict[str, str]:
     return {
         file.name: hashlib.sha256(file.read_bytes()).hexdigest()
         for file in sorted(store.iterdir())
-        if file.name != "lock"
+        if file.is_file() and file.name != "lock"
     }

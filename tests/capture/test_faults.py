@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Exercises of the tiny model's characters."""
     records = [
-        {"prompt": f"{sum(a)}+{sum(b)}=", "answer": str(sum(a) + sum(b))} for a, b in pairs(400)
+        {"prompt": f"{sum(a)}+{sum(b)}=", "answer": str(sum(a) + sum(b))} for a, b in pairs(160)
     ]
     return write_lines(tmp_path_factory.mktemp("sums") / "sums.jsonl", records)
 
@@ -83,7 +83,7 @@ def test_killed_twenty_times(forker: Forker, new_run: NewRun, sums: Path, model:
     assert seen[-1] < total
     assert forker.finish(disturbed, KILLS + 1) == 0
     assert digests(disturbed.store) == digests(undisturbed.store)
-    assert verdict_of(disturbed) == verdict_of(undisturbed) == ("succeeded", 400, 400)
+    assert verdict_of(disturbed) == verdict_of(undisturbed) == ("succeeded", 160, 160)
 
 
 @pytest.mark.parametrize("point", ["capture-file-written", "capture-file-named"])
