@@ -1,0 +1,178 @@
+"""Every named crash point is reached by a test, and what it leaves behind is good.
+
+The server's are in test_server_failpoints.py, the trainer's in test_trainer_failpoints.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from clients.logit_store import LogitStore, StoredRows
+from clients.teacher_client import TeacherClient
+from protos import failpoints
+from tests.architecture.test_code import OURS, sources
+from tests.faults.dying import NEW, OLD
+from tests.faults.history import History
+from tests.faults.sequences import WAIT, assert_equal, expected, fake, sequences
+from tests.teacher.conftest import StartTeacher
+
+# In the order in which they are reached; the second time, the file is the manifest.
+STORE = [
+    "file-written:kill",
+    "file-synced:kill",
+    "file-renamed:kill",
+    "shard-written:kill",
+    "file-written:kill:2",
+    "file-synced:kill:2",
+    "file-renamed:kill:2",
+    "shard-named:kill",
+    "shard-unnamed:kill",
+]
+SAVES = [
+    "checkpoint-begun:kill",
+    "checkpoint-filled:kill",
+    "checkpoint-listed:kill",
+    "checkpoint-sealed:kill",
+    "checkpoint-replaced:kill",
+    "checkpoint-renamed:kill",
+    "checkpoint-filled:kill:2",
+    "checkpoint-renamed:kill:2",
+    "old-checkpoint-deleted:kill",
+]
+TEACHER = ["request-read:kill:20", "batch-scored:kill:2", "chunk-sent:kill:30"]
+PUSHES = ["weights-received:raise", "weights-applied:raise"]
+
+
+def test_every_failpoint_is_tested() -> None:
+    """Each name once in the source, and armed somewhere in the tests."""
+    found: Counter[str] = Counter()
+    for path in OURS:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("failpoint"):
+                (name,) = node.args
+                assert isinstance(name, ast.Constant)
+                found[name.value] += 1
+    assert max(found.values()) == 1, "a name in two places"
+    assert len(found) >= 25
+    # As a test arms it, "name:kill", or the name alone.
+    armed = {
+        node.value.partition(":")[0]
+        for path in sources("tests")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert set(found) <= armed
+
+
+def test_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failpoints, "_armed", failpoints._Armed("here:raise:2"))
+    failpoints.failpoint("elsewhere")
+    failpoints.failpoint("here")
+    with pytest.raises(OSError, match="failpoint here"):
+        failpoints.failpoint("here")
+    failpoints.failpoint("here")
+    failpoints.arm("here:explode")
+    with pytest.raises(ValueError, match="no action 'explode'"):
+        failpoints.failpoint("here")
+
+
+def die(kind: str, root: Path, specs: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.dying", kind, str(root), *specs],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == dict.fromkeys(specs, -signal.SIGKILL)
+
+
+def test_stores(tmp_path: Path) -> None:
+    """What was written is there, what was not named never was, and the next write is good."""
+    old = StoredRows(OLD, b"\1\0\0\0", 1, b"rows")
+    for spec in STORE:
+        with LogitStore(tmp_path / spec, write=True) as store:
+            store.append([old])
+    die("store", tmp_path, STORE)
+    for spec in STORE:
+        named = STORE.index(spec) >= STORE.index("file-renamed:kill:2")
+        dropped = spec == "shard-unnamed:kill"
+        with LogitStore(tmp_path / spec, write=True) as store:
+            assert (OLD in store, NEW in store) == (not dropped, named), spec
+            store.verify()
+            store.append([StoredRows(b"later".ljust(32), b"\1\0\0\0", 1, b"rows")])
+        assert not list((tmp_path / spec).glob("*.tmp")), spec
+        assert len(list((tmp_path / spec).glob("*.arrow"))) == 2 + named - dropped, spec
+
+
+def test_saves(tmp_path: Path) -> None:
+    """There is always a checkpoint that verifies, and the next save cleans up."""
+    from student_trainer import checkpoint
+    from tests.faults.tiny_checkpoint import save
+
+    for spec in SAVES:
+        for step in (1, 2):
+            save(tmp_path / spec, step)
+    die("checkpoint", tmp_path, SAVES)
+    newest = {}
+    for spec in SAVES:
+        found = checkpoint.newest_checkpoint(tmp_path / spec)
+        assert found is not None, spec
+        newest[spec] = found[0]
+        save(tmp_path / spec, 4)
+        checkpoint.delete_old(tmp_path / spec, 2)
+        steps = sorted(path.name for path in (tmp_path / spec).iterdir())
+        assert steps[1:] == ["step-000004"], spec
+        assert len(steps) == 2, spec
+    # Between the removal of a step and its second coming there is only the one before.
+    assert newest == {
+        spec: 1 if "replaced" in spec else 3 if spec in SAVES[-2:] else 2 for spec in SAVES
+    }
+
+
+@pytest.mark.parametrize("spec", TEACHER)
+def test_teachers(start_teacher: StartTeacher, history: History, spec: str) -> None:
+    asked = sequences(60, 200, top_k=4)
+    arguments = [*fake(), "--max-batch-tokens", "4000"]
+    teacher = start_teacher(*arguments, failpoint=spec)
+    with TeacherClient(teacher.address) as client:
+        answers = [client.submit(query) for query in asked]
+        assert teacher.process.wait(WAIT) == -signal.SIGKILL
+        assert not all(answer.done() for answer in answers)
+        start_teacher(*arguments, port=teacher.port)
+        assert_equal(answers, expected(asked))
+    history.check(asked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", PUSHES)
+def test_pushes(start_teacher: StartTeacher, tmp_path: Path, spec: str) -> None:
+    """A fault before the update changes nothing; after it only the reply is lost."""
+    from teacher_service.engines.hf import HfEngine
+    from tests.teacher.test_push_weights import arrays
+    from tests.teacher.tiny_model import save_tiny_model
+
+    paths = [save_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    engines = [HfEngine(str(path), batch_invariant=True) for path in paths]
+    teacher = start_teacher("--model", str(paths[0]), "--batch-invariant", failpoint=spec)
+    query = sequences(1, 30, top_k=8)[0]
+    with TeacherClient(teacher.address) as client:
+        before = client.info()
+        with pytest.raises(Exception, match="internal error"):
+            client.push_weights(arrays(engines[1]))
+    applied = spec.startswith("weights-applied")
+    with TeacherClient(teacher.address) as client:
+        info = client.info()
+        assert info.version == applied
+        assert (info.fingerprint == before.fingerprint) is not applied
+        rows = client.submit(query).result(WAIT)
+    (block,) = engines[applied].score([query])
+    assert rows.head_logprobs.tobytes() == block.head_logprobs.tobytes()  # type: ignore[union-attr]

@@ -1,0 +1,150 @@
+"""The distill server dies at its commit points: what it said holds, and nothing runs twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clients.distill_client import DistillClient
+from clients.jobs import TERMINAL, JobState
+from protos.errors import Unavailable
+from tests.server.conftest import SCRIPT, Server, eventually, job_config
+
+KEY = "the same key"
+# Reached by a job that is submitted and runs to its end.
+RUNS = [
+    "run-made:kill",
+    "job-stored:kill",
+    "start-stored:kill",
+    "job-written:kill",
+    "trainer-started:kill",
+    "progress-stored:kill",
+    "progress-stored:kill:3",
+    "end-seen:kill",
+    "end-stored:kill",
+]
+RETRIES = ["retry-stored:kill"]
+CANCELS = ["trainer-told:kill", "cancel-stored:kill"]
+RESUMES = ["resume-stored:kill"]
+SPECS = [*RUNS, *RETRIES, *CANCELS, *RESUMES]
+
+
+class ArmedServer(Server):
+    """The first one dies, those after it do not."""
+
+    def __init__(self, runs: Path, spec: str) -> None:
+        super().__init__(runs)
+        self.spec = spec
+        self.deaths = 0
+
+    def launch(self) -> subprocess.Popen[str]:
+        where = [str(self.runs), self.host, str(self.port), str(self.slots)]
+        environment = {**os.environ, "DISTILL_FAILPOINT": self.spec}
+        self.spec = ""
+        return subprocess.Popen(
+            [sys.executable, str(SCRIPT), *where],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def rise_again(self) -> None:
+        """Wait for its death, and start the next."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        assert self.process.wait(30) == -signal.SIGKILL
+        self.process.stdout.close()
+        self.deaths += 1
+        self.start()
+
+    def starts(self, job_id: str) -> list[str]:
+        """What each attempt's trainer said when it began."""
+        logs = sorted((self.runs / job_id / "logs").glob("attempt-*/rank-0.log"))
+        lines = [line for log in logs for line in log.read_text().splitlines()]
+        return [line for line in lines if "starts after" in line]
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ArmedServer]:
+    server = ArmedServer(tmp_path / "runs", request.param)
+    server.start()
+    yield server
+    server.clean_up()
+
+
+def ended(client: DistillClient, job_id: str) -> JobState:
+    eventually(lambda: client.get(job_id).state in TERMINAL, 60)
+    return client.get(job_id).state
+
+
+def submitted(server: ArmedServer, client: DistillClient, name: str, steps: int) -> str:
+    """As a client does it: again under the same key, when it got no answer."""
+    config = job_config(name, steps)
+    try:
+        return client.submit(config, idempotency_key=KEY).id
+    except Unavailable:
+        server.rise_again()
+        return client.submit(config, idempotency_key=KEY).id
+
+
+def armed_with(specs: list[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("server", specs, indirect=True, ids=specs)
+
+
+@pytest.mark.slow
+@armed_with(RUNS)
+def test_a_job_that_runs(server: ArmedServer) -> None:
+    with DistillClient(server.address) as client:
+        job_id = submitted(server, client, "pause=0.02", 20)
+        if not server.deaths:
+            server.rise_again()
+        assert ended(client, job_id) is JobState.SUCCEEDED
+        assert [job.id for job in client.list()] == [job_id]
+    assert len(server.starts(job_id)) == 1
+    assert server.deaths == 1
+
+
+@pytest.mark.slow
+@armed_with(RETRIES)
+def test_a_job_that_is_tried_again(server: ArmedServer) -> None:
+    with DistillClient(server.address) as client:
+        job_id = submitted(server, client, "crash_at=3 crashes=1", 5)
+        server.rise_again()
+        assert ended(client, job_id) is JobState.SUCCEEDED
+        assert client.get(job_id).attempt == 2
+    assert [line.split()[1] for line in server.starts(job_id)] == ["1", "2"]
+
+
+@pytest.mark.slow
+@armed_with(CANCELS)
+def test_a_job_that_is_cancelled(server: ArmedServer) -> None:
+    with DistillClient(server.address) as client:
+        job_id = submitted(server, client, "pause=0.05", 1000)
+        eventually(lambda: client.get(job_id).step >= 1)
+        with pytest.raises(Unavailable):
+            client.cancel(job_id)
+        server.rise_again()
+        client.cancel(job_id)
+        assert ended(client, job_id) is JobState.CANCELLED
+    assert len(server.starts(job_id)) == 1
+
+
+@pytest.mark.slow
+@armed_with(RESUMES)
+def test_a_job_that_is_resumed(server: ArmedServer) -> None:
+    with DistillClient(server.address) as client:
+        job_id = submitted(server, client, "short", 5)
+        assert ended(client, job_id) is JobState.SUCCEEDED
+        with pytest.raises(Unavailable):
+            client.resume(job_id, max_steps=8)
+        server.rise_again()
+        eventually(lambda: client.get(job_id).attempt == 2)
+        assert ended(client, job_id) is JobState.SUCCEEDED
+        assert client.get(job_id).step == 8
+    assert [line.split()[1] for line in server.starts(job_id)] == ["1", "2"]
