@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from clients.capture_config import CaptureJob
+from clients.config_file import named_files
+from clients.hub import use_caches_if_away
 from clients.metrics_log import MetricsLog
 from clients.records import FILE_SUFFIXES
 from clients.run_directory import RunDirectory, Verdict
@@ -32,7 +34,7 @@ MakeSource = Callable[[Plan], RowSource]
 def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int) -> Verdict:
     """Raises DistillError for what cannot be captured, also where a disk takes no more."""
     progress.say("preflight", 0)
-    _require_data(job)
+    _check_data(job)
     tokenizer = _load_tokenizer(job)
     ask = Ask.of(job)
     with _teacher(job, ask) as (teacher, make_source):
@@ -56,10 +58,12 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
                 return fill(writer, make_source(plan), plan, missing, recorder, ask.encode)
 
 
-def _require_data(job: CaptureJob) -> None:
+def _check_data(job: CaptureJob) -> None:
     path = Path(job.data.path)
     if job.data.path.endswith(FILE_SUFFIXES) and not path.is_file():
         raise InvalidInput(f"no such file: {path}", field="data.path", hint="check the path")
+    if not all(Path(name).exists() for key, name in named_files(job) if key != "teacher.model"):
+        use_caches_if_away()
 
 
 def _require_model(job: CaptureJob) -> None:
