@@ -153,19 +153,19 @@ def measure_step(run: RunDirectory, *, fused: bool) -> dict[str, float]:
     with connect(config) as teachers, ExitStack() as stack:
         if not fused:
             stack.enter_context(patch("student_trainer.model.has_linear_head", return_value=False))
-        trainer = assemble(config, run, teachers, progress, 1, None)
+        trainer = assemble(config, run, teachers, None, progress, 1, None)
         started = time.monotonic()
-        pending = trainer._write(1)
+        pending = trainer._steps.of_step(1)
         wait([item.rows for item in pending])
         written = time.monotonic()
         before = resident_before()
-        sums, _ = trainer._learn(pending)
+        means, _ = trainer._learn(pending)
         norm = trainer._update(config.train.learning_rate)
         return {
             "peak_mib": (resident_peak() - before) / MIB,
-            "loss": sums["loss"] / sums["tokens"],
+            "loss": means["loss"],
             "grad_norm": norm,
-            "rows": sums["tokens"],
+            "rows": means["tokens"],
             "seconds": time.monotonic() - written,
             "seconds_before": written - started,
         }

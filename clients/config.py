@@ -64,19 +64,24 @@ class StudentConfig(_Table):
     """Train adapters (LoRA), with about ten times the learning rate of all weights."""
 
 
-class TeacherConfig(_Table):
+class TeacherLink(_Table):
     """The service that scores what the student wrote."""
 
     address: Address = "localhost:50052"
     """HOST:PORT of a running `distill-teacher`; a list: several with the same weights."""
-    top_k: Count = 64
-    """Head ids of a row: the student's likeliest tokens (reverse KL) or the teacher's (forward)."""
     logprob_format: Literal["f16", "f32"] = "f16"
     """Precision of the log-probs on the wire."""
     patience_seconds: Annotated[float, Field(gt=0)] = 60.0
     """How long a teacher that does not answer is waited for before the job fails."""
     prefetch_mib: Count = 256
     """Memory of rows that were sent ahead of the step that needs them."""
+
+
+class TeacherConfig(TeacherLink):
+    """A service whose rows are as long as the job says."""
+
+    top_k: Count = 64
+    """Head ids of a row: the student's likeliest tokens (reverse KL) or the teacher's (forward)."""
 
 
 class DataConfig(_Table):
@@ -133,7 +138,7 @@ class TrainConfig(_Table):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this norm."""
     prompts_per_step: Count = 32
-    """Prompts of one optimizer step, over all processes."""
+    """Prompts, or stored sequences, of one optimizer step, over all processes."""
     tokens_per_micro_batch: Count = 16384
     """Padded tokens of one forward pass; memory follows it, results do not."""
     processes: Count = 1
@@ -148,7 +153,7 @@ class EvalConfig(_Table):
     every: Count = 50
     """Steps between evaluations."""
     prompts: Count = 128
-    """Held-out prompts."""
+    """Held-out prompts, or stored sequences."""
     metric: Literal["none", "exact_match"] = "none"
     """Task accuracy: the final answer (after a last '####', or all of it) is the reference's."""
 
@@ -169,27 +174,37 @@ class TrackConfig(_Table):
     """Write TensorBoard files into the run directory."""
 
 
-class JobConfig(_Table):
-    """A job. A three-line file (student.model, teacher.address, data.path) trains."""
+class TrainingJob(_Table):
+    """What every kind of training has."""
 
     student: StudentConfig
-    data: DataConfig
     name: Annotated[str, Field(min_length=1, max_length=200)] = "distill"
     """For people; the job's id is made from it."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Of everything random: the same seed on the same machine gives the same weights."""
     max_steps: Count = 500
     """Optimizer steps."""
-    teacher: TeacherConfig = TeacherConfig()
-    teachers: dict[Name, Address] = {}
-    """Addresses of several teachers by name, in place of `teacher.address`."""
-    method: OnPolicyConfig = OnPolicyConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     track: TrackConfig = TrackConfig()
 
+
+class JobConfig(TrainingJob):
+    """A job. A three-line file (student.model, teacher.address, data.path) trains."""
+
+    data: DataConfig
+    teacher: TeacherConfig = TeacherConfig()
+    teachers: dict[Name, Address] = {}
+    """Addresses of several teachers by name, in place of `teacher.address`."""
+    method: OnPolicyConfig = OnPolicyConfig()
+
     @property
     def teacher_addresses(self) -> dict[str, str | list[str]]:
         """By name; a teacher that is the only one has the name ""."""
         return self.teachers or {"": self.teacher.address}
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Over all processes."""
+        return self.train.prompts_per_step * self.method.rollouts_per_prompt

@@ -75,6 +75,7 @@ FILE_KEYS: tuple[KeyPath, ...] = (
     ("student", "model"),
     ("data", "path"),
     ("data", "eval_path"),
+    ("data", "eval_prompts"),
     ("data", "tokenizer"),
     ("teacher", "model"),
 )

@@ -8,21 +8,24 @@ from typing import Any, TypeAlias
 from pydantic_core import from_json
 
 from clients.capture_config import CaptureJob
-from clients.config import JobConfig
+from clients.config import JobConfig, TrainingJob
+from clients.offline_config import OfflineJob
 
-AnyJob: TypeAlias = JobConfig | CaptureJob
-KINDS: Mapping[str, type[JobConfig] | type[CaptureJob]] = {
+AnyJob: TypeAlias = JobConfig | OfflineJob | CaptureJob
+Kind: TypeAlias = type[JobConfig] | type[OfflineJob] | type[CaptureJob]
+KINDS: Mapping[str, Kind] = {
     "on_policy": JobConfig,
+    "offline": OfflineJob,
     "capture": CaptureJob,
 }
 
 
 def processes_of(job: AnyJob) -> int:
     """Of the job's program."""
-    return job.train.processes if isinstance(job, JobConfig) else 1
+    return job.train.processes if isinstance(job, TrainingJob) else 1
 
 
-def kind_of(values: Any) -> type[JobConfig] | type[CaptureJob]:
+def kind_of(values: Any) -> Kind:
     """Who is to judge a job that may be wrong in any way."""
     method = values.get("method") if isinstance(values, dict) else None
     name = method.get("type") if isinstance(method, dict) else None

@@ -12,7 +12,7 @@ import numpy as np
 from clients.logit_manifest import read_manifest
 from clients.logit_shards import Shard, ShardFacts, StoredRows, open_shard
 from protos.errors import Corrupt, NotFound
-from protos.rows import decode_rows
+from protos.rows import RowBlock, decode_rows
 
 
 class LogitDataset:
@@ -40,11 +40,7 @@ class LogitDataset:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        entry = self.entry(index)
-        try:
-            block = decode_rows(entry.rows)
-        except Corrupt as error:
-            raise Corrupt(f"sequence {index} of {self.path}: {error.message}") from error
+        entry, block = self.decoded(index)
         arrays = {one.name: getattr(block, one.name) for one in fields(block)}
         return {
             "input_ids": np.frombuffer(entry.token_ids, "<i4"),
@@ -66,12 +62,20 @@ class LogitDataset:
 
     def entry(self, index: int) -> StoredRows:
         """Sequence `index` with its rows still encoded; negative ones count from the end."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
-        index %= len(self)
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        first = int(self._ends[number]) - self.facts[number].count
-        return self._shards[number].entry(index - first)
+        shard, row = self._place(index)
+        return shard.entry(row)
+
+    def decoded(self, index: int) -> tuple[StoredRows, RowBlock]:
+        """Sequence `index` and its rows, all of it verified."""
+        shard, row = self._place(index)
+        try:
+            entry = shard.entry(row)
+            return entry, decode_rows(entry.rows)
+        except Corrupt as error:
+            raise Corrupt(
+                f"sequence {index} of {self.path}: {error.message} (shard {shard.name})",
+                hint=f"distill store verify {self.path} tells more",
+            ) from error
 
     def to_hf_dataset(self) -> Any:
         """A `datasets.Dataset` of the same items, to be shuffled, selected and mapped. It holds
@@ -85,6 +89,14 @@ class LogitDataset:
     def _items(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
         items = [self[int(index)] for index in batch["index"]]
         return {name: [item[name] for item in items] for name in items[0]}
+
+    def _place(self, index: int) -> tuple[Shard, int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        index %= len(self)
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        first = int(self._ends[number]) - self.facts[number].count
+        return self._shards[number], index - first
 
     def _open(self, facts: ShardFacts) -> Shard:
         try:

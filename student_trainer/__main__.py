@@ -13,18 +13,21 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from clients.config import JobConfig
+from clients.offline_config import OfflineJob
 from clients.run_directory import RunDirectory, Verdict
 from clients.run_progress import Progress, run_to_verdict
 from protos.errors import WrongState
-from student_trainer.connections import connect
+from student_trainer.connections import AnyTraining, connect
 from student_trainer.launcher import end_with_launcher, is_main_process
 from student_trainer.preflight import (
     check_data,
     check_hub,
+    check_live_teacher,
     check_processes,
     check_student,
     check_teacher,
 )
+from student_trainer.stores import open_stores
 
 
 def main() -> int:
@@ -47,7 +50,7 @@ def main() -> int:
     end_with_launcher()
     run = RunDirectory(options.run)
     config = run.config()
-    assert isinstance(config, JobConfig), "launch.py starts the program of each kind"
+    assert isinstance(config, JobConfig | OfflineJob), "launch.py starts the program of each kind"
     progress = Progress(
         run,
         attempt=options.attempt,
@@ -69,7 +72,7 @@ def main() -> int:
 
 def _attempt(
     run: RunDirectory,
-    config: JobConfig,
+    config: AnyTraining,
     progress: Progress,
     attempt: int,
     from_step: int | None,
@@ -79,13 +82,19 @@ def _attempt(
     check_data(config.data)
     check_student(config.student)
     check_processes(config)
+    stores = open_stores(config) if isinstance(config, OfflineJob) else None
     check_hub(config)
     with connect(config) as teachers:
         for teacher in teachers.values():
-            check_teacher(teacher, config)
+            match config:
+                case JobConfig():
+                    check_teacher(teacher, config)
+                case OfflineJob():
+                    assert stores is not None
+                    check_live_teacher(teacher, config, stores.training)
         from student_trainer.assembly import assemble
 
-        return assemble(config, run, teachers, progress, attempt, from_step).train()
+        return assemble(config, run, teachers, stores, progress, attempt, from_step).train()
 
 
 if __name__ == "__main__":

@@ -3,55 +3,59 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from transformers.utils.logging import disable_progress_bar
 
-from clients.config import JobConfig
+from clients.config import JobConfig, StudentConfig
+from clients.offline_config import OfflineJob
 from clients.run_directory import RunDirectory
 from clients.run_progress import Progress
-from protos.errors import InvalidInput
+from protos.errors import DistillError, InvalidInput
 from student_trainer import checkpoint
-from student_trainer.connections import Connection
-from student_trainer.distillation import direction_of
-from student_trainer.evaluate import Evaluation
+from student_trainer.connections import AnyTraining, Connection
+from student_trainer.courses import Course, load_examined, offline_course, on_policy_course
 from student_trainer.metrics import open_metrics
 from student_trainer.model import Student, load_config, load_model, load_tokenizer, vocabulary
-from student_trainer.parallel import spread
-from student_trainer.preflight import check_length, check_vocabulary
+from student_trainer.parallel import Replicated, Sharded, spread
+from student_trainer.preflight import (
+    check_length,
+    check_stored_length,
+    check_stored_vocabulary,
+    check_vocabulary,
+)
 from student_trainer.processes import largest, make_accelerator
 from student_trainer.prompts import Prompt, PromptSet, load_prompts
-from student_trainer.rollouts import HuggingFaceRollouts
-from student_trainer.teachers import RemoteTeacher, TeachersByName, TeacherSource
+from student_trainer.stores import Store, Stores, check_same_store
 from student_trainer.trainer import Parts, Trainer
 
 log = logging.getLogger(__name__)
 
 
 def assemble(
-    config: JobConfig,
+    config: AnyTraining,
     run: RunDirectory,
     teachers: Mapping[str, Connection],
+    stores: Stores | None,
     progress: Progress,
     attempt: int,
     from_step: int | None,
 ) -> Trainer:
     """A trainer that goes on from the newest good checkpoint (or `from_step`), or from the start.
 
-    Raises a DistillError for everything that a user can mend, before the first step.
+    `stores`: of an offline job. Raises a DistillError for everything that a user can mend, before
+    the first step.
     """
     disable_progress_bar()  # they would fill the log, at every checkpoint
     tokenizer = load_tokenizer(config.student)
-    shape = load_config(config.student).get_text_config()
-    tokens = vocabulary(tokenizer)
-    for connection in teachers.values():
-        check_vocabulary(connection, tokens, shape.vocab_size)
-    check_length(config, "student", getattr(shape, "max_position_embeddings", None))
-    prompts, held_out = _prompts(config, tokenizer)
+    make_course = _prepared(config, teachers, stores, tokenizer)
     step, saved = _resumed(config, run, from_step)
+    if stores is not None and saved is not None:
+        check_same_store(stores.training, checkpoint.facts_of(saved))
 
     progress.say("loading student", step)
     torch.manual_seed(config.seed)  # new weights, if there are any: the same each time
@@ -62,37 +66,80 @@ def assemble(
         checkpoint.delete_after(run.checkpoints, step)
     model = load_model(config.student, saved / "model" if saved else None)
     bf16 = config.student.dtype == "bfloat16"
-    student = spread(accelerator, Student(model, bf16=bf16), config.train.sharding)
-    rollouts, teacher = _sources(config, teachers, student.whole.model, tokenizer)
-    evaluation = Evaluation(config, held_out, accelerator, tokenizer, rollouts, teacher)
+    whole = Student(model, bf16=bf16, pack=stores is not None)
+    student = spread(accelerator, whole, config.train.sharding)
+    course = make_course(accelerator, student)
     metrics = None
     if accelerator.is_main_process:
         board = config.track.tensorboard
         metrics = open_metrics(run, attempt=attempt, last_step=step or None, tensorboard=board)
     where = f"{config.student.model} on {accelerator.device}"
-    models = ", ".join(connection.info.model for connection in teachers.values())
-    log.info("%s, teacher %s, step %d", where, models, step)
-    return Trainer(
-        config,
-        run,
-        progress,
-        Parts(
-            step=step,
-            accelerator=accelerator,
-            student=student,
-            optimizer=_optimizer(config, student.trained.model, saved),
-            tokenizer=tokenizer,
-            prompts=prompts,
-            rollouts=rollouts,
-            teacher=teacher,
-            evaluation=evaluation,
-            metrics=metrics,
-        ),
+    sources = [f"teacher {connection.info.model}" for connection in teachers.values()]
+    sources += [stores.training.label] if stores else []
+    log.info("%s, %s, step %d", where, ", ".join(sources), step)
+    parts = Parts(
+        step=step,
+        accelerator=accelerator,
+        student=student,
+        optimizer=_optimizer(config, student.trained.model, saved),
+        tokenizer=tokenizer,
+        objective=course.objective,
+        steps=course.steps,
+        evaluation=course.evaluation,
+        metrics=metrics,
+        teachers=course.teachers,
+        facts=course.facts,
+    )
+    return Trainer(config, run, progress, parts)
+
+
+MakeCourse = Callable[[Accelerator, Replicated | Sharded], Course]
+
+
+def _prepared(
+    config: AnyTraining,
+    teachers: Mapping[str, Connection],
+    stores: Stores | None,
+    tokenizer: Any,
+) -> MakeCourse:
+    """Reads and checks all data there is to a course, before any weight is loaded."""
+    shape = load_config(config.student).get_text_config()
+    most = getattr(shape, "max_position_embeddings", None)
+    tokens = vocabulary(tokenizer)
+    if isinstance(config, OfflineJob):
+        assert stores is not None
+        store = stores.training
+        check_stored_vocabulary(store, tokens, shape.vocab_size, _stored_tokens(store))
+        check_stored_length(store, most)
+        longest = store.longest
+        if config.teacher is not None or config.eval.metric != "none":
+            check_length(longest + config.method.max_new_tokens, "student", most)
+        examined = load_examined(config, tokenizer, longest)
+        return lambda accelerator, student: offline_course(
+            config, stores, examined, teachers, accelerator, student, tokenizer
+        )
+    for connection in teachers.values():
+        check_vocabulary(connection, tokens, shape.vocab_size)
+    check_length(config.method.max_prompt_tokens + config.method.max_new_tokens, "student", most)
+    prompts = _prompts(config, tokenizer)
+    return lambda accelerator, student: on_policy_course(
+        config, prompts, teachers, accelerator, student, tokenizer
     )
 
 
+def _stored_tokens(store: Store) -> list[str] | None:
+    """Of the tokenizer that the store names, if it is still at hand."""
+    path = Path(store.facts.get("tokenizer") or "?")
+    if not path.is_dir():
+        return None
+    try:
+        return vocabulary(load_tokenizer(StudentConfig(model=str(path))))
+    except DistillError:
+        return None
+
+
 def _resumed(
-    config: JobConfig, run: RunDirectory, from_step: int | None
+    config: AnyTraining, run: RunDirectory, from_step: int | None
 ) -> tuple[int, Path | None]:
     """The step to go on from and its checkpoint; (0, None) for a new run."""
     found = checkpoint.newest_checkpoint(run.checkpoints, from_step)
@@ -128,34 +175,7 @@ def _prompts(config: JobConfig, tokenizer: Any) -> tuple[PromptSet, list[Prompt]
     return prompts, held_out
 
 
-def _sources(
-    config: JobConfig, teachers: Mapping[str, Connection], model: Any, tokenizer: Any
-) -> tuple[HuggingFaceRollouts, TeacherSource]:
-    """Who writes and who scores. Reverse KL is over the student's top-k, forward the teacher's."""
-    student_head = direction_of(config.method) == "reverse"
-    rollouts = HuggingFaceRollouts(
-        model,
-        tokenizer,
-        top_k=config.teacher.top_k if student_head else 0,
-        temperature=config.method.temperature,
-        max_new_tokens=config.method.max_new_tokens,
-        # Sampling keeps no activations: it can take larger batches than training.
-        batch_tokens=4 * config.train.tokens_per_micro_batch,
-        bf16=config.student.dtype == "bfloat16",
-    )
-    remote = {
-        name: RemoteTeacher(
-            connection.client,
-            config.teacher,
-            student_head=student_head,
-            temperature=config.method.temperature,
-        )
-        for name, connection in teachers.items()
-    }
-    return rollouts, TeachersByName(remote)
-
-
-def _optimizer(config: JobConfig, model: Any, saved: Path | None) -> torch.optim.Optimizer:
+def _optimizer(config: AnyTraining, model: Any, saved: Path | None) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=config.train.learning_rate,

@@ -49,7 +49,8 @@ def save_checkpoint(
 ) -> None:
     """Write the checkpoint of `step`; it appears as a whole or not at all.
 
-    `facts`: what `facts_of` is to give back. Every process must call it, for its share of the tensors; the `main` one writes.
+    `facts`: what `facts_of` is to give back. Every process must call it, for its share of the
+    tensors; the `main` one writes.
     """
     adapted = has_adapters(model)
     weights = learned(model) if adapted else model.state_dict(keep_vars=True)

@@ -1,76 +1,99 @@
-"""On-policy distillation as a loss of rows."""
+"""Distillation as a loss of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from clients.config import OnPolicyConfig
 from student_trainer.batches import Batch
-from student_trainer.losses import Direction, FusedLoss, LossFunction, Rows, topk_kl
+from student_trainer.losses import Direction, FusedLoss, LossFunction, Rows, Tail, topk_kl
 
 
-def direction_of(method: OnPolicyConfig) -> Direction:
-    return "reverse" if method.divergence == "reverse_kl" else "forward"
+@dataclass(frozen=True)
+class Objective:
+    """What is made small: KL + cross_entropy * (-log p of the stored token), in nats a token.
+
+    `tail` as in `topk_kl`. Tokens that the student wrote have samples of their own: where `tail`
+    asks for the teacher's, theirs are used.
+    """
+
+    direction: Direction
+    tail: Tail
+    temperature: float
+    cross_entropy: float = 0.0
+
+    @classmethod
+    def on_policy(cls, method: OnPolicyConfig) -> Objective:
+        direction: Direction = "reverse" if method.divergence == "reverse_kl" else "forward"
+        return cls(direction, method.tail, method.temperature)
+
+    def tail_of(self, batch: Batch) -> Tail:
+        """The same expectation, by the samples that the batch has."""
+        by_teacher = self.tail == "bucket+teacher_samples"
+        return "bucket+sampled" if by_teacher and batch.sampling_logprobs is not None else self.tail
 
 
-def distillation_loss(batch: Batch, method: OnPolicyConfig) -> LossFunction:
-    """The Top-k KL to the teacher, in nats a token."""
+def distillation_loss(batch: Batch, objective: Objective) -> LossFunction:
+    """The objective's terms, one a token."""
     in_head = batch.token_in_head
+    tail = objective.tail_of(batch)
+    # What the student wrote itself is not what it should have written.
+    weight = objective.cross_entropy if batch.sampling_logprobs is None else 0.0
 
     def loss(rows: Rows, index: slice) -> Tensor:
-        return topk_kl(
+        kl = topk_kl(
             rows,
             batch.teacher[index],
             in_head[index],
-            direction=direction_of(method),
-            tail=method.tail,
+            direction=objective.direction,
+            tail=tail,
         )
+        return kl - weight * rows.token_logprobs if weight else kl
 
     return loss
 
 
 @torch.no_grad()
-def kl_metrics(
-    batch: Batch, out: FusedLoss, method: OnPolicyConfig, teachers: Sequence[str] = ()
+def batch_metrics(
+    batch: Batch, out: FusedLoss, objective: Objective, teachers: Sequence[str] = ()
 ) -> dict[str, Tensor]:
-    """Sums over the batch's tokens; the KL is the unbiased one, whatever the loss is.
+    """(sum, number) of each metric over the batch's tokens, the same names for every batch.
 
-    For each of `teachers` also the sum over its own tokens, and their number.
+    The KL is the unbiased one, whatever the loss is; rows without any sample have its lower bound.
+    For each of `teachers` also the one over its own tokens.
     """
     rows = out.rows
-    kl = topk_kl(
-        rows,
-        batch.teacher,
-        batch.token_in_head,
-        direction=direction_of(method),
-        tail="bucket+sampled",
-    )
+    sampling = batch.sampling_logprobs
+    written = sampling is not None
+    ratio = rows.token_logprobs - (rows.token_logprobs if sampling is None else sampling)
+    sampled = written or batch.sample_ids is not None
+    tail: Tail = "bucket+teacher_samples" if sampled else "bucket"
+    unbiased = Objective(objective.direction, tail, objective.temperature)
+    kl = distillation_loss(batch, unbiased)(rows, slice(0, len(rows)))
     return {
-        "kl/teacher": kl.sum(),
-        "ratio/mean": (rows.token_logprobs - batch.sampling_logprobs).exp().sum(),
-        "entropy": out.metrics["entropy"].sum(),
-        "topk/student_mass": rows.head_logprobs.exp().sum(),
-        "topk/teacher_mass": batch.teacher.head_logprobs.exp().sum(),
+        "kl/teacher": _counted(kl, sampled),
+        "kl/teacher_bound": _counted(kl, not sampled),
+        "cross_entropy": _counted(-rows.token_logprobs, not written),
+        "ratio/mean": _counted(ratio.exp(), written),
+        "entropy": _counted(out.metrics["entropy"]),
+        "topk/student_mass": _counted(rows.head_logprobs.exp().sum(1)),
+        "topk/teacher_mass": _counted(batch.teacher.head_logprobs.exp().sum(1)),
         **_by_teacher(batch, kl, teachers),
     }
+
+
+def _counted(values: Tensor, applies: bool = True) -> Tensor:
+    values = values if applies else values[:0]
+    return torch.stack([values.sum(), values.new_tensor(len(values))])
 
 
 def _by_teacher(batch: Batch, kl: Tensor, teachers: Sequence[str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in teachers:
         scored = torch.tensor([teacher == name for teacher in batch.teachers], dtype=torch.bool)
-        rows = scored.to(kl.device)[batch.sequence]
-        found |= {f"kl/teacher/{name}": kl[rows].sum(), f"tokens/{name}": rows.sum()}
+        found[f"kl/teacher/{name}"] = _counted(kl[scored.to(kl.device)[batch.sequence]])
     return found
-
-
-def pop_kl_by_teacher(sums: dict[str, float], teachers: Sequence[str]) -> dict[str, float]:
-    """Take what `kl_metrics` summed for each teacher out of `sums`; nats a token of its own.
-
-    A teacher that scored nothing is left out.
-    """
-    pairs = {n: (sums.pop(f"kl/teacher/{n}"), sums.pop(f"tokens/{n}")) for n in teachers}
-    return {f"kl/teacher/{name}": kl / tokens for name, (kl, tokens) in pairs.items() if tokens}

@@ -1,4 +1,4 @@
-"""Held-out evaluation: the KL to the teacher on the student's own samples, and task accuracy.
+"""Held-out evaluation: the KL to the teacher, perplexity of stored text, and task accuracy.
 
     python -m student_trainer.evaluate MODEL_DIR --data heldout.jsonl [--json]
 
@@ -9,93 +9,114 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
-from clients.config import DataConfig, JobConfig, StudentConfig
+from clients.config import DataConfig, StudentConfig
 from protos.errors import DistillError
 from student_trainer.answers import exact_match
-from student_trainer.batches import make_batch, micro_batches
-from student_trainer.distillation import distillation_loss, kl_metrics
+from student_trainer.batches import make_batch
+from student_trainer.distillation import Objective, batch_metrics, distillation_loss
 from student_trainer.model import Student, load_model, load_tokenizer
+from student_trainer.packing import micro_batches
 from student_trainer.processes import raise_together
 from student_trainer.prompts import Prompt, load_prompts
 from student_trainer.rollouts import HuggingFaceRollouts, Rollout
-from student_trainer.teachers import PendingRows, TeacherSource
+from student_trainer.teachers import PendingRows
+
+# Of `batch_metrics`; the perplexity is made of the mean.
+_MEASURED = {
+    "kl/teacher": "eval/kl",
+    "kl/teacher_bound": "eval/kl_bound",
+    "cross_entropy": "eval/perplexity",
+}
+_HIGHEST_LOG = 700.0  # whose exponential is a number
 
 
-class Evaluation:
-    """Always the same prompts and the same random numbers, so that two evaluations compare."""
+class Examination:
+    """Greedy answers, always to the same prompts, against the references."""
 
     def __init__(
         self,
-        config: JobConfig,
         prompts: Sequence[Prompt],
         accelerator: Accelerator,
         tokenizer: Any,
         rollouts: HuggingFaceRollouts,
-        teacher: TeacherSource,
     ) -> None:
-        self._config = config
-        rank, world = accelerator.process_index, accelerator.num_processes
-        self._prompts = prompts[rank::world]
-        # Below the training rollouts' numbers, which count from 0.
-        self._numbers = [-1 - i for i in range(len(prompts))][rank::world]
-        self._accelerator = accelerator
+        self._prompts = prompts[accelerator.process_index :: accelerator.num_processes]
         self._tokenizer = tokenizer
         self._rollouts = rollouts
-        self._teacher = teacher
+
+    def __call__(self) -> tuple[int, int, list[dict[str, Any]]]:
+        """(right answers, answers, transcripts of a few) of this process."""
+        answers = greedy_answers(self._rollouts, self._tokenizer, self._prompts)
+        right = [exact_match(text, rollout.answer) for rollout, text in answers]
+        return sum(right), len(right), [self._transcript(*pair) for pair in answers[:8]]
+
+    def _transcript(self, rollout: Rollout, text: str) -> dict[str, Any]:
+        prompt = self._tokenizer.decode(rollout.token_ids[: rollout.start])
+        return {"prompt": prompt, "answer": text, "reference": rollout.answer}
+
+
+class Evaluation:
+    """The KL on held-out sequences, and the examination if there is one."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        objective: Objective,
+        held_out: Callable[[], list[PendingRows]],
+        examination: Examination | None,
+        *,
+        tokens_per_micro_batch: int,
+    ) -> None:
+        """`held_out`: this process's share; the same each time, so that two evaluations compare."""
+        self._accelerator = accelerator
+        self._objective = objective
+        self._held_out = held_out
+        self._examination = examination
+        self._most = tokens_per_micro_batch
 
     def __call__(self, student: Student) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """(metrics, transcripts of a few answers of this process)."""
         student.eval()
         fault: DistillError | None = None
-        kl = tokens = 0.0
+        sums = torch.zeros(len(_MEASURED) + 1, 2, dtype=torch.float64)
         try:
-            kl, tokens = self._kl(student)
+            sums[:-1] = self._measured(student)
         except DistillError as error:
             fault = error
         raise_together(self._accelerator, fault)
-        sums = [kl, tokens, 0.0, 0.0]
         transcripts: list[dict[str, Any]] = []
-        if self._config.eval.metric == "exact_match":
-            answers = greedy_answers(self._rollouts, self._tokenizer, self._prompts)
-            right = [exact_match(text, rollout.answer) for rollout, text in answers]
-            sums[2:] = [float(sum(right)), float(len(right))]
-            transcripts = [self._transcript(*pair) for pair in answers[:8]]
-        total = self._accelerator.reduce(
-            torch.tensor(sums, dtype=torch.float64, device=self._accelerator.device)
-        ).tolist()
-        metrics = {"eval/kl": total[0] / max(total[1], 1)}
-        if total[3]:
-            metrics["eval/accuracy"] = total[2] / total[3]
+        if self._examination is not None:
+            right, count, transcripts = self._examination()
+            sums[-1] = torch.tensor([right, count])
+        total = self._accelerator.reduce(sums.to(self._accelerator.device)).tolist()
+        names = [*_MEASURED.values(), "eval/accuracy"]
+        metrics = {
+            n: found / count for n, (found, count) in zip(names, total, strict=True) if count
+        }
+        if "eval/perplexity" in metrics:
+            metrics["eval/perplexity"] = math.exp(min(metrics["eval/perplexity"], _HIGHEST_LOG))
         return metrics, transcripts
 
     @torch.no_grad()
-    def _kl(self, student: Student) -> tuple[float, float]:
-        """(sum of the KL, number of tokens) over sampled answers."""
-        method = self._config.method
-        pending = [
-            PendingRows(rollout, self._teacher.score(rollout))
-            for batch in self._rollouts.generate(
-                self._prompts, self._numbers, seed=self._config.seed
-            )
-            for rollout in batch
-        ]
-        kl = tokens = 0.0
-        for group in micro_batches(pending, self._config.train.tokens_per_micro_batch):
-            batch = make_batch([item.wait() for item in group], self._accelerator.device)
-            out = student(batch, distillation_loss(batch, method), method.temperature)
-            kl += float(kl_metrics(batch, out, method)["kl/teacher"])
-            tokens += len(batch)
-        return kl, tokens
-
-    def _transcript(self, rollout: Rollout, text: str) -> dict[str, Any]:
-        prompt = self._tokenizer.decode(rollout.token_ids[: rollout.start])
-        return {"prompt": prompt, "answer": text, "reference": rollout.answer}
+    def _measured(self, student: Student) -> Tensor:
+        """(sum, number) of each metric of _MEASURED."""
+        sums = torch.zeros(len(_MEASURED), 2, dtype=torch.float64)
+        objective = self._objective
+        for group in micro_batches(self._held_out(), self._most, pack=student.packs):
+            scored = [item.wait() for item in group]
+            batch = make_batch(scored, self._accelerator.device, pack=student.packs)
+            out = student(batch, distillation_loss(batch, objective), objective.temperature)
+            found = batch_metrics(batch, out, objective)
+            sums += torch.stack([found[name] for name in _MEASURED]).double().cpu()
+        return sums
 
 
 def greedy_answers(

@@ -6,15 +6,23 @@ entropy              of the student over the whole vocabulary, nats a token
 ratio/mean           p(y)/mu(y), of the student over the one that sampled: 1 but for rounding
 topk/student_mass    probability that the student gives to the head
 topk/teacher_mass    probability that the teacher gives to the head
-length/mean          tokens of an answer
-length/truncated     share of answers cut at max_new_tokens
+length/mean          learned tokens of a sequence
+length/truncated     share of the student's answers cut at max_new_tokens
 grad_norm            before clipping
 lr                   learning rate
 tokens               scored tokens of the step, over all processes
 tokens_per_sec       scored tokens a second of the step
 time/step            seconds of the step; of it time/rollout, time/teacher_wait, time/optim
-eval/kl              kl/teacher on held-out prompts
+eval/kl              kl/teacher on what is held out
 eval/accuracy        share of held-out answers that are right
+
+Of stored sequences, which have no ratio and no answers that are cut:
+
+kl/teacher_bound     a lower bound of kl/teacher (bucket), where the teacher drew no samples
+cross_entropy        -log p of the stored tokens, nats a token, at the temperature of the store
+eval/kl_bound        kl/teacher_bound on what is held out
+eval/perplexity      exp(cross_entropy) on what is held out
+time/rollout         to wait for the disk
 
 Where a job names several teachers: kl/teacher/NAME, over the tokens that each of them scored.
 """

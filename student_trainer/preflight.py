@@ -4,45 +4,28 @@ comes in seconds.
 
 from __future__ import annotations
 
-import logging
-import os
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
 from clients.config import DataConfig, JobConfig, StudentConfig
+from clients.hub import use_caches_if_away
+from clients.offline_config import OfflineData, OfflineJob
 from clients.records import FILE_SUFFIXES
 from clients.score_query import tokenizer_fingerprint
 from clients.token_ids import first_difference
 from protos.errors import InvalidInput, WrongState
 from protos.transport import MAX_MESSAGE_BYTES
-from student_trainer.connections import Connection
-
-_HUB_SECONDS = 3.0
-
-log = logging.getLogger(__name__)
+from student_trainer.connections import AnyTraining, Connection
+from student_trainer.stores import Store
 
 
-def check_hub(config: JobConfig) -> None:
-    """Where the hub is needed but cannot be reached, leave its libraries to their caches.
-
-    They would try again for most of a minute, once for each file, before they say the same. Call
-    it before they are imported.
-    """
+def check_hub(config: AnyTraining) -> None:
+    """Where the hub is needed, see whether it is there, before its libraries are imported."""
     path = config.data.path
     local_data = path.endswith(FILE_SUFFIXES) or Path(path).exists()
     if local_data and Path(config.student.model).is_dir():
         return
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    try:
-        request = urllib.request.Request(endpoint, method="HEAD")
-        urllib.request.urlopen(request, timeout=_HUB_SECONDS).close()
-    except urllib.error.HTTPError as answer:
-        answer.close()  # it is there, whatever it thinks of the request
-    except OSError as error:
-        log.warning("%s cannot be reached, only its cache is used: %s", endpoint, error)
-        os.environ["HF_HUB_OFFLINE"] = "1"
+    use_caches_if_away()
 
 
 def check_student(student: StudentConfig) -> None:
@@ -57,35 +40,35 @@ def check_student(student: StudentConfig) -> None:
         )
 
 
-def check_processes(config: JobConfig) -> None:
+def check_processes(config: AnyTraining) -> None:
     """Refuse more processes than there is work for: one without any would stop the others."""
-    answers = config.train.prompts_per_step * config.method.rollouts_per_prompt
-    for field, work in (("train.prompts_per_step", answers), ("eval.prompts", config.eval.prompts)):
+    for field, work in (
+        ("train.prompts_per_step", config.sequences_per_step),
+        ("eval.prompts", config.eval.prompts),
+    ):
         if work < config.train.processes:
             raise InvalidInput(
-                f"{work} answers cannot be shared by {config.train.processes} processes",
+                f"{work} sequences cannot be shared by {config.train.processes} processes",
                 field=field,
                 hint="raise it, or lower train.processes",
             )
 
 
-def check_data(data: DataConfig) -> None:
+def check_data(data: DataConfig | OfflineData) -> None:
     """Refuse a data file that is not there."""
-    for field, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
+    for field in ("path", "eval_path", "eval_prompts"):
+        path = getattr(data, field, None)
         if path is not None and path.endswith(FILE_SUFFIXES) and not Path(path).is_file():
-            raise InvalidInput(f"no such file: {path}", field=field, hint="check the path")
+            raise InvalidInput(
+                f"no such file: {path}", field=f"data.{field}", hint="check the path"
+            )
 
 
 def check_teacher(teacher: Connection, config: JobConfig) -> None:
     """Refuse what this teacher cannot do: k and lengths."""
-    info = teacher.info
-    if config.teacher.top_k > info.max_top_k:
-        raise InvalidInput(
-            f"{config.teacher.top_k} is more than the {teacher.label} gives ({info.max_top_k})",
-            field="teacher.top_k",
-            hint=f"lower it to {info.max_top_k}, or start the teacher with a larger --max-top-k",
-        )
-    check_length(config, teacher.label, info.max_length)
+    check_head(teacher, config.teacher.top_k, "teacher.top_k")
+    longest = config.method.max_prompt_tokens + config.method.max_new_tokens
+    check_length(longest, teacher.label, teacher.info.max_length)
     # A student's own head ids travel with the query, four bytes each.
     size = 4 * config.method.max_new_tokens * config.teacher.top_k
     if config.method.divergence == "reverse_kl" and size > MAX_MESSAGE_BYTES * 3 // 4:
@@ -97,14 +80,47 @@ def check_teacher(teacher: Connection, config: JobConfig) -> None:
         )
 
 
-def check_length(config: JobConfig, model: str, most: int | None) -> None:
+def check_live_teacher(teacher: Connection, config: OfflineJob, store: Store) -> None:
+    """Refuse one that cannot go on where the stored rows end: of other tokens, or with less k."""
+    check_head(teacher, store.top_k, "data.path")
+    longest = store.longest + config.method.max_new_tokens
+    check_length(longest, teacher.label, teacher.info.max_length)
+    for name in ("tokenizer_fingerprint", "vocab_size"):
+        if str(getattr(teacher.info, name)) != store.facts[name]:
+            raise WrongState(
+                f"the {name} of the teacher differs from that of the {store.label}",
+                field="teacher.address",
+                hint="give the teacher that the store was captured from, or one of its tokenizer",
+            )
+
+
+def check_head(teacher: Connection, top_k: int, field: str) -> None:
+    most = teacher.info.max_top_k
+    if top_k > most:
+        raise InvalidInput(
+            f"{top_k} is more than the {teacher.label} gives ({most})",
+            field=field,
+            hint=f"lower it to {most}, or start the teacher with a larger --max-top-k",
+        )
+
+
+def check_length(longest: int, model: str, most: int | None) -> None:
     """Refuse prompts and answers that together are longer than `model` can read."""
-    longest = config.method.max_prompt_tokens + config.method.max_new_tokens
     if most is not None and longest > most:
         raise InvalidInput(
             f"a prompt and its answer may have {longest} tokens, the {model} takes {most}",
             field="method.max_new_tokens",
             hint="lower it or method.max_prompt_tokens",
+        )
+
+
+def check_stored_length(store: Store, most: int | None) -> None:
+    """Refuse sequences that the student cannot read."""
+    if most is not None and store.longest > most:
+        raise InvalidInput(
+            f"a sequence of the {store.label} has {store.longest} tokens, the student takes {most}",
+            field=store.field,
+            hint="capture with a smaller method.max_tokens",
         )
 
 
@@ -120,10 +136,33 @@ def check_vocabulary(teacher: Connection, tokens: Sequence[str], width: int) -> 
             field="student.model",
             hint=f"distillation by token id needs a student with the {teacher.label}'s tokenizer",
         )
-    if width != info.vocab_size:
+    _check_width(width, teacher.label, info.vocab_size)
+
+
+def check_stored_vocabulary(
+    store: Store, tokens: Sequence[str], width: int, stored: Sequence[str] | None
+) -> None:
+    """The same for a store. `stored`: the tokens of its tokenizer, where that is at hand."""
+    if tokenizer_fingerprint(tokens) != store.facts["tokenizer_fingerprint"]:
+        found = (
+            stored is not None
+            and tokenizer_fingerprint(stored) == store.facts["tokenizer_fingerprint"]
+        )
         raise WrongState(
-            f"the student has logits for {width} ids, the {teacher.label} for {info.vocab_size};"
-            f" the tokenizers agree, so one is padded from id {min(width, info.vocab_size)} on",
+            first_difference(stored, tokens)
+            if stored is not None and found
+            else f"the {store.label} was captured with another tokenizer than the student's",
+            field="student.model",
+            hint="distillation by token id needs a student with the store's tokenizer",
+        )
+    _check_width(width, store.label, int(store.facts["vocab_size"]))
+
+
+def _check_width(width: int, label: str, theirs: int) -> None:
+    if width != theirs:
+        raise WrongState(
+            f"the student has logits for {width} ids, the {label} for {theirs};"
+            f" the tokenizers agree, so one is padded from id {min(width, theirs)} on",
             field="student.model",
             hint="pad or trim the student's embeddings to the teacher's size",
         )

@@ -30,4 +30,4 @@ def largest(accelerator: Accelerator, number: int) -> int:
 def raise_together(accelerator: Accelerator, fault: DistillError | None) -> None:
     """Raise in every process if one has a fault: it must not leave the others in a collective."""
     if largest(accelerator, int(fault is not None)):
-        raise fault or Unavailable("another process of this job lost the teacher; its log says why")
+        raise fault or Unavailable("another process of this job met a fault; its log says which")

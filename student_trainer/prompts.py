@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from clients.config import DataConfig
 from clients.records import DataSet, text_of
 from clients.token_ids import prompt_ids
 from protos.errors import InvalidInput
+from student_trainer.order import Order, permutation
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +36,8 @@ class PromptSet:
 
     def of_step(self, step: int, count: int) -> list[Prompt]:
         """The `count` prompts of optimizer step `step` (from 1), whatever ran before."""
-        first = (step - 1) * count
-        return [self._at(index) for index in range(first, first + count)]
-
-    def _at(self, index: int) -> Prompt:
-        epoch, place = divmod(index, len(self.prompts))
-        return self.prompts[_permutation(len(self.prompts), self.seed, epoch)[place]]
+        order = Order(len(self.prompts), self.seed)
+        return [self.prompts[index] for index in order.of_step(step, count)]
 
 
 def load_prompts(
@@ -65,10 +60,10 @@ def load_prompts(
         return _encode(path, field, data, tokenizer, max_tokens, teachers)
 
     everything, too_long = encoded(data.path, "data.path")
-    order = _permutation(len(everything), seed, -1)
+    order = permutation(len(everything), seed, -1)
     if data.eval_path is not None:
         others, _ = encoded(data.eval_path, "data.eval_path")
-        aside = [others[i] for i in _permutation(len(others), seed, -1)[:held_out]]
+        aside = [others[i] for i in permutation(len(others), seed, -1)[:held_out]]
         training = everything
     else:
         aside = [everything[i] for i in order[:held_out]]
@@ -130,11 +125,3 @@ def _teacher(record: Mapping[str, Any], column: str, teachers: Collection[str], 
             hint="give it an address under [teachers], or correct the data",
         )
     return name
-
-
-@lru_cache(maxsize=4)
-def _permutation(size: int, seed: int, epoch: int) -> list[int]:
-    """A permutation of range(size), the same on every machine; epoch -1 splits off the held-out."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch + 1)
-    order: list[int] = torch.randperm(size, generator=generator).tolist()
-    return order

@@ -11,27 +11,22 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from student_trainer.prompts import Prompt
+from student_trainer.token_sequence import TokenSequence
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """One answer. Row i of the last three tensors is about token `start + i`.
+class Rollout(TokenSequence):
+    """A prompt and one answer. Row i of the tensors here is about token `start + i`.
 
-    token_ids [T] int64, prompt and answer; head_ids [T - start, k] int64, the sampling policy's
-    top-k; token_logprobs [T - start] float32, its log-prob of what it sampled. On the CPU.
+    head_ids [T - start, k] int64, the sampling policy's top-k; token_logprobs [T - start] float32,
+    its log-prob of what it sampled. On the CPU.
     """
 
-    token_ids: Tensor
-    start: int
     head_ids: Tensor
     token_logprobs: Tensor
     truncated: bool  # it was cut at max_new_tokens
     answer: str  # the reference
     teacher: str = ""  # the name of who is to score it, where there are several
-
-    @property
-    def completion(self) -> Tensor:
-        return self.token_ids[self.start :]
 
 
 class HuggingFaceRollouts:
@@ -73,7 +68,7 @@ class HuggingFaceRollouts:
         self, prompts: Sequence[Prompt], numbers: Sequence[int], *, seed: int, greedy: bool = False
     ) -> Iterator[list[Rollout]]:
         """Rollouts of prompts [i], as rollout number numbers[i], in batches as they are done."""
-        longest = max(len(prompt.ids) for prompt in prompts) + self._max_new_tokens
+        longest = max((len(prompt.ids) for prompt in prompts), default=0) + self._max_new_tokens
         size = max(1, self._batch_tokens // longest)
         for first in range(0, len(prompts), size):
             part = slice(first, first + size)

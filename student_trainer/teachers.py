@@ -9,24 +9,24 @@ from typing import Protocol
 
 import numpy as np
 
-from clients.config import TeacherConfig
 from clients.score_query import ScoreQuery
 from clients.teacher_client import TeacherClient
 from protos.rows import RowBlock
-from student_trainer.batches import ScoredRollout
+from student_trainer.batches import ScoredSequence
 from student_trainer.rollouts import Rollout
+from student_trainer.token_sequence import TokenSequence
 
 
 @dataclass(frozen=True)
 class PendingRows:
-    """A rollout whose rows are on their way."""
+    """A sequence whose rows are on their way."""
 
-    rollout: Rollout
+    sequence: TokenSequence
     rows: Future[RowBlock]
 
-    def wait(self) -> ScoredRollout:
+    def wait(self) -> ScoredSequence:
         """Raises what the teacher raised; it gives up by itself, so this ends."""
-        return ScoredRollout(self.rollout, self.rows.result())
+        return ScoredSequence(self.sequence, self.rows.result())
 
 
 class TeacherSource(Protocol):
@@ -42,26 +42,26 @@ class RemoteTeacher:
     def __init__(
         self,
         client: TeacherClient,
-        config: TeacherConfig,
         *,
-        student_head: bool,
+        top_k: int | None,
         temperature: float,
+        f32: bool,
     ) -> None:
-        """`student_head`: score at the rollout's own head ids, not at the teacher's top-k."""
+        """`top_k`: of the teacher; None: score at the rollout's own head ids."""
         self._client = client
-        self._config = config
-        self._student_head = student_head
+        self._top_k = top_k
         self._temperature = temperature
+        self._f32 = f32
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
-        head = rollout.head_ids.numpy().astype(np.int32) if self._student_head else None
+        head = rollout.head_ids.numpy().astype(np.int32) if self._top_k is None else None
         query = ScoreQuery(
             token_ids=rollout.token_ids.numpy().astype(np.int32),
             start=rollout.start,
-            top_k=None if self._student_head else self._config.top_k,
+            top_k=self._top_k,
             head_ids=head,
             temperature=self._temperature,
-            f32=self._config.logprob_format == "f32",
+            f32=self._f32,
         )
         return self._client.submit(query)
 

@@ -9,30 +9,39 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from clients.config import JobConfig, TrainConfig
+from clients.config import TrainConfig, TrainingJob
 from clients.metrics_log import MetricsLog
 from clients.run_directory import RunDirectory, Verdict
 from clients.run_progress import Progress
 from protos.errors import Corrupt, DistillError
 from protos.failpoints import failpoint
 from student_trainer import checkpoint
-from student_trainer.batches import ScoredRollout, make_batch, micro_batches
-from student_trainer.distillation import distillation_loss, kl_metrics, pop_kl_by_teacher
+from student_trainer.batches import ScoredSequence, make_batch
+from student_trainer.distillation import Objective, batch_metrics, distillation_loss
 from student_trainer.evaluate import Evaluation
+from student_trainer.packing import micro_batches
 from student_trainer.parallel import Replicated, Sharded, whole
 from student_trainer.processes import largest, raise_together
-from student_trainer.prompts import PromptSet
-from student_trainer.rollouts import HuggingFaceRollouts
-from student_trainer.teachers import PendingRows, TeacherSource
+from student_trainer.rollouts import Rollout
+from student_trainer.teachers import PendingRows
+
+
+class StepSource(Protocol):
+    """Where the sequences of a step come from."""
+
+    def of_step(self, step: int) -> list[PendingRows]:
+        """This process's share of optimizer step `step` (from 1), a pure function of it and of the
+        student's weights. Every process must call it.
+        """
 
 
 @dataclass(frozen=True)
@@ -44,18 +53,19 @@ class Parts:
     student: Replicated | Sharded
     optimizer: torch.optim.Optimizer
     tokenizer: Any
-    prompts: PromptSet
-    rollouts: HuggingFaceRollouts
-    teacher: TeacherSource
+    objective: Objective
+    steps: StepSource
     evaluation: Evaluation
     metrics: MetricsLog | None  # only in the main process
+    teachers: Sequence[str] = ()  # names, where the prompts choose
+    facts: Mapping[str, str] = field(default_factory=dict)  # kept with every checkpoint
 
 
 class Trainer:
     """Runs a job from its last step to its verdict: "succeeded" or "cancelled"."""
 
     def __init__(
-        self, config: JobConfig, run: RunDirectory, progress: Progress, parts: Parts
+        self, config: TrainingJob, run: RunDirectory, progress: Progress, parts: Parts
     ) -> None:
         self._config = config
         self._run = run
@@ -65,11 +75,12 @@ class Trainer:
         self._student = parts.student
         self._optimizer = parts.optimizer
         self._tokenizer = parts.tokenizer
-        self._prompts = parts.prompts
-        self._rollouts = parts.rollouts
-        self._teacher = parts.teacher
+        self._objective = parts.objective
+        self._steps = parts.steps
         self._evaluation = parts.evaluation
         self._metrics = parts.metrics
+        self._teachers = parts.teachers
+        self._facts = parts.facts
 
     def train(self) -> Verdict:
         """Returns the verdict; raises what cannot be mended, after saving what is good."""
@@ -112,67 +123,37 @@ class Trainer:
 
     def _train_step(self, step: int) -> dict[str, float]:
         started = time.monotonic()
-        pending = self._write(step)
+        pending = self._steps.of_step(step)
         written = time.monotonic()
-        sums, waited = self._learn(pending)
+        means, waited = self._learn(pending)
         learned = time.monotonic()
         failpoint("gradients-ready")
         rate = learning_rate(self._config.train, step, self._config.max_steps)
         grad_norm = self._update(rate)
         ended = time.monotonic()
-        tokens = sums.pop("tokens")
-        rollouts, truncated = sums.pop("rollouts"), sums.pop("truncated")
-        by_teacher = pop_kl_by_teacher(sums, [*self._config.teachers])
         return {
-            **by_teacher,
-            **{name: value / tokens for name, value in sums.items()},
-            "length/mean": tokens / rollouts,
-            "length/truncated": truncated / rollouts,
+            **means,
             "grad_norm": grad_norm,
             "lr": rate,
-            "tokens": tokens,
-            "tokens_per_sec": tokens / (ended - started),
+            "tokens_per_sec": means["tokens"] / (ended - started),
             "time/step": ended - started,
             "time/rollout": written - started,
             "time/teacher_wait": waited,
             "time/optim": ended - learned,
         }
 
-    def _write(self, step: int) -> list[PendingRows]:
-        """This process's rollouts of the step; the teacher reads each batch while the next is
-        written.
-        """
-        config, accelerator = self._config, self._accelerator
-        count, per_prompt = config.train.prompts_per_step, config.method.rollouts_per_prompt
-        chosen = [p for p in self._prompts.of_step(step, count) for _ in range(per_prompt)]
-        mine = range(accelerator.process_index, len(chosen), accelerator.num_processes)
-        first = (step - 1) * len(chosen)
-        self._student.whole.eval()
-        with self._student.gathered():
-            batches = self._rollouts.generate(
-                [chosen[i] for i in mine], [first + i for i in mine], seed=config.seed
-            )
-            return [
-                PendingRows(rollout, self._teacher.score(rollout))
-                for batch in batches
-                for rollout in batch
-            ]
-
     def _learn(self, pending: list[PendingRows]) -> tuple[dict[str, float], float]:
-        """Gradients of the mean loss over all tokens of all processes; (sums, seconds waited)."""
-        own = {
-            "tokens": sum(len(item.rollout.completion) for item in pending),
-            "rollouts": len(pending),
-            "truncated": sum(item.rollout.truncated for item in pending),
-        }
-        counts = self._reduce({name: torch.tensor(float(value)) for name, value in own.items()})
+        """Gradients of the mean loss over all tokens of all processes; (means, seconds waited)."""
+        lengths = self._reduce(_lengths(pending))
+        tokens = lengths["length/mean"][0]
         # Gradients are averaged over processes, the loss is divided by the tokens of all of them.
-        scale = self._accelerator.num_processes / counts["tokens"]
-        method, device = self._config.method, self._accelerator.device
+        scale = self._accelerator.num_processes / tokens
+        objective, device = self._objective, self._accelerator.device
+        packs = self._student.whole.packs
         sums: dict[str, Tensor] = {}
         waited = 0.0
         self._student.trained.train()
-        groups = micro_batches(pending, self._config.train.tokens_per_micro_batch)
+        groups = micro_batches(pending, self._config.train.tokens_per_micro_batch, pack=packs)
         own_groups = len(groups)
         # Collectives need every process, also one that has no rows left.
         groups += groups[-1:] * (largest(self._accelerator, own_groups) - own_groups)
@@ -180,23 +161,28 @@ class Trainer:
             started = time.monotonic()
             scored = self._rows(group)
             waited += time.monotonic() - started
-            batch = make_batch(scored, device)
+            batch = make_batch(scored, device, pack=packs)
             if number >= own_groups:
                 batch = batch.without_rows()
             with self._student.synchronized(last=number == len(groups) - 1):
-                out = self._student(batch, distillation_loss(batch, method), method.temperature)
+                loss = distillation_loss(batch, objective)
+                out = self._student(batch, loss, objective.temperature)
                 self._accelerator.backward(out.loss_sum * scale)
-            kl = kl_metrics(batch, out, method, [*self._config.teachers])
-            found = {"loss": out.loss_sum.detach(), **kl}
+            found = batch_metrics(batch, out, objective, self._teachers)
+            found["loss"] = torch.stack(
+                [out.loss_sum.detach(), out.loss_sum.new_tensor(len(batch))]
+            )
             sums = {name: sums.get(name, 0) + value for name, value in found.items()}
-        return {**self._reduce(sums), **counts}, waited
+        totals = {**self._reduce(sums), **lengths}
+        means = {name: found / count for name, (found, count) in totals.items() if count}
+        return {**means, "tokens": tokens}, waited
 
-    def _rows(self, group: list[PendingRows]) -> list[ScoredRollout]:
+    def _rows(self, group: list[PendingRows]) -> list[ScoredSequence]:
         """Waits for the teacher. No process goes into a micro-batch, where weights or gradients
         cross, before all of them have their rows of it.
         """
         fault: DistillError | None = None
-        scored: list[ScoredRollout] = []
+        scored: list[ScoredSequence] = []
         try:
             scored = [item.wait() for item in group]
         except DistillError as error:
@@ -220,10 +206,11 @@ class Trainer:
         self._optimizer.zero_grad()
         return float(norm)
 
-    def _reduce(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    def _reduce(self, sums: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+        """(sum, number) of each, over all processes."""
         stacked = torch.stack([value.double().cpu() for value in sums.values()])
         total = self._accelerator.reduce(stacked.to(self._accelerator.device))
-        return dict(zip(sums, total.tolist(), strict=True))
+        return {name: (s, n) for name, (s, n) in zip(sums, total.tolist(), strict=True)}
 
     def _evaluate(self) -> dict[str, float]:
         self._progress.say("evaluating", self._step)
@@ -254,6 +241,7 @@ class Trainer:
             model=self._student.trained.model,
             tokenizer=self._tokenizer,
             optimizer=self._optimizer,
+            facts=self._facts,
             main=main,
         )
         if main:
@@ -270,6 +258,15 @@ class Trainer:
             main=self._accelerator.is_main_process,
         )
         self._accelerator.wait_for_everyone()
+
+
+def _lengths(pending: Sequence[PendingRows]) -> dict[str, Tensor]:
+    written = [item.sequence for item in pending if isinstance(item.sequence, Rollout)]
+    tokens = sum(len(item.sequence.completion) for item in pending)
+    return {
+        "length/mean": torch.tensor([tokens, len(pending)]),
+        "length/truncated": torch.tensor([sum(one.truncated for one in written), len(written)]),
+    }
 
 
 def learning_rate(train: TrainConfig, step: int, max_steps: int) -> float:

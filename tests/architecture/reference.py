@@ -15,7 +15,11 @@ from pydantic_core import PydanticUndefined
 from clients.capture_config import CaptureJob
 from clients.config import JobConfig
 from clients.config_problems import table_in
+from clients.offline_config import OfflineJob
 
+OFFLINE = """\
+Training from a store (`method.type = "offline"`) has `student`, `train`, `eval`, `checkpoint` and
+`track` as above. Of `data`, `method` and `teacher` these are its own:"""
 CAPTURE = """\
 A capture (`method.type = "capture"`) has no tables but `student`, `teacher`, `data` and `method`. Of
 their keys these are its own:"""
@@ -40,8 +44,9 @@ def rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def table() -> str:
     head = ["| key | default | |", "|---|---|---|"]
     training = [*rows(JobConfig)]
-    others = [row for row in rows(CaptureJob) if row not in training]
-    lines = [*head, *training, "", CAPTURE, "", *head, *others]
+    lines = [*head, *training]
+    for intro, kind in ((OFFLINE, OfflineJob), (CAPTURE, CaptureJob)):
+        lines += ["", intro, "", *head, *(row for row in rows(kind) if row not in training)]
     return "".join(line.replace("||", "\\|\\|") + "\n" for line in lines)
 
 

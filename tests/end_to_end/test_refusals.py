@@ -129,7 +129,7 @@ CASES = {
     ),
     "idle processes": Refusal(
         {"train.prompts_per_step": "1", "train.processes": "2"},
-        ("train.prompts_per_step: ", "1 answers cannot be shared by 2", "lower train.processes"),
+        ("train.prompts_per_step: ", "1 sequences cannot be shared by 2", "lower train.processes"),
     ),
 }  # fmt: skip
 refusals = pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from protos.rows import RowBlock
-from student_trainer.batches import ScoredRollout, make_batch, micro_batches
+from student_trainer.batches import ScoredSequence, make_batch
+from student_trainer.packing import micro_batches
 from student_trainer.rollouts import Rollout
 
 CPU = torch.device("cpu")
 
 
-def scored(tokens: list[int], start: int, heads: list[list[int]]) -> ScoredRollout:
+def scored(tokens: list[int], start: int, heads: list[list[int]]) -> ScoredSequence:
     """Teacher log-probs that tell where they came from: -(token position), and a tenth a head."""
     positions = np.arange(start, len(tokens), dtype=np.float32)
-    return ScoredRollout(
+    return ScoredSequence(
         Rollout(
             token_ids=torch.tensor(tokens),
             start=start,
@@ -66,7 +67,7 @@ def test_row_t_comes_from_position_t_minus_1() -> None:
 
 @dataclass(frozen=True)
 class Item:
-    rollout: Rollout
+    sequence: Rollout
 
 
 def items(lengths: list[int]) -> list[Item]:
@@ -81,7 +82,7 @@ def test_micro_batches_cover_everything_once(most: int) -> None:
     flat = [id(item) for group in groups for item in group]
     assert sorted(flat) == sorted(id(item) for item in made)
     for group in groups:
-        lengths = [len(item.rollout.token_ids) for item in group]
+        lengths = [len(item.sequence.token_ids) for item in group]
         assert len(group) == 1 or len(group) * max(lengths) <= most
     if most == 10_000:
         assert len(groups) == 1

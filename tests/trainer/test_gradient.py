@@ -12,10 +12,12 @@ from torch import Tensor
 from clients.run_directory import RunDirectory
 from clients.run_progress import Progress
 from protos.errors import Corrupt
-from student_trainer.evaluate import Evaluation
+from student_trainer.distillation import Objective
+from student_trainer.evaluate import Evaluation, Examination
 from student_trainer.losses import exact_kl
 from student_trainer.metrics import open_metrics
 from student_trainer.model import Student, load_model, load_tokenizer
+from student_trainer.on_policy import Answers, OnPolicySteps
 from student_trainer.parallel import Replicated
 from student_trainer.prompts import load_prompts
 from student_trainer.rollouts import HuggingFaceRollouts
@@ -44,16 +46,25 @@ def trainer(
     )
     accelerator = Accelerator(cpu=True)
     student = Student(model)
+    replicated = Replicated(accelerator, student)
+    objective = Objective.on_policy(config.method)
+    answers = Answers(replicated, rollouts, teacher, config.seed)
+    steps = OnPolicySteps(config, accelerator, prompts, held_out, answers)
     parts = Parts(
         step=0,
         accelerator=accelerator,
-        student=Replicated(accelerator, student),
+        student=replicated,
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
         tokenizer=words,
-        prompts=prompts,
-        rollouts=rollouts,
-        teacher=teacher,
-        evaluation=Evaluation(config, held_out, accelerator, words, rollouts, teacher),
+        objective=objective,
+        steps=steps,
+        evaluation=Evaluation(
+            accelerator,
+            objective,
+            steps.held_out,
+            Examination(held_out, accelerator, words, rollouts),
+            tokens_per_micro_batch=48,
+        ),
         metrics=open_metrics(run, attempt=1, last_step=None, tensorboard=False) if log else None,
     )
     progress = Progress(
@@ -79,7 +90,7 @@ def test_micro_batches_change_nothing(material: tiny.Material, tmp_path: Path, t
     for number, size in enumerate((100_000, tokens)):
         run = new_run(material, tmp_path / str(number), train__tokens_per_micro_batch=size)
         made, student, _ = trainer(material, run)
-        metrics, _ = made._learn(made._write(1))
+        metrics, _ = made._learn(made._steps.of_step(1))
         found.append((metrics, gradients(student)))
     (whole, whole_grads), (cut, cut_grads) = found
     assert whole["tokens"] == cut["tokens"]
@@ -95,22 +106,22 @@ def test_the_gradient_is_that_of_the_mean_kl(material: tiny.Material, tmp_path: 
     made, student, teacher = trainer(
         material, new_run(material, tmp_path / "run"), top_k=VOCABULARY
     )
-    pending = made._write(1)
-    sums, _ = made._learn(pending)
+    pending = made._steps.of_step(1)
+    means, _ = made._learn(pending)
     found = gradients(student)
 
     total = torch.zeros((), dtype=torch.float64)
     count = 0
     for item in pending:
-        rollout = item.rollout
+        rollout = item.sequence
         logits = student.model(input_ids=rollout.token_ids[None]).logits[0, rollout.start - 1 : -1]
         q = completion_logprobs(teacher._model, rollout)
         total = total + exact_kl(logits.double().log_softmax(1), q, direction="reverse").sum()
         count += len(q)
     (total / count).backward()
     expected = gradients(student)
-    assert sums["tokens"] == count
-    assert sums["loss"] == pytest.approx(float(total.detach()), rel=1e-4)
+    assert means["tokens"] == count
+    assert means["loss"] == pytest.approx(float(total.detach()) / count, rel=1e-4)
     for name, grad in expected.items():
         assert float((found[name] - grad).norm() / grad.norm()) < 1e-3, name
 
@@ -121,7 +132,7 @@ def test_a_gradient_that_is_no_number_changes_nothing(
 ) -> None:
     made, student, _ = trainer(material, new_run(material, tmp_path / "run"))
     before = {name: p.detach().clone() for name, p in student.named_parameters()}
-    made._learn(made._write(1))
+    made._learn(made._steps.of_step(1))
     next(student.parameters()).grad.view(-1)[3] = bad  # type: ignore[union-attr]
     with pytest.raises(Corrupt, match="the gradient of step 1 is not finite"):
         made._update(0.1)

@@ -14,7 +14,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from clients.config import OnPolicyConfig, StudentConfig
 from protos.errors import InvalidInput
 from student_trainer.batches import Batch, make_batch
-from student_trainer.distillation import distillation_loss
+from student_trainer.distillation import Objective, distillation_loss
 from student_trainer.losses import FusedLoss, Rows
 from student_trainer.model import (
     Student,
@@ -29,7 +29,7 @@ from student_trainer.teachers import PendingRows
 from tests.trainer import tiny
 from tests.trainer.model_teacher import ModelTeacher
 
-METHOD = OnPolicyConfig(temperature=1.3)
+METHOD = Objective.on_policy(OnPolicyConfig(temperature=1.3))
 
 
 def untied(bias: bool) -> Any:
