@@ -43,9 +43,12 @@ def load(stub: teacher_pb2_grpc.TeacherStub) -> teacher_pb2.TeacherLoad:
 
 
 @pytest.fixture
-def stub(start_teacher: StartTeacher) -> Iterator[teacher_pb2_grpc.TeacherStub]:
-    """Of a teacher that takes a sequence at a time, each BATCH_MS."""
-    teacher = start_teacher(*fake(BATCH_MS, "--max-batch-tokens", "20"))
+def stub(
+    start_teacher: StartTeacher, request: pytest.FixtureRequest
+) -> Iterator[teacher_pb2_grpc.TeacherStub]:
+    """Of a teacher that takes a sequence at a time, each BATCH_MS or as a test says."""
+    latency = getattr(request, "param", BATCH_MS)
+    teacher = start_teacher(*fake(latency, "--max-batch-tokens", "20"))
     with grpc.insecure_channel(teacher.address, options=CHANNEL_OPTIONS) as channel:
         stub = teacher_pb2_grpc.TeacherStub(channel)
         stub.address = teacher.address  # type: ignore[attr-defined]
@@ -154,10 +157,13 @@ def test_a_hundred_give_up_among_a_thousand(start_teacher: StartTeacher) -> None
     assert teacher.stop() == 0
 
 
+@pytest.mark.parametrize("stub", [2000], indirect=True)
 def test_who_has_no_time_left_never_reaches_the_model(stub: teacher_pb2_grpc.TeacherStub) -> None:
     """T15: one sequence keeps the model busy; fifty callers with less time than that wait."""
     first = stub.Score(iter([request_of(queries(1)[0], "first")]))
-    time.sleep(BATCH_MS / 3000)
+    while load(stub).active_streams == 0:
+        time.sleep(0.01)
+    time.sleep(0.1)
     late = [
         stub.Score(iter([request_of(query, "late")]), timeout=seconds)
         for seconds in (1e-9, 1e-4, 1e-3, 0.02, 0.05)
@@ -167,6 +173,7 @@ def test_who_has_no_time_left_never_reaches_the_model(stub: teacher_pb2_grpc.Tea
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
+    assert load(stub).forwards == 0, "the model was not busy for long enough"
     assert [chunk.last for chunk in first] == [True]
-    time.sleep(2 * BATCH_MS / 1000)
+    time.sleep(0.5)
     assert (load(stub).forwards, load(stub).queued_tokens) == (1, 0)
