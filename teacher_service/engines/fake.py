@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 import numpy as np
 import xxhash
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from clients.score_query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
-from protos.rows import RowBlock
+from protos.rows import RowBlock, concatenate
 from teacher_service.engines.base import EngineInfo, fingerprint_of
+from teacher_service.uniforms import splitmix64, uniforms_of
 
 _CHUNK_ROWS = 256
 _LEAST = {"vocab": 1, "seed": 0, "max_length": 2, "latency_ms": 0}
@@ -83,6 +84,7 @@ class FakeEngine:
 
     def _score_one(self, query: ScoreQuery) -> RowBlock | DistillError:
         parts = []
+        uniforms = uniforms_of(query)
         for first in range(query.start, len(query.token_ids), _CHUNK_ROWS):
             last = min(first + _CHUNK_ROWS, len(query.token_ids))
             logits = self._logits(query.token_ids, first, last) / query.temperature
@@ -93,9 +95,9 @@ class FakeEngine:
             heads = None
             if query.head_ids is not None:
                 heads = query.head_ids[first - query.start : last - query.start]
-            parts.append(_rows(logits, heads, query.k, query.token_ids[first:last]))
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        return RowBlock(columns[0], columns[1], columns[2], columns[3])
+            levels = uniforms[first - query.start : last - query.start]
+            parts.append(_rows(logits, heads, query.k, query.token_ids[first:last], levels))
+        return concatenate(parts)
 
     def _logits(self, token_ids: NDArray[np.int32], first: int, last: int) -> NDArray[np.float64]:
         """[last - first, V]: uniform in [0, 16), a function of (seed, prefix, id)."""
@@ -106,18 +108,11 @@ class FakeEngine:
             hasher.update(token.tobytes())
             prefixes[row] = hasher.intdigest()
         ids = np.arange(self._settings.vocab, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        mixed = _mix(prefixes[:, None] + ids[None, :])
+        mixed = splitmix64(prefixes[:, None] + ids[None, :])
         logits = (mixed >> np.uint64(11)).astype(np.float64) * (16 / 2**53)
         seen = np.cumsum(token_ids == self._settings.nan_token)[first - 1 : last - 1] > 0
         logits[seen] = np.nan
         return logits
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def _rows(
@@ -125,7 +120,8 @@ def _rows(
     heads: NDArray[np.int32] | None,
     k: int,
     token_ids: NDArray[np.int32],
-) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+    uniforms: NDArray[np.float64],
+) -> RowBlock:
     if heads is None:
         heads = np.argsort(-logits, axis=1, kind="stable")[:, :k].astype(np.int32)
     logprobs = logits - _logsumexp(logits)[:, None]
@@ -133,7 +129,24 @@ def _rows(
     token = np.take_along_axis(logprobs, token_ids[:, None], axis=1)[:, 0]
     np.put_along_axis(logprobs, heads, -np.inf, axis=1)
     tail = _logsumexp(logprobs)
-    return heads, head.astype(np.float32), tail.astype(np.float32), token.astype(np.float32)
+    rows = RowBlock(
+        heads, head.astype(np.float32), tail.astype(np.float32), token.astype(np.float32)
+    )
+    if not uniforms.shape[1]:
+        return rows
+    drawn = _drawn(np.exp(logprobs), uniforms)
+    mean = np.take_along_axis(logprobs, drawn, axis=1).mean(axis=1).astype(np.float32)
+    return replace(rows, tail_sample_ids=drawn, tail_sample_logprob=mean)
+
+
+def _drawn(weights: NDArray[np.float64], uniforms: NDArray[np.float64]) -> NDArray[np.int32]:
+    """As `tail_samples.draw`, without torch."""
+    running = weights.cumsum(axis=1)
+    levels = np.minimum(uniforms * running[:, -1:], np.nextafter(running[:, -1:], 0))
+    found = [
+        row.searchsorted(level, side="right") for row, level in zip(running, levels, strict=True)
+    ]
+    return np.stack(found).clip(max=weights.shape[1] - 1).astype(np.int32)
 
 
 def _logsumexp(x: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -25,6 +25,8 @@ def query_fields(query: ScoreQuery) -> dict[str, Any]:
         "top_k": query.top_k,
         "head_ids": None if head_ids is None else head_ids.astype("<i4").tobytes(),
         "temperature": query.temperature,
+        "tail_samples": query.tail_samples,
+        "seed": query.seed,
     }
 
 
@@ -34,7 +36,8 @@ def query_of(fields: Mapping[str, Any]) -> ScoreQuery:
     if fields["head_ids"] is not None:
         rows = len(token_ids) - fields["start"]
         head_ids = np.frombuffer(fields["head_ids"], "<i4").reshape(rows, -1)
-    return ScoreQuery(token_ids, fields["start"], fields["top_k"], head_ids, fields["temperature"])
+    others = {name: fields[name] for name in fields.keys() - {"token_ids", "head_ids"}}
+    return ScoreQuery(token_ids, head_ids=head_ids, **others)
 
 
 def part_of(query: ScoreQuery, first: int, end: int) -> ScoreQuery:
