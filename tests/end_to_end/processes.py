@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from clients.config import JobConfig
+from clients.job_kinds import AnyJob, processes_of
 from clients.launch import trainer_command
 from clients.run_directory import RunDirectory
 from tests.server.conftest import Server
@@ -44,7 +44,7 @@ class TrainerProcess:
         self.run, self.attempt = run, attempt
         run.logs(attempt).mkdir(parents=True, exist_ok=True)
         default = trainer_command(
-            run.path, attempt=attempt, processes=run.config().train.processes, **options
+            run.path, attempt=attempt, processes=processes_of(run.config()), **options
         )
         with run.log_file(attempt).open("ab") as log:
             self.process = subprocess.Popen(
@@ -100,7 +100,7 @@ def finish(run: RunDirectory, attempt: int = 1, **options: Any) -> RunDirectory:
     return run
 
 
-def new_run(path: Path, config: JobConfig) -> RunDirectory:
+def new_run(path: Path, config: AnyJob) -> RunDirectory:
     return RunDirectory.create(path, config)
 
 

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from clients.config import JobConfig
+from clients.offline_config import OfflineJob
 from student_trainer.pretrain import make_model, make_tokenizer
 from student_trainer.prompts import Prompt
 from student_trainer.tasks import addition
@@ -85,13 +86,33 @@ def job(material: Material, address: str = "localhost:1", **changes: Any) -> Job
         "checkpoint": {"every": 4},
         "track": {"tensorboard": False},
     }
+    return JobConfig.model_validate(_changed(values, changes))
+
+
+def offline_job(material: Material, store: Path, **changes: Any) -> OfflineJob:
+    """The same job from a store."""
+    plain = job(material)
+    values: dict[str, Any] = {
+        "student": {"model": str(material.student)},
+        "data": {"path": str(store)},
+        "max_steps": plain.max_steps,
+        "method": {"type": "offline", "max_new_tokens": 6},
+        "train": plain.train.model_dump(),
+        "eval": {"every": 10, "prompts": 8},
+        "checkpoint": {"every": 4},
+        "track": {"tensorboard": False},
+    }
+    return OfflineJob.model_validate(_changed(values, changes))
+
+
+def _changed(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in changes.items():
         *tables, key = name.split("__")
         table = values
         for inner in tables:
             table = table.setdefault(inner, {})
         table[key] = value
-    return JobConfig.model_validate(values)
+    return values
 
 
 TIMES = ("time/", "tokens_per_sec")
