@@ -19,10 +19,10 @@ import platform
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -182,12 +182,9 @@ def http_round(port: int, name: str, clients: int) -> Round:
         connection.close()
 
     def run(tokens: int, count: int) -> None:
-        share = (tokens, count // clients)
-        threads = [threading.Thread(target=client, args=share) for _ in range(clients)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(clients) as threads:
+            for done in [threads.submit(client, tokens, count // clients) for _ in range(clients)]:
+                done.result()
 
     return run
 

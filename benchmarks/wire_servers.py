@@ -91,6 +91,7 @@ async def serve_http(k: int, name: str) -> None:
     # With the protocol named asyncio sends at once; else an answer waits for an acknowledgement.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
+    listener.listen()
     print(listener.getsockname()[1], flush=True)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     await server.serve(sockets=[listener])

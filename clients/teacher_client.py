@@ -176,7 +176,7 @@ class TeacherClient:
 
     def _watch(self) -> None:
         patience = self._patience_seconds
-        probe = min(CONNECT_SECONDS, patience / 5)
+        probe = min(CONNECT_SECONDS, patience / 2)
         alive_at = 0.0
         while self._window.wait_for_stall(patience - probe, alive_at):
             before = self._window.silent_since

@@ -14,7 +14,7 @@ import pytest
 from clients.distill_client import DistillClient
 from clients.jobs import TERMINAL, JobState
 from protos.errors import Unavailable
-from tests.server.conftest import SCRIPT, Server, eventually, job_config
+from tests.server.conftest import SCRIPT, Server, end_attempt, eventually, job_config
 
 KEY = "the same key"
 # Reached by a job that is submitted and runs to its end.
@@ -62,6 +62,13 @@ class ArmedServer(Server):
         self.process.stdout.close()
         self.deaths += 1
         self.start()
+
+    def clean_up(self) -> None:
+        if self.process is not None:
+            self.kill()
+        # An attempt with a later one was disposed of: perhaps by a server, before its shim came.
+        for logs in self.runs.glob("*/logs"):
+            end_attempt(max(logs.glob("attempt-*")))
 
     def starts(self, job_id: str) -> list[str]:
         """What each attempt's trainer said when it began."""
