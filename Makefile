@@ -1,4 +1,4 @@
-.PHONY: setup demo test test-vllm soak lint bench bench-gpu protos clean
+.PHONY: setup demo test test-ray test-vllm soak lint bench bench-gpu protos clean
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm/bin
@@ -16,6 +16,10 @@ test-vllm: .venv-vllm/.installed  ## the vLLM engine with a real vLLM, on the CP
 
 soak: setup  ## every injected fault and fuzzed request 15 times as often as in the tests; an hour
 	DISTILL_REPEATS=300 $(BIN)/pytest -n 2 --timeout 7200 tests/faults tests/teacher/test_bad_requests.py
+
+test-ray: setup  ## the capture on a Ray cluster of this machine, for which `make test` has no Ray
+	$(BIN)/pip install -q -c constraints.txt -e '.[ray]'
+	$(BIN)/pytest tests/capture/test_ray.py
 
 lint: setup  ## style, types, import contracts
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -197,7 +197,7 @@ SHIPPED = [
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_every_shipped_job_file_is_valid(path: Path) -> None:
-    assert load_job(path).config.student.model
+    assert load_job(path).config.method.type
 
 
 def test_the_minimal_file_is_three_lines() -> None:

@@ -1,0 +1,112 @@
+"""The same capture on a Ray cluster of this machine, one of whose two engines is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from clients.launch import trainer_command
+from clients.run_directory import RunDirectory
+from protos.errors import ExitCode
+from tests.capture.material import digests, job
+
+pytest.importorskip("ray", reason="needs the extra [ray]")
+
+
+class Cluster:
+    """A Ray of three CPUs: one more than two engines take."""
+
+    def __init__(self, log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.address = f"127.0.0.1:{port}"
+        # Short: sockets live there, whose names have a limit.
+        self._place = Path(f"/tmp/ray-{os.getpid()}")
+        options = [f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={self._place}"]
+        quiet = ["--include-dashboard=false", "--disable-usage-stats"]
+        ray = str(Path(sys.executable).with_name("ray"))
+        with log.open("w") as output:
+            self._head = subprocess.Popen(
+                [ray, "start", "--head", "--block", "--num-cpus=3", *options, *quiet],
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + 60
+        while "Ray runtime started" not in log.read_text():
+            assert self._head.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+
+    def engines(self) -> list[psutil.Process]:
+        return [one for one in self._processes() if "FileScorer" in " ".join(one.cmdline())]
+
+    def close(self) -> None:
+        for process in [*self._processes(), psutil.Process(self._head.pid)]:
+            process.kill()
+        self._head.wait(20)
+        shutil.rmtree(self._place, ignore_errors=True)
+
+    def _processes(self) -> list[psutil.Process]:
+        return psutil.Process(self._head.pid).children(recursive=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("ray") / "log")
+    yield made
+    made.close()
+
+
+def start(run: RunDirectory, cluster: Cluster) -> subprocess.Popen[bytes]:
+    run.logs(1).mkdir(parents=True)
+    with run.log_file(1).open("ab") as log:
+        return subprocess.Popen(
+            trainer_command(run.path, attempt=1, processes=1),
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": cluster.address},
+        )
+
+
+@pytest.mark.slow
+def test_an_engine_is_killed(
+    cluster: Cluster, data: Path, words: Path, whole: Path, tmp_path: Path
+) -> None:
+    """The other, and one in its place, go on; the store is the one of a single engine."""
+    # Slow enough to be met at work; what it gives, and so its fingerprint, is the same.
+    slow = {"teacher__model": "vocab=64,latency_ms=150", "method__ray": {"actors": 2}}
+    run = RunDirectory.create(tmp_path / "run", job(data, words, **slow))
+    process = start(run, cluster)
+    deadline = time.monotonic() + 120
+    while len(list(run.store.glob("*.arrow"))) < 2:
+        assert process.poll() is None, run.log_file(1).read_text()
+        assert time.monotonic() < deadline, run.log_file(1).read_text()
+        time.sleep(0.05)
+    first, _ = cluster.engines()
+    first.kill()
+    assert len(list(run.store.glob("*.arrow"))) < len(list(whole.glob("*.arrow")))
+    assert process.wait(120) == 0, run.log_file(1).read_text()
+    assert not first.is_running()
+    assert digests(run.store) == digests(whole)
+
+
+@pytest.mark.slow
+def test_more_engines_than_there_is_room_for(
+    cluster: Cluster, data: Path, words: Path, tmp_path: Path
+) -> None:
+    run = RunDirectory.create(tmp_path / "run", job(data, words, method__ray={"actors": 3}))
+    assert start(run, cluster).wait(60) == ExitCode.USAGE
+    status = run.read_status()
+    assert status is not None
+    assert status.reason.startswith("method.ray.actors: 3 engines with 1 CPUs each do not fit")

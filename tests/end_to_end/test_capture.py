@@ -1,0 +1,96 @@
+"""Captures as people start them: the command, and the server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clients.cli.app import main
+from clients.distill_client import DistillClient
+from clients.jobs import JobState
+from protos.errors import InvalidInput
+from tests.capture.material import capture_here, digests, job, pairs, save_words, write_pairs
+from tests.end_to_end.processes import ENVIRONMENT, MakeServer
+
+JOB = """
+data.path = "data.jsonl"
+data.tokenizer = "words"
+teacher = { model = "vocab=64", engine = "fake", top_k = 4, max_batch_tokens = 128 }
+method = { shard_bytes = 2000, max_tokens = 64 }
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    save_words(tmp_path / "words")
+    write_pairs(tmp_path / "data.jsonl", pairs(100))
+    (tmp_path / "job.toml").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def distill(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "clients", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+
+
+def test_the_commands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = distill("capture", "job.toml", "--store", "rows")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1:4] == ["SUCCEEDED", "100/100", "steps"]
+    assert done.stdout.split()[-2:] == ["store", str(place / "rows")]
+    _, undisturbed = capture_here(place / "run", job(place / "data.jsonl", place / "words"))
+    assert digests(place / "rows") == digests(undisturbed)
+    (run,) = Path("runs").glob("capture-distill-*")
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 100
+    assert {"tokens", "tokens_per_sec", "bytes"} <= last.keys()
+
+    refused = distill("capture", "job.toml", "--store", "rows", "--set", "teacher.top_k=5")
+    assert refused.returncode != 0
+    assert "holds rows with top_k = 4, not 5; use another directory" in refused.stderr
+
+    capsys.readouterr()
+    assert main(["--json", "store", "info", "rows"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert (info["sequences"], info["top_k"], info["complete"]) == (100, "4", True)
+    assert main(["store", "sample", "rows", "--sequence", "-1", "--rows", "2", "--head", "1"]) == 0
+    first, prompt, scored, *rows = capsys.readouterr().out.splitlines()
+    asked, answer = pairs(100)[-1]
+    assert first == f"sequence -1: {len(asked + answer) + 1} tokens, scored from {len(asked)}"
+    assert prompt.split() == ["prompt", *(f"t{i}" for i in asked)]
+    assert scored.split() == ["scored", *(f"t{i}" for i in answer), "t0"]
+    assert [row.split()[:2] for row in rows] == [
+        [str(len(asked) + i), f"'t{token}'"] for i, token in enumerate([*answer, 0][:2])
+    ]
+    assert main(["store", "verify", "rows"]) == 0
+    assert capsys.readouterr().out == "rows: sound\n"
+    Path("rows/00000001.arrow").unlink()
+    assert main(["--json", "store", "verify", "rows"]) == 1
+    assert json.loads(capsys.readouterr().out)["damages"][0].startswith("shard 00000001.arrow: ")
+
+
+@pytest.mark.slow
+def test_submitted(place: Path, make_server: MakeServer) -> None:
+    """The same bytes as on this machine alone, fetched from the server; progress in sequences."""
+    _, undisturbed = capture_here(place / "run", job(place / "data.jsonl", place / "words"))
+    server = make_server()
+    with DistillClient(server.address) as client:
+        with pytest.raises(InvalidInput, match="keeps the rows in the job's own directory"):
+            client.submit(job(place / "data.jsonl", place / "words", method__store="/tmp/rows"))
+        slow = job(place / "data.jsonl", place / "words", teacher__model="vocab=64,latency_ms=20")
+        submitted = client.submit(slow)
+        assert submitted.id.startswith("capture-distill-")
+        events = list(client.watch(submitted.id))
+        ended = client.get(submitted.id)
+        assert (ended.state, ended.step, ended.max_steps) == (JobState.SUCCEEDED, 100, 100)
+        told = [event for event in events if event.metrics]
+        assert told
+        assert {event.max_steps for event in told} == {100}
+        assert told[-1].step == 100
+        pulled = client.pull(submitted.id, place / "pulled")
+    assert digests(pulled) == digests(undisturbed)
