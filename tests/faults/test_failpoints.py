@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,9 +119,10 @@ def test_saves(tmp_path: Path) -> None:
     from student_trainer import checkpoint
     from tests.faults.tiny_checkpoint import save
 
+    for step in (1, 2):
+        save(tmp_path / "before", step)
     for spec in SAVES:
-        for step in (1, 2):
-            save(tmp_path / spec, step)
+        shutil.copytree(tmp_path / "before", tmp_path / spec)
     die("checkpoint", tmp_path, SAVES)
     newest = {}
     for spec in SAVES:
