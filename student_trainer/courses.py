@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from clients.config import DataConfig, JobConfig
 from clients.offline_config import OfflineJob
-from protos.errors import InvalidInput
 from student_trainer.connections import AnyTraining, Connection
 from student_trainer.distillation import Objective
 from student_trainer.evaluate import Evaluation, Examination
@@ -152,13 +151,6 @@ def _split(config: OfflineJob, stores: Stores) -> tuple[NDArray[np.int64], NDArr
         chosen, held_out = order, permutation(len(stores.held_out.data), config.seed, -1)[:count]
     else:
         chosen, held_out = order[count:], order[:count]
-    fewest = min(len(chosen), len(held_out) - config.train.processes + 1)
-    if fewest < 1:
-        raise InvalidInput(
-            f"{len(order)} sequences cannot give {count} to evaluate and some to learn from",
-            field="data.path",
-            hint="lower eval.prompts, or give data.eval_path",
-        )
     return chosen, held_out
 
 

@@ -72,6 +72,7 @@ def open_stores(config: OfflineJob) -> Stores:
     if config.method.on_policy_fraction:
         _check_prompts(training)
     if config.data.eval_path is None:
+        _check_count(config, training, len(training.data) - 1)
         return Stores(training, None)
     held_out = _open(config.data.eval_path, "data.eval_path")
     for name in ("teacher_fingerprint", *_FACTS):
@@ -82,6 +83,7 @@ def open_stores(config: OfflineJob) -> Stores:
                 field="data.eval_path",
                 hint="capture both in the same way",
             )
+    _check_count(config, held_out, len(held_out.data))
     return Stores(training, held_out)
 
 
@@ -106,6 +108,19 @@ def _open(path: str, field: str) -> Store:
     if not len(data):
         raise InvalidInput(f"{path} has no sequences", field=field, hint="capture some")
     return Store(data, field)
+
+
+def _check_count(config: OfflineJob, store: Store, most: int) -> None:
+    """Refuse more held-out sequences than `most`, where they are to be taken from `store`; another
+    one may have fewer, but some for each process.
+    """
+    asked = config.eval.prompts if config.data.eval_path is None else config.train.processes
+    if asked > most:
+        raise InvalidInput(
+            f"{len(store.data)} sequences are too few to hold {asked} of them out",
+            field=store.field,
+            hint="give more, or lower eval.prompts",
+        )
 
 
 def _check_facts(method: OfflineConfig, store: Store) -> None:
