@@ -91,6 +91,23 @@ def test_a_ragged_batch_of_every_kind(vllm: VllmEngine, hf: HfEngine) -> None:
         assert_same(ours, theirs)
 
 
+def test_samples_of_the_tail(vllm: VllmEngine, hf: HfEngine) -> None:
+    """Drawn by the same numbers; in several steps, and with a part of the prompt in the cache."""
+    query = ScoreQuery(tokens(600, seed=40), 200, top_k=8, tail_samples=4, seed=3)
+    (theirs,) = rows(hf, [query])
+    for _ in range(2):
+        (ours,) = rows(vllm, [query])
+        assert_same(ours, theirs)
+        assert ours.tail_sample_ids is not None
+        # A number that falls on the border of two ids may go to either.
+        same = (ours.tail_sample_ids == theirs.tail_sample_ids).all(1)
+        assert same.mean() > 0.99
+        assert ours.tail_sample_logprob is not None
+        assert theirs.tail_sample_logprob is not None
+        apart = ours.tail_sample_logprob - theirs.tail_sample_logprob
+        np.testing.assert_allclose(apart[same], 0, atol=1e-4)
+
+
 @pytest.mark.parametrize("k", [1, VOCAB_SIZE])
 def test_the_smallest_and_the_largest_head(vllm: VllmEngine, hf: HfEngine, k: int) -> None:
     query = ScoreQuery(tokens(20), 1, head_ids=heads(19, k))
