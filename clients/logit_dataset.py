@@ -21,7 +21,9 @@ class LogitDataset:
     A map-style data set: torch's DataLoader takes it as it is, with workers too. An item has numpy
     arrays: `input_ids` int32 [T]; `start`, the first scored position; and of the n = T - start
     rows, the first of which is about token `start`: `head_ids` int32 [n, K], `head_logprobs` [n, K]
-    in the precision of the capture, `tail_logmass` float32 [n], `token_logprobs` float32 [n].
+    in the precision of the capture, `tail_logmass` float32 [n], `token_logprobs` float32 [n]; where
+    the capture drew M tail samples, `tail_sample_ids` int32 [n, M] and the mean of their log-probs,
+    `tail_sample_logprob` float32 [n].
 
     Raises NotFound where there is no store, Corrupt for a damaged shard or item, naming it.
     """

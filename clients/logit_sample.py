@@ -28,6 +28,7 @@ def sample_of(
         ) from error
     text_of = _decoder(tokenizer or Path(data.metadata.get("tokenizer") or "?"), tokenizer)
     ids, start = item["input_ids"], item["start"]
+    drawn = item.get("tail_sample_ids", [()] * rows)
     shown = []
     for row in range(min(rows, len(item["tail_logmass"]))):
         token = int(ids[start + row])
@@ -45,6 +46,7 @@ def sample_of(
                 "probability": math.exp(item["token_logprobs"][row]),
                 "tail": math.exp(item["tail_logmass"][row]),
                 "head": likeliest,
+                "drawn": [{"id": int(one), "text": text_of([int(one)])} for one in drawn[row]],
             }
         )
     return {

@@ -80,7 +80,8 @@ def _told(found: Mapping[str, Any]) -> str:
     for row in found["rows"]:
         likeliest = "  ".join(f"{_named(one)} {one['probability']:.4f}" for one in row["head"])
         token = f"{row['position']:>6}  {_named(row)} {row['probability']:.4f}"
-        lines.append(f"{token}  |  {likeliest}  |  tail {row['tail']:.2g}")
+        drawn = "  ".join(map(_named, row["drawn"]))
+        lines.append(f"{token}  |  {likeliest}  |  tail {row['tail']:.2g}  {drawn}".rstrip())
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clients.capture_config import CaptureJob, CaptureTeacher
-from clients.score_query import tokenizer_fingerprint
+from clients.score_query import MAX_TAIL_SAMPLES, tokenizer_fingerprint
 from clients.teacher_client import TeacherClient
 from clients.token_ids import first_difference, tokens_of
 from protos.errors import InvalidInput, WrongState
@@ -27,6 +27,7 @@ class TeacherFacts:
     vocab_size: int
     max_top_k: int
     max_length: int
+    max_tail_samples: int
     batch_invariant: bool
     vocabulary: Callable[[], Sequence[str]]
 
@@ -42,6 +43,7 @@ class TeacherFacts:
             info.vocab_size,
             info.max_top_k,
             info.max_length,
+            info.max_tail_samples,
             info.batch_invariant,
             client.vocabulary,
         )
@@ -56,17 +58,25 @@ class TeacherFacts:
             info.vocab_size,
             info.vocab_size,
             info.max_length,
+            MAX_TAIL_SAMPLES,
             True,  # the batches are the same ones each time
             lambda: info.vocabulary,
         )
 
     def require_able(self, job: CaptureJob) -> None:
-        """Raises InvalidInput for a k or a length that it does not do."""
+        """Raises InvalidInput for a k, a length or a number of samples that it does not do."""
         if job.teacher.top_k > self.max_top_k:
             raise InvalidInput(
                 f"{job.teacher.top_k} is more than this teacher gives ({self.max_top_k})",
                 field="teacher.top_k",
                 hint=f"lower it to {self.max_top_k}",
+            )
+        if job.method.tail_samples > self.max_tail_samples:
+            raise InvalidInput(
+                f"{job.method.tail_samples} is more than this teacher draws"
+                f" ({self.max_tail_samples})",
+                field="method.tail_samples",
+                hint=f"lower it to {self.max_tail_samples}",
             )
         if job.method.max_tokens > self.max_length:
             raise InvalidInput(

@@ -13,9 +13,14 @@ import pytest
 from clients.logit_checks import damages, summary_of
 from clients.logit_dataset import LogitDataset
 from clients.logit_merge import merge
+from clients.logit_sample import sample_of
+from clients.score_query import ScoreQuery
 from protos.errors import Corrupt, DistillError, InvalidInput, NotFound, WrongState
+from protos.rows import HEADER_BYTES, RowBlock, encode_rows
+from teacher_service.engines.fake import FakeEngine, FakeSettings
 from tests.capture.material import (
     END,
+    VOCABULARY,
     capture_here,
     digests,
     job,
@@ -85,6 +90,35 @@ def test_rows_are_the_models_own(tmp_path: Path) -> None:
         np.testing.assert_allclose(item["token_logprobs"], tokens, atol=1e-5)
         tail = np.log(1 - np.exp(head).sum(1))
         np.testing.assert_allclose(item["tail_logmass"], tail, atol=1e-4)
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_samples_of_the_tail_and_no_head(
+    data: Path, words: Path, tmp_path: Path, compress: bool
+) -> None:
+    """Rows of 39 bytes: those of the engine, which another seed would draw otherwise."""
+    drawn = {"teacher__top_k": 0, "method__tail_samples": 12, "method__compress": compress}
+    config = job(data, words, method__store=str(tmp_path / "rows"), **drawn)
+    config = config.model_copy(update={"seed": 5})
+    _, store = capture_here(tmp_path / "1", config)
+    facts = LogitDataset(store).metadata
+    assert (facts["top_k"], facts["tail_samples"], facts["seed"]) == ("0", "12", "5")
+    engine = FakeEngine(FakeSettings(vocab=VOCABULARY))
+    for item in LogitDataset(store):
+        ids, start = item["input_ids"], item["start"]
+        (block,) = engine.score([ScoreQuery(ids, start, top_k=0, tail_samples=12, seed=5)])
+        assert isinstance(block, RowBlock)
+        if not compress:
+            row_bytes = (len(encode_rows(block)) - HEADER_BYTES) / len(block)
+            assert 39 <= row_bytes < 40  # a byte has the high bits of four ids
+        assert item["head_ids"].shape == (len(block), 0)
+        np.testing.assert_array_equal(item["tail_sample_ids"], block.tail_sample_ids)
+        np.testing.assert_array_equal(item["tail_sample_logprob"], block.tail_sample_logprob)
+    shown = sample_of(store, 0, rows=2, head=4, tokenizer=None)["rows"]
+    first = LogitDataset(store)[0]["tail_sample_ids"][0].tolist()
+    assert [one["id"] for one in shown[0]["drawn"]] == first
+    with pytest.raises(WrongState, match="seed = 5, not 6"):
+        capture_here(tmp_path / "2", config.model_copy(update={"seed": 6}))
 
 
 def test_it_goes_on_in_a_given_store(data: Path, words: Path, whole: Path, tmp_path: Path) -> None:
@@ -245,7 +279,7 @@ def test_a_damaged_item_is_never_handed_out(copied: Path) -> None:
     stored = LogitDataset(copied)
     last = len(stored.shards[0].keys) + len(shard.keys) - 1
     assert len([stored[index] for index in range(len(stored)) if index != last]) == 99
-    with pytest.raises(Corrupt, match=rf"^sequence {last}, in shard 00000001\.arrow of .*copied: "):
+    with pytest.raises(Corrupt, match=rf"^sequence {last} of .*00000001\.arrow"):
         stored[last]
 
 

@@ -50,6 +50,10 @@ def request(**changes: Any) -> teacher_pb2.ScoreRequest:
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
+        ({"tail_samples": 257}, "tail_samples"),
+        ({"tail_samples": 2**32 - 1}, "tail_samples"),
+        ({"tail_samples": 2, "top_k": 5}, "top_k"),
+        ({"tail_samples": 2, "head_ids": b""}, "head_ids"),
         ({"next_position": 1}, "next_position"),
         ({"next_position": 4}, "next_position"),
     ],
@@ -74,6 +78,8 @@ def test_a_request_and_its_query_are_the_same() -> None:
     for query in (
         ScoreQuery(tokens, 2, top_k=4, temperature=0.7),
         ScoreQuery(tokens, 2, head_ids=head, f32=True),
+        ScoreQuery(tokens, 2, head_ids=head, tail_samples=256, seed=2**64 - 1),
+        ScoreQuery(tokens, 2, top_k=0, tail_samples=1),
     ):
         back = query_of(request_of(query, "1"), LIMITS)
         assert row_key("teacher", 0, back) == row_key("teacher", 0, query)
@@ -91,10 +97,15 @@ def test_every_input_of_the_rows_is_in_the_key() -> None:
         ScoreQuery(tokens, 2, top_k=1, temperature=0.9),
         ScoreQuery(tokens, 2, top_k=1, f32=True),
         ScoreQuery(tokens[::-1].copy(), 2, top_k=1),
+        ScoreQuery(tokens, 2, top_k=1, tail_samples=1),
+        ScoreQuery(tokens, 2, top_k=1, tail_samples=2),
+        ScoreQuery(tokens, 2, top_k=1, tail_samples=2, seed=1),
     ]
     keys = {row_key("teacher", 0, query) for query in queries}
     keys |= {row_key("other", 0, queries[0]), row_key("teacher", 1, queries[0])}
     assert len(keys) == len(queries) + 2
+    # Where nothing is drawn the seed is no input.
+    assert row_key("teacher", 0, ScoreQuery(tokens, 2, top_k=1, seed=1)) in keys
 
 
 def test_a_query_has_one_kind_of_head() -> None:
