@@ -136,7 +136,7 @@ def streams(scale: float) -> dict[str, dict[str, float]]:
     for name in HTTP:
         with server("http", str(HEAD), name) as (port, process):
             for tokens in MESSAGES[:2] if name == "vLLM JSON" else MESSAGES:
-                share = 0.1 if "base64 of" in name or "SGLang" in name else 0.01
+                share = 0.06 if "base64 of" in name or "SGLang" in name else 0.008
                 count = max(2, int(scale * share * 1_500_000 / max(tokens, 256) / 4)) * 4
                 for clients in (1, 4):
                     title = f"{name}, {clients} at once, {tokens}"
