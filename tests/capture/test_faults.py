@@ -4,6 +4,7 @@ disturbed.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,9 @@ import pytest
 
 from clients.capture_config import CaptureJob
 from clients.run_directory import RunDirectory
-from protos.errors import ExitCode
+from protos.errors import ExitCode, WrongState
 from tests.capture.forking import Forker
-from tests.capture.material import digests, job, pairs, write_lines
+from tests.capture.material import capture_here, digests, job, pairs, write_lines
 from tests.teacher.conftest import StartTeacher, start_teacher
 
 __all__ = ["start_teacher"]
@@ -158,8 +159,6 @@ def test_a_stop_is_heard(forker: Forker, new_run: NewRun, data: Path, words: Pat
     run = new_run(job(data, words, teacher__model="vocab=64,latency_ms=100"))
     with forker.attempt(run) as child:
         child.wait_for_files(run.store, 2)
-        import os
-
         os.kill(child.pid, signal.SIGTERM)
         assert child.wait() == 0
     assert verdict_of(run)[0] == "cancelled"
@@ -170,12 +169,7 @@ def test_one_capture_a_store(
     forker: Forker, new_run: NewRun, data: Path, words: Path, tmp_path: Path
 ) -> None:
     slow = {"teacher__model": "vocab=64,latency_ms=200", "method__store": str(tmp_path / "rows")}
-    first, second = new_run(job(data, words, **slow)), new_run(job(data, words, **slow))
-    forking = Forker(tmp_path / "second.log")
-    with forker.attempt(first) as child:
+    with forker.attempt(new_run(job(data, words, **slow))) as child:
         child.wait_for_files(tmp_path / "rows", 1)
-        assert forking.finish(second) == ExitCode.WRONG_STATE
-    forking.close()
-    status = second.read_status()
-    assert status is not None
-    assert status.reason.startswith(f"another process writes to {tmp_path / 'rows'}; ")
+        with pytest.raises(WrongState, match=f"another process writes to {tmp_path / 'rows'}"):
+            capture_here(tmp_path / "run", job(data, words, **slow))

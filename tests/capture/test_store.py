@@ -54,6 +54,7 @@ def test_rows_are_the_models_own(tmp_path: Path) -> None:
 
     from tests.trainer import tiny
 
+    torch.set_num_threads(1)
     made, temperature = tiny.model(seed=1), 1.5
     path = tiny.save(made, tiny.tokenizer(), tmp_path / "model")
     records = [([1, 2], [3, 4, 5]), ([6], [7]), ([8, 9, 10, 11], [12] * 9)]
