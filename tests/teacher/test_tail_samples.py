@@ -12,12 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from clients.score_query import ScoreQuery
+from clients.score_assembly import ScoreAssembly
+from clients.score_query import MAX_TAIL_SAMPLES, ScoreQuery
 from protos.errors import Corrupt
 from protos.rows import RowBlock, decode_rows, encode_rows
 from student_trainer.losses import Rows, exact_kl, rows_from_logits, topk_kl
+from teacher_service.cache import ScoredSequence
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.engines.hf import HfEngine
+from teacher_service.scorer import Answer, chunks_of
 from teacher_service.scoring import ScoredRows, score_hidden
 from teacher_service.tail_samples import draw
 from teacher_service.uniforms import uniforms_of
@@ -333,6 +336,40 @@ def test_the_same_for_whoever_asks(engine: HfEngine | FakeEngine) -> None:
     other = sampled(engine, [query(seed=8)])[0].tail_sample_ids
     assert other is not None
     assert (other != whole.tail_sample_ids).mean() > 0.5
+
+
+def answer(asked: ScoreQuery) -> Answer:
+    """By an engine that has just been started."""
+    block = sampled(FakeEngine(FakeSettings(vocab=VOCAB_SIZE)), [asked])[0]
+    return Answer(ScoredSequence(encode_rows(block, f32=True), block), version=0)
+
+
+def test_an_answer_that_breaks_off_goes_on_with_the_same_samples() -> None:
+    """Half of it comes from one life of the teacher, half from the next."""
+    asked = replace(query(3000, 9, samples=MAX_TAIL_SAMPLES), f32=True)
+    assembly = ScoreAssembly(asked)
+    first, *lost = chunks_of(answer(asked), asked, "1", 0)
+    assert lost
+    assert assembly.add(first) is None
+    assert assembly.resume_position == 9 + first.count
+    whole = None
+    for chunk in chunks_of(answer(asked), asked, "2", assembly.resume_position):
+        assert assembly.continues(chunk)
+        whole = assembly.add(chunk)
+    undisturbed = answer(asked).scored.block
+    assert whole is not None
+    for column in fields(RowBlock):
+        found, expected = getattr(whole, column.name), getattr(undisturbed, column.name)
+        np.testing.assert_array_equal(found, expected)
+        assert found.flags.writeable
+
+
+@pytest.mark.parametrize(("asked", "sent"), [(12, 0), (12, 11), (0, 12)])
+def test_another_number_of_samples_than_asked_for_is_refused(asked: int, sent: int) -> None:
+    """As a teacher of an earlier version sends them: it does not know the field."""
+    chunks = chunks_of(answer(query(samples=sent)), query(samples=sent), "1", 0)
+    with pytest.raises(Corrupt, match=f"sent {sent} tail samples a row, asked for {asked}"):
+        ScoreAssembly(query(samples=asked)).add(next(chunks))
 
 
 def test_the_fake_engine_draws_from_its_tail() -> None:
