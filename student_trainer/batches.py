@@ -143,8 +143,9 @@ def _sampling_logprobs(texts: Sequence[TokenSequence], device: torch.device) -> 
 
 
 def _floats(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(device)
+    # Widened where it is used: half as many bytes are copied on the way.
+    return torch.from_numpy(np.concatenate(parts)).to(device).float()
 
 
 def _ids(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+    return torch.from_numpy(np.concatenate(parts)).to(device).long()

