@@ -16,7 +16,7 @@ from torch import Tensor
 _GROUP = 64
 # Of what is made for one group of weights, and for one draw.
 _SUM_BYTES, _DRAW_BYTES = 32, 48 * _GROUP
-_MOST_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+_MOST_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
