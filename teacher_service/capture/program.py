@@ -108,9 +108,12 @@ def _teacher(job: CaptureJob, ask: Ask) -> Iterator[tuple[TeacherFacts, MakeSour
         yield TeacherFacts.of_engine(source.info()), source.of
         return
     if job.teacher.model is None:
-        patience = job.teacher.patience_seconds
-        with TeacherClient(job.teacher.address, patience_seconds=patience) as client:
-            yield TeacherFacts.of_service(client), lambda plan: ServiceSource(client, plan, ask)
+        patience, ahead = job.teacher.patience_seconds, job.teacher.prefetch_mib << 20
+        with TeacherClient(
+            job.teacher.address, patience_seconds=patience, max_prefetch_bytes=ahead
+        ) as client:
+            facts = TeacherFacts.of_service(client)
+            yield facts, lambda plan: ServiceSource(client, plan, ask, ahead)
         return
     engine = load_engine(job.teacher)
     most = job.teacher.max_batch_tokens

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from clients.capture_config import CaptureJob
 from clients.score_query import ScoreQuery, answer_bytes
-from clients.teacher_client import MAX_PREFETCH_BYTES, TeacherClient
+from clients.teacher_client import TeacherClient
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows import RowBlock, compress_rows, encode_rows
 from teacher_service.capture.plan import Plan
@@ -104,10 +104,11 @@ class EngineSource:
 
 
 class ServiceSource:
-    """A teacher behind gRPC, asked ahead as far as its client's window of bytes goes."""
+    """A teacher behind gRPC, asked for so many bytes of answers ahead."""
 
-    def __init__(self, client: TeacherClient, plan: Plan, ask: Ask) -> None:
+    def __init__(self, client: TeacherClient, plan: Plan, ask: Ask, ahead: int) -> None:
         self._client = client
+        self._ahead = ahead
         self._plan = plan
         self._ask = ask
 
@@ -118,7 +119,7 @@ class ServiceSource:
         for number in numbers:
             rows: list[RowBlock] = []
             for index in self._plan.file(number):
-                while (not asked or ahead < MAX_PREFETCH_BYTES) and (query := next(queries, None)):
+                while (not asked or ahead < self._ahead) and (query := next(queries, None)):
                     asked.append((answer_bytes(query), self._client.submit(query)))
                     ahead += asked[-1][0]
                 size, answer = asked.popleft()
