@@ -8,10 +8,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
-from protos.errors import DistillError, Unavailable
+from protos.errors import DistillError, error_of
 
 # Longer than a save to a slow disk or one rank's longest answers; a lost rank is noticed at once.
 _COLLECTIVE_TIMEOUT = timedelta(hours=1)
+_TOLD_BYTES = 4096  # of a fault, to the other processes
 
 
 def make_accelerator() -> Accelerator:
@@ -28,6 +29,23 @@ def largest(accelerator: Accelerator, number: int) -> int:
 
 
 def raise_together(accelerator: Accelerator, fault: DistillError | None) -> None:
-    """Raise in every process if one has a fault: it must not leave the others in a collective."""
-    if largest(accelerator, int(fault is not None)):
-        raise fault or Unavailable("another process of this job met a fault; its log says which")
+    """Raise in every process if one has a fault: it must not leave the others in a collective.
+
+    Those without one raise the first one's: whoever is heard first tells what happened.
+    """
+    if not largest(accelerator, int(fault is not None)):
+        return
+    told = _first_told(accelerator, fault) if accelerator.num_processes > 1 else None
+    raised = fault or told
+    assert raised is not None
+    raise raised
+
+
+def _first_told(accelerator: Accelerator, fault: DistillError | None) -> DistillError:
+    said = () if fault is None else (fault.code, fault.field, fault.hint, fault.message)
+    text = "\0".join(said).encode()[:_TOLD_BYTES].ljust(_TOLD_BYTES, b"\0")
+    mine = torch.tensor(list(text), dtype=torch.uint8, device=accelerator.device)
+    everyone = accelerator.gather(mine).reshape(-1, _TOLD_BYTES)
+    first = next(line for line in everyone.cpu() if line.any())
+    code, field, hint, message = bytes(first.tolist()).decode("utf-8", "ignore").split("\0", 3)
+    return error_of(code, message.rstrip("\0"), field=field, hint=hint)
