@@ -21,8 +21,8 @@ OFFLINE = """\
 Training from a store (`method.type = "offline"`) has `student`, `train`, `eval`, `checkpoint` and
 `track` as above. Of `data`, `method` and `teacher` these are its own:"""
 CAPTURE = """\
-A capture (`method.type = "capture"`) has no tables but `student`, `teacher`, `data` and `method`. Of
-their keys these are its own:"""
+A capture (`method.type = "capture"`) has no tables but `student`, `teacher`, `data` and `method`.
+Of their keys these are its own:"""
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- reference: begin -->\n", "<!-- reference: end -->"
