@@ -160,12 +160,14 @@ def test_one_bad_sequence_fails_alone(vllm: VllmEngine, hf: HfEngine) -> None:
 
 
 def test_a_bad_sequence_leaves_nothing_in_the_cache(vllm: VllmEngine, hf: HfEngine) -> None:
-    """Its NaN reaches back into full blocks, which a good sequence with the same prompt shares."""
+    """Behind another sequence it is cut in the middle of a block: its NaN spoils the end of that
+    block, which a good sequence with the same prompt finds in the cache.
+    """
+    first = ScoreQuery(tokens(300, seed=81), 1, top_k=5)
     good = ScoreQuery(tokens(300, seed=80), 290, top_k=5)
-    bad = replace(good, token_ids=good.token_ids.copy())
-    bad.token_ids[260] = BAD_TOKEN
-    for _ in range(2):
-        assert isinstance(vllm.score([bad])[0], Corrupt)
+    bad = replace(good, token_ids=good.token_ids.copy(), start=1)
+    bad.token_ids[280] = BAD_TOKEN
+    assert isinstance(vllm.score([first, bad])[1], Corrupt)
     assert_same(rows(vllm, [good])[0], rows(hf, [good])[0])
 
 
