@@ -59,7 +59,7 @@ def test_value_and_gradient_are_unbiased(vocab, k, tail, direction, on_policy):
     [(200, 1, 1), (200, 8, 1), (200, 128, 1), (200, 150, 2), (20, 2, 2), (20, 0, 1), (20, 0, 3)],
 )
 def test_teacher_samples_are_unbiased(vocab, k, samples, mean_only):
-    """Over every draw (pair, triple of draws) from the teacher's tail; no token of the student's."""
+    """Over every draw (pair, triple of draws) from the teacher's tail; no token of a student."""
     case = make_case(vocab, k, "forward", on_policy=True)
     tail = torch.ones(vocab, dtype=torch.bool).index_fill(0, case.head, False).nonzero()[:, 0]
     drawn = torch.cartesian_prod(*[tail] * samples).reshape(-1, samples)
