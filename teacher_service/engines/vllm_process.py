@@ -127,7 +127,7 @@ def require_vllm() -> None:
         raise InvalidInput(
             "vllm is not installed here",
             field="--engine",
-            hint="pip install 'distill-service[vllm]', or use --engine hf",
+            hint="pip install -e '.[vllm]', or use --engine hf",
         )
 
 
