@@ -28,16 +28,18 @@ _TRITON = importlib.util.find_spec("triton") is not None
 class Chunk:
     """n rows whose logits are in a buffer [n, V] that is about to become their gradient.
 
-    `rows` and `entropy` [n] in nats; the rest is what the gradient needs, [n] or [n, K].
+    `rows` and `entropy` [n] in nats; the rest is what the gradient needs, [n], [n, K] or [n, M].
     """
 
     rows: Rows
     entropy: Tensor
     buffer: Tensor
     head_ids: Tensor
-    picked_ids: Tensor
+    token_ids: Tensor
+    sample_ids: Tensor | None
     temperature: float
     top: Tensor
+    token_ahead: Tensor
     head_share: Tensor
     tail_share: Tensor
     tail_sum: Tensor
@@ -45,18 +47,29 @@ class Chunk:
     def gradient(self, of_rows: Rows) -> Tensor:
         """d(loss)/d(logits) [n, V], in the buffer, from the derivatives in the rows."""
         head, tail = of_rows.head_logprobs, of_rows.tail_logmass
-        picked = _beside(of_rows.token_logprobs, of_rows.sample_logprobs)
-        everything = head.sum(1) + tail + picked.sum(1)
+        token, samples = of_rows.token_logprobs, of_rows.sample_logprobs
+        everything = head.sum(1) + tail + _beside(token, samples).sum(1)
         scale = (tail - everything * self.tail_share) / torch.where(
             self.tail_sum == 0, 1, self.tail_sum
         )
-        of_head = (head - self.head_share * everything[:, None]) / self.temperature
+        of_head = head - self.head_share * everything[:, None]
+        # The token's whole entry is summed here: where the student is certain of it, it is a small
+        # difference of large numbers, and a buffer of half precision would add them up to nothing.
+        is_token = self.head_ids == self.token_ids[:, None]
+        of_token = token + torch.where(
+            is_token.any(1),
+            torch.where(is_token, of_head, 0).sum(1),
+            scale * self.token_ahead.exp(),
+        )
         buffer: Tensor = _passes(self.buffer).scaled_exp_(
             self.buffer, self.top, scale / self.temperature, self.temperature
         )
-        buffer.scatter_(1, self.head_ids, of_head.to(buffer.dtype))
-        of_picked = picked / self.temperature
-        return buffer.scatter_add_(1, self.picked_ids, of_picked.to(buffer.dtype))
+        for ids, values in (self.head_ids, of_head), (self.token_ids[:, None], of_token[:, None]):
+            buffer.scatter_(1, ids, (values / self.temperature).to(buffer.dtype))
+        if samples is not None and self.sample_ids is not None:
+            of_samples = (samples / self.temperature).to(buffer.dtype)
+            buffer.scatter_add_(1, self.sample_ids, of_samples)
+        return buffer
 
 
 def make_chunk(
@@ -67,10 +80,9 @@ def make_chunk(
     temperature: float,
 ) -> Chunk:
     """The rows of softmax(buffer / temperature); `buffer` holds logits [n, V] and is used up."""
-    picked_ids = _beside(token_ids, sample_ids)
     wide = torch.float64 if buffer.dtype == torch.float64 else torch.float32
     head = buffer.gather(1, head_ids).to(wide) / temperature
-    picked = buffer.gather(1, picked_ids).to(wide) / temperature
+    picked = buffer.gather(1, _beside(token_ids, sample_ids)).to(wide) / temperature
     buffer.scatter_(1, head_ids, -torch.inf)
     top, tail_sum, tail_weighted = _passes(buffer).tail_statistics(buffer, temperature)
     # One common maximum, so that the shares below sum to one to the last bit.
@@ -83,16 +95,18 @@ def make_chunk(
     mass = head_exp.sum(1) + tail_sum * tail_exp
     total = common + mass.log()
     weighted = (behind * head_exp).sum(1) + tail_exp * (tail_weighted + tail_behind * tail_sum)
-    picked = picked - total[:, None]
-    samples = None if sample_ids is None else picked[:, 1:]
+    logprobs = picked - total[:, None]
+    samples = None if sample_ids is None else logprobs[:, 1:]
     return Chunk(
-        rows=Rows(head - total[:, None], top + tail_sum.log() - total, picked[:, 0], samples),
+        rows=Rows(head - total[:, None], top + tail_sum.log() - total, logprobs[:, 0], samples),
         entropy=mass.log() - weighted / mass,
         buffer=buffer,
         head_ids=head_ids,
-        picked_ids=picked_ids,
+        token_ids=token_ids,
+        sample_ids=sample_ids,
         temperature=temperature,
         top=top,
+        token_ahead=picked[:, 0] - top,
         head_share=head_exp / mass[:, None],
         tail_share=tail_sum * tail_exp / mass,
         tail_sum=tail_sum,

@@ -84,8 +84,11 @@ class _FusedLinearLoss(torch.autograd.Function):
         done: list[tuple[Tensor, ...]] = [(none, none, *_no_rows(none, ids))]
         for index, logits in logit_chunks(hidden, weight, bias, chunk_rows):
             chunk = make_chunk(logits, *_at(ids, index), temperature)
-            losses, of_rows = _derivatives(loss_fn, chunk.rows, index)
-            gradients.add(index, chunk.gradient(of_rows), hidden, weight)
+            if any(ctx.needs_input_grad):
+                losses, of_rows = _derivatives(loss_fn, chunk.rows, index)
+                gradients.add(index, chunk.gradient(of_rows), hidden, weight)
+            else:
+                losses = loss_fn(chunk.rows, index)
             done.append((losses, chunk.entropy, *_tensors(chunk.rows)))
         parts = [torch.cat(parts) for parts in zip(*done, strict=True)]
         # Not saved tensors: the one backward pass scales them in place, the weight's is large.
@@ -95,6 +98,8 @@ class _FusedLinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph: they would silently be zero
+            raise RuntimeError("a fused loss has no second derivatives")
         if ctx.gradients is None:
             raise RuntimeError("a fused loss can be differentiated once: its gradients are used up")
         gradients, ctx.gradients = ctx.gradients, None
@@ -175,7 +180,12 @@ class _FusedLinearRows(torch.autograd.Function):
 def _asked(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """An autograd function is told what its inputs could need, not that nobody asks."""
+    """As a linear layer takes them: in the dtype of autocast where it is on; and detached where
+    nobody asks for gradients, as an autograd function is told only what its inputs could need.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        hidden = hidden.to(torch.get_autocast_dtype(device))
     if torch.is_grad_enabled():
         return hidden, weight, bias
     return hidden.detach(), weight.detach(), None if bias is None else bias.detach()

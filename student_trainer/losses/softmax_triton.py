@@ -21,9 +21,10 @@ def tail_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor,
     top, total, weighted = (
         torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3)
     )
-    _statistics[(rows,)](
-        logits, top, total, weighted, logits.stride(0), columns, temperature, BLOCK=_BLOCK
-    )
+    with torch.cuda.device_of(logits):  # Triton launches on the current device
+        _statistics[(rows,)](
+            logits, top, total, weighted, logits.stride(0), columns, temperature, BLOCK=_BLOCK
+        )
     return top, total, weighted
 
 
@@ -31,9 +32,10 @@ def scaled_exp_(logits: Tensor, top: Tensor, scale: Tensor, temperature: float) 
     """scale[:, None] * exp(logits / temperature - top[:, None]) in place of the logits."""
     rows, columns = logits.shape
     grid = (rows, triton.cdiv(columns, _BLOCK))
-    _scaled_exp[grid](
-        logits, top, scale.contiguous(), logits.stride(0), columns, temperature, BLOCK=_BLOCK
-    )
+    with torch.cuda.device_of(logits):
+        _scaled_exp[grid](
+            logits, top, scale.contiguous(), logits.stride(0), columns, temperature, BLOCK=_BLOCK
+        )
     return logits
 
 

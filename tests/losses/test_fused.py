@@ -242,6 +242,50 @@ def test_nothing_is_differentiated_where_nobody_asks():
     assert not fused.loss_sum.requires_grad
 
 
+def test_no_derivative_is_made_where_nobody_asks():
+    """Not even the loss's own: an evaluation may run in inference mode, where there are none."""
+    hidden, weight, _, head, tokens, teacher, weights = problem(10, 30, 4)
+    loss_fn = make_loss("reverse/bucket+sampled", head, tokens, teacher, weights)
+    expected = fused_linear_loss(hidden, weight, head, tokens, loss_fn)
+    with torch.inference_mode():
+        fused = fused_linear_loss(hidden * 1, weight, head, tokens, loss_fn, chunk_rows=3)
+    torch.testing.assert_close(fused.loss_sum, expected.loss_sum.detach())
+
+
+def test_a_second_derivative_is_refused():
+    hidden, weight, _, head, tokens, teacher, weights = problem(10, 30, 4)
+    loss_fn = make_loss("reverse/bucket", head, tokens, teacher, weights)
+    loss = fused_linear_loss(hidden, weight, head, tokens, loss_fn).loss_sum
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+    (gradient,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    assert gradient.any()
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        torch.autograd.grad(loss, hidden)
+
+
+def test_autocast_counts_as_for_a_linear_layer():
+    """The states of a model under autocast may be float32: its last norm's are."""
+    hidden, weight, bias, head, tokens, teacher, weights = problem(16, 40, 5)
+    loss_fn = make_loss("forward/bucket+sampled", head, tokens, teacher, weights)
+
+    def run(states):
+        fused = fused_linear_loss(states, weight, head, tokens, loss_fn, bias=bias)
+        return fused.loss_sum, torch.autograd.grad(fused.loss_sum, [hidden, weight, bias])
+
+    expected, narrow = run(hidden.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, gradients = run(hidden)
+        rows, _ = fused_linear_rows(hidden, weight, head, tokens, bias=bias)
+    assert torch.equal(loss, expected)
+    for found, wanted in zip(gradients, narrow, strict=True):
+        assert found.dtype == torch.float32
+        assert torch.equal(found, wanted)
+    logits = torch.nn.functional.linear(hidden.bfloat16(), weight.bfloat16()).float() + bias
+    plain = rows_from_logits(logits, head, tokens)
+    torch.testing.assert_close(rows.token_logprobs, plain.token_logprobs)
+
+
 def test_entropy_of_a_masked_vocabulary():
     """A bias of -inf takes tokens out, inside and outside the head."""
     hidden, weight, bias, head, tokens, _, _ = problem(10, 30, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -78,6 +79,27 @@ def test_the_operator_with_the_kernels(monkeypatch, name):
     torch.testing.assert_close(fused.metrics["entropy"], plain.metrics["entropy"])
     for a, b in zip(got, expected, strict=True):
         assert (a - b).norm() <= 2e-6 * b.norm()
+
+
+@pytest.mark.parametrize("size", [0, 4])
+def test_certain_tokens_keep_their_gradient_in_half_precision(monkeypatch, size):
+    """p - 1 of p = 0.9999: in a buffer of bfloat16, where p alone is 1."""
+    monkeypatch.setattr(chunk, "reads_narrow", lambda tensor: tensor.dtype != torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3000, (20,), generator=generator)
+    logits = torch.randn(20, 3000, generator=generator)
+    logits[torch.arange(20), tokens] = torch.linspace(8, 18, 20)
+    logits = logits.bfloat16().to(DEVICE)
+    head, tokens = logits.float().topk(size).indices, tokens.to(DEVICE)
+    made = chunk.make_chunk(logits.clone(), head, tokens, None, 1.0)
+    of_rows = dataclasses.replace(
+        made.rows.map(torch.zeros_like), token_logprobs=torch.full_like(made.top, -1)
+    )
+    found = made.gradient(of_rows)
+    exact = logits.double().requires_grad_()
+    torch.nn.functional.cross_entropy(exact, tokens, reduction="sum").backward()
+    for ours, true in zip(found.double(), exact.grad, strict=True):
+        assert (ours - true).norm() <= 1e-2 * true.norm()
 
 
 @pytest.mark.gpu
