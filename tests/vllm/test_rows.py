@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -178,3 +179,15 @@ def test_what_it_says_of_itself(vllm: VllmEngine, hf: HfEngine) -> None:
     assert info.vocabulary == hf.info.vocabulary
     assert info.tokenizer_fingerprint == hf.info.tokenizer_fingerprint
     assert info.fingerprint != hf.info.fingerprint
+
+
+def test_layers_shared_by_two_processes(hf: HfEngine, engines: Any, tmp_path: Path) -> None:
+    """Tensor parallelism: each computes half of every layer, the first the whole head."""
+    vllm = VllmEngine(str(save_model(tmp_path, bad_token=True)), tensor_parallel_size=2)
+    try:
+        assert vllm.info.fingerprint != engines[0].info.fingerprint
+        queries = [ScoreQuery(tokens(n, seed=90), 1, top_k=5) for n in (2, 40, 300)]
+        for ours, theirs in zip(rows(vllm, queries), rows(hf, queries), strict=True):
+            assert_same(ours, theirs)
+    finally:
+        vllm.close()
