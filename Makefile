@@ -1,4 +1,4 @@
-.PHONY: setup demo test test-ray test-vllm soak lint bench bench-gpu protos clean
+.PHONY: setup demo test test-ray test-vllm soak lint bench bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm/bin
@@ -32,6 +32,9 @@ bench: setup  ## the loss against its bounds and its peers; minutes, on a quiet 
 	$(BIN)/python -m benchmarks.cache
 	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.scoring
+
+bench-vllm: .venv-vllm/.installed  ## the vLLM engine against vLLM's own prompt_logprobs, on the CPU
+	$(VLLM)/python -m benchmarks.vllm_engine
 
 bench-gpu: setup  ## the loss and the teacher's scoring head on this machine's GPU
 	$(BIN)/pip install -q -c constraints.txt -e '.[bench]' liger-kernel
