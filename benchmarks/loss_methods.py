@@ -2,7 +2,8 @@
 
 Each is a function of a Problem that leaves gradients in `hidden.grad` and `weight.grad`. "TRL",
 "Liger" and "torch's" run those libraries' own code (`pip install trl liger-kernel`); the other
-peers are published formulas, written here in plain torch.
+peers are published formulas, written here in plain torch. TRL's KL over the whole vocabulary needs
+the teacher's logits in the process: the product that makes them is in its time and memory.
 """
 
 from __future__ import annotations
@@ -189,8 +190,8 @@ METHODS: dict[str, Method] = {
     "published formula (EMA-PG math, re-implemented)": math_update,
     "published formula (EMA-PG search, re-implemented)": search_update,
     "log_softmax + bucket formula": log_softmax_bucket,
-    "TRL, full vocabulary": trl_full_vocabulary,
-    "TRL, chunked exact KL": trl_chunked,
+    "TRL, full vocabulary, and the teacher's logits": trl_full_vocabulary,
+    "TRL, chunked exact KL, and the teacher's head": trl_chunked,
 }
 
 GPU_METHODS: dict[str, Method] = {
