@@ -1,5 +1,4 @@
-"""Triton runs in Python where there is no GPU: it decides when it is first imported,
-which any test may do."""
+"""Triton runs in Python where there is no GPU. It decides when it is first imported, by any test."""
 
 import os
 import shutil
