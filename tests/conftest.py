@@ -1,4 +1,4 @@
-"""Triton runs in Python where there is no GPU. It decides when it is first imported, by any test."""
+"""Triton runs in Python where there is no GPU; it decides when any test first imports it."""
 
 import os
 import shutil
