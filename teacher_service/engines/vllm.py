@@ -45,6 +45,7 @@ class VllmEngine:
         path = model_directory(model)
         skeleton = load_model(path, dtype=dtype, device="meta")
         head = find_head(skeleton, path)
+        tokens = load_vocabulary(path)
         options = {
             "model": str(path),
             "dtype": str(skeleton.dtype).removeprefix("torch."),
@@ -61,7 +62,7 @@ class VllmEngine:
             raise _not_started(path, error) from error
         cache = self._vllm.config.cache_config
         self._block = cache.block_size if cache.enable_prefix_caching else None
-        self.info = self._describe(model, path, head)
+        self.info = self._describe(model, path, head, tokens)
 
     def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
         return self._vllm.run(self._score(queries))
@@ -110,8 +111,9 @@ class VllmEngine:
             answer = replace(answer, head_ids=query.head_ids[-len(answer) :])
         return answer
 
-    def _describe(self, model: str, path: Path, head: HeadTensors) -> EngineInfo:
-        tokens = load_vocabulary(path)
+    def _describe(
+        self, model: str, path: Path, head: HeadTensors, tokens: tuple[str, ...]
+    ) -> EngineInfo:
         config = self._vllm.config
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         facts = {
