@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.utils import transpose
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ def add_adapters(model: Any, student: StudentConfig) -> None:
     """Freeze the model and put an adapter on every linear layer but the head.
 
     In place: the model stays of its own class, with its decoder, its head and its `generate`.
+    Raises InvalidInput for experts stacked in one parameter: `merged` could not undo those.
     """
     assert student.lora is not None
     settings = LoraConfig(
@@ -38,6 +39,12 @@ def add_adapters(model: Any, student: StudentConfig) -> None:
         lora_alpha=student.lora.alpha or 2 * student.lora.rank,
     )
     inject_adapter_in_model(settings, model)
+    if any(isinstance(module, ParamWrapper) for module in model.modules()):
+        raise InvalidInput(
+            "adapters cannot be put on a mixture of experts",
+            field="student.lora",
+            hint="leave the table out to train all weights, or give a dense student",
+        )
     if student.lora.train_head:
         head = model.get_output_embeddings().requires_grad_(True)
         settings.modules_to_save = [

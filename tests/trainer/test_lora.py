@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from clients.config import LoraConfig, StudentConfig
 from protos.errors import InvalidInput
@@ -109,6 +109,27 @@ def test_a_capped_head_takes_the_plain_path() -> None:
     assert_rows(out.rows, exact_rows(model, batch))
     assert grads
     assert all(".lora_" in name and bool(grad.any()) for name, grad in grads.items())
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+def test_a_mixture_of_experts_is_refused_before_it_learns() -> None:
+    """Its export would fail when all is done."""
+    made = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=13,
+            hidden_size=32,
+            intermediate_size=64,
+            moe_intermediate_size=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
+    with pytest.raises(InvalidInput, match="mixture of experts") as caught:
+        add_adapters(made, config(Path("unused")))
+    assert caught.value.field == "student.lora"
 
 
 def test_recomputed_activations_change_nothing(base: Path) -> None:
