@@ -1,4 +1,4 @@
-.PHONY: setup demo test test-ray test-vllm soak lint bench bench-gpu bench-vllm protos clean
+.PHONY: setup demo test test-ray test-vllm soak lint bench bench-offline bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm/bin
@@ -35,6 +35,10 @@ bench: setup  ## the loss against its bounds and its peers; minutes, on a quiet 
 
 bench-vllm: .venv-vllm/.installed  ## the vLLM engine against vLLM's own prompt_logprobs, on the CPU
 	$(VLLM)/python -m benchmarks.vllm_engine
+
+bench-offline: setup  ## DATA=train.jsonl of GSM8K: learning from stored rows; a quarter of an hour
+	$(BIN)/pip install -q -c constraints.txt -e '.[bench]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.offline --data $(DATA)
 
 bench-gpu: setup  ## the loss and the teacher's scoring head on this machine's GPU
 	$(BIN)/pip install -q -c constraints.txt -e '.[bench]' liger-kernel

@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ class Text:
     prompt: int
 
 
-def main() -> None:
-    options = _parser().parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
     disable_progress_bar()
     torch.manual_seed(options.seed)
     records = [json.loads(line) for line in options.data.read_text().splitlines()]

@@ -1,0 +1,100 @@
+"""A capture that is killed over and over, against one that is left alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.offline_material import (
+    JOBS,
+    ROOT,
+    as_options,
+    capture,
+    environment,
+    files_of,
+)
+from clients.config_file import load_job
+from clients.launch import trainer_command
+from clients.run_directory import RunDirectory
+
+SECONDS_TO_PROGRESS = 300.0
+
+
+def killed_captures(
+    work: Path, settings: Mapping[str, str], undisturbed: Path, kills: int
+) -> dict[str, Any]:
+    """{kills, files, bytes, equal, at}: `at`, how many files were complete at each kill. `equal`:
+    whether every file of the store, its manifest too, has the sha256 of the undisturbed one.
+    """
+    work.mkdir()
+    files = files_of(undisturbed)
+    if files <= kills:
+        raise RuntimeError(f"{files} files are too few for {kills} kills at different ones")
+    store = work / "killed"
+    at = _killed(settings, store, files, kills)
+    capture(settings, store)
+    return {
+        "kills": len(at),
+        "files": files,
+        "bytes": sum(file.stat().st_size for file in undisturbed.glob("*.arrow")),
+        "equal": digests(store) == digests(undisturbed),
+        "at": at,
+    }
+
+
+def _killed(settings: Mapping[str, str], store: Path, files: int, kills: int) -> list[int]:
+    """Attempts at one run, each killed once its store has come so far, and a moment later."""
+    chosen = [*settings.items(), ("method.store", str(store))]
+    job = load_job(JOBS / "gsm8k_capture.toml", as_options(dict(chosen))[1::2])
+    run = RunDirectory.create(store.with_name("killed-run"), job.config)
+    moments = random.Random(0)
+    at = []
+    for number in range(kills):
+        attempt = number + 1
+        run.logs(attempt).mkdir(parents=True)
+        with run.log_file(attempt).open("wb") as log:
+            process = subprocess.Popen(
+                trainer_command(run.path, attempt=attempt, processes=1),
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                env=environment(),
+                start_new_session=True,
+            )
+        try:
+            _wait_for(store, 1 + number * (files - 1) // kills, process)
+            time.sleep(moments.uniform(0, 0.1))
+            if process.poll() is not None:
+                raise RuntimeError(f"attempt {attempt} ended by itself: {run.log_file(attempt)}")
+        finally:
+            # Also of one that is done: its session may have others.
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        at.append(files_of(store))
+    return at
+
+
+def _wait_for(store: Path, count: int, process: subprocess.Popen[bytes]) -> None:
+    """Until so many files are there, in whatever state."""
+    deadline = time.monotonic() + SECONDS_TO_PROGRESS
+    while len(list(store.glob("*.arrow*"))) < count and process.poll() is None:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no file {count} in {SECONDS_TO_PROGRESS:.0f} s")
+        time.sleep(0.001)
+
+
+def digests(store: Path) -> dict[str, str]:
+    """sha256 of every file of a store but its lock, which is empty."""
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(store.iterdir())
+        if file.name != "lock"
+    }

@@ -1,0 +1,150 @@
+"""What the store costs in time: a step that reads it, a capture that fills it.
+
+Both in this process, each in turn with the same work without a store; the median of the ratios of
+neighbours is told, as what else a machine does comes and goes.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.offline_material import (
+    JOBS,
+    Material,
+    Sizes,
+    as_options,
+    capture_settings,
+)
+from benchmarks.offline_training import job_settings, ways
+from clients.capture_config import CaptureJob
+from clients.config import StudentConfig
+from clients.config_file import load_job
+from clients.metrics_log import MetricsLog
+from clients.offline_config import OfflineJob
+from clients.run_directory import RunDirectory
+from clients.run_progress import Progress
+from student_trainer import courses
+from student_trainer.assembly import assemble
+from student_trainer.model import load_tokenizer
+from student_trainer.stored import StoredSteps
+from student_trainer.stores import open_stores
+from student_trainer.teachers import PendingRows
+from teacher_service.capture.filling import fill
+from teacher_service.capture.plan import Plan, make_plan
+from teacher_service.capture.recorder import Recorder
+from teacher_service.capture.sequences import SequenceReader
+from teacher_service.capture.sources import Ask, EngineSource, batches
+from teacher_service.capture.teacher import load_engine
+from teacher_service.capture.writer import StoreWriter
+from teacher_service.engines.base import Engine
+
+
+class InMemorySteps(StoredSteps):
+    """All that a job will learn from, read, verified and decoded before its first step."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        steps = range(1, options["last_step"] + 1)
+        self._ready = {step: super(InMemorySteps, self).of_step(step) for step in steps}
+
+    def of_step(self, step: int) -> list[PendingRows]:
+        return self._ready[step]
+
+
+def step_times(
+    work: Path, material: Material, stores: dict[str, Path], sizes: Sizes
+) -> dict[str, Any]:
+    """Seconds of a step of the trainer with rows from the store and with rows in memory, and the
+    ratio: of the same step, of runs that follow each other.
+    """
+    way = next(way for way in ways(sizes) if way.tail == "bucket+teacher_samples")
+    settings = job_settings(material, stores, sizes, way, seed=0)
+    settings |= {"max_steps": str(sizes.timed_steps), "eval.every": "100000"}
+    settings |= {"checkpoint.every": "100000", "train.warmup_steps": "0", "eval.prompts": "1"}
+    config = load_job(JOBS / "gsm8k_offline.toml", as_options(settings)[1::2]).config
+    assert isinstance(config, OfflineJob)
+    sources = {"store": StoredSteps, "memory": InMemorySteps}
+    found: dict[str, list[float]] = {name: [] for name in sources}
+    try:
+        for repetition in range(sizes.repetitions):
+            for name, kind in sources.items():
+                courses.StoredSteps = kind  # type: ignore
+                found[name] += _steps_of(work / "steps" / f"{name}-{repetition}", config)
+    finally:
+        courses.StoredSteps = StoredSteps  # type: ignore
+    pairs = zip(found["store"], found["memory"], strict=True)
+    ratios = [stored / memory for stored, memory in pairs]
+    seconds = {name: statistics.median(values) for name, values in found.items()}
+    return {**seconds, "ratio": statistics.median(ratios), "pairs": len(ratios)}
+
+
+def _steps_of(path: Path, config: OfflineJob) -> list[float]:
+    """Seconds of each step of a run but the first, which warms up."""
+    run = RunDirectory.create(path, config)
+    progress = _progress(run, config.max_steps)
+    verdict = assemble(config, run, {}, open_stores(config), progress, 1, None).train()
+    assert verdict == "succeeded"
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [record["time/step"] for record in records if "time/step" in record][1:]
+
+
+def capture_rates(work: Path, material: Material, sizes: Sizes) -> dict[str, Any]:
+    """Rows a second of a capture into a store and of its engine alone, on the same batches."""
+    work.mkdir(parents=True, exist_ok=True)
+    part = work / "timed.jsonl"
+    lines = material.train.read_text().splitlines(keepends=True)
+    part.write_text("".join(lines[: sizes.timed_records]))
+    settings = capture_settings(material, part, sizes, sizes.top_k, sizes.tail_samples)
+    job = load_job(JOBS / "gsm8k_capture.toml", as_options(settings)[1::2]).config
+    assert isinstance(job, CaptureJob)
+    engine, ask = load_engine(job.teacher), Ask.of(job)
+    tokenizer = load_tokenizer(StudentConfig(model=str(material.teacher)))
+    reader = SequenceReader(job.data, tokenizer, job.method.max_tokens)
+    plan = make_plan(
+        reader, directory=work, row_bytes=ask.row_bytes, file_bytes=job.method.shard_bytes
+    )
+    most = job.teacher.max_batch_tokens
+    found: dict[str, list[float]] = {"capture": [], "engine": []}
+    for repetition in range(sizes.repetitions + 1):  # the first round warms up
+        home = work / "captures" / str(repetition)
+        works: dict[str, Callable[[], None]] = {
+            "engine": lambda: _score(engine, ask, plan, most),
+            "capture": lambda home=home: _capture(engine, ask, plan, most, job, home),
+        }
+        for name, one in works.items():
+            began = time.perf_counter()
+            one()
+            found[name].append(plan.rows / (time.perf_counter() - began))
+    pairs = zip(found["capture"][1:], found["engine"][1:], strict=True)
+    ratios = [ours / bare for ours, bare in pairs]
+    rates = {name: statistics.median(values[1:]) for name, values in found.items()}
+    return {**rates, "ratio": statistics.median(ratios), "ratios": ratios, "rows": plan.rows}
+
+
+def _score(engine: Engine, ask: Ask, plan: Plan, most: int) -> None:
+    for number in range(len(plan.files) - 1):
+        sequences = [plan[index] for index in plan.file(number)]
+        for batch in batches([len(one.token_ids) for one in sequences], most):
+            engine.score([ask.query(sequences[index]) for index in batch])
+
+
+def _capture(engine: Engine, ask: Ask, plan: Plan, most: int, job: CaptureJob, home: Path) -> None:
+    run = RunDirectory.create(home, job)
+    files = range(len(plan.files) - 1)
+    counts = [len(plan.file(number)) for number in files]
+    with StoreWriter(home / "store", {}, counts) as writer:
+        metrics = MetricsLog(run, attempt=1, last_step=None)
+        progress = _progress(run, sum(counts))
+        recorder = Recorder(progress, metrics, lambda: writer.bytes, step=0)
+        source = EngineSource(engine, plan, ask, most)
+        assert fill(writer, source, plan, files, recorder, ask.encode) == "succeeded"
+        metrics.close()
+
+
+def _progress(run: RunDirectory, steps: int) -> Progress:
+    return Progress(run, attempt=1, max_steps=steps, main=True, terminated=lambda: False)
