@@ -91,10 +91,18 @@ def read_tokens(file: Path | None) -> Tokens:
     Several tokens of a role are valid at once: add the new one, move the clients, remove the old
     one. Raises InvalidInput, which never quotes a token.
     """
-    if file is not None:
-        text, field = read_file(file, "--token-file", secret=0o077).decode("utf-8", "replace"), file
-        return Tokens(_parsed(text, f"{field}:"))
-    return Tokens(_parsed(os.environ.get(TOKENS_VARIABLE, ""), f"${TOKENS_VARIABLE}: line "))
+    if file is None:
+        return Tokens(_parsed(os.environ.get(TOKENS_VARIABLE, ""), f"${TOKENS_VARIABLE}: line "))
+    text = read_file(file, "--token-file", secret=0o077).decode("utf-8", "replace")
+    tokens = Tokens(_parsed(text, f"{file}:"))
+    if not tokens:
+        # Cut off or not yet written: it was given in order that the server asks for tokens.
+        raise InvalidInput(
+            f"{file} holds no token",
+            field="--token-file",
+            hint="add the line of: distill token --role ROLE",
+        )
+    return tokens
 
 
 def _parsed(text: str, where: str) -> Mapping[str, Role]:

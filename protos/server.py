@@ -132,6 +132,8 @@ def _bind(server: grpc.aio.Server, endpoint: Endpoint) -> int:
             return server.add_secure_port(target, endpoint.tls)
         return server.add_insecure_port(target)
     except RuntimeError as error:
+        # gRPC does not say which: where it is not the port, this tells what it is.
+        require_free_port(endpoint.host, endpoint.port)
         raise _port_taken(endpoint.port) from error
 
 

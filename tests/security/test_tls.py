@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from clients.distill_client import DistillClient
 from clients.teacher_client import TeacherClient
 from protos.errors import DistillError, InvalidInput, Unavailable
-from protos.server import Endpoint, read_endpoint
+from protos.server import Endpoint, read_endpoint, serve
 from protos.tls import TlsFiles
 from tests.security.conftest import Certificates, Secrets
 from tests.security.processes import FAKE_TEACHER, Program, refused, server, teacher
@@ -208,3 +209,6 @@ def test_certificates_are_looked_at_before_anything_starts(
 def test_a_port_that_is_taken_and_a_host_that_is_not_ours() -> None:
     with pytest.raises(InvalidInput, match=r"cannot listen on 192\.0\.2\.1"):
         Endpoint("192.0.2.1", 1, insecure=True).require_usable()
+    nowhere = Endpoint("192.0.2.1", 0, insecure=True)
+    with pytest.raises(InvalidInput, match=r"cannot listen on 192\.0\.2\.1"):
+        asyncio.run(serve(lambda _: "service", nowhere, grace_seconds=0, on_ready=print))

@@ -70,6 +70,14 @@ def test_a_wrong_line_is_named_and_never_quoted(tmp_path: Path, line: str, word:
     assert not any(part in str(caught.value) for part in (OLD[5:20], NEW[5:20], "aaaaaaaaaa"))
 
 
+@pytest.mark.parametrize("text", ["", "\n", "# read, until Monday\n"])
+def test_a_file_without_a_token_does_not_open_the_server(tmp_path: Path, text: str) -> None:
+    """Cut off while it was changed, for one: it must not mean that nobody is asked."""
+    with pytest.raises(InvalidInput, match="holds no token") as caught:
+        read_tokens(write(tmp_path / "tokens", text))
+    assert caught.value.field == "--token-file"
+
+
 def test_tokens_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not read_tokens(None)
     monkeypatch.setenv("DISTILL_TOKENS", f"read {OLD}\nadmin {NEW}")
