@@ -66,10 +66,16 @@ class Weights:
             raise Overloaded("another push of weights is under way", hint="try again later")
         self._pushing = True
         try:
-            began = time.perf_counter()
-            update = await _receive(parts, engine.parameters(), engine.info)
+            began, base = time.perf_counter(), engine.info.version
+
+            def apply(update: WeightUpdate) -> None:
+                # The push before this one may have ended here after its client had given it up.
+                _require_follows(base, engine.info.version)
+                engine.update(update)
+
+            update = await _receive(parts, engine.parameters(), base)
             failpoint("weights-received")
-            await self._batcher.between_batches(lambda: engine.update(update))
+            await self._batcher.between_batches(lambda: apply(update))
             failpoint("weights-applied")
             seconds = round(time.perf_counter() - began, 3)
             version = engine.info.version
@@ -79,17 +85,10 @@ class Weights:
             self._pushing = False
 
 
-async def _receive(
-    parts: Parts, expected: Mapping[str, TensorSpec], info: EngineInfo
-) -> WeightUpdate:
+async def _receive(parts: Parts, expected: Mapping[str, TensorSpec], version: int) -> WeightUpdate:
     header = (await _next(parts)).header
     tau = _tau(header)
-    if header.base_version != info.version:
-        raise WrongState(
-            f"the update follows version {header.base_version}, the teacher has {info.version}",
-            field="base_version",
-            hint="ask the teacher for its version; is somebody else pushing to it?",
-        )
+    _require_follows(header.base_version, version)
     specs = _specs(header, expected)
     hasher = xxhash.xxh3_128()
     tensors: dict[str, tuple[TensorSpec, NDArray[Any]]] = {}
@@ -118,6 +117,15 @@ async def _next(parts: Parts) -> teacher_pb2.WeightsPart:
         _refuse("tensors", "the push ended before all of them had come", "push again")
     except TimeoutError as error:
         raise TimedOut(f"no part of the push came for {SECONDS_BETWEEN_PARTS:g} s") from error
+
+
+def _require_follows(base: int, version: int) -> None:
+    if base != version:
+        raise WrongState(
+            f"the update follows version {base}, the teacher has {version}",
+            field="base_version",
+            hint="ask the teacher for its version; is somebody else pushing to it?",
+        )
 
 
 def _tau(header: teacher_pb2.WeightsHeader) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from protos.rows import RowBlock
 from teacher_service import weights as weights_module
 from teacher_service.batcher import Batcher
 from teacher_service.cache import RowCache
-from teacher_service.engines.base import EngineInfo
+from teacher_service.engines.base import EngineInfo, WeightUpdate
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.engines.hf import HfEngine
 from teacher_service.scorer import Scorer
@@ -305,6 +306,42 @@ def test_one_push_at_a_time_and_a_silent_one_ends(
 
     asyncio.run(main())
     assert shared_engine.info.version == version
+
+
+def test_a_push_that_is_given_up_while_it_is_applied_counts(
+    tiny_model: Path, other_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client tries again after the version that it knows: nothing may be averaged twice."""
+    engine = HfEngine(str(tiny_model))
+    pushed, update = arrays(HfEngine(str(other_model))), engine.update
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow(new: WeightUpdate) -> None:
+        began.set()
+        assert go_on.wait(20)
+        update(new)
+
+    monkeypatch.setattr(engine, "update", slow)
+
+    async def send() -> AsyncIterator[teacher_pb2.WeightsPart]:
+        parts = [*weights_parts(pushed, tau=0.5, base_version=0)]
+        for part in parts:
+            if part is parts[-1] and began.is_set():
+                asyncio.get_running_loop().call_later(0.05, go_on.set)
+            yield part
+
+    async def main() -> None:
+        async with Batcher(engine, max_batch_tokens=1000) as batcher:
+            weights = Weights(engine, batcher)
+            first = asyncio.create_task(weights.push(send()))
+            assert await asyncio.to_thread(began.wait, 20)
+            first.cancel()
+            await asyncio.wait([first])
+            with pytest.raises(WrongState, match="follows version 0, the teacher has 1"):
+                await weights.push(send())
+
+    asyncio.run(main())
+    assert engine.info.version == 1
 
 
 def test_half_an_update_is_never_served(
