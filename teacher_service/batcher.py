@@ -83,8 +83,8 @@ class Batcher:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens that wait for the engine."""
-        waiting = (entry for entry in self._queue if not entry.answer.done())
+        """Tokens that wait for the engine; any thread may ask."""
+        waiting = (entry for entry in tuple(self._queue) if not entry.answer.done())
         return sum(len(entry.query.token_ids) for entry in waiting)
 
     async def between_batches(self, change: Callable[[], _T]) -> _T:

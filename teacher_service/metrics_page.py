@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import socket
+import threading
 import time
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
@@ -125,16 +128,39 @@ class _CacheCollector(Collector):
 def served(metrics: TeacherMetrics, host: str, port: int) -> Iterator[str]:
     """Serve the page by a thread of its own; gives its HOST:PORT. Raises InvalidInput."""
     try:
-        server, thread = start_http_server(port, host, metrics.registry)
+        kind = _PageOverIPv6 if ":" in host else _Page
+        server = make_server(host, port, make_wsgi_app(metrics.registry), kind, _Reading)
     except OSError as error:
         raise InvalidInput(
             f"cannot listen on {host}:{port}: {error.strerror}",
             field="--metrics-port",
             hint="choose another one, or 0 for any free port",
         ) from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     try:
         yield f"{host}:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Reading(WSGIRequestHandler):
+    timeout = 1.0  # of silence
+
+    def log_message(self, format: str, *_: object) -> None:
+        """Its readers come every few seconds."""
+
+
+class _Page(WSGIServer):
+    """One reader at a time. The page asks for no token: however many connect and say nothing, they
+    take no thread, and none of the descriptors that the teacher's own clients need.
+    """
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        log.debug("metrics: a reader went away", exc_info=True)
+
+
+class _PageOverIPv6(_Page):
+    address_family = socket.AF_INET6

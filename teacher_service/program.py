@@ -65,12 +65,12 @@ class Settings:
 
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises InvalidInput for settings that cannot work."""
-    # Before minutes of loading, not after them.
-    settings.endpoint.require_usable()
     redis = open_redis(settings.cache) if settings.cache else None
     metrics = TeacherMetrics()
     page = served(metrics, *settings.metrics) if settings.metrics else nullcontext()
     with page as metrics_address:
+        # Before minutes of loading, and after the page has taken its port.
+        settings.endpoint.require_usable()
         if metrics_address:
             log.info("metrics", extra=fields(address=metrics_address))
         engine = make_engine(settings.engine)

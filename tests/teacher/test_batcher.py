@@ -99,6 +99,38 @@ def test_cancelled_queries_are_never_computed() -> None:
     assert engine.batches == [[3], [4]]
 
 
+def test_the_queue_is_read_by_another_thread() -> None:
+    """As the one that serves /metrics does, while queries come and go."""
+    engine = ScriptedEngine()
+    engine.gate.clear()
+    faults: list[Exception] = []
+    done = threading.Event()
+
+    async def main() -> None:
+        async with Batcher(engine, max_batch_tokens=4) as batcher:
+
+            def read() -> None:
+                try:
+                    while not done.is_set():
+                        assert batcher.queued_tokens % 2 == 0
+                except Exception as error:
+                    faults.append(error)
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            waiting = [asyncio.create_task(batcher.score(query(1, 2))) for _ in range(3000)]
+            await asyncio.sleep(0.2)
+            for task in waiting:
+                task.cancel()
+            done.set()
+            await asyncio.to_thread(reader.join)
+            engine.gate.set()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(main())
+    assert faults == []
+
+
 def test_a_full_queue_says_so_and_recovers() -> None:
     engine = ScriptedEngine()
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import time
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -125,6 +129,24 @@ def test_a_taken_metrics_port_is_one_sentence(start_teacher: StartTeacher) -> No
     assert done.returncode == ExitCode.USAGE
     assert done.stderr.startswith("error: --metrics-port: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_silent_readers_of_the_page_cost_the_teacher_nothing(start_teacher: StartTeacher) -> None:
+    """The page asks for no token: who connects and says nothing must not take every descriptor."""
+    teacher = start_teacher(*FAKE, "vocab=64", "--metrics-port", "0")
+    address = metrics_address(teacher)
+    host, port = address.split(":")
+    process = psutil.Process(teacher.process.pid)
+    idle = process.num_fds(), process.num_threads()
+    with ExitStack() as stack:
+        for _ in range(50):
+            silent = stack.enter_context(socket.socket())
+            silent.setblocking(False)
+            silent.connect_ex((host, int(port)))
+            time.sleep(0.005)
+        assert process.num_fds() <= idle[0] + 3
+        assert process.num_threads() <= idle[1] + 3
+    assert scrape(address)["distill_teacher_active_streams"] == 0
 
 
 def test_distill_teacher_info(
