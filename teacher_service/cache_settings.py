@@ -34,13 +34,13 @@ def open_redis(settings: CacheSettings) -> RedisTier | None:
     url = settings.redis_url or os.environ.get("DISTILL_REDIS_URL")
     if not url:
         return None
-    if settings.redis_url and urlsplit(settings.redis_url).password is not None:
+    address = RedisAddress(url, os.environ.get("DISTILL_REDIS_PASSWORD"))
+    if settings.redis_url and urlsplit(url).password is not None:
         raise InvalidInput(
             "everyone on this machine can read the password of a command line",
             field="--redis-url",
             hint="leave it out of the URL and set DISTILL_REDIS_PASSWORD",
         )
-    address = RedisAddress(url, os.environ.get("DISTILL_REDIS_PASSWORD"))
     return RedisTier(address, ttl_seconds=settings.redis_ttl_seconds, zstd=settings.zstd)
 
 

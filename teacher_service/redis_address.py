@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -11,6 +12,7 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     OutOfMemoryError,
+    RedisError,
     ResponseError,
 )
 
@@ -25,6 +27,7 @@ OPTIONS: dict[str, Any] = {
     "protocol": 2,
     "driver_info": None,
 }
+_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _PROBE = "distill:probe"
 _NEEDED = (("GETRANGE", _PROBE, 0, 0), ("SET", _PROBE, "", "NX", "EX", 1), ("DEL", _PROBE))
 
@@ -46,9 +49,11 @@ class RedisAddress:
             raise _refused("it is not a URL of Redis", "write redis://host:6379/0, or rediss://")
         if parts.password is not None and self.password is not None:
             raise _refused("two passwords are given", "keep DISTILL_REDIS_PASSWORD only")
-        others = [name for name in parse_qs(parts.query) if not name.startswith("ssl_")]
-        if others:
-            raise _refused(f"{others[0]} cannot be set in the URL", "only ssl_... options can")
+        for name, values in parse_qs(parts.query).items():
+            if not name.startswith("ssl_"):
+                raise _refused(f"{name} cannot be set in the URL", "only ssl_... options can")
+            if name in _FILES and not Path(values[0]).is_file():
+                raise _refused(f"{name}: there is no file {values[0]}", "check the path")
 
     def __str__(self) -> str:
         parts = urlsplit(self.url)
@@ -56,12 +61,10 @@ class RedisAddress:
 
 
 def greet(address: RedisAddress) -> None:
-    """Use every right that will be needed. Raises InvalidInput when the server refuses one,
-    RedisError or OSError when it cannot be reached.
+    """Use every right that will be needed. Raises InvalidInput when the server refuses one, or the
+    URL has an option that does not exist; RedisError or OSError when it cannot be reached.
     """
-    pool = redis.ConnectionPool.from_url(address.url, password=address.password, **OPTIONS)
-    # Past the pool, which takes what TLS sends by itself for an answer that nobody read.
-    connection: Any = pool.make_connection()
+    connection = _connection(address)
     try:
         connection.connect()
         for command in _NEEDED:
@@ -76,6 +79,18 @@ def greet(address: RedisAddress) -> None:
         ) from error
     finally:
         connection.disconnect()
+
+
+def _connection(address: RedisAddress) -> Any:
+    try:
+        pool = redis.ConnectionPool.from_url(address.url, password=address.password, **OPTIONS)
+        # Past the pool, which takes what TLS sends by itself for an answer that nobody read.
+        return pool.make_connection()
+    except (TypeError, ValueError, RedisError) as error:
+        raise _refused(
+            f"the library does not take its options: {error}",
+            "ssl_... options are those of redis-py, and only of rediss://",
+        ) from error
 
 
 def _refused(message: str, hint: str) -> InvalidInput:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import redis.asyncio
-from redis.exceptions import RedisError
+from redis.exceptions import InvalidResponse, RedisError
 
 from clients.logit_store import StoredRows
 from protos.rows import compress_rows, expand_rows, is_compressed
@@ -135,7 +135,7 @@ class RedisTier:
                 pipeline.getrange(name_of(lookup.key), 0, lookup.max_bytes)
             try:
                 async with asyncio.timeout(TIMEOUT_SECONDS):
-                    values = await pipeline.execute()
+                    values = _all_bytes(await pipeline.execute())
                 self._recovered()
             except (RedisError, OSError, TimeoutError) as error:
                 self._failed(error)
@@ -211,3 +211,11 @@ class RedisTier:
         if self._reachable.is_open:
             log.info("cache: %s answers again", self._address)
             self._reachable.close()
+
+
+def _all_bytes(values: list[object]) -> list[bytes]:
+    """What GETRANGE answers, if it is Redis that does."""
+    found = [value for value in values if isinstance(value, bytes)]
+    if len(found) != len(values):
+        raise InvalidResponse("it answers another question than was asked")
+    return found

@@ -193,14 +193,15 @@ def test_redis_was_never_there(tmp_path: Path, undisturbed: Life) -> None:
     assert found.counters["redis_errors"] == 1
 
 
-def test_what_answers_is_not_redis(undisturbed: Life) -> None:
-    """C1: bytes that are no reply at all."""
+@pytest.mark.parametrize("reply", [b"\x00garbage\r\n", b":5\r\n", b"*1\r\n$1\r\na\r\n"])
+def test_what_answers_is_not_redis(undisturbed: Life, reply: bytes) -> None:
+    """C1: bytes that are no reply at all, and replies to another question."""
 
     async def main() -> None:
         async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with suppress(ConnectionError):
                 while await reader.read(100):
-                    writer.write(b"\x00garbage\r\n" * 3)
+                    writer.write(reply * 3)
             writer.close()
 
         liar = await asyncio.start_server(babble, "127.0.0.1", 0)

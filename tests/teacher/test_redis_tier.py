@@ -224,6 +224,7 @@ def test_the_breaker_lets_one_attempt_through(monkeypatch: pytest.MonkeyPatch) -
         ("redis://", "not a URL of Redis"),
         ("redis://localhost:99999", "not a URL of Redis"),
         ("redis://localhost/0?socket_timeout=60", "socket_timeout cannot be set"),
+        ("rediss://localhost?ssl_ca_certs=/missing.pem", "there is no file /missing.pem"),
     ],
 )
 def test_an_address_that_cannot_be_right(url: str, message: str) -> None:
@@ -235,6 +236,22 @@ def test_an_address_that_cannot_be_right(url: str, message: str) -> None:
 
 def settings(url: str | None) -> CacheSettings:
     return CacheSettings(Path("unused"), 0, 0, False, url, 60)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("redis://[localhost", "not a URL of Redis"),
+        ("redis://127.0.0.1:1?ssl_check_hostname=no", "ssl_check_hostname"),
+        ("rediss://127.0.0.1:1?ssl_speed=9", "ssl_speed"),
+        ("rediss://127.0.0.1:1?ssl_cert_reqs=perhaps", "perhaps"),
+    ],
+)
+def test_an_address_that_cannot_work_is_refused_at_the_start(url: str, message: str) -> None:
+    """Not taken for a server that is away, which is waited for."""
+    with pytest.raises(InvalidInput, match=message) as caught:
+        open_redis(settings(url))
+    assert caught.value.field == "--redis-url"
 
 
 def test_passwords_and_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
