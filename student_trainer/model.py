@@ -116,20 +116,19 @@ class Student(nn.Module):
         """loss_fn summed over the batch's rows; see fused_linear_loss."""
         if not self._linear_head:
             return self._plain(batch, loss_fn, temperature)
-        body = self.model.get_decoder()
-        with self._precision():
-            states = body(**batch.inputs, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()
-        return fused_linear_loss(
-            batch.select(states),
-            head.weight,
-            batch.head_ids,
-            batch.token_ids,
-            loss_fn,
-            sample_ids=batch.sample_ids,
-            bias=getattr(head, "bias", None),
-            temperature=temperature,
-        )
+        with self._precision():
+            states = self.model.get_decoder()(**batch.inputs, use_cache=False).last_hidden_state
+            return fused_linear_loss(
+                batch.select(states),
+                head.weight,
+                batch.head_ids,
+                batch.token_ids,
+                loss_fn,
+                sample_ids=batch.sample_ids,
+                bias=getattr(head, "bias", None),
+                temperature=temperature,
+            )
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self._bf16)

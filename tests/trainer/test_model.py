@@ -125,6 +125,17 @@ def test_the_fused_path_is_the_plain_one(make: Any) -> None:
     assert_rows(fused.rows, exact_rows(model, batch))
 
 
+def test_the_paths_are_one_in_bfloat16_too() -> None:
+    """The head's product as well is made in it, though the states come out of the norm wider."""
+    model = tiny.model(seed=4)
+    batch = batch_of(model)
+    student = Student(model, bf16=True)
+    fused = gradients_of(student, batch)[0].rows
+    student._linear_head = False
+    plain = gradients_of(student, batch)[0].rows
+    torch.testing.assert_close(fused.token_logprobs, plain.token_logprobs, rtol=1e-6, atol=1e-6)
+
+
 def test_a_capped_head_is_not_taken_for_a_linear_one() -> None:
     model = soft_capped()
     assert not has_linear_head(model)
