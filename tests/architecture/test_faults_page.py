@@ -1,0 +1,30 @@
+"""docs/faults.md: every row of the plan is in it, and every test that it names exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "faults.md").read_text()
+LAST = {"T": 17, "C": 10, "J": 13, "S": 11}
+
+
+def test_every_row_is_there() -> None:
+    rows = set(re.findall(r"^\| ([TCJS]\d+) \|", PAGE, re.MULTILINE))
+    assert rows == {f"{kind}{n}" for kind, last in LAST.items() for n in range(1, last + 1)}
+
+
+def test_every_test_that_is_named_exists() -> None:
+    named = set(re.findall(r"`([a-z_0-9/]+\.py)::(\w+)`", PAGE))
+    assert len(named) == len(set(re.findall(r"`[^`]*::[^`]*`", PAGE)))
+    assert len(named) > 80
+    for path, name in sorted(named):
+        tree = ast.parse((ROOT / "tests" / path).read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, path
+
+
+def test_a_row_without_a_test_says_so() -> None:
+    for row in re.findall(r"^\| [TCJS]\d+ \|.*$", PAGE, re.MULTILINE):
+        assert "::test_" in row.split(" | ")[3] or "**not shown**" in row, row
