@@ -90,7 +90,7 @@ class CaptureConfig(_Table):
         index, count = map(int, shard.split("/"))
         if index >= count:
             raise ValueError("must be i/n with i from 0 to n - 1")
-        return shard
+        return f"{index}/{count}"  # as stores are compared, whoever wrote 01/16
 
     @property
     def part(self) -> tuple[int, int]:

@@ -39,7 +39,7 @@ def read_manifest(path: Path) -> Manifest | None:
         for shard in shards:
             number_of(shard)
         metadata = dict(manifest["metadata"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise Corrupt(

@@ -100,7 +100,8 @@ class SequenceReader:
     def _packed(self) -> Iterator[TokenSequence]:
         """Documents one after the other, an end token behind each, cut to `max_tokens`."""
         tokenizer, column = self._tokenizer, self._data.text_column
-        if tokenizer.eos_token_id is None:
+        end = tokenizer.eos_token_id
+        if end is None:
             raise InvalidInput(
                 "the tokenizer has no end-of-text token to put between documents",
                 field="data.form",
@@ -110,7 +111,9 @@ class SequenceReader:
         for where, record in self._records(column):
             text = text_of(record, column, "data.text_column", where)
             self.empty += not text
-            waiting += _ended(tokenizer(text)["input_ids"], tokenizer) if text else []
+            ids: list[int] = tokenizer(text)["input_ids"] if text else []
+            # A tokenizer may begin texts with its end token: nothing is cut there.
+            waiting += ids if ids[-1:] in ([], [end]) else [*ids, end]
             while len(waiting) >= self._max_tokens:
                 yield TokenSequence(np.array(waiting[: self._max_tokens], np.int32), 1)
                 del waiting[: self._max_tokens]

@@ -113,6 +113,22 @@ def test_texts_are_packed(tokenizer: Any, tmp_path: Path) -> None:
     assert {len(ids) for ids, _ in sequences[:-1]} == {16}
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_no_text_is_lost_at_an_end_token(words: Path, tmp_path: Path, begins: bool) -> None:
+    """One that a tokenizer begins every text with, as OPT's, or one that stands in the text."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(words)
+    if begins:
+        inner = tokenizer.backend_tokenizer
+        inner.post_processor = TemplateProcessing(single="t0 $A", special_tokens=[("t0", END)])
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "t5 t0 t6"}, {"text": "t7 t0"}])
+    first = [END] if begins else []
+    stream = [*first, 5, END, 6, END, *first, 7, END]
+    assert read(tokenizer, path, form="text")[0] == [(stream, 1)]
+
+
 def test_what_is_left_out_is_counted(tokenizer: Any, tmp_path: Path) -> None:
     found = [([1, 2], [3]), ([1], [2] * 9), ([1] * 9, [2]), ([1], []), ([4], [5])]
     sequences, reader = read(tokenizer, write_pairs(tmp_path / "a.jsonl", found), max_tokens=8)

@@ -217,7 +217,10 @@ def test_parts_make_the_whole(
 ) -> None:
     for index in range(count):
         config = job(
-            data, words, method__shard=f"{index}/{count}", method__store=str(tmp_path / "parts")
+            data,
+            words,
+            method__shard=f"{index:0{count}}/{count}",
+            method__store=str(tmp_path / "parts"),
         )
         capture_here(tmp_path / f"run-{index}", config)
     parts = sorted((tmp_path / "parts").iterdir(), reverse=True)
@@ -293,6 +296,8 @@ def test_the_summary_counts(whole: Path) -> None:
     assert math.isclose(float(summary["bytes_per_row"]), int(summary["bytes"]) / rows, abs_tol=0.01)
     assert summary["complete"] is True
     assert summary["shards"] == len(list(whole.glob("*.arrow")))
+    with pytest.raises(NotFound, match="is not a store of rows"):
+        summary_of(whole / "manifest.json")
     with pytest.raises(NotFound, match="is not a store of rows"):
         summary_of(whole.parent)
 
