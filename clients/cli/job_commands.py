@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from clients.cli.output import plain
-from clients.cli.progress import duration
+from clients.cli.progress import duration, kl_of
 from clients.cli.settings import JobArgument, SetOption, settings_of
 from clients.jobs import Job, JobState
 from protos.errors import InvalidInput
@@ -100,11 +100,11 @@ def _record(job: Job) -> Mapping[str, Any]:
 
 
 def _row(job: Job, now: float) -> Mapping[str, Any]:
-    kl = job.metrics.get("kl/teacher")
+    label, kl = kl_of(job.metrics) or ("", None)
     return {
         **_record(job),
         "steps": f"{job.step}/{job.max_steps}",
-        "kl": "-" if kl is None else f"{kl:.4g}",
+        "kl": "-" if kl is None else f"{kl:.4g}{label.removeprefix('kl')}",
         "age": duration(now - job.created_at) if job.created_at else "-",
     }
 

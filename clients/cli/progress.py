@@ -10,7 +10,8 @@ from clients.jobs import JobEvent, JobState
 
 # Steps over which speed is averaged.
 WINDOW = 40
-KL = "kl/teacher"
+# A lower bound where a store has no samples; in a mixed job both, of other tokens each.
+KL = {"kl": "kl/teacher", "kl bound": "kl/teacher_bound"}
 
 
 @dataclass
@@ -40,10 +41,10 @@ class Progress:
     def _add_step(self, event: JobEvent) -> None:
         self.metrics.update(event.metrics)
         self._clock.append((event.step, event.time))
-        if KL in event.metrics:
-            self.kl_history.append(event.metrics[KL])
-        if found := evaluation(event.metrics):
-            self.evaluations.append((event.step, found))
+        if found := kl_of(event.metrics):
+            self.kl_history.append(found[1])
+        if held_out := evaluation(event.metrics):
+            self.evaluations.append((event.step, held_out))
 
     @property
     def seconds_left(self) -> float | None:
@@ -63,7 +64,7 @@ class Progress:
             (label, f"{known[name]:{spec}}")
             for label, name, spec in (
                 ("loss", "loss", ".4g"),
-                ("kl", KL, ".4g"),
+                *((label, name, ".4g") for label, name in KL.items()),
                 ("tok/s", "tokens_per_sec", ".0f"),
             )
             if name in known
@@ -75,6 +76,11 @@ class Progress:
         if self.seconds_left is not None:
             shown.append(("eta", duration(self.seconds_left)))
         return shown
+
+
+def kl_of(metrics: Mapping[str, float]) -> tuple[str, float] | None:
+    """The label of the KL and its value; of its bound where there is no other."""
+    return next(((label, metrics[name]) for label, name in KL.items() if name in metrics), None)
 
 
 def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -59,6 +60,17 @@ def test_numbers_of_the_newest_step() -> None:
         ("wait", "25%"),
         ("eta", "3m00s"),
     ]
+
+
+def test_a_bound_of_the_kl_has_its_own_name() -> None:
+    """Of a store without samples; in a mixed job both are there, of other tokens each."""
+    alone, mixed = Progress("alone"), Progress("mixed")
+    event = step(4)
+    alone.add(replace(event, metrics={"kl/teacher_bound": 0.125}))
+    mixed.add(replace(event, metrics={**event.metrics, "kl/teacher_bound": 0.125}))
+    assert alone.facts() == [("kl bound", "0.125")]
+    assert mixed.facts() == [("loss", "0.5"), ("kl", "0.25"), ("kl bound", "0.125")]
+    assert (alone.kl_history, mixed.kl_history) == ([0.125], [0.25])
 
 
 def test_a_new_attempt_starts_a_new_clock() -> None:

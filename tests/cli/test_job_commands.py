@@ -114,7 +114,7 @@ def test_an_empty_server_is_one_sentence(capsys: Capture) -> None:
     assert said == "error: --server: is empty; give HOST:PORT, or leave it out\n"
 
 
-def test_ls(capsys: Capture, client: type[ScriptedClient]) -> None:
+def test_ls(capsys: Capture, client: type[ScriptedClient], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["ls", "--state", "failed", "--limit", "3"]) == 0
     assert client.asked == [("list", JobState.FAILED, 3)]
     head, first, second = capsys.readouterr().out.splitlines()
@@ -123,6 +123,10 @@ def test_ls(capsys: Capture, client: type[ScriptedClient]) -> None:
     assert second.endswith("no teacher")
     assert main(["--json", "ls"]) == 0
     rows = json.loads(capsys.readouterr().out)["jobs"]
+    bounded = made(metrics={"kl/teacher_bound": 0.5})
+    monkeypatch.setattr(client, "list", lambda *_, **__: [bounded])
+    assert main(["ls"]) == 0
+    assert "12/50  0.5 bound  " in capsys.readouterr().out
     assert {column.lower() for column in head.split()} <= set(rows[0])
 
 
