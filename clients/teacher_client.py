@@ -22,7 +22,7 @@ from clients.score_window import ScoreWindow
 from clients.teacher_info import TeacherInfo, TeacherLoad, info_of, load_of
 from clients.teacher_lane import CONNECT_SECONDS, SharedIdentity, TeacherLane, lives
 from protos import teacher_pb2
-from protos.errors import DistillError, Forbidden, InvalidInput, Unauthenticated, Unavailable
+from protos.errors import DistillError, InvalidInput, TimedOut, Unavailable
 from protos.rows import RowBlock
 from protos.statuses import TLS_HINT, fault_of
 from protos.transport import MAX_MESSAGE_BYTES
@@ -199,15 +199,17 @@ class TeacherClient:
         return any(lives(check) for check in checks)
 
     def _silence(self, alive: bool) -> Unavailable:
+        faults = [lane.last_fault.message for lane in self._lanes if lane.last_fault]
+        last = f" (last: {'; '.join(faults)})" if faults else ""
         if alive:
             return Unavailable(
                 f"the {self._name} answers, but has sent no row for"
-                f" {_BUSY_FACTOR * self._patience_seconds:g} s",
+                f" {_BUSY_FACTOR * self._patience_seconds:g} s{last}",
                 field=self._field,
-                hint="give it a smaller --max-batch-tokens, or raise teacher.patience_seconds",
+                hint="look into its log"
+                if faults
+                else "give it a smaller --max-batch-tokens, or raise teacher.patience_seconds",
             )
-        faults = [lane.last_fault.message for lane in self._lanes if lane.last_fault]
-        last = f" (last: {'; '.join(faults)})" if faults else ""
         return Unavailable(
             f"the {self._name} has not answered for {self._patience_seconds:g} s{last}",
             field=self._field,
@@ -223,7 +225,7 @@ class TeacherClient:
                 hint="give the HOST:PORT that distill-teacher printed",
             )
         fault = fault_of(error, lane.name)
-        if isinstance(fault, Unauthenticated | Forbidden):
+        if not isinstance(fault, Unavailable | TimedOut):
             return fault
         return Unavailable(
             f"no teacher answers at {lane.address}",

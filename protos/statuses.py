@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -152,11 +153,13 @@ def fault_of(error: grpc.RpcError, server: str) -> DistillError:
     status: grpc.StatusCode = call.code()
     for key, value in call.trailing_metadata() or ():
         if key == _STATUS_DETAILS:
-            details = status_pb2.Status.FromString(value)
-            info = error_details_pb2.ErrorInfo()
-            if details.details and details.details[0].Unpack(info):
-                field, hint = info.metadata["field"], info.metadata["hint"]
-                return error_of(status.name, details.message, field=field, hint=hint)
+            details, info = status_pb2.Status(), error_details_pb2.ErrorInfo()
+            # Whatever answers there may write something else under this name.
+            with suppress(DecodeError):
+                details.ParseFromString(value)
+                if details.details and details.details[0].Unpack(info):
+                    field, hint = info.metadata["field"], info.metadata["hint"]
+                    return error_of(status.name, details.message, field=field, hint=hint)
     if status is grpc.StatusCode.UNAVAILABLE:
         tls = "https://" in server
         reason = _TLS_REASON.search(call.details() or "") if tls else None

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from safetensors import SafetensorError
 
 from protos.errors import InvalidInput
 
@@ -32,7 +31,7 @@ def load_model(path: Path, *, dtype: str, device: str | None = None) -> Any:
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except Exception as error:  # of a wrong config the library raises anything
         raise not_loaded(path, str(error)) from error
     if loading["missing_keys"]:
         # transformers would fill them with random numbers and only warn.

@@ -7,14 +7,17 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import fields
+from typing import NoReturn
 
+import grpc
 import numpy as np
 import pytest
 
 from clients.score_query import ScoreQuery, tokenizer_fingerprint
 from clients.teacher_client import TeacherClient
+from protos import teacher_pb2_grpc
 from protos.errors import Corrupt, InternalFault, InvalidInput, Unavailable, WrongState
 from protos.rows import RowBlock
 from teacher_service.engines.fake import FakeEngine, FakeSettings
@@ -248,6 +251,35 @@ def test_something_else_there() -> None:
             with pytest.raises(Unavailable):
                 client.info()
         assert time.monotonic() - began < 10
+
+
+class BrokenTeacher(teacher_pb2_grpc.TeacherServicer):
+    """Every call fails, with details that a program of ours would not write."""
+
+    def __init__(self, details: bytes) -> None:
+        self._details = details
+
+    def _fail(self, request: object, context: grpc.ServicerContext) -> NoReturn:
+        context.set_trailing_metadata((("grpc-status-details-bin", self._details),))
+        context.abort(grpc.StatusCode.INTERNAL, "broken 7f3a")
+
+    GetInfo = Score = _fail
+
+
+@pytest.mark.parametrize("details", [b"", b"\xff\xff\xff"])
+def test_the_fault_of_a_broken_teacher_is_told(details: bytes) -> None:
+    """Not taken for one that is not there, or too slow; and what it says may be garbled."""
+    server = grpc.server(ThreadPoolExecutor(4))
+    teacher_pb2_grpc.add_TeacherServicer_to_server(BrokenTeacher(details), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with TeacherClient(f"127.0.0.1:{port}", patience_seconds=0.2) as client:
+        fault = client.submit(queries(1)[0]).exception(WAIT)
+        assert isinstance(fault, Unavailable)
+        assert "broken 7f3a" in str(fault)
+        with pytest.raises(InternalFault, match="broken 7f3a"):
+            client.info()
+    server.stop(None).wait()
 
 
 def test_close_ends_at_once(start_teacher: StartTeacher) -> None:

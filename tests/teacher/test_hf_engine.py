@@ -147,6 +147,12 @@ def test_refusals_say_what_and_what_to_do(tiny_model: Path, tmp_path: Path) -> N
     weights = load_file(partial / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+    wrong_type = shutil.copytree(tiny_model, tmp_path / "wrong_type")
+    edit_config(wrong_type, hidden_size="many")
+    no_heads = shutil.copytree(tiny_model, tmp_path / "no_heads")
+    edit_config(no_heads, num_attention_heads=0)
+    narrow = shutil.copytree(tiny_model, tmp_path / "narrow")
+    edit_config(narrow, intermediate_size=8)
     silent = shutil.copytree(tiny_model, tmp_path / "silent")
     (silent / "tokenizer.json").unlink()
     garbled = shutil.copytree(tiny_model, tmp_path / "garbled")
@@ -161,6 +167,9 @@ def test_refusals_say_what_and_what_to_do(tiny_model: Path, tmp_path: Path) -> N
         str(pickled): "no .safetensors weights",
         str(unknown): "cannot load",
         str(cut): "cannot load",
+        str(wrong_type): "cannot load .*hidden_size",
+        str(no_heads): "cannot load",
+        str(narrow): "cannot load",
         str(partial): "no weights for model.layers.1.mlp.up_proj",
         str(tmp_path / "absent"): "there is no directory",
         str(tmp_path): "no config.json",
