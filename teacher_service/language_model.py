@@ -7,6 +7,7 @@ from typing import Any
 
 import transformers
 
+from clients.token_ids import tokens_of
 from protos.errors import InvalidInput
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -45,7 +46,7 @@ def load_vocabulary(path: Path) -> tuple[str, ...]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise not_loaded(path, f"its tokenizer: {error}") from error
-    return tuple(tokenizer.convert_ids_to_tokens(i) or "" for i in range(len(tokenizer)))
+    return tuple(tokens_of(tokenizer))
 
 
 def not_loaded(path: Path, reason: str) -> InvalidInput:
