@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from clients.logit_manifest import read_manifest
 from clients.logit_shards import Shard, ShardFacts, StoredRows, open_shard
@@ -61,6 +62,17 @@ class LogitDataset:
     def shards(self) -> list[Shard]:
         """In the order of the data."""
         return self._shards
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sequence."""
+        parts = [np.diff(shard.token_offsets) // 4 for shard in self._shards]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def token_ids(self, index: int) -> bytes:
+        """Of sequence `index`, int32 little-endian; not verified."""
+        shard, row = self._place(index)
+        return bytes(shard.token_ids[shard.token_offsets[row] : shard.token_offsets[row + 1]])
 
     def entry(self, index: int) -> StoredRows:
         """Sequence `index` with its rows still encoded; negative ones count from the end."""

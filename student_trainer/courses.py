@@ -22,7 +22,7 @@ from student_trainer.parallel import Replicated, Sharded
 from student_trainer.prompts import Prompt, PromptSet, load_prompts
 from student_trainer.rollouts import HuggingFaceRollouts
 from student_trainer.stored import Mixture, StoredSteps, read
-from student_trainer.stores import Stores
+from student_trainer.stores import Stores, without_copies
 from student_trainer.teachers import PendingRows, RemoteTeacher, TeachersByName
 from student_trainer.trainer import StepSource
 
@@ -146,12 +146,13 @@ def load_examined(config: OfflineJob, tokenizer: Any, longest: int) -> list[Prom
 def _split(config: OfflineJob, stores: Stores) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The sequences to learn from and the held-out ones: pure functions of the seed."""
     count = config.eval.prompts
-    order = permutation(len(stores.training.data), config.seed, -1)
-    if stores.held_out is not None:
-        chosen, held_out = order, permutation(len(stores.held_out.data), config.seed, -1)[:count]
+    chosen = permutation(len(stores.training.data), config.seed, -1)
+    other = stores.held_out
+    if other is None:
+        chosen, held_out = chosen[count:], chosen[:count]
     else:
-        chosen, held_out = order[count:], order[:count]
-    return chosen, held_out
+        held_out = permutation(len(other.data), config.seed, -1)[:count]
+    return without_copies(stores.training, chosen, other or stores.training, held_out), held_out
 
 
 def _rollouts(

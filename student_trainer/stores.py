@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from clients.capture_facts import SEQUENCES
 from clients.logit_dataset import LogitDataset
 from clients.offline_config import OfflineConfig, OfflineJob
 from protos.errors import DistillError, InvalidInput, WrongState
+
+log = logging.getLogger(__name__)
 
 _FACTS = ("tokenizer_fingerprint", "vocab_size", "top_k", "temperature", "tail_samples")
 
@@ -47,8 +51,7 @@ class Store:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
-        lengths = [int(np.diff(shard.token_offsets).max()) // 4 for shard in self.data.shards]
-        return max(lengths)
+        return int(self.data.lengths.max())
 
     @property
     def identity(self) -> str:
@@ -85,6 +88,30 @@ def open_stores(config: OfflineJob) -> Stores:
             )
     _check_count(config, held_out, len(held_out.data))
     return Stores(training, held_out)
+
+
+def without_copies(
+    training: Store, chosen: NDArray[np.int64], held_out: Store, aside: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Those of the `chosen` sequences of `training` whose tokens are not those of one that is held
+    out: data says some things twice. Raises InvalidInput where none is left.
+    """
+    unseen = {held_out.data.token_ids(int(index)) for index in aside}
+    alike = np.isin(training.data.lengths[chosen], held_out.data.lengths[aside])
+    copies = [
+        place
+        for place in np.flatnonzero(alike)
+        if training.data.token_ids(int(chosen[place])) in unseen
+    ]
+    if len(copies) == len(chosen):
+        raise InvalidInput(
+            f"every sequence of the {training.label} is held out too, so none is left to learn",
+            field=held_out.field,
+            hint="hold out other data, or lower eval.prompts",
+        )
+    if copies:
+        log.warning("%d sequences say what a held-out one says: left out", len(copies))
+    return np.delete(chosen, copies)
 
 
 def _open(path: str, field: str) -> Store:

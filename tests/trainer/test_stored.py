@@ -18,7 +18,7 @@ from clients.logit_dataset import LogitDataset
 from clients.offline_config import OfflineJob
 from clients.run_directory import RunDirectory
 from clients.run_progress import Progress
-from protos.errors import Corrupt
+from protos.errors import Corrupt, InvalidInput
 from student_trainer.assembly import assemble
 from student_trainer.courses import _split
 from student_trainer.model import load_model
@@ -177,6 +177,27 @@ def test_held_out_is_never_learned(material: tiny.Material, store: Path) -> None
     assert sorted([*chosen, *held_out]) == list(range(len(TEXTS)))
     other, _ = _split(config.model_copy(update={"seed": 1}), open_stores(config))
     assert sorted(other) != sorted(chosen)
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_nor_is_a_copy_of_what_is_held_out(
+    material: tiny.Material, tmp_path: Path, other: bool
+) -> None:
+    """Data that says a thing twice, or an eval_path that is the data itself."""
+    teacher = load_model(tiny.job(material, student__model=str(material.teacher)).student)
+    texts = TEXTS[:20] * (1 if other else 3)
+    path = write_store(tmp_path / "rows", teacher, texts)
+    changes = {"data__eval_path": str(path)} if other else {}
+    config = tiny.offline_job(material, path, **changes)
+    chosen, held_out = _split(config, open_stores(config))
+    aside = {tuple(texts[index][0]) for index in held_out}
+    learned = [tuple(texts[index][0]) for index in chosen]
+    assert not aside & set(learned)
+    assert sorted(learned) == sorted(tuple(ids) for ids, _ in texts if tuple(ids) not in aside)
+    most = len(texts) - (not other)
+    everything = tiny.offline_job(material, path, eval__prompts=most, **changes)
+    with pytest.raises(InvalidInput, match="every sequence of the store"):
+        _split(everything, open_stores(everything))
 
 
 def test_a_store_that_is_deleted_stays_readable(store: Path, tmp_path: Path) -> None:
