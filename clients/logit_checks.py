@@ -58,12 +58,15 @@ def damages(path: Path) -> Iterator[str]:
     """
     first = 0
     for facts in manifest_of(path).shards:
-        if (damage := _damage(path, facts, first)) is not None:
+        if (damage := damage_of(path, facts, first)) is not None:
             yield f"shard {facts.name}: {damage}"
         first += facts.count
 
 
-def _damage(path: Path, facts: ShardFacts, first: int) -> str | None:
+def damage_of(path: Path, facts: ShardFacts, first: int) -> str | None:
+    """What is wrong with a shard whose first sequence has the number `first`; None: it is what was
+    written.
+    """
     try:
         with (path / facts.name).open("rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() == facts.sha256:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from clients.capture_facts import require_same
+from clients.logit_checks import damage_of
 from clients.logit_manifest import (
     Manifest,
     lock_store,
@@ -21,7 +22,6 @@ from clients.logit_shards import (
     ShardFacts,
     StoredRows,
     encode_shard,
-    open_shard,
     write_synced,
 )
 from protos.failpoints import failpoint
@@ -92,13 +92,14 @@ class StoreWriter:
             self._lock = None
 
     def _sound(self, shards: Sequence[ShardFacts], counts: Sequence[int]) -> list[ShardFacts]:
-        """Those before the first that is damaged or not of this plan."""
+        """Those before the first that is damaged or not of this plan. Reads every byte."""
+        first = 0
         for number, (shard, count) in enumerate(zip(shards, counts, strict=False)):
-            try:
-                if (shard.name, shard.count) != (shard_name(number), count):
-                    raise ValueError(f"{shard.name} is not file {number} of this capture")
-                open_shard(self.path / shard.name, shard)
-            except (OSError, ValueError) as error:
-                log.warning("%s; it is made again, with all files after it", error)
+            damage = damage_of(self.path, shard, first)
+            if (shard.name, shard.count) != (shard_name(number), count):
+                damage = f"it is not file {number} of this capture"
+            if damage is not None:
+                log.warning("%s: %s; it is made again, with all files after it", shard.name, damage)
                 return list(shards[:number])
+            first += count
         return list(shards[: len(counts)])

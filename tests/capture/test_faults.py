@@ -143,12 +143,17 @@ def test_killed_while_a_service_scores(
     assert digests(disturbed.store) == digests(undisturbed.store)
 
 
+@pytest.mark.parametrize("flipped", [False, True])
 def test_a_damaged_file_is_made_again(
-    forker: Forker, new_run: NewRun, data: Path, words: Path, whole: Path
+    forker: Forker, new_run: NewRun, data: Path, words: Path, whole: Path, flipped: bool
 ) -> None:
+    """One that is gone, and one with another bit in its rows, which Arrow takes."""
     run = new_run(job(data, words))
     assert forker.finish(run) == 0
-    (run.store / "00000003.arrow").write_bytes(b"")
+    damaged = run.store / "00000003.arrow"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content if flipped else b"")
     assert forker.finish(run, 2) == 0
     assert "it is made again, with all files after it" in run.log_file(2).read_text()
     assert digests(run.store) == digests(whole)
