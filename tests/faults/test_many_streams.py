@@ -17,7 +17,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from clients.teacher_client import TeacherClient
 from protos import teacher_pb2, teacher_pb2_grpc
-from protos.rows import RowBlock
 from protos.transport import CHANNEL_OPTIONS
 from tests.faults.sequences import WAIT, fake, sequences
 from tests.server.conftest import eventually
@@ -141,29 +140,14 @@ def test_a_frozen_client_is_let_go(start_teacher: StartTeacher) -> None:
 def test_untaken_rows_are_bounded(start_teacher: StartTeacher) -> None:
     """A caller that takes nothing makes the client hold what it was told to, and no more."""
     limit = 32 * MIB
-    asked = sequences(150, 1000, seed=3)  # 520 KB of rows each
     teacher = start_teacher(*fake())
-    with TeacherClient(teacher.address, max_prefetch_bytes=limit) as client:
-        client.submit(asked[0]).result(WAIT)
-        resident = psutil.Process().memory_info().rss
-        answers = [client.submit(query) for query in asked]
-        done = -1
-        while done != (done := sum(answer.done() for answer in answers)) or not done:
-            time.sleep(1)
-        grown = psutil.Process().memory_info().rss - resident
-        held = client.held_bytes
-        assert all(len(answer.result(WAIT)) == 999 for answer in answers)
-        assert client.held_bytes == 0
-    rows = done * nbytes(answers[0].result())
+    command = [sys.executable, "-m", "tests.faults.untaken", teacher.address, str(limit)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=WAIT)
+    found = json.loads(done.stdout)
     print(
-        f"limit {limit / MIB:.0f} MiB: {done} answers, {rows / MIB:.1f} MiB of rows,"
-        f" resident {grown / MIB:.1f} MiB more"
+        f"limit {limit / MIB:.0f} MiB: {found['answers']} answers,"
+        f" {found['rows'] / MIB:.1f} MiB of rows, resident {found['grown'] / MIB:.1f} MiB more"
     )
-    assert 0.9 * limit <= rows <= held <= limit
-    assert grown <= 1.1 * limit + 4 * MIB  # gRPC's own buffers of one stream
-
-
-def nbytes(rows: RowBlock) -> int:
-    assert rows.head_ids is not None
-    arrays = (rows.head_ids, rows.head_logprobs, rows.tail_logmass, rows.token_logprobs)
-    return sum(array.nbytes for array in arrays)
+    assert 0.9 * limit <= found["rows"] <= found["held"] <= limit
+    assert found["grown"] <= 1.1 * limit + 4 * MIB  # gRPC's own buffers of one stream
+    assert found["left"] == 0

@@ -78,7 +78,7 @@ def test_the_disk_tier_survives_a_restart(start_teacher: StartTeacher, tmp_path:
         with TeacherClient(teacher.address) as client:
             client.submit(query).result(60)
         assert teacher.stop() == 0
-        assert f"hits={hits}, misses={1 - hits}" in teacher.log.read_text()
+        assert f" hits={hits} misses={1 - hits} " in teacher.log.read_text()
 
 
 def test_a_real_model_end_to_end(start_teacher: StartTeacher, tiny_model: Path) -> None:

@@ -1,0 +1,46 @@
+"""A caller that takes no answer, in a process of its own: what is resident here is the client's.
+
+    python -m tests.faults.untaken HOST:PORT LIMIT_BYTES
+
+prints one JSON object: answers that were there, bytes of their rows, bytes the client says it holds
+then and once all are taken, and how much more was resident.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import psutil
+
+from clients.teacher_client import TeacherClient
+from protos.rows import RowBlock
+from tests.faults.sequences import WAIT, sequences
+
+
+def main(address: str, limit: int) -> dict[str, int]:
+    asked = sequences(150, 1000, seed=3)  # 520 KB of rows each
+    with TeacherClient(address, max_prefetch_bytes=limit) as client:
+        client.submit(asked[0]).result(WAIT)
+        resident = psutil.Process().memory_info().rss
+        answers = [client.submit(query) for query in asked]
+        done = -1
+        while done != (done := sum(answer.done() for answer in answers)) or not done:
+            time.sleep(1)
+        grown = psutil.Process().memory_info().rss - resident
+        held = client.held_bytes
+        assert all(len(answer.result(WAIT)) == 999 for answer in answers)
+        rows = done * nbytes(answers[0].result())
+        left = client.held_bytes
+    return {"answers": done, "rows": rows, "held": held, "left": left, "grown": grown}
+
+
+def nbytes(rows: RowBlock) -> int:
+    assert rows.head_ids is not None
+    arrays = (rows.head_ids, rows.head_logprobs, rows.tail_logmass, rows.token_logprobs)
+    return sum(array.nbytes for array in arrays)
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]))))
