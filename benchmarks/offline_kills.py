@@ -69,10 +69,12 @@ def _killed(settings: Mapping[str, str], store: Path, files: int, kills: int) ->
                 start_new_session=True,
             )
         try:
-            _wait_for(store, 1 + number * (files - 1) // kills, process)
-            time.sleep(moments.uniform(0, 0.1))
-            if process.poll() is not None:
-                raise RuntimeError(f"attempt {attempt} ended by itself: {run.log_file(attempt)}")
+            count = 1 + number * (files - 1) // kills
+            _wait_for(store, count, process, SECONDS_TO_PROGRESS)
+            # Anywhere within a file, but never so late that the work is done.
+            _wait_for(store, count + 1, process, moments.uniform(0, 0.1))
+            if process.poll() is not None or _begun(store) < count:
+                raise RuntimeError(f"attempt {attempt} came to no file: {run.log_file(attempt)}")
         finally:
             # Also of one that is done: its session may have others.
             if process.poll() is None:
@@ -82,13 +84,16 @@ def _killed(settings: Mapping[str, str], store: Path, files: int, kills: int) ->
     return at
 
 
-def _wait_for(store: Path, count: int, process: subprocess.Popen[bytes]) -> None:
-    """Until so many files are there, in whatever state."""
-    deadline = time.monotonic() + SECONDS_TO_PROGRESS
-    while len(list(store.glob("*.arrow*"))) < count and process.poll() is None:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"no file {count} in {SECONDS_TO_PROGRESS:.0f} s")
+def _wait_for(store: Path, count: int, process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Until so many files are begun, the process is gone, or the time is over."""
+    deadline = time.monotonic() + seconds
+    while _begun(store) < count and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.001)
+
+
+def _begun(store: Path) -> int:
+    """Files that are there in whatever state."""
+    return len(list(store.glob("*.arrow*")))
 
 
 def digests(store: Path) -> dict[str, str]:
