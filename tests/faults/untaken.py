@@ -8,6 +8,7 @@ then and once all are taken, and how much more was resident.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import time
@@ -23,17 +24,23 @@ def main(address: str, limit: int) -> dict[str, int]:
     asked = sequences(150, 1000, seed=3)  # 520 KB of rows each
     with TeacherClient(address, max_prefetch_bytes=limit) as client:
         client.submit(asked[0]).result(WAIT)
-        resident = psutil.Process().memory_info().rss
+        resident = resident_bytes()
         answers = [client.submit(query) for query in asked]
         done = -1
         while done != (done := sum(answer.done() for answer in answers)) or not done:
             time.sleep(1)
-        grown = psutil.Process().memory_info().rss - resident
+        grown = resident_bytes() - resident
         held = client.held_bytes
         assert all(len(answer.result(WAIT)) == 999 for answer in answers)
         rows = done * nbytes(answers[0].result())
         left = client.held_bytes
     return {"answers": done, "rows": rows, "held": held, "left": left, "grown": grown}
+
+
+def resident_bytes() -> int:
+    """Without what was freed and not yet given back."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(psutil.Process().memory_info().rss)
 
 
 def nbytes(rows: RowBlock) -> int:
