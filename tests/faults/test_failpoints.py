@@ -159,7 +159,7 @@ def test_teachers(start_teacher: StartTeacher, history: History, spec: str) -> N
 def test_pushes(start_teacher: StartTeacher, tmp_path: Path, spec: str) -> None:
     """A fault before the update changes nothing; after it only the reply is lost."""
     from teacher_service.engines.hf import HfEngine
-    from tests.teacher.test_push_weights import arrays
+    from tests.teacher.pushing import arrays
     from tests.teacher.tiny_model import save_tiny_model
 
     paths = [save_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]

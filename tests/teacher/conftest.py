@@ -35,3 +35,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.teacher.tiny_model import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the same shapes as `tiny_model`."""
+    from tests.teacher.tiny_model import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("other_model"), seed=1)

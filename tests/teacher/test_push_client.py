@@ -15,7 +15,7 @@ from protos.errors import InvalidInput, WrongState
 from protos.rows import RowBlock
 from teacher_service.engines.hf import HfEngine
 from tests.teacher.processes import TeacherProcess
-from tests.teacher.test_push_weights import Arrays, arrays
+from tests.teacher.pushing import Arrays, arrays
 from tests.teacher.tiny_model import save_tiny_model
 
 WAIT = 60.0
