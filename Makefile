@@ -4,6 +4,8 @@ BIN := .venv/bin
 VLLM := .venv-vllm/bin
 # Where CPU builds of torch live; not asked on a machine with an NVIDIA GPU.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+# uv installs in seconds what takes pip minutes. torch comes by pip, which knows this machine's sources of wheels.
+INSTALL = uv pip install -q -c constraints.txt --python
 
 demo: setup  ## teacher, server, job, table: the whole line on this machine
 	$(BIN)/distill demo
@@ -49,15 +51,17 @@ setup: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	command -v nvidia-smi >/dev/null || $(BIN)/pip install -q --retries 0 -c constraints.txt --extra-index-url $(TORCH_CPU_INDEX) torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q uv
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[dev]'
 	touch $@
 
 # An environment of its own: vLLM pins its dependencies. Its three companions are builds for CUDA.
 .venv-vllm/.installed: pyproject.toml constraints.txt tests/vllm/requirements.txt
 	test -x $(VLLM)/python || $(PYTHON) -m venv .venv-vllm
 	$(VLLM)/pip install -q --retries 0 -c constraints.txt --extra-index-url $(TORCH_CPU_INDEX) torch
-	$(VLLM)/pip install -q -c constraints.txt -r tests/vllm/requirements.txt -e '.[teacher]'
-	$(VLLM)/pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM)/pip install -q uv
+	$(VLLM)/$(INSTALL) $(VLLM)/python -r tests/vllm/requirements.txt -e '.[teacher]'
+	$(VLLM)/uv pip uninstall -q --python $(VLLM)/python torchvision torchaudio torchcodec
 	touch $@
 
 protos:  ## generate the code of protos/*.proto; a test checks that it is up to date
