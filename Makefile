@@ -4,8 +4,9 @@ BIN := .venv/bin
 VLLM := .venv-vllm/bin
 # Where CPU builds of torch live; not asked on a machine with an NVIDIA GPU.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-# uv installs in seconds what takes pip minutes. torch comes by pip, which knows this machine's sources of wheels.
-INSTALL = uv pip install -q -c constraints.txt --python
+# uv installs in seconds what takes pip minutes. torch comes by pip, which knows this machine's wheels;
+# editables is what hatchling's editable install imports, of which uv does not learn.
+INSTALL = uv pip install -q -c constraints.txt editables --python
 
 demo: setup  ## teacher, server, job, table: the whole line on this machine
 	$(BIN)/distill demo
@@ -20,14 +21,14 @@ soak: setup  ## every injected fault and fuzzed request 15 times as often as in 
 	DISTILL_REPEATS=300 $(BIN)/pytest -n 2 --timeout 7200 tests/faults tests/teacher/test_bad_requests.py
 
 test-ray: setup  ## the capture on a Ray cluster of this machine, for which `make test` has no Ray
-	$(BIN)/pip install -q -c constraints.txt -e '.[ray]'
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[ray]'
 	$(BIN)/pytest tests/capture/test_ray.py
 
 lint: setup  ## style, types, import contracts
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 bench: setup  ## the loss against its bounds and its peers; minutes, on a quiet machine
-	$(BIN)/pip install -q -c constraints.txt -e '.[bench]'
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m benchmarks.loss
 	$(BIN)/python -m benchmarks.estimators
 	$(BIN)/python -m benchmarks.long_sequences
@@ -39,11 +40,11 @@ bench-vllm: .venv-vllm/.installed  ## the vLLM engine against vLLM's own prompt_
 	$(VLLM)/python -m benchmarks.vllm_engine
 
 bench-offline: setup  ## DATA=train.jsonl of GSM8K: learning from stored rows; a quarter of an hour
-	$(BIN)/pip install -q -c constraints.txt -e '.[bench]'
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.offline --data $(DATA)
 
 bench-gpu: setup  ## the loss and the teacher's scoring head on this machine's GPU
-	$(BIN)/pip install -q -c constraints.txt -e '.[bench]' liger-kernel
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]' liger-kernel
 	$(BIN)/python -m benchmarks.gpu
 
 setup: .venv/.installed
