@@ -12,10 +12,10 @@ demo: setup  ## teacher, server, job, table: the whole line on this machine
 	$(BIN)/distill demo
 
 test: setup  ## every test that runs without a GPU
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 test-vllm: .venv-vllm/.installed  ## the vLLM engine with a real vLLM, on the CPU
-	$(VLLM)/pytest tests/vllm
+	$(VLLM)/pytest -n 3 --dist worksteal tests/vllm
 
 soak: setup  ## every injected fault and fuzzed request 15 times as often as in the tests; an hour
 	DISTILL_REPEATS=300 $(BIN)/pytest -n 2 --timeout 7200 tests/faults tests/teacher/test_bad_requests.py
