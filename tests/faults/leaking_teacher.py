@@ -1,0 +1,24 @@
+"""`distill-teacher` that keeps a kibibyte of every sequence it scores: what the look must find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from teacher_service.engines.fake import FakeEngine
+
+LEAK = 1024
+_kept: list[bytes] = []
+_score = FakeEngine.score
+
+
+def _leaking(self: FakeEngine, queries: Sequence[Any]) -> list[Any]:
+    _kept.extend(bytes([number % 251]) * LEAK for number, _ in enumerate(queries))
+    return list(_score(self, queries))
+
+
+if __name__ == "__main__":
+    FakeEngine.score = _leaking  # type: ignore[method-assign]
+    from teacher_service.__main__ import main
+
+    main()

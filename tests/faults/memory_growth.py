@@ -1,0 +1,97 @@
+"""How a teacher's memory grows while it is used.
+
+    python -m tests.faults.memory_growth [--minutes 120] [--rate 50]
+
+starts a teacher with all tiers of its cache but Redis, asks it that many new sequences a second,
+and prints its memory every minute and, after a third of the time, the growth in MiB an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from clients.score_query import ScoreQuery
+from clients.teacher_client import TeacherClient
+from tests.faults.sequences import VOCAB, WAIT, fake
+from tests.teacher.processes import TeacherProcess
+
+MIB = 1 << 20
+LENGTH = 50
+
+
+def slope(counts: Sequence[float], sizes: Sequence[float]) -> float:
+    """Of the line through the points that is nearest to most of them (Theil and Sen): a page that
+    the kernel took or gave in one moment does not bend it.
+    """
+    x, y = np.array(counts, dtype=float), np.array(sizes, dtype=float)
+    later, earlier = np.triu_indices(len(x), 1)[::-1]
+    return float(np.median((y[later] - y[earlier]) / (x[later] - x[earlier])))
+
+
+def new_queries(count: int, rng: np.random.Generator) -> list[ScoreQuery]:
+    """Never asked before: no cache has them."""
+    return [
+        ScoreQuery(rng.integers(0, VOCAB, LENGTH).astype(np.int32), 1, top_k=8)
+        for _ in range(count)
+    ]
+
+
+def bytes_a_query(
+    teacher: TeacherProcess, ask: Callable[[int], list[ScoreQuery]], *, rounds: int, each: int
+) -> float:
+    """By which the memory of the teacher grows, once a third of the rounds warmed it up."""
+    server = psutil.Process(teacher.process.pid)
+    asked, sizes = [], []
+    with TeacherClient(teacher.address) as client:
+        for number in range(rounds):
+            for answer in [client.submit(query) for query in ask(each)]:
+                answer.result(WAIT)
+            asked.append(float(number * each))
+            sizes.append(float(server.memory_info().rss))
+    return slope(asked[rounds // 3 :], sizes[rounds // 3 :])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=120.0)
+    parser.add_argument("--rate", type=int, default=50, help="sequences a second")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        tiers = ["--cache-dir", f"{directory}/rows", "--cache-memory-mib", "16"]
+        limit = ["--cache-disk-gib", "1"]
+        teacher = TeacherProcess([*fake(), *tiers, *limit], log=Path(directory) / "log")
+        try:
+            _watch(teacher, options.minutes, options.rate)
+        finally:
+            teacher.close()
+
+
+def _watch(teacher: TeacherProcess, minutes: float, rate: int) -> None:
+    server, rng = psutil.Process(teacher.process.pid), np.random.default_rng()
+    began = said = time.monotonic()
+    hours, sizes = [], []
+    with TeacherClient(teacher.address) as client:
+        while (now := time.monotonic()) < began + 60 * minutes:
+            for answer in [client.submit(query) for query in new_queries(rate, rng)]:
+                answer.result(WAIT)
+            hours.append((now - began) / 3600)
+            sizes.append(server.memory_info().rss / MIB)
+            if now - said >= 60:
+                said = now
+                print(f"{hours[-1] * 60:6.1f} min  {sizes[-1]:8.2f} MiB", flush=True)
+            time.sleep(max(0.0, now + 1 - time.monotonic()))
+    warm = len(hours) // 3
+    every = max(1, len(hours) // 500)  # the number of pairs is the square of that
+    grown = slope(hours[warm::every], sizes[warm::every])
+    print(f"{len(hours) * rate:,} sequences: {grown:+.2f} MiB an hour after {hours[warm]:.2f} h")
+
+
+if __name__ == "__main__":
+    main()

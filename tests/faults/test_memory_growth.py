@@ -1,0 +1,60 @@
+"""A teacher that is used does not grow, and one that would is found out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from clients.score_query import ScoreQuery
+from tests.faults.leaking_teacher import LEAK
+from tests.faults.memory_growth import bytes_a_query, new_queries, slope
+from tests.faults.sequences import fake
+from tests.teacher.conftest import StartTeacher
+
+Ask = Callable[[int], list[ScoreQuery]]
+# A quarter of what the planted leak is: between the two no allocator's habits lie.
+BOUND = LEAK / 4
+
+
+def always_new() -> Ask:
+    rng = np.random.default_rng(0)
+    return lambda count: new_queries(count, rng)
+
+
+def always_the_same() -> Ask:
+    few = itertools.cycle(new_queries(200, np.random.default_rng(0)))
+    return lambda count: list(itertools.islice(few, count))
+
+
+def growth(start: StartTeacher, ask: Ask, *cache: str, module: str = "teacher_service") -> float:
+    teacher = start(*fake(), *cache, module=module)
+    found = bytes_a_query(teacher, ask, rounds=24, each=500)
+    print(f"{found:+.0f} bytes a query")
+    return found
+
+
+@pytest.mark.slow
+def test_a_planted_leak_is_found(start_teacher: StartTeacher) -> None:
+    leaking = "tests.faults.leaking_teacher"
+    found = growth(start_teacher, always_new(), "--no-cache", module=leaking)
+    assert LEAK * 0.75 <= found <= LEAK * 2
+
+
+@pytest.mark.slow
+def test_what_is_scored_leaves_nothing(start_teacher: StartTeacher) -> None:
+    assert growth(start_teacher, always_new(), "--no-cache") < BOUND
+
+
+@pytest.mark.slow
+def test_what_the_cache_answers_leaves_nothing(start_teacher: StartTeacher) -> None:
+    assert growth(start_teacher, always_the_same(), "--cache-memory-mib", "0") < BOUND
+
+
+def test_the_slope_of_a_line_with_steps() -> None:
+    counts = np.arange(40.0)
+    sizes = 3 * counts
+    sizes[17:20] -= 1e6
+    assert slope(list(counts), list(sizes)) == 3
