@@ -21,6 +21,13 @@ def manifest_of(path: Path) -> Manifest:
     return manifest
 
 
+def counted(path: Path) -> tuple[int, int]:
+    """Sequences in a store, and those that its capture is to make. Raises Corrupt, NotFound."""
+    manifest = manifest_of(path)
+    sequences = sum(facts.count for facts in manifest.shards)
+    return sequences, int(manifest.metadata.get(SEQUENCES, sequences))
+
+
 def summary_of(path: Path) -> dict[str, str | int | float | bool]:
     """The facts of the manifest, and counts: `tokens` are all, `rows` the scored ones. Raises
     Corrupt, NotFound.

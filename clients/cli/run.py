@@ -107,6 +107,7 @@ def _stored_absolute(config: AnyJob) -> AnyJob:
 
 
 def _reopened(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
+    from clients.capture_config import CaptureJob
     from clients.run_directory import Control, RunDirectory, replace_file
 
     run = RunDirectory(path)
@@ -117,6 +118,12 @@ def _reopened(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
             raise WrongState(
                 f"{path} is done: {status.step} of {status.max_steps} steps",
                 hint="--set max_steps=N with a larger N goes on",
+            )
+        if max_steps and isinstance(config, CaptureJob):
+            raise InvalidInput(
+                "a capture has no steps: it ends with its data",
+                field="max_steps",
+                hint="resume it without --set",
             )
         if max_steps:
             config = config.model_copy(update={"max_steps": max_steps})

@@ -30,13 +30,24 @@ def info(context: typer.Context, store: StoreArgument) -> None:
 
 @app.command()
 def verify(context: typer.Context, store: StoreArgument) -> ExitCode:
-    """Read every byte; name each shard that is not what was written, and exit with 1."""
-    from clients.logit_checks import damages
+    """Read every byte; exit with 1 and name each shard that is not what was written, or missing."""
+    from clients.logit_checks import counted, damages
 
     found = list(damages(store))
-    record = {"path": str(store), "sound": not found, "damages": found}
-    settings_of(context).output.result(record, "\n".join(found) or f"{store}: sound")
-    return ExitCode.JOB_FAILED if found else ExitCode.OK
+    sequences, expected = counted(store)
+    record = {
+        "path": str(store),
+        "sound": not found,
+        "complete": sequences == expected,
+        "sequences": sequences,
+        "sequences_expected": expected,
+        "damages": found,
+    }
+    lines = found or [f"{store}: sound"]
+    if sequences != expected:
+        lines.append(f"incomplete: {sequences} of {expected} sequences; resume its capture")
+    settings_of(context).output.result(record, "\n".join(lines))
+    return ExitCode.JOB_FAILED if found or sequences != expected else ExitCode.OK
 
 
 @app.command()

@@ -46,6 +46,8 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
         if not teacher.batch_invariant:
             log.warning("rows of this teacher depend in their last bits on what else it scores")
         files = plan.files_of(*job.method.part)
+        if not files and len(plan):
+            log.warning("shard %s has no file: the data does not fill so many", job.method.shard)
         counts = [len(plan.file(number)) for number in files]
         metadata = facts_of(job, teacher, plan, reader)
         progress.expect(sum(counts))

@@ -130,6 +130,13 @@ def _turns(record: Mapping[str, Any], column: str, where: str) -> list[Mapping[s
             field="data.messages_column",
             hint='each message must be like {"role": "user", "content": "..."}',
         )
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn["content"], str):
+            raise InvalidInput(
+                f"message {number} of {where} has no text: its content is {_kind(turn)}",
+                field="data.messages_column",
+                hint="leave such messages out, or write their content as one string",
+            )
     while turns and turns[-1]["role"] != "assistant":
         turns = turns[:-1]
     return turns
@@ -145,9 +152,12 @@ def _require_tokens(prompt: list[int], where: str) -> None:
 
 
 def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, dict) and all(
-        isinstance(turn.get(key), str) for key in ("role", "content")
-    )
+    return isinstance(turn, dict) and isinstance(turn.get("role"), str) and "content" in turn
+
+
+def _kind(turn: Mapping[str, Any]) -> str:
+    content = turn["content"]
+    return "null" if content is None else f"a {type(content).__name__}"
 
 
 def _ended(ids: list[int], tokenizer: Any) -> list[int]:

@@ -136,6 +136,10 @@ def test_what_is_left_out_is_counted(tokenizer: Any, tmp_path: Path) -> None:
     assert (reader.too_long, reader.empty) == (2, 1)
 
 
+# As tool calls are.
+SILENT = [{"role": "user", "content": "t1"}, {"role": "assistant", "content": None}]
+
+
 @pytest.mark.parametrize(
     ("record", "form", "field", "says"),
     [
@@ -146,6 +150,7 @@ def test_what_is_left_out_is_counted(tokenizer: Any, tmp_path: Path) -> None:
         ({"text": 3}, "messages", "data.messages_column", "has no list of messages"),
         ({"messages": "t1"}, "messages", "data.messages_column", "has no list of messages"),
         ({"messages": [{"role": "user"}]}, "messages", "data.messages_column", "no list of"),
+        ({"messages": SILENT}, "messages", "data.messages_column", "message 2 of row 1 of"),
         ({"prompt": "t1"}, "text", "data.text_column", "no column 'text'"),
     ],
 )

@@ -73,6 +73,18 @@ def test_the_commands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json", "store", "verify", "rows"]) == 1
     assert json.loads(capsys.readouterr().out)["damages"][0].startswith("shard 00000001.arrow: ")
 
+    done = distill("capture", "job.toml", "--store", "half", "--shard", "1/2")
+    assert done.returncode == 0, done.stderr
+    manifest = Path("half/shard-1-of-2/manifest.json")
+    whole = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(whole | {"shards": whole["shards"][:-1]}))
+    assert main(["store", "verify", str(manifest.parent)]) == 1
+    sound, incomplete = capsys.readouterr().out.splitlines()
+    assert sound.endswith(": sound")
+    assert incomplete.startswith("incomplete: ")
+    assert main(["run", "--resume", str(run), "--set", "max_steps=200"]) == 2
+    assert "a capture has no steps" in capsys.readouterr().err
+
 
 @pytest.mark.slow
 def test_submitted(place: Path, make_server: MakeServer) -> None:

@@ -38,6 +38,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
         (["--engine", "fake", "--model", "vocab=9,latency_ms=-1"], "--model"),
         (["--engine", "vllm", "--model", "x"], "--engine"),
         ([*FAKE, "--host", "0.0.0.0"], "--host"),
+        ([*FAKE, "--no-cache", "--redis-url", "redis://localhost:1/0"], "--redis-url"),
     ],
 )
 def test_a_wrong_setting_is_one_sentence(args: list[str], field: str) -> None:
