@@ -1,0 +1,121 @@
+"""What reinforcement learning is: the model of a job file with `method.type = "rl"`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from clients.config import Count, DataConfig, TeacherLink, TrainingJob, _Table
+from clients.environment_config import SearchConfig
+from clients.reward_config import RewardConfig
+
+Weight = Annotated[float, Field(ge=0)]
+
+
+class AnchorConfig(_Table):
+    """A moving average of the student's own weights, which holds it back (EMA-PG)."""
+
+    tau: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """anchor = tau * anchor + (1 - tau) * student; 1: the student as it began, for ever."""
+    update_period: Count = 10
+    """Optimizer updates between two of the anchor."""
+    context: str | None = None
+    """What only the anchor reads before the prompt: text with {columns} of the data."""
+
+
+class RLConfig(_Table):
+    """Reinforcement learning (GRPO), with a KL to the anchor, to a teacher, or to both."""
+
+    type: Literal["rl"]
+    """The method."""
+    reward_weight: Weight = 1.0
+    """Of the policy gradient; 0: rewards are measured only, the KL alone is learned from."""
+    advantages: Literal["group", "group_mean", "gae"] = "group"
+    """(reward - mean) / std of a prompt's answers; without the std; or PPO's, with a critic."""
+    rollouts_per_prompt: Count = 8
+    """Answers sampled for one prompt: a group."""
+    updates_per_step: Count = 1
+    """Optimizer updates of one step, each with its share of the step's prompts (PPO)."""
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Ratios below 1 - clip_low earn nothing more,"""
+    clip_high: Weight = 0.28
+    """nor do those above 1 + clip_high."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Of each token, or of whole answers (the geometric mean of their tokens', GSPO)."""
+    aggregate: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
+    """All tokens count alike, or all answers."""
+    mask_truncated: bool = False
+    """Answers cut at `max_new_tokens` are not learned from."""
+    beta: Weight = 0.001
+    """Of the KL to the anchor; 0: no anchor is kept."""
+    teacher_beta: Weight = 1.0
+    """Of the KL to the teacher, where there is one."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """The KL's own gradient, or minus the sampled KL as an advantage (with vOPD's baseline)."""
+    divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
+    """KL(student||anchor) or KL(anchor||student); likewise of a teacher."""
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 32
+    """Head ids of a row, as teacher.top_k of `on_policy`; 0: the sampled token is all there is."""
+    tail: Literal["none", "published", "sampled", "bucket", "bucket+sampled"] = "bucket+sampled"
+    """What stands for the vocabulary outside the head; the default: unbiased, least variance."""
+    estimator: Annotated[
+        Literal["k1", "k2", "k3", "k3++", "k4", "k5"] | None, Field(validate_default=True)
+    ] = None
+    """Of the KL where top_k = 0; by default k4, or k5 (forward_kl): those with its gradient."""
+    importance_clip: tuple[Weight, Weight] | None = None
+    """Least and greatest weight p/mu of a sampled KL, where a step has several updates."""
+    max_prompt_tokens: Count = 512
+    """Longer prompts are left out, and counted."""
+    max_new_tokens: Count = 1024
+    """Tokens of one answer."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of the sampling, and of student, anchor and teacher in the loss."""
+
+    @field_validator("estimator")
+    @classmethod
+    def _fits(cls, estimator: str | None, info: ValidationInfo) -> str | None:
+        if estimator is not None and info.data.get("top_k"):
+            raise ValueError("needs top_k = 0: a head has a tail in its place")
+        if estimator is not None and "divergence" in info.data:
+            meant = "forward_kl" if estimator == "k5" else "reverse_kl"
+            if info.data["divergence"] != meant:
+                raise ValueError(f"estimates the other KL; it needs divergence = '{meant}'")
+        return estimator
+
+    @field_validator("importance_clip")
+    @classmethod
+    def _is_a_range(cls, clip: tuple[float, float] | None) -> tuple[float, float] | None:
+        if clip is not None and clip[0] > clip[1]:
+            raise ValueError("must be [LEAST, GREATEST]")
+        return clip
+
+    @property
+    def direction(self) -> Literal["forward", "reverse"]:
+        """Of the KL."""
+        return "reverse" if self.divergence == "reverse_kl" else "forward"
+
+
+class RLJob(TrainingJob):
+    """A job that learns from rewards."""
+
+    method: RLConfig
+    reward: RewardConfig | None = None
+    """Without it only the KL is learned from."""
+    teacher: TeacherLink | None = None
+    """A table `teacher` adds the KL to a service, weighed by `method.teacher_beta`."""
+    anchor: AnchorConfig = AnchorConfig()
+    environment: SearchConfig | None = None
+    """What the student may ask while it answers."""
+    data: DataConfig | None = None
+    """The prompts; a reward of the type reasoning_gym makes its own."""
+
+    @property
+    def teacher_addresses(self) -> dict[str, str | list[str]]:
+        """As JobConfig's; empty where there is no teacher."""
+        return {} if self.teacher is None else {"": self.teacher.address}
+
+    @property
+    def sequences_per_step(self) -> int:
+        """As JobConfig's."""
+        return self.train.prompts_per_step * self.method.rollouts_per_prompt
