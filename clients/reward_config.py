@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -40,7 +41,7 @@ class RewardConfig(_Table):
     """regex: its last match's group is compared with the reference; without a group, found is 1."""
     file: Annotated[str | None, Field(validate_default=True)] = None
     """python: file with `reward(prompt, answer, reference, fields)`; only for `distill run`."""
-    options: dict[Name, bool | int | float | str] = {}
+    options: Mapping[Name, bool | int | float | str] = {}
     """reasoning_gym: settings of the task, as its own documentation names them."""
     template: str = "{prompt}"
     """reasoning_gym: as `data.template`, around each generated prompt."""
@@ -80,7 +81,7 @@ class RewardConfig(_Table):
     @field_validator("options", "template")
     @classmethod
     def _is_of_a_task(cls, value: Any, info: ValidationInfo) -> Any:
-        if info.data.get("type") in NAMED:
+        if info.data.get("type") in NAMED and value not in ({}, "{prompt}"):
             raise ValueError(f"only reward.type = '{GENERATED}TASK' takes it")
         return value
 
