@@ -155,7 +155,7 @@ def measure_step(run: RunDirectory, *, fused: bool) -> dict[str, float]:
             stack.enter_context(patch("student_trainer.model.has_linear_head", return_value=False))
         trainer = assemble(config, run, teachers, None, progress, 1, None)
         started = time.monotonic()
-        pending = trainer._steps.of_step(1)
+        pending = trainer._steps(1).updates[0]
         wait([item.rows for item in pending])
         written = time.monotonic()
         before = resident_before()

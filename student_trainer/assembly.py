@@ -87,7 +87,7 @@ def assemble(
         steps=course.steps,
         evaluation=course.evaluation,
         metrics=metrics,
-        teachers=course.teachers,
+        anchor=course.anchor,
         facts=course.facts,
     )
     return Trainer(config, run, progress, parts)

@@ -21,22 +21,23 @@ from student_trainer.order import permutation
 from student_trainer.parallel import Replicated, Sharded
 from student_trainer.prompts import Prompt, PromptSet, load_prompts
 from student_trainer.rollouts import HuggingFaceRollouts
+from student_trainer.step import Objective as AnyObjective
+from student_trainer.step import Steps, one_update
 from student_trainer.stored import Mixture, StoredSteps, read
 from student_trainer.stores import Stores, without_copies
 from student_trainer.teachers import PendingRows, RemoteTeacher, TeachersByName
-from student_trainer.trainer import StepSource
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Course:
-    """`teachers`: names that prompts choose by; `facts`: what a resume must find as it was."""
+    """`facts`: what a resume must find as it was."""
 
-    objective: Objective
-    steps: StepSource
+    objective: AnyObjective
+    steps: Steps
     evaluation: Evaluation
-    teachers: tuple[str, ...] = ()
+    anchor: Any = None
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -49,7 +50,7 @@ def on_policy_course(
     tokenizer: Any,
 ) -> Course:
     """Reverse KL is over the student's top-k, forward KL over the teacher's."""
-    objective = Objective.on_policy(config.method)
+    objective = Objective.on_policy(config.method, tuple(config.teachers))
     student_head = objective.direction == "reverse"
     rollouts = _rollouts(
         config,
@@ -74,7 +75,7 @@ def on_policy_course(
     evaluation = _evaluation(
         config, accelerator, objective, steps.held_out, examined, tokenizer, rollouts
     )
-    return Course(objective, steps, evaluation, teachers=tuple(config.teachers))
+    return Course(objective, one_update(steps.of_step), evaluation)
 
 
 def offline_course(
@@ -122,7 +123,8 @@ def offline_course(
     evaluation = _evaluation(
         config, accelerator, objective, read_held_out, examined, tokenizer, rollouts
     )
-    return Course(objective, steps, evaluation, facts={"store": store.identity})
+    facts = {"store": store.identity}
+    return Course(objective, one_update(steps.of_step), evaluation, facts=facts)
 
 
 def load_examined(config: OfflineJob, tokenizer: Any, longest: int) -> list[Prompt]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from clients.config import OnPolicyConfig
-from student_trainer.batches import Batch
+from student_trainer.batches import Batch, ScoredSequence, make_batch
 from student_trainer.losses import Direction, FusedLoss, LossFunction, Rows, Tail, topk_kl
 
 
@@ -18,18 +18,30 @@ class Objective:
     """What is made small: KL + cross_entropy * (-log p of the stored token), in nats a token.
 
     `tail` as in `topk_kl`. Tokens that the student wrote have samples of their own: where `tail`
-    asks for the teacher's, theirs are used.
+    asks for the teacher's, theirs are used. `teachers`: names that prompts choose by.
     """
 
     direction: Direction
     tail: Tail
     temperature: float
     cross_entropy: float = 0.0
+    teachers: tuple[str, ...] = ()
+
+    of_all_rows = False
 
     @classmethod
-    def on_policy(cls, method: OnPolicyConfig) -> Objective:
+    def on_policy(cls, method: OnPolicyConfig, teachers: Sequence[str] = ()) -> Objective:
         direction: Direction = "reverse" if method.divergence == "reverse_kl" else "forward"
-        return cls(direction, method.tail, method.temperature)
+        return cls(direction, method.tail, method.temperature, teachers=tuple(teachers))
+
+    def batch(self, scored: Sequence[ScoredSequence], device: torch.device, *, pack: bool) -> Batch:
+        return make_batch(scored, device, pack=pack)
+
+    def loss(self, batch: Batch) -> LossFunction:
+        return distillation_loss(batch, self)
+
+    def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
+        return batch_metrics(batch, out, self)
 
     def tail_of(self, batch: Batch) -> Tail:
         """The same expectation, by the samples that the batch has."""
@@ -58,13 +70,11 @@ def distillation_loss(batch: Batch, objective: Objective) -> LossFunction:
 
 
 @torch.no_grad()
-def batch_metrics(
-    batch: Batch, out: FusedLoss, objective: Objective, teachers: Sequence[str] = ()
-) -> dict[str, Tensor]:
+def batch_metrics(batch: Batch, out: FusedLoss, objective: Objective) -> dict[str, Tensor]:
     """(sum, number) of each metric over the batch's tokens, the same names for every batch.
 
     The KL is the unbiased one, whatever the loss is; rows without any sample have its lower bound.
-    For each of `teachers` also the one over its own tokens.
+    For each of the objective's `teachers` also the one over its own tokens.
     """
     rows = out.rows
     sampling = batch.sampling_logprobs
@@ -75,18 +85,19 @@ def batch_metrics(
     unbiased = Objective(objective.direction, tail, objective.temperature)
     kl = distillation_loss(batch, unbiased)(rows, slice(0, len(rows)))
     return {
-        "kl/teacher": _counted(kl, sampled),
-        "kl/teacher_bound": _counted(kl, not sampled),
-        "cross_entropy": _counted(-rows.token_logprobs, not written),
-        "ratio/mean": _counted(ratio.exp(), written),
-        "entropy": _counted(out.metrics["entropy"]),
-        "topk/student_mass": _counted(rows.head_logprobs.exp().sum(1)),
-        "topk/teacher_mass": _counted(batch.teacher.head_logprobs.exp().sum(1)),
-        **_by_teacher(batch, kl, teachers),
+        "kl/teacher": counted(kl, sampled),
+        "kl/teacher_bound": counted(kl, not sampled),
+        "cross_entropy": counted(-rows.token_logprobs, not written),
+        "ratio/mean": counted(ratio.exp(), written),
+        "entropy": counted(out.metrics["entropy"]),
+        "topk/student_mass": counted(rows.head_logprobs.exp().sum(1)),
+        "topk/teacher_mass": counted(batch.teacher.head_logprobs.exp().sum(1)),
+        **_by_teacher(batch, kl, objective.teachers),
     }
 
 
-def _counted(values: Tensor, applies: bool = True) -> Tensor:
+def counted(values: Tensor, applies: bool = True) -> Tensor:
+    """(sum, number), or nothing."""
     values = values if applies else values[:0]
     return torch.stack([values.sum(), values.new_tensor(len(values))])
 
@@ -95,5 +106,5 @@ def _by_teacher(batch: Batch, kl: Tensor, teachers: Sequence[str]) -> dict[str, 
     found: dict[str, Tensor] = {}
     for name in teachers:
         scored = torch.tensor([teacher == name for teacher in batch.teachers], dtype=torch.bool)
-        found[f"kl/teacher/{name}"] = _counted(kl[scored.to(kl.device)[batch.sequence]])
+        found[f"kl/teacher/{name}"] = counted(kl[scored.to(kl.device)[batch.sequence]])
     return found

@@ -19,8 +19,10 @@ from student_trainer.lora import add_adapters, load_adapters
 from student_trainer.losses import (
     FusedLoss,
     LossFunction,
+    Rows,
     entropy_from_logits,
     fused_linear_loss,
+    fused_linear_rows,
     rows_from_logits,
 )
 
@@ -112,23 +114,29 @@ class Student(nn.Module):
         if pack and not self.packs:
             log.info("this model does not keep sequences in one line apart: they are padded")
 
-    def forward(self, batch: Batch, loss_fn: LossFunction, temperature: float) -> FusedLoss:
-        """loss_fn summed over the batch's rows; see fused_linear_loss."""
+    def forward(
+        self,
+        batch: Batch,
+        loss_fn: LossFunction,
+        temperature: float,
+        of_all_rows: bool = False,
+    ) -> FusedLoss:
+        """loss_fn summed over the batch's rows, some at a time; see fused_linear_loss.
+
+        `of_all_rows`: it must see all of them at once; see fused_linear_rows.
+        """
         if not self._linear_head:
             return self._plain(batch, loss_fn, temperature)
         head = self.model.get_output_embeddings()
         with self._precision():
             states = self.model.get_decoder()(**batch.inputs, use_cache=False).last_hidden_state
-            return fused_linear_loss(
-                batch.select(states),
-                head.weight,
-                batch.head_ids,
-                batch.token_ids,
-                loss_fn,
-                sample_ids=batch.sample_ids,
-                bias=getattr(head, "bias", None),
-                temperature=temperature,
-            )
+            inputs = (batch.select(states), head.weight, batch.head_ids, batch.token_ids)
+            bias = getattr(head, "bias", None)
+            options: dict[str, Any] = {"sample_ids": batch.sample_ids, "bias": bias}
+            if not of_all_rows:
+                return fused_linear_loss(*inputs, loss_fn, **options, temperature=temperature)
+            rows, entropy = fused_linear_rows(*inputs, **options, temperature=temperature)
+        return _summed(rows, entropy, loss_fn)
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self._bf16)
@@ -143,9 +151,12 @@ class Student(nn.Module):
             sample_ids=batch.sample_ids,
             temperature=temperature,
         )
-        losses = loss_fn(rows, slice(0, len(rows)))
-        entropy = entropy_from_logits(logits, temperature=temperature)
-        return FusedLoss(losses.sum(), rows.detach(), {"loss": losses.detach(), "entropy": entropy})
+        return _summed(rows, entropy_from_logits(logits, temperature=temperature), loss_fn)
+
+
+def _summed(rows: Rows, entropy: Tensor, loss_fn: LossFunction) -> FusedLoss:
+    losses = loss_fn(rows, slice(0, len(rows)))
+    return FusedLoss(losses.sum(), rows.detach(), {"loss": losses.detach(), "entropy": entropy})
 
 
 @torch.no_grad()

@@ -24,6 +24,11 @@ class PendingRows:
     sequence: TokenSequence
     rows: Future[RowBlock]
 
+    @property
+    def counts(self) -> float:
+        """For how much, in the mean over a step: for its tokens."""
+        return self.sequence.learned
+
     def wait(self) -> ScoredSequence:
         """Raises what the teacher raised; it gives up by itself, so this ends."""
         return ScoredSequence(self.sequence, self.rows.result())

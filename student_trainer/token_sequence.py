@@ -17,3 +17,8 @@ class TokenSequence:
     @property
     def completion(self) -> Tensor:
         return self.token_ids[self.start :]
+
+    @property
+    def learned(self) -> int:
+        """How many tokens are."""
+        return len(self.completion)

@@ -1,7 +1,8 @@
 """The training loop.
 
-A step is a pure function of (weights, optimizer state, seed, number of the step): nothing else is
-carried from one to the next, so a run that was killed goes on bit by bit as if it had not been.
+A step is a pure function of (weights, optimizer state, anchor, seed, number of the step): nothing
+else is carried from one to the next, so a run that was killed goes on bit by bit as if it had not
+been. It has one optimizer update, or several where its sequences are learned from in turn.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -25,23 +26,14 @@ from clients.run_progress import Progress
 from protos.errors import Corrupt, DistillError
 from protos.failpoints import failpoint
 from student_trainer import checkpoint
-from student_trainer.batches import ScoredSequence, make_batch
-from student_trainer.distillation import Objective, batch_metrics, distillation_loss
+from student_trainer.batches import ScoredSequence
 from student_trainer.evaluate import Evaluation
 from student_trainer.packing import micro_batches
 from student_trainer.parallel import Replicated, Sharded, whole
 from student_trainer.processes import largest, raise_together
 from student_trainer.rollouts import Rollout
+from student_trainer.step import Objective, Steps
 from student_trainer.teachers import PendingRows
-
-
-class StepSource(Protocol):
-    """Where the sequences of a step come from."""
-
-    def of_step(self, step: int) -> list[PendingRows]:
-        """This process's share of optimizer step `step` (from 1), a pure function of it and of the
-        student's weights. Every process must call it.
-        """
 
 
 @dataclass(frozen=True)
@@ -54,10 +46,10 @@ class Parts:
     optimizer: torch.optim.Optimizer
     tokenizer: Any
     objective: Objective
-    steps: StepSource
+    steps: Steps
     evaluation: Evaluation
     metrics: MetricsLog | None  # only in the main process
-    teachers: Sequence[str] = ()  # names, where the prompts choose
+    anchor: Any = None
     facts: Mapping[str, str] = field(default_factory=dict)  # kept with every checkpoint
 
 
@@ -79,7 +71,7 @@ class Trainer:
         self._steps = parts.steps
         self._evaluation = parts.evaluation
         self._metrics = parts.metrics
-        self._teachers = parts.teachers
+        self._anchor = parts.anchor
         self._facts = parts.facts
 
     def train(self) -> Verdict:
@@ -113,41 +105,60 @@ class Trainer:
         return "succeeded"
 
     def _train_or_save(self, step: int) -> dict[str, float]:
+        self._within_step = False
         try:
             return self._train_step(step)
         except DistillError:
             # The weights are those of the last whole step, in every process. A fault in an
             # evaluation is another matter: its step's metrics were never written.
-            self._save()
+            if not self._within_step:
+                self._save()
             raise
 
     def _train_step(self, step: int) -> dict[str, float]:
         started = time.monotonic()
-        pending = self._steps.of_step(step)
+        made = self._steps(step)
         written = time.monotonic()
+        rate = learning_rate(self._config.train, step, self._config.max_steps)
+        updates = []
+        for pending in made.updates:
+            updates.append(self._learn_and_update(pending, rate))
+            self._within_step = True
+        ended = time.monotonic()
+        measured = _means(self._reduce(made.measured)) if made.measured else {}
+        return {
+            **_over_updates(updates),
+            **measured,
+            **self._of_anchor(),
+            "lr": rate,
+            "tokens_per_sec": sum(update["tokens"] for update in updates) / (ended - started),
+            "time/step": ended - started,
+            "time/rollout": written - started - sum(made.seconds.values()),
+            **made.seconds,
+        }
+
+    def _learn_and_update(self, pending: list[PendingRows], rate: float) -> dict[str, float]:
         means, waited = self._learn(pending)
         learned = time.monotonic()
         failpoint("gradients-ready")
-        rate = learning_rate(self._config.train, step, self._config.max_steps)
         grad_norm = self._update(rate)
-        ended = time.monotonic()
-        return {
-            **means,
-            "grad_norm": grad_norm,
-            "lr": rate,
-            "tokens_per_sec": means["tokens"] / (ended - started),
-            "time/step": ended - started,
-            "time/rollout": written - started,
-            "time/teacher_wait": waited,
-            "time/optim": ended - learned,
-        }
+        if self._anchor is not None:
+            self._anchor.after_update()
+        seconds = {"time/teacher_wait": waited, "time/optim": time.monotonic() - learned}
+        return {**means, "grad_norm": grad_norm, **seconds}
+
+    def _of_anchor(self) -> dict[str, float]:
+        if self._anchor is None:
+            return {}
+        return {"anchor/gap": self._anchor.gap(), "anchor/version": float(self._anchor.version)}
 
     def _learn(self, pending: list[PendingRows]) -> tuple[dict[str, float], float]:
-        """Gradients of the mean loss over all tokens of all processes; (means, seconds waited)."""
+        """Gradients of the mean loss over all processes; (means, seconds waited)."""
         lengths = self._reduce(_lengths(pending))
         tokens = lengths["length/mean"][0]
-        # Gradients are averaged over processes, the loss is divided by the tokens of all of them.
-        scale = self._accelerator.num_processes / tokens
+        counted = lengths.pop("counted")[0]
+        # Gradients are averaged over processes, the loss is divided by what counts in all of them.
+        scale = self._accelerator.num_processes / max(counted, 1.0)
         objective, device = self._objective, self._accelerator.device
         packs = self._student.whole.packs
         sums: dict[str, Tensor] = {}
@@ -161,21 +172,19 @@ class Trainer:
             started = time.monotonic()
             scored = self._rows(group)
             waited += time.monotonic() - started
-            batch = make_batch(scored, device, pack=packs)
+            batch = objective.batch(scored, device, pack=packs)
             if number >= own_groups:
                 batch = batch.without_rows()
             with self._student.synchronized(last=number == len(groups) - 1):
-                loss = distillation_loss(batch, objective)
-                out = self._student(batch, loss, objective.temperature)
+                loss = objective.loss(batch)
+                out = self._student(batch, loss, objective.temperature, objective.of_all_rows)
                 self._accelerator.backward(out.loss_sum * scale)
-            found = batch_metrics(batch, out, objective, self._teachers)
-            found["loss"] = torch.stack(
-                [out.loss_sum.detach(), out.loss_sum.new_tensor(len(batch))]
-            )
+            found = objective.metrics(batch, out)
+            found["loss"] = torch.stack([out.loss_sum.detach(), out.loss_sum.new_zeros(())])
             sums = {name: sums.get(name, 0) + value for name, value in found.items()}
         totals = {**self._reduce(sums), **lengths}
-        means = {name: found / count for name, (found, count) in totals.items() if count}
-        return {**means, "tokens": tokens}, waited
+        totals["loss"] = (totals["loss"][0], max(counted, 1.0))
+        return {**_means(totals), "tokens": tokens}, waited
 
     def _rows(self, group: list[PendingRows]) -> list[ScoredSequence]:
         """Waits for the teacher. No process goes into a micro-batch, where weights or gradients
@@ -216,6 +225,10 @@ class Trainer:
         self._progress.say("evaluating", self._step)
         with self._student.gathered():
             metrics, transcripts = self._evaluation(self._student.whole)
+        if self._anchor is not None:
+            with self._anchor.in_place(), self._student.gathered():
+                found, _ = self._evaluation(self._student.whole)
+            metrics |= {name.replace("eval/", "eval/anchor/"): of for name, of in found.items()}
         if transcripts and self._metrics is not None:
             self._run.samples.mkdir(exist_ok=True)
             path = self._run.samples / f"step-{self._step:06d}.jsonl"
@@ -262,11 +275,26 @@ class Trainer:
 
 def _lengths(pending: Sequence[PendingRows]) -> dict[str, Tensor]:
     written = [item.sequence for item in pending if isinstance(item.sequence, Rollout)]
-    tokens = sum(len(item.sequence.completion) for item in pending)
+    tokens = sum(item.sequence.learned for item in pending)
     return {
+        "counted": torch.tensor([sum(item.counts for item in pending), 0]),
         "length/mean": torch.tensor([tokens, len(pending)]),
         "length/truncated": torch.tensor([sum(one.truncated for one in written), len(written)]),
     }
+
+
+def _means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    return {name: found / count for name, (found, count) in totals.items() if count}
+
+
+def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric, but the sum of tokens and seconds."""
+    means = {}
+    for name in updates[0]:
+        found = [update[name] for update in updates if name in update]
+        added = name == "tokens" or name.startswith("time/")
+        means[name] = sum(found) / (1 if added else len(found))
+    return means
 
 
 def learning_rate(train: TrainConfig, step: int, max_steps: int) -> float:

@@ -21,6 +21,7 @@ from student_trainer.on_policy import Answers, OnPolicySteps
 from student_trainer.parallel import Replicated
 from student_trainer.prompts import load_prompts
 from student_trainer.rollouts import HuggingFaceRollouts
+from student_trainer.step import one_update
 from student_trainer.trainer import Parts, Trainer
 from tests.trainer import tiny
 from tests.trainer.model_teacher import ModelTeacher, completion_logprobs
@@ -57,7 +58,7 @@ def trainer(
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
         tokenizer=words,
         objective=objective,
-        steps=steps,
+        steps=one_update(steps.of_step),
         evaluation=Evaluation(
             accelerator,
             objective,
@@ -90,7 +91,7 @@ def test_micro_batches_change_nothing(material: tiny.Material, tmp_path: Path, t
     for number, size in enumerate((100_000, tokens)):
         run = new_run(material, tmp_path / str(number), train__tokens_per_micro_batch=size)
         made, student, _ = trainer(material, run)
-        metrics, _ = made._learn(made._steps.of_step(1))
+        metrics, _ = made._learn(made._steps(1).updates[0])
         found.append((metrics, gradients(student)))
     (whole, whole_grads), (cut, cut_grads) = found
     assert whole["tokens"] == cut["tokens"]
@@ -106,7 +107,7 @@ def test_the_gradient_is_that_of_the_mean_kl(material: tiny.Material, tmp_path: 
     made, student, teacher = trainer(
         material, new_run(material, tmp_path / "run"), top_k=VOCABULARY
     )
-    pending = made._steps.of_step(1)
+    pending = made._steps(1).updates[0]
     means, _ = made._learn(pending)
     found = gradients(student)
 
@@ -132,7 +133,7 @@ def test_a_gradient_that_is_no_number_changes_nothing(
 ) -> None:
     made, student, _ = trainer(material, new_run(material, tmp_path / "run"))
     before = {name: p.detach().clone() for name, p in student.named_parameters()}
-    made._learn(made._steps.of_step(1))
+    made._learn(made._steps(1).updates[0])
     next(student.parameters()).grad.view(-1)[3] = bad  # type: ignore[union-attr]
     with pytest.raises(Corrupt, match="the gradient of step 1 is not finite"):
         made._update(0.1)

@@ -51,7 +51,7 @@ def trainer_of(run: RunDirectory) -> Iterator[Trainer]:
 
 def learned(made: Trainer) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """The first step's means and gradients."""
-    means, _ = made._learn(made._steps.of_step(1))
+    means, _ = made._learn(made._steps(1).updates[0])
     model = made._student.trained.model
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -87,7 +87,7 @@ def test_the_gradient_is_that_of_the_formula(
     )
     with trainer_of(RunDirectory.create(tmp_path / "run", config)) as made:
         means, found = learned(made)
-        step = [item.sequence for item in made._steps.of_step(1)]
+        step = [item.sequence for item in made._steps(1).updates[0]]
     model = made._student.trained.model
     teacher = load_model(config.student.model_copy(update={"model": str(material.teacher)}))
     texts = [(sequence.token_ids.tolist(), sequence.start) for sequence in step]
