@@ -132,12 +132,15 @@ def _reading(result: dict[str, Any]) -> str:
     learned = result["learned"]
     start, ceiling = learned["before"]["kl"], learned["ways"][-1]["kl"]["mean"]
     parts = [
-        f"{way['name']} {(start - way['kl']['mean']) / (start - ceiling):.0%}"
+        f"- {way['name']}: {(start - way['kl']['mean']) / (start - ceiling):.0%}"
         for way in learned["ways"][:-1]
     ]
-    return (
-        "What to read from it: of the way from the student's first KL to that of the exact loss,"
-        f" {'; '.join(parts)}."
+    return "\n".join(
+        [
+            "Of the way from the student's first KL to that of the exact loss, each one got:",
+            "",
+            *parts,
+        ]
     )
 
 
