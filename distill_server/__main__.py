@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,10 @@ from clients.cli.listen_options import (
     TokenFileOption,
 )
 from protos.errors import DistillError
+
+if TYPE_CHECKING:
+    from distill_server.dashboard.serve import Dashboard
+    from protos.tls import TlsFiles
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -40,6 +44,15 @@ def serve(
     retries: Annotated[
         int, typer.Option(help="How often a job whose trainer died is started again.", min=0)
     ] = 1,
+    dashboard: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            help="Show the jobs to browsers there; 0: any free port.",
+            min=0,
+            max=65535,
+        ),
+    ] = None,
 ) -> None:
     """Accept distillation jobs, run them, and tell how they fare."""
     from distill_server.runner import LocalRunner
@@ -56,6 +69,7 @@ def serve(
         asyncio.run(
             run_server(
                 runs,
+                dashboard=None if dashboard is None else _dashboard(dashboard, tls),
                 endpoint=endpoint,
                 runner=LocalRunner(threads_per_job=threads_per_job or share),
                 policy=Policy(slots=slots, retries=retries),
@@ -67,6 +81,13 @@ def serve(
     except (DistillError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+def _dashboard(port: int, tls: TlsFiles) -> Dashboard:
+    # The web server is imported only where it is wanted.
+    from distill_server.dashboard.serve import Dashboard
+
+    return Dashboard(port, tls, on_ready=lambda url: print(f"dashboard at {url}", flush=True))
 
 
 def main() -> None:

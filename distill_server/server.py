@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc.aio
 
@@ -21,6 +22,9 @@ from protos.distill_pb2_grpc import add_DistillServicer_to_server
 from protos.errors import InvalidInput
 from protos.server import Endpoint, serve
 
+if TYPE_CHECKING:
+    from distill_server.dashboard.serve import Dashboard
+
 _GRACE_SECONDS = 5.0
 
 
@@ -31,27 +35,21 @@ async def run_server(
     runner: LocalRunner,
     policy: Policy,
     on_ready: Callable[[int], None],
+    dashboard: Dashboard | None = None,
 ) -> None:
     """Serve the jobs under `runs` until SIGTERM; trainers go on, and the next server finds them.
 
     `on_ready` gets the port. Raises WrongState when another server has `runs`, InvalidInput for a
     port that is taken.
     """
-    try:
-        runs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInput(
-            f"{runs} cannot be a directory: {(error.strerror or str(error)).lower()}",
-            field="--runs",
-            hint="name one that can be made, or that exists",
-        ) from error
-    runs = runs.resolve()
+    runs = _directory(runs)
     bells = Bells()
     with open_database(runs / "server.sqlite") as connection:
         store = Store(connection, on_change=bells.ring)
         scheduler = Scheduler(store, runs, runner, policy)
         control = JobControl(store, runs, scheduler.wake)
-        service = DistillService(store, runs, control, Streams(store, runs, bells))
+        streams = Streams(store, runs, bells)
+        service = DistillService(store, runs, control, streams)
         tasks: list[asyncio.Task[None]] = []
 
         def register(server: grpc.aio.Server) -> str:
@@ -62,15 +60,34 @@ async def run_server(
             # Not before the port is ours: a server that cannot be reached must not start jobs.
             tasks.append(asyncio.get_running_loop().create_task(scheduler.run()))
             on_ready(bound)
+            if dashboard is not None:
+                dashboard.on_ready(url)
 
-        await serve(
-            register,
-            endpoint,
-            grace_seconds=_GRACE_SECONDS,
-            on_ready=ready,
-            on_stop=bells.close,
-        )
+        pages: contextlib.AbstractAsyncContextManager[str] = contextlib.nullcontext("")
+        if dashboard is not None:
+            slots = policy.slots
+            pages = dashboard.serving(endpoint, runs, store, bells, control, streams, slots)
+        async with pages as url:
+            await serve(
+                register,
+                endpoint,
+                grace_seconds=_GRACE_SECONDS,
+                on_ready=ready,
+                on_stop=bells.close,
+            )
         for task in tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+
+
+def _directory(runs: Path) -> Path:
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(
+            f"{runs} cannot be a directory: {(error.strerror or str(error)).lower()}",
+            field="--runs",
+            hint="name one that can be made, or that exists",
+        ) from error
+    return runs.resolve()

@@ -145,6 +145,17 @@ class Store:
         )
         return [_job_of(row) for row in rows]
 
+    def counts(self) -> dict[JobState, int]:
+        """How many jobs are in each state; all seven are there."""
+        rows = self._db.execute("SELECT state, count(*) FROM jobs GROUP BY state")
+        found = {JobState(state): count for state, count in rows}
+        return {state: found.get(state, 0) for state in JobState}
+
+    def attempt_counts(self) -> tuple[int, int]:
+        """Of all jobs: attempts, and those among them that followed a trainer's death."""
+        row = self._db.execute("SELECT count(*), total(retries > 0) FROM attempts").fetchone()
+        return row[0], int(row[1])
+
     def in_state(self, *states: JobState, limit: int = -1) -> Sequence[Job]:
         """Jobs in the order of the queue."""
         marks = ", ".join("?" * len(states))

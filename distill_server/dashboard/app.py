@@ -1,0 +1,192 @@
+"""The dashboard's pages and what they ask for. Who may ask is decided before, in gate.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from clients.jobs import JobState
+from clients.run_directory import RunDirectory
+from distill_server.bells import Bells
+from distill_server.control import JobControl
+from distill_server.dashboard.answers import job_record, on_error
+from distill_server.dashboard.feeds import feed, job_messages, log_messages
+from distill_server.dashboard.gate import STATIC, Gate
+from distill_server.dashboard.samples import sample_steps, samples_of
+from distill_server.dashboard.teachers import Teachers
+from distill_server.store import Store
+from distill_server.streams import Streams
+from protos.access import Role, Tokens
+from protos.errors import DistillError, InvalidInput, NotFound
+
+_PAGE_JOBS = 50
+_LOG_LINES = 500
+_MOST_BODY_BYTES = 4 << 10
+
+
+class _Wish(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+_W = TypeVar("_W", bound=_Wish)
+
+
+class _Cancel(_Wish):
+    now: bool = False
+
+
+class _Resume(_Wish):
+    max_steps: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    from_step: Annotated[int, Field(ge=0, lt=2**31)] = 0
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The parts of the server that the pages show and change."""
+
+    store: Store
+    runs: Path
+    bells: Bells
+    control: JobControl
+    streams: Streams
+    teachers: Teachers
+    exposition: Callable[[], bytes]
+    has_tokens: bool
+
+    async def access(self, request: Request) -> Response:
+        """What the reader may do here."""
+        may_act = self.has_tokens and request.scope["role"] >= Role.SUBMIT
+        return JSONResponse({"asks_tokens": self.has_tokens, "may_act": may_act})
+
+    async def jobs(self, request: Request) -> Response:
+        given = request.query_params
+        before = self.store.resolve(given["before"]).id if given.get("before") else ""
+        jobs = self.store.page(state=_state(given.get("state")), limit=_PAGE_JOBS, before_id=before)
+        records = [job_record(job) for job in jobs]
+        return JSONResponse({"jobs": records, "counts": self.store.counts(), "page": _PAGE_JOBS})
+
+    async def job(self, request: Request) -> Response:
+        job = self.store.resolve(request.path_params["job"])
+        return JSONResponse(job_record(job, with_config=True))
+
+    async def events(self, request: Request) -> Response:
+        job = self.store.resolve(request.path_params["job"])
+        after = _number(request.headers.get("last-event-id", "0"), "Last-Event-ID")
+        if after > job.last_seq:
+            raise InvalidInput(f"job {job.id} has no event {after} yet", field="Last-Event-ID")
+        return feed(job_messages(self.store, self.bells, job.id, after))
+
+    async def log(self, request: Request) -> Response:
+        job = self.store.resolve(request.path_params["job"])
+        attempt, _, offset = request.headers.get("last-event-id", "0:0").partition(":")
+        asked = _number(request.query_params.get("attempt", str(job.attempt)), "attempt")
+        same = _number(attempt, "Last-Event-ID") == asked
+        pieces = self.streams.log(
+            job.id,
+            attempt=asked,
+            after_offset=_number(offset, "Last-Event-ID") if same else 0,
+            follow=True,
+            tail_lines=0 if same else _LOG_LINES,
+        )
+        return feed(log_messages(pieces))
+
+    async def sample_steps(self, request: Request) -> Response:
+        run = self._run(request)
+        return JSONResponse({"steps": await asyncio.to_thread(sample_steps, run)})
+
+    async def samples(self, request: Request) -> Response:
+        run = self._run(request)
+        records = await asyncio.to_thread(samples_of, run, request.path_params["step"])
+        return JSONResponse({"samples": records})
+
+    async def cancel(self, request: Request) -> Response:
+        wish = await _wish(request, _Cancel)
+        job = self.control.cancel(request.path_params["job"], now=wish.now)
+        return JSONResponse(job_record(job))
+
+    async def resume(self, request: Request) -> Response:
+        wish = await _wish(request, _Resume)
+        job = self.control.resume(
+            request.path_params["job"], max_steps=wish.max_steps, from_step=wish.from_step
+        )
+        return JSONResponse(job_record(job))
+
+    async def seen_teachers(self, request: Request) -> Response:
+        return JSONResponse({"teachers": await self.teachers.look()})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self.exposition(), media_type="text/plain; version=0.0.4")
+
+    def _run(self, request: Request) -> RunDirectory:
+        return RunDirectory(self.runs / self.store.resolve(request.path_params["job"]).id)
+
+
+def make_app(pages: Pages, *, tokens: Tokens, host: str) -> ASGIApp:
+    """The application behind its gate."""
+    a_job = "/api/jobs/{job}"
+    routes = [
+        Route("/api/access", pages.access),
+        Route("/api/jobs", pages.jobs),
+        Route(a_job, pages.job),
+        Route(f"{a_job}/events", pages.events),
+        Route(f"{a_job}/log", pages.log),
+        Route(f"{a_job}/samples", pages.sample_steps),
+        Route(f"{a_job}/samples/{{step:int}}", pages.samples),
+        Route(f"{a_job}/cancel", pages.cancel, methods=["POST"]),
+        Route(f"{a_job}/resume", pages.resume, methods=["POST"]),
+        Route("/api/teachers", pages.seen_teachers),
+        Route("/metrics", pages.metrics),
+        Mount("/", StaticFiles(directory=STATIC, html=True)),
+    ]
+    faults: Mapping[Any, Any] = {
+        DistillError: on_error,
+        HTTPException: _no_page,
+        Exception: on_error,
+    }
+    return Gate(Starlette(routes=routes, exception_handlers=faults), tokens=tokens, host=host)
+
+
+async def _no_page(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    answer = await on_error(request, NotFound(f"{request.method} {request.url.path}: no such page"))
+    answer.status_code = error.status_code
+    return answer
+
+
+async def _wish(request: Request, kind: type[_W]) -> _W:
+    """The body, a small JSON object. Raises InvalidInput."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _MOST_BODY_BYTES:
+            raise InvalidInput(f"longer than {_MOST_BODY_BYTES} bytes", field="body")
+    try:
+        return kind.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InvalidInput(first["msg"], field=where or "body") from error
+
+
+def _state(name: str | None) -> JobState | None:
+    if name and name not in JobState.__members__:
+        raise InvalidInput(f"there is no state {name}", field="state")
+    return JobState(name) if name else None
+
+
+def _number(text: str, field: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise InvalidInput("not a number", field=field)
+    return int(text)

@@ -1,0 +1,49 @@
+"""What Prometheus reads of a distill server. Every number is the database's: a restart of the
+server loses none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from clients.jobs import JobState
+from distill_server.store import Store
+
+_PREFIX = "distill_server_"
+
+
+class _Jobs(Collector):
+    def __init__(self, store: Store, slots: int) -> None:
+        self._store = store
+        self._slots = slots
+
+    def collect(self) -> Iterator[Metric]:
+        jobs = GaugeMetricFamily(_PREFIX + "jobs", "Jobs by state.", labels=["state"])
+        for state, count in self._store.counts().items():
+            jobs.add_metric([state], count)
+        yield jobs
+        attempts, retries = self._store.attempt_counts()
+        yield CounterMetricFamily(_PREFIX + "attempts", "Attempts of all jobs.", attempts)
+        yield CounterMetricFamily(
+            _PREFIX + "retries", "Attempts that followed a trainer's death.", retries
+        )
+        yield GaugeMetricFamily(_PREFIX + "slots", "Jobs that may run at once.", self._slots)
+        yield GaugeMetricFamily(
+            _PREFIX + "queue_seconds", "Age of the job that is next.", self._queue_seconds()
+        )
+
+    def _queue_seconds(self) -> float:
+        first = self._store.in_state(JobState.QUEUED, limit=1)
+        return max(0.0, time.time() - first[0].created_at) if first else 0.0
+
+
+def exposition(store: Store, slots: int) -> Callable[[], bytes]:
+    """The page, made anew with each call."""
+    registry = CollectorRegistry()
+    registry.register(_Jobs(store, slots))
+    return lambda: generate_latest(registry)

@@ -1,0 +1,143 @@
+"""The dashboard's port: uvicorn on the event loop of the gRPC server, and what it bears with.
+
+uvicorn limits neither how long a request may take to come nor how long a reader may let an answer
+wait; both are bounded here, and so is the number of connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from protos.errors import InvalidInput
+from protos.tls import TlsFiles
+
+log = logging.getLogger(__name__)
+
+# A browser opens up to six; more are closed at once.
+MAX_CONNECTIONS = 256
+# For a request to come as a whole, and for a reader to take some of an answer that waits for it.
+PATIENCE_SECONDS = 10.0
+_GRACE_SECONDS = 3
+_MAX_HEADERS_BYTES = 16 << 10
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0: any free one. Raises InvalidInput."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise InvalidInput(
+            f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}",
+            field="--dashboard",
+            hint="choose another port, or 0 for any free port",
+        ) from error
+
+
+@contextlib.asynccontextmanager
+async def listening(app: ASGIApp, sock: socket.socket, tls: TlsFiles) -> AsyncIterator[None]:
+    """Serve `app` on the socket within the block, then let running answers end."""
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http=_Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=_MAX_HEADERS_BYTES,
+            timeout_graceful_shutdown=_GRACE_SECONDS,
+            **_tls_options(tls),
+        )
+    )
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
+
+
+def _tls_options(tls: TlsFiles) -> dict[str, Any]:
+    if tls.cert is None:
+        return {}
+    import ssl
+
+    required = ssl.CERT_REQUIRED if tls.client_ca else ssl.CERT_NONE
+    return {
+        "ssl_certfile": tls.cert,
+        "ssl_keyfile": tls.key,
+        "ssl_ca_certs": tls.client_ca,
+        "ssl_cert_reqs": required,
+    }
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to protos.server, which ends everything in order."""
+        yield
+
+
+class _Connection(H11Protocol):
+    """One that is cut when half a request, or an answer nobody reads, has waited too long."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._request, self._reader = _Patience(transport), _Patience(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            log.warning("more than %d connections; one was closed", MAX_CONNECTIONS)
+            transport.abort()
+            return
+        self._request.start()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # The clock of the first byte goes on: a request that trickles in comes to an end too.
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self._request.start()
+        else:
+            self._request.stop()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reader.start()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._reader.stop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._request.stop()
+        self._reader.stop()
+        super().connection_lost(exc)
+
+
+class _Patience:
+    """Cuts a connection unless it is stopped in time; starting it twice changes nothing."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(PATIENCE_SECONDS, self._transport.abort)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

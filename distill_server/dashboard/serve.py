@@ -1,0 +1,63 @@
+"""The dashboard as one part of a server."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distill_server.bells import Bells
+from distill_server.control import JobControl
+from distill_server.dashboard.app import Pages, make_app
+from distill_server.dashboard.exposition import exposition
+from distill_server.dashboard.listen import bind, listening
+from distill_server.dashboard.teachers import Teachers
+from distill_server.store import Store
+from distill_server.streams import Streams
+from protos.server import Endpoint
+from protos.tls import TlsFiles
+
+
+@dataclass(frozen=True)
+class Dashboard:
+    """A port beside that of gRPC: at the same address, for the same tokens, with the same TLS.
+
+    `on_ready` gets its URL once the server listens.
+    """
+
+    port: int = 0
+    tls: TlsFiles = field(default_factory=TlsFiles)
+    on_ready: Callable[[str], None] = lambda url: None
+
+    @contextlib.asynccontextmanager
+    async def serving(
+        self,
+        endpoint: Endpoint,
+        runs: Path,
+        store: Store,
+        bells: Bells,
+        control: JobControl,
+        streams: Streams,
+        slots: int,
+    ) -> AsyncIterator[str]:
+        """Serve within the block; gives the URL. Raises InvalidInput where strangers could read,
+        and for a port that is taken.
+        """
+        endpoint.require_usable()
+        pages = Pages(
+            store=store,
+            runs=runs,
+            bells=bells,
+            control=control,
+            streams=streams,
+            teachers=Teachers(store),
+            exposition=exposition(store, slots),
+            has_tokens=bool(endpoint.tokens),
+        )
+        app = make_app(pages, tokens=endpoint.tokens, host=endpoint.host)
+        with bind(endpoint.host, self.port) as sock:
+            async with listening(app, sock, self.tls):
+                host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+                scheme = "https" if endpoint.tls else "http"
+                yield f"{scheme}://{host}:{sock.getsockname()[1]}"

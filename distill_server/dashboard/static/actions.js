@@ -1,0 +1,76 @@
+// Cancel and resume, for whoever gave a token that may.
+
+import {el} from "./dom.js";
+import {Fault, post} from "./server.js";
+
+const ENDED = ["SUCCEEDED", "FAILED", "CANCELLED"];
+
+export class Actions {
+  /** `learn` gets the job as it is after the wish. */
+  constructor(learn) {
+    this.learn = learn;
+    this.fault = el("p", {class: "fault", role: "alert", hidden: true});
+    this.buttons = el("div", {class: "buttons"});
+    this.dialog = el("dialog", {});
+    this.element = el("div", {class: "actions"}, this.buttons, this.fault, this.dialog);
+  }
+
+  /** The buttons that the job's state allows. */
+  offer(job) {
+    this.job = job;
+    this.fault.hidden = true;
+    const ended = ENDED.includes(job.state);
+    this.buttons.replaceChildren(ended
+      ? el("button", {type: "button", click: () => this.askResume()}, "Resume ...")
+      : el("button", {type: "button", class: "danger", click: () => this.askCancel()}, "Cancel ..."));
+  }
+
+  askCancel() {
+    const running = this.job.state !== "QUEUED";
+    this.ask(`Cancel ${this.job.id}?`, [
+      el("p", {}, running
+        ? "It saves a checkpoint first, so that it can be resumed from where it is."
+        : "It has not begun."),
+    ], [
+      ["Cancel the job", "danger", () => this.send("cancel", {now: false})],
+      running ? ["Stop at once, without a checkpoint", "danger",
+        () => this.send("cancel", {now: true})] : null,
+      ["Keep it", "", () => {}],
+    ]);
+  }
+
+  askResume() {
+    const done = this.job.state === "SUCCEEDED";
+    const field = (id, hint) => el("input", {id, type: "number", min: 1, placeholder: hint});
+    const steps = field("resume-steps", done ? `more than ${this.job.max_steps}` : "as before");
+    const from = field("resume-from", "the newest");
+    this.ask(`Resume ${this.job.id}?`, [
+      el("label", {for: steps.id}, "Train to step"), steps,
+      el("label", {for: from.id}, "From the checkpoint of step"), from,
+    ], [
+      ["Resume the job", "strong", () => this.send("resume",
+        {max_steps: Number(steps.value) || 0, from_step: Number(from.value) || 0})],
+      ["Leave it", "", () => {}],
+    ]);
+  }
+
+  ask(title, body, choices) {
+    const buttons = choices.filter(Boolean).map(([label, kind, chosen]) =>
+      el("button", {type: "button", class: kind, click: () => {
+        this.dialog.close();
+        chosen();
+      }}, label));
+    this.dialog.replaceChildren(el("h2", {}, title), ...body, el("div", {class: "choices"}, buttons));
+    this.dialog.showModal();
+  }
+
+  async send(wish, values) {
+    this.fault.hidden = true;
+    try {
+      this.learn(await post(`/api/jobs/${encodeURIComponent(this.job.id)}/${wish}`, values));
+    } catch (error) {
+      this.fault.textContent = error instanceof Fault ? error.sentence : "the server does not answer";
+      this.fault.hidden = false;
+    }
+  }
+}

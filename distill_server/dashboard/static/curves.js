@@ -1,0 +1,68 @@
+// Which metrics make which chart; what no chart asks for is drawn under "Other metrics".
+
+import {Curve} from "./curve.js";
+import {el} from "./dom.js";
+
+const rest = (prefix) => (name) => name.slice(prefix.length);
+const one = (...names) => (name) => names.includes(name);
+
+const CHARTS = [
+  {title: "Loss", unit: "nats a token", holds: one("loss", "cross_entropy")},
+  {
+    title: "KL",
+    unit: "nats a token, log axis",
+    log: true,
+    holds: (name) => name.startsWith("kl/") || name.startsWith("eval/kl"),
+    label: (name) => name.replace(/^kl\//, "to ").replace(/^eval\//, "held-out "),
+  },
+  {
+    title: "Reward",
+    unit: "",
+    holds: (name) => one("reward/mean", "reward/std", "eval/accuracy")(name)
+      || /^eval\/(reward|pass)/.test(name),
+    label: (name) => name.replace(/^reward\//, "").replace(/^eval\//, "held-out "),
+  },
+  {
+    title: "Head mass",
+    unit: "probability in the top-k",
+    holds: (name) => name.startsWith("topk/"),
+    label: rest("topk/"),
+  },
+  {title: "Throughput", unit: "tokens a second", zero: true, holds: one("tokens_per_sec")},
+  {
+    title: "Teacher wait",
+    unit: "share of a step",
+    zero: true,
+    percent: true,
+    holds: one("teacher wait"),
+  },
+  {title: "Time", unit: "seconds a step", zero: true, holds: (name) => name.startsWith("time/"),
+    label: rest("time/")},
+  {title: "Gradient", unit: "norm before clipping", holds: one("grad_norm")},
+];
+
+/** All charts of a job: `main` are those above, `others` come as metrics do. */
+export class Curves {
+  constructor() {
+    this.curves = CHARTS.map((spec) => new Curve(spec));
+    this.known = new Map();
+    this.main = el("div", {class: "curves"}, this.curves.map((curve) => curve.element));
+    this.grid = el("div", {class: "curves"});
+    this.others = el("details", {hidden: true},
+      el("summary", {}, "Other metrics"), this.grid);
+    this.nothing = el("p", {class: "hint"}, "Curves begin with the first step.");
+  }
+
+  draw(history) {
+    for (const name of history.series.keys()) {
+      if (this.known.has(name) || CHARTS.some((spec) => spec.holds(name))) continue;
+      const curve = new Curve({title: name, unit: "", holds: one(name)});
+      this.known.set(name, curve);
+      this.grid.append(curve.element);
+    }
+    this.others.hidden = !this.known.size;
+    this.nothing.hidden = history.series.size > 0;
+    for (const curve of this.curves) curve.draw(history);
+    if (this.others.open) for (const curve of this.known.values()) curve.draw(history);
+  }
+}

@@ -1,0 +1,55 @@
+// Numbers and times as people read them; the same formats as the command line's.
+
+/** Four significant digits: `0.7410`, `12.3k`. */
+export function number(value) {
+  if (value === undefined || value === null || !Number.isFinite(value)) return "-";
+  const size = Math.abs(value);
+  if (size !== 0 && size < 1e-3) return value.toExponential(1);
+  if (size >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
+  if (size >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
+  if (Number.isInteger(value)) return String(value);
+  return size >= 1000 ? value.toFixed(0) : String(+value.toPrecision(4));
+}
+
+export function percent(share) {
+  return Number.isFinite(share) ? `${Math.round(share * 100)}%` : "-";
+}
+
+/** `42s`, `3m20s`, `2h05m`, `3d04h`. */
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "-";
+  const whole = Math.max(0, Math.round(seconds));
+  const two = (count) => String(count).padStart(2, "0");
+  if (whole < 60) return `${whole}s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)}m${two(whole % 60)}s`;
+  if (whole < 86400) return `${Math.floor(whole / 3600)}h${two(Math.floor(whole / 60) % 60)}m`;
+  return `${Math.floor(whole / 86400)}d${two(Math.floor(whole / 3600) % 24)}h`;
+}
+
+/** `3m20s ago`; a server's clock may be a little ahead of ours. */
+export function ago(time) {
+  return time ? `${duration(Date.now() / 1000 - time)} ago` : "-";
+}
+
+/** Date and time of this reader's place. */
+export function moment(time) {
+  return time ? new Date(time * 1000).toLocaleString() : "-";
+}
+
+/** The job's KL to its teacher: the bound of it where there is nothing else. */
+export function klOf(metrics) {
+  return metrics["kl/teacher"] ?? metrics["kl/teacher_bound"] ?? metrics["kl/anchor"];
+}
+
+/** Share of a step's time that the trainer waits for the teacher. */
+export function waitOf(metrics) {
+  return metrics["time/teacher_wait"] / metrics["time/step"];
+}
+
+/** Seconds to the end by the newest step, or by the time since the start. */
+export function secondsLeft(job) {
+  if (job.state !== "RUNNING" || !job.max_steps || !job.step) return null;
+  const elapsed = Date.now() / 1000 - job.started_at;
+  const perStep = job.metrics["time/step"] ?? elapsed / job.step;
+  return perStep * (job.max_steps - job.step);
+}

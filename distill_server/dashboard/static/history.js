@@ -1,0 +1,51 @@
+// A job's metrics by name, from its events; what an attempt does again replaces what it was.
+
+const CLOCK_STEPS = 40;
+
+export class History {
+  constructor() {
+    /** By metric: `{steps, values}`, two arrays of one length, steps ascending. */
+    this.series = new Map();
+    this.metrics = {};
+    this.last = null;
+    this.clock = [];
+  }
+
+  add(record) {
+    if (this.last && record.attempt !== this.last.attempt) this.clock = [];
+    this.last = record;
+    if (!Object.keys(record.metrics).length) return;
+    this.forget(record.step);
+    Object.assign(this.metrics, record.metrics);
+    this.clock.push([record.step, record.time]);
+    if (this.clock.length > CLOCK_STEPS) this.clock.shift();
+    for (const [name, value] of Object.entries(record.metrics)) this.put(name, record.step, value);
+    const wait = record.metrics["time/teacher_wait"] / record.metrics["time/step"];
+    if (Number.isFinite(wait)) this.put("teacher wait", record.step, wait);
+  }
+
+  put(name, step, value) {
+    if (!this.series.has(name)) this.series.set(name, {steps: [], values: []});
+    const {steps, values} = this.series.get(name);
+    steps.push(step);
+    values.push(value);
+  }
+
+  /** A resumed attempt goes back to its checkpoint: steps from there on come again. */
+  forget(step) {
+    for (const {steps, values} of this.series.values()) {
+      while (steps.length && steps.at(-1) >= step) {
+        steps.pop();
+        values.pop();
+      }
+    }
+  }
+
+  /** At the pace of the last steps; null before there is one. */
+  get secondsLeft() {
+    if (this.last?.state !== "RUNNING" || this.clock.length < 2 || !this.last.max_steps) return null;
+    const [[first, began], [last, now]] = [this.clock[0], this.clock.at(-1)];
+    if (last <= first || now <= began) return null;
+    return ((now - began) / (last - first)) * Math.max(0, this.last.max_steps - last);
+  }
+}

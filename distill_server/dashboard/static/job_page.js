@@ -1,0 +1,166 @@
+// One job: how it fares now, its curves as they grow, its samples, log and configuration.
+
+import {Actions} from "./actions.js";
+import {Curves} from "./curves.js";
+import {badge, bar, el, setText} from "./dom.js";
+import {ago, duration, klOf, moment, number, percent, waitOf} from "./figures.js";
+import {History} from "./history.js";
+import {LogView} from "./log_view.js";
+import {SamplesView} from "./samples_view.js";
+import {Fault, follow, get} from "./server.js";
+import {facts} from "./teachers_page.js";
+
+export function openJob(root, id, access) {
+  const page = new JobPage(root, id, access);
+  page.open();
+  return () => page.close();
+}
+
+class JobPage {
+  constructor(root, id, access) {
+    this.root = root;
+    this.asked = id;
+    this.history = new History();
+    this.curves = new Curves();
+    this.actions = access.may_act ? new Actions((job) => this.learn(job)) : null;
+    this.closers = [];
+  }
+
+  async open() {
+    try {
+      this.job = await get(`/api/jobs/${encodeURIComponent(this.asked)}`);
+    } catch (error) {
+      this.fail(error);
+      return;
+    }
+    if (this.closed) return;
+    const path = `/api/jobs/${encodeURIComponent(this.job.id)}`;
+    this.log = new LogView(path);
+    this.samples = new SamplesView(path);
+    this.build();
+    this.show();
+    this.closers.push(follow(`${path}/events`, {
+      steps: (records) => this.add(records),
+      fault: (error) => this.fail(error),
+    }));
+    const redraw = new ResizeObserver(() => this.draw());
+    redraw.observe(this.curves.main);
+    const clock = setInterval(() => this.show(), 1000);
+    this.closers.push(() => redraw.disconnect(), () => clearInterval(clock));
+    this.curves.others.addEventListener("toggle", () => this.draw());
+  }
+
+  close() {
+    this.closed = true;
+    for (const end of this.closers) end();
+    this.log?.close();
+  }
+
+  build() {
+    const {job} = this;
+    this.state = el("span", {role: "status"});
+    this.reason = el("p", {class: "reason"});
+    this.progress = el("div", {class: "progress"});
+    this.facts = el("div");
+    const config = el("pre", {class: "config", tabindex: 0}, JSON.stringify(job.config, null, 2));
+    this.root.append(
+      el("p", {class: "crumbs"}, el("a", {href: "#/"}, "Jobs"), " / ", el("code", {}, job.id)),
+      el("div", {class: "title"}, el("h1", {}, job.name), this.state, this.actions?.element ?? null),
+      this.reason, this.progress, this.facts,
+      el("h2", {}, "Curves"), this.curves.nothing, this.curves.main, this.curves.others,
+      this.samples.element, this.log.element,
+      el("details", {}, el("summary", {}, "Configuration"), config));
+  }
+
+  add(records) {
+    for (const record of records) this.history.add(record);
+    const newest = this.history.last;
+    const evaluated = records.some(({metrics}) =>
+      Object.keys(metrics).some((name) => name.startsWith("eval/")));
+    if (evaluated) this.samples.refresh();
+    const moved = newest.state !== this.job.state || newest.attempt !== this.job.attempt;
+    Object.assign(this.job, {
+      state: newest.state,
+      reason: newest.reason,
+      phase: newest.phase,
+      attempt: newest.attempt,
+      step: newest.step,
+      max_steps: newest.max_steps || this.job.max_steps,
+    });
+    this.show();
+    if (moved) this.refresh();
+    // Many events may come within one frame; they are drawn once.
+    this.frame ??= requestAnimationFrame(() => {
+      this.frame = null;
+      this.draw();
+    });
+  }
+
+  /** Times of a transition are not in its event. */
+  async refresh() {
+    try {
+      this.learn(await get(`/api/jobs/${encodeURIComponent(this.job.id)}`));
+    } catch (error) {
+      if (error instanceof Fault) this.fail(error);
+    }
+  }
+
+  learn(job) {
+    Object.assign(this.job, job);
+    this.show();
+  }
+
+  draw() {
+    if (!this.closed) this.curves.draw(this.history);
+  }
+
+  show() {
+    const {job} = this;
+    const label = `${job.state} ${job.phase}`;
+    if (this.shown !== label) {
+      this.shown = label;
+      this.state.replaceChildren(badge(job.state), el("span", {class: "phase"}, job.phase));
+      this.actions?.offer(job);
+    }
+    document.title = `${job.name} - distill`;
+    setText(this.reason, job.reason);
+    this.reason.hidden = !job.reason;
+    this.showProgress();
+    this.facts.replaceChildren(facts(this.figures()));
+    this.log.follow(job.attempt);
+  }
+
+  showProgress() {
+    const {job} = this;
+    const left = this.history.secondsLeft;
+    const steps = job.max_steps ? `step ${job.step} of ${job.max_steps}` : `step ${job.step}`;
+    const eta = left === null ? "" : `, ${duration(left)} left`;
+    this.progress.replaceChildren(
+      bar(job.step, job.max_steps, "progress"), el("span", {}, steps + eta));
+  }
+
+  figures() {
+    const {job} = this;
+    const metrics = {...job.metrics, ...this.history.metrics};
+    const ended = job.ended_at || Date.now() / 1000;
+    const pairs = [
+      ["loss", number(metrics.loss)],
+      ["KL", number(klOf(metrics))],
+      ["reward", number(metrics["reward/mean"])],
+      ["held-out KL", number(metrics["eval/kl"] ?? metrics["eval/kl_bound"])],
+      ["accuracy", percent(metrics["eval/accuracy"])],
+      ["tokens/s", number(metrics.tokens_per_sec)],
+      ["teacher wait", percent(waitOf(metrics))],
+      ["attempt", String(job.attempt)],
+      ["submitted", ago(job.created_at)],
+      ["ran for", job.started_at ? duration(ended - job.started_at) : "-"],
+      ["ended", job.ended_at ? moment(job.ended_at) : "-"],
+    ];
+    return pairs.filter(([, value]) => value !== "-");
+  }
+
+  fail(error) {
+    const sentence = error instanceof Fault ? error.sentence : "the server does not answer";
+    this.root.prepend(el("p", {class: "notice", role: "alert"}, sentence));
+  }
+}

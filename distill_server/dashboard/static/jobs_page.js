@@ -1,0 +1,127 @@
+// All jobs, newest first, a page at a time; the page is asked for again every two seconds.
+
+import {badge, bar, el, setText} from "./dom.js";
+import {ago, duration, klOf, moment, number, percent, secondsLeft, waitOf} from "./figures.js";
+import {Fault, get, repeat} from "./server.js";
+
+const SECONDS = 2;
+const STATES = ["RUNNING", "QUEUED", "PREPARING", "CANCELLING", "SUCCEEDED", "FAILED", "CANCELLED"];
+const COLUMNS = ["Job", "State", "Progress", "Loss", "KL", "Tokens/s", "Wait", "ETA", "Submitted"];
+
+export function openJobs(root) {
+  const page = new JobsPage(root);
+  return repeat(SECONDS, () => page.look());
+}
+
+class JobsPage {
+  constructor(root) {
+    this.state = "";
+    // Where each earlier page began: the way back.
+    this.cursors = [""];
+    this.filters = el("div", {class: "filters", role: "group", "aria-label": "Jobs by state"});
+    this.body = el("tbody");
+    this.table = el("table", {class: "jobs"},
+      el("thead", {}, el("tr", {}, COLUMNS.map((name) => el("th", {scope: "col"}, name)))),
+      this.body);
+    this.note = el("p", {class: "notice", hidden: true});
+    this.newer = el("button", {type: "button", click: () => this.turn(-1)}, "Newer");
+    this.older = el("button", {type: "button", click: () => this.turn(1)}, "Older");
+    this.place = el("span", {role: "status"});
+    root.append(
+      el("h1", {}, "Jobs"), this.filters, this.note, this.table,
+      el("div", {class: "pager"}, this.newer, this.place, this.older));
+  }
+
+  async look() {
+    const cursor = this.cursors.at(-1);
+    const asked = new URLSearchParams({state: this.state, before: cursor});
+    try {
+      const answer = await get(`/api/jobs?${asked}`);
+      // Somebody turned the page meanwhile: that one is on its way.
+      if (cursor === this.cursors.at(-1) && asked.get("state") === this.state) this.draw(answer);
+    } catch (error) {
+      if (error instanceof Fault) this.tell(error.sentence);
+    }
+  }
+
+  turn(by) {
+    if (by > 0 && this.last) this.cursors.push(this.last);
+    else if (by < 0 && this.cursors.length > 1) this.cursors.pop();
+    this.look();
+  }
+
+  choose(state) {
+    this.state = state;
+    this.cursors = [""];
+    this.look();
+  }
+
+  draw({jobs, counts, page}) {
+    this.drawFilters(counts);
+    this.drawRows(jobs);
+    this.last = jobs.at(-1)?.id;
+    const total = this.state ? counts[this.state] : sum(Object.values(counts));
+    const first = (this.cursors.length - 1) * page;
+    this.newer.disabled = this.cursors.length === 1;
+    this.older.disabled = jobs.length < page;
+    setText(this.place, jobs.length ? `${first + 1}-${first + jobs.length} of ${total}` : "");
+    this.tell(jobs.length ? "" : this.emptyNote());
+  }
+
+  drawFilters(counts) {
+    const focused = document.activeElement?.dataset?.state;
+    const shown = STATES.filter((state) => counts[state] || state === this.state);
+    const make = (state, label, count) =>
+      el("button", {
+        type: "button",
+        "data-state": state,
+        "aria-pressed": String(state === this.state),
+        click: () => this.choose(state),
+      }, `${label} `, el("b", {}, String(count)));
+    this.filters.replaceChildren(
+      make("", "all", sum(Object.values(counts))),
+      ...shown.map((state) => make(state, state.toLowerCase(), counts[state])));
+    if (focused === undefined) return;
+    this.filters.querySelector(`[data-state="${focused}"]`)?.focus();
+  }
+
+  drawRows(jobs) {
+    const focused = document.activeElement?.closest?.("tr")?.dataset.job;
+    this.body.replaceChildren(...jobs.map(row));
+    if (focused) this.body.querySelector(`[data-job="${CSS.escape(focused)}"] a`)?.focus();
+  }
+
+  emptyNote() {
+    return this.state ? `No job is ${this.state.toLowerCase()}.`
+      : "No jobs yet. Send one with: distill submit job.toml";
+  }
+
+  tell(sentence) {
+    setText(this.note, sentence);
+    this.note.hidden = !sentence;
+    this.table.hidden = Boolean(sentence);
+  }
+}
+
+function row(job) {
+  const {metrics} = job;
+  const running = job.state === "RUNNING";
+  const steps = job.max_steps ? `${job.step} / ${job.max_steps}` : String(job.step);
+  const cells = [
+    [el("a", {href: `#/jobs/${encodeURIComponent(job.id)}`}, job.name), el("small", {}, job.id)],
+    [badge(job.state), el("small", {title: job.reason || job.phase}, job.reason || job.phase)],
+    [bar(job.step, job.max_steps || 1, `progress of ${job.id}`), el("small", {}, steps)],
+    [number(metrics.loss)],
+    [number(klOf(metrics))],
+    [number(metrics.tokens_per_sec)],
+    [percent(waitOf(metrics))],
+    [running ? duration(secondsLeft(job)) : "-"],
+    [el("span", {title: moment(job.created_at)}, ago(job.created_at))],
+  ];
+  return el("tr", {"data-job": job.id}, cells.map((cell, index) =>
+    el("td", {"data-label": COLUMNS[index]}, cell)));
+}
+
+function sum(counts) {
+  return counts.reduce((total, count) => total + count, 0);
+}

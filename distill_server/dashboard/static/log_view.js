@@ -1,0 +1,60 @@
+// The log of an attempt, followed while it is open and looked at.
+
+import {el} from "./dom.js";
+import {follow} from "./server.js";
+
+// The rest is in the run directory, and `distill logs` shows it.
+const MOST_CHARACTERS = 400000;
+
+export class LogView {
+  constructor(path) {
+    this.path = path;
+    this.attempt = 0;
+    this.end = () => {};
+    this.text = el("pre", {class: "log", tabindex: 0, "aria-label": "Log"});
+    this.attempts = el("select", {"aria-label": "Attempt", hidden: true,
+      change: () => this.start(Number(this.attempts.value))});
+    this.element = el("details", {toggle: () => this.toggle()},
+      el("summary", {}, "Log"), this.attempts, this.text);
+  }
+
+  /** The job is in this attempt now. */
+  follow(attempt) {
+    if (attempt === this.newest) return;
+    this.newest = attempt;
+    const numbers = Array.from({length: attempt}, (_, index) => attempt - index);
+    this.attempts.replaceChildren(
+      ...numbers.map((number) => el("option", {value: number}, `attempt ${number}`)));
+    this.attempts.hidden = attempt < 2;
+    if (this.element.open) this.start(attempt);
+  }
+
+  toggle() {
+    if (this.element.open) this.start(Number(this.attempts.value));
+    else this.end();
+  }
+
+  start(attempt) {
+    this.end();
+    this.attempts.value = String(attempt);
+    this.text.replaceChildren();
+    this.end = follow(`${this.path}/log?attempt=${attempt}`, {
+      text: (piece) => this.add(piece),
+      fault: (error) => this.add(`(${error.sentence})\n`),
+    });
+  }
+
+  add(piece) {
+    const {text} = this;
+    const atEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 20;
+    text.append(piece);
+    if (text.textContent.length > MOST_CHARACTERS) {
+      text.textContent = text.textContent.slice(-MOST_CHARACTERS / 2);
+    }
+    if (atEnd) text.scrollTop = text.scrollHeight;
+  }
+
+  close() {
+    this.end();
+  }
+}

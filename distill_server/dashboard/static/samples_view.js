@@ -1,0 +1,55 @@
+// Transcripts of a step, as the trainer wrote them: every field of each, whatever it is called.
+
+import {el} from "./dom.js";
+import {Fault, get} from "./server.js";
+
+export class SamplesView {
+  constructor(path) {
+    this.path = path;
+    this.chosen = 0;
+    this.steps = el("select", {"aria-label": "Step", change: () => this.show(Number(this.steps.value))});
+    this.list = el("div", {class: "samples"});
+    this.element = el("details", {toggle: () => this.refresh()},
+      el("summary", {}, "Samples"), this.steps, this.list);
+  }
+
+  /** Looks for new ones, unless nobody looks. */
+  async refresh() {
+    if (!this.element.open) return;
+    try {
+      const {steps} = await get(`${this.path}/samples`);
+      const newest = Number(this.steps.options[0]?.value ?? 0);
+      this.steps.hidden = !steps.length;
+      if (!steps.length) this.list.replaceChildren(el("p", {class: "hint"}, "There are none yet."));
+      if (!steps.length || steps[0] === newest) return;
+      const stay = this.chosen && this.chosen !== newest;
+      this.steps.replaceChildren(...steps.map((step) => el("option", {value: step}, `step ${step}`)));
+      this.steps.value = String(stay ? this.chosen : steps[0]);
+      if (!stay) await this.show(steps[0]);
+    } catch (error) {
+      this.fail(error);
+    }
+  }
+
+  async show(step) {
+    this.chosen = step;
+    try {
+      const {samples} = await get(`${this.path}/samples/${step}`);
+      if (step === this.chosen) this.list.replaceChildren(...samples.map(card));
+    } catch (error) {
+      this.fail(error);
+    }
+  }
+
+  fail(error) {
+    const sentence = error instanceof Fault ? error.sentence : "the server does not answer";
+    this.list.replaceChildren(el("p", {class: "notice", role: "alert"}, sentence));
+  }
+}
+
+function card(sample) {
+  return el("article", {class: "card"}, el("dl", {}, Object.entries(sample).flatMap(([name, value]) => [
+    el("dt", {}, name),
+    el("dd", {}, typeof value === "string" ? value : JSON.stringify(value, null, 1)),
+  ])));
+}

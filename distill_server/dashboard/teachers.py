@@ -1,0 +1,82 @@
+"""What the teachers of running jobs do now. A dead one costs its readers two seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import grpc
+
+from clients.jobs import Job, JobState
+from clients.teacher_info import info_of, load_of
+from distill_server.dashboard.answers import fault_record
+from distill_server.store import Store
+from protos import teacher_pb2, teacher_pb2_grpc
+from protos.channel import TEACHER_TOKEN, open_channel
+from protos.errors import DistillError
+from protos.statuses import fault_of
+
+_ANSWER_SECONDS = 2.0
+# However many people look: a teacher is asked no oftener.
+_FRESH_SECONDS = 2.0
+_MOST_TEACHERS = 32
+_ACTIVE = (JobState.PREPARING, JobState.RUNNING, JobState.CANCELLING)
+
+
+class Teachers:
+    """Asks each teacher once for all who look at the page."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = asyncio.Lock()
+        self._seen: list[dict[str, Any]] = []
+        self._seen_at = -_FRESH_SECONDS
+
+    async def look(self) -> Sequence[Mapping[str, Any]]:
+        """A record for each teacher: its `address`, the `jobs` it serves, and `info` and `load`,
+        or the `fault`.
+        """
+        async with self._lock:
+            if time.monotonic() - self._seen_at >= _FRESH_SECONDS:
+                jobs = addresses(self._store.in_state(*_ACTIVE))
+                shown = sorted(jobs)[:_MOST_TEACHERS]
+                answers = await asyncio.gather(*(asyncio.to_thread(_ask, one) for one in shown))
+                self._seen = [
+                    {"address": address, "jobs": jobs[address], **answer}
+                    for address, answer in zip(shown, answers, strict=True)
+                ]
+                self._seen_at = time.monotonic()
+            return self._seen
+
+
+def addresses(jobs: Sequence[Job]) -> dict[str, list[str]]:
+    """The ids of the jobs by the address of each teacher that they name."""
+    found: dict[str, list[str]] = {}
+    for job in jobs:
+        for address in dict.fromkeys(_addresses(json.loads(job.config_json))):
+            found.setdefault(address, []).append(job.id)
+    return found
+
+
+def _addresses(config: Mapping[str, Any]) -> Iterator[str]:
+    """Every kind of job has `teacher.address`, or `teachers` by name, or no teacher."""
+    several = config.get("teachers") or {}
+    alone = (config.get("teacher") or {}).get("address")
+    for given in several.values() if several else [alone]:
+        yield from [given] if isinstance(given, str) else given or ()
+
+
+def _ask(address: str) -> dict[str, Any]:
+    try:
+        with open_channel(address, token=TEACHER_TOKEN) as channel:
+            stub = teacher_pb2_grpc.TeacherStub(channel)
+            said = stub.GetInfo(teacher_pb2.GetInfoRequest(), timeout=_ANSWER_SECONDS)
+    except grpc.RpcError as error:
+        return {"fault": fault_record(fault_of(error, f"teacher {address}"))}
+    except DistillError as fault:
+        return {"fault": fault_record(fault)}
+    return {"info": asdict(info_of(said)), "load": asdict(load_of(said)), "at": time.time()}
