@@ -4,6 +4,14 @@ Shapes: N tokens, K head ids, V vocabulary. Losses return one value a token; mas
 one division by the number of tokens belong to the caller.
 """
 
+from student_trainer.losses.advantages import (
+    at_the_end,
+    flat_groups,
+    gae,
+    group_advantages,
+    kl_reward,
+)
+from student_trainer.losses.aggregate import Aggregate, sequence_weights, token_weights
 from student_trainer.losses.exact import exact_kl
 from student_trainer.losses.fused import (
     FusedLoss,
@@ -11,21 +19,41 @@ from student_trainer.losses.fused import (
     fused_linear_loss,
     fused_linear_rows,
 )
+from student_trainer.losses.policy import (
+    clipped_surrogate,
+    importance_weights,
+    is_clipped,
+    sequence_log_ratio,
+    token_log_ratio,
+)
 from student_trainer.losses.rows import Rows, entropy_from_logits, rows_from_logits
 from student_trainer.losses.sampled import sampled_kl
 from student_trainer.losses.topk import Direction, Tail, topk_kl
 
 __all__ = [
+    "Aggregate",
     "Direction",
     "FusedLoss",
     "LossFunction",
     "Rows",
     "Tail",
+    "at_the_end",
+    "clipped_surrogate",
     "entropy_from_logits",
     "exact_kl",
+    "flat_groups",
     "fused_linear_loss",
     "fused_linear_rows",
+    "gae",
+    "group_advantages",
+    "importance_weights",
+    "is_clipped",
+    "kl_reward",
     "rows_from_logits",
     "sampled_kl",
+    "sequence_log_ratio",
+    "sequence_weights",
+    "token_log_ratio",
+    "token_weights",
     "topk_kl",
 ]
