@@ -42,7 +42,9 @@ class Reference(Student):
         self._teacher_logits = teacher.forward
         self._loss = loss
 
-    def forward(self, batch: Batch, loss_fn: LossFunction, temperature: float) -> FusedLoss:
+    def forward(
+        self, batch: Batch, loss_fn: LossFunction, temperature: float, of_all_rows: bool = False
+    ) -> FusedLoss:
         """In place of `loss_fn`; the rows of the job are only told in the metrics."""
         logits = batch.select(self.model(**batch.inputs, use_cache=False).logits)
         rows = rows_from_logits(
