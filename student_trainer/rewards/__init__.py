@@ -1,0 +1,82 @@
+"""What answers are worth: `make_rewards` makes the `Rewards` of a job. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import LifoQueue
+
+import numpy as np
+
+from clients.reward_config import LengthPenalty, RewardConfig
+from student_trainer.rewards.answered import Answered, Scores
+from student_trainer.rewards.judge import Judge, Unjudged
+from student_trainer.rewards.scorers import Scorer, make_scorer
+
+__all__ = ["Answered", "Rewards", "Scores", "make_rewards"]
+
+_MOST_JUDGES = 8
+# They look at a few characters of the answer and can neither hang nor raise.
+_HARMLESS = ("exact_match", "f1")
+
+
+class Rewards:
+    """Judges answers, several at once. A context manager; its processes end with it."""
+
+    def __init__(self, config: RewardConfig, judges: int) -> None:
+        """Raises InvalidInput where the reward cannot be made."""
+        self._length = config.length
+        self._direct: Scorer | None = None
+        self._idle: LifoQueue[Judge] = LifoQueue()
+        self._judges: list[Judge] = []
+        if config.type in _HARMLESS:
+            self._direct = make_scorer(config)
+            return
+        self._judges = [Judge(config) for _ in range(judges)]
+        self._judges[-1].start()  # the first one needed: a reward that cannot be made is told now
+        for judge in self._judges:
+            self._idle.put(judge)
+
+    def __enter__(self) -> Rewards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for judge in self._judges:
+            judge.close()
+
+    def __call__(self, samples: Sequence[Answered]) -> Scores:
+        """In the order of `samples`. An answer that cannot be judged is counted, never raised."""
+        if self._direct is not None:
+            outcomes: list[float | str] = [self._direct(sample) for sample in samples]
+        else:
+            with ThreadPoolExecutor(len(self._judges), "judge") as pool:
+                outcomes = list(pool.map(self._judged, samples))
+        values = np.array([np.nan if isinstance(o, str) else o for o in outcomes], np.float64)
+        if self._length is not None:
+            values -= [length_penalty(sample.tokens, self._length) for sample in samples]
+        return Scores(values, tuple(o for o in outcomes if isinstance(o, str)))
+
+    def _judged(self, sample: Answered) -> float | str:
+        judge = self._idle.get()
+        try:
+            return judge.score(sample)
+        except Unjudged as error:
+            return str(error)
+        finally:
+            self._idle.put(judge)
+
+
+def make_rewards(config: RewardConfig, *, processes: int = 1) -> Rewards:
+    """`processes`: how many trainers share this machine's cores. Raises InvalidInput."""
+    cores = len(os.sched_getaffinity(0)) // processes
+    return Rewards(config, min(max(cores, 1), _MOST_JUDGES))
+
+
+def length_penalty(tokens: int, length: LengthPenalty) -> float:
+    """0 up to `free_tokens`, `weight` from `max_tokens` on, a straight line between."""
+    over = (tokens - length.free_tokens) / (length.max_tokens - length.free_tokens)
+    return length.weight * min(max(over, 0.0), 1.0)

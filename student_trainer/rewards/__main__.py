@@ -1,0 +1,64 @@
+"""python -m student_trainer.rewards FD: what runs in the child process of `judge.py`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+from typing import Any
+
+from clients.reward_config import RewardConfig
+from protos.errors import DistillError, InternalFault
+from student_trainer.rewards.answered import Answered
+from student_trainer.rewards.scorers import Scorer, make_scorer
+
+# What a model writes can make algebra take all memory there is; a user's function may need it.
+_BYTES_OF_ALGEBRA = 16 << 30
+
+
+def main() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is such a process for every core
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    channel.set_inheritable(False)
+    with channel, channel.makefile("r", encoding="utf-8") as lines:
+        config = RewardConfig.model_validate_json(json.loads(next(lines))["config"])
+        if config.type != "python":
+            resource.setrlimit(resource.RLIMIT_AS, (_BYTES_OF_ALGEBRA, _BYTES_OF_ALGEBRA))
+        try:
+            scorer = make_scorer(config)
+        except Exception as error:
+            _send(channel, _refusal(error))
+            return
+        _send(channel, {})
+        for line in lines:
+            # Should the trainer be killed, nobody is left to end an answer that takes for ever.
+            signal.setitimer(signal.ITIMER_REAL, config.timeout_seconds + 5)
+            _send(channel, _judged(scorer, Answered(**json.loads(line))))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _judged(scorer: Scorer, sample: Answered) -> dict[str, Any]:
+    try:
+        value = scorer(sample)
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        return {"error": f"raised {type(error).__name__}: {str(error)[:500]}"}
+    if not math.isfinite(value):
+        return {"error": f"gave {value}, which is no finite number"}
+    return {"value": value}
+
+
+def _refusal(error: Exception) -> dict[str, str]:
+    fault = error if isinstance(error, DistillError) else InternalFault(repr(error))
+    return {"fault": fault.message, "field": fault.field, "hint": fault.hint}
+
+
+def _send(channel: socket.socket, message: dict[str, Any]) -> None:
+    channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

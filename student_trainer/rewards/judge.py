@@ -1,0 +1,115 @@
+"""A child process that judges answers, one at a time, and is killed when one takes too long.
+
+Judging runs code that nobody can vouch for: a user's function, a pattern that backtracks for ever,
+algebra on whatever a model wrote. In a process of its own it can neither hang the trainer nor take
+it down. They speak JSON lines over a socket: what is printed goes where the trainer's output goes.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from clients.reward_config import RewardConfig
+from protos.errors import InvalidInput
+from student_trainer.rewards.answered import Answered
+
+SECONDS_TO_START = 120.0  # a user's file may import anything
+
+
+class Unjudged(Exception):
+    """An answer got no reward; the message says why."""
+
+
+class Judge:
+    """Owns the process, which begins with the first need of it, and again after each kill."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    def start(self) -> None:
+        """Raises InvalidInput where the reward cannot be made."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number = str(theirs.fileno())
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "student_trainer.rewards", number],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # so that its children are killed with it
+            )
+        self._socket = ours
+        try:
+            first = self._exchange({"config": self._config.model_dump_json()}, SECONDS_TO_START)
+        except Unjudged as error:
+            raise InvalidInput(f"cannot be loaded: its process {error}", field="reward") from error
+        if "fault" in first:
+            self.close()
+            raise InvalidInput(first["fault"], field=first["field"], hint=first["hint"])
+
+    def score(self, sample: Answered) -> float:
+        """Raises Unjudged, after which another answer may be given."""
+        if self._process is None:
+            try:
+                self.start()
+            except InvalidInput as error:
+                raise Unjudged(str(error)) from error
+        reply = self._exchange(asdict(sample), self._config.timeout_seconds)
+        if "value" not in reply:
+            raise Unjudged(str(reply["error"]))
+        return float(reply["value"])
+
+    def close(self) -> None:
+        """End the process and what it started."""
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _exchange(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+        try:
+            assert self._socket is not None
+            line = json.dumps(message, default=str) + "\n"
+            return _reply(self._socket, line.encode(), time.monotonic() + seconds)
+        except TimeoutError:
+            self.close()
+            raise Unjudged(f"took more than {seconds:g} s") from None
+        except OSError as error:
+            self.close()
+            raise Unjudged(f"died ({error})") from None
+
+
+def _reply(channel: socket.socket, line: bytes, deadline: float) -> dict[str, Any]:
+    channel.settimeout(_left(deadline))
+    channel.sendall(line)
+    received = b""
+    while not received.endswith(b"\n"):
+        channel.settimeout(_left(deadline))
+        part = channel.recv(65536)
+        if not part:
+            raise ConnectionError("it closed its end")
+        received += part
+    reply: dict[str, Any] = json.loads(received)
+    return reply
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left

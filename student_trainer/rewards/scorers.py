@@ -1,0 +1,114 @@
+"""The judges: each makes a number of an answer. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clients.reward_config import RewardConfig
+from protos.errors import InvalidInput
+from student_trainer.answers import exact_match
+from student_trainer.rewards.answered import Answered, conclusion
+
+Scorer = Callable[[Answered], float]
+
+
+def make_scorer(config: RewardConfig) -> Scorer:
+    """Raises InvalidInput for what the job file cannot know: packages, tasks, the user's file."""
+    match config.type:
+        case "exact_match":
+            return lambda sample: float(exact_match(sample.text, sample.reference))
+        case "math":
+            return _math()
+        case "regex":
+            assert config.pattern is not None, "the configuration asks for it"
+            return _regex(config.pattern)
+        case "python":
+            assert config.file is not None, "the configuration asks for it"
+            return _function(Path(config.file))
+        case _:
+            from student_trainer.rewards.reasoning_gym import Task
+
+            assert config.task is not None, "the configuration names no other type"
+            return Task(config.task, config.options).score
+
+
+def missing(package: str, kind: str) -> InvalidInput:
+    """The refusal of a reward whose package is not installed."""
+    return InvalidInput(
+        f"{kind} needs the package {package}, which is not installed",
+        field="reward.type",
+        hint="pip install 'distill-service[rl]'",
+    )
+
+
+def _math() -> Scorer:
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise missing("math-verify", "math") from None
+    # Who waits for this process ends it: alarms of the library's own would only hide that.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    def score(sample: Answered) -> float:
+        gold = parse(_marked(sample.reference), parsing_timeout=None)
+        if not gold:
+            raise ValueError(f"the reference {sample.reference!r} is no mathematics")
+        return float(verify(gold, parse(sample.text, parsing_timeout=None), timeout_seconds=None))
+
+    return score
+
+
+def _marked(reference: str) -> str:
+    """A bare reference, as data sets have it (`1/2`, `... #### 72`), is no LaTeX without marks."""
+    bare = conclusion(reference)
+    return bare if "$" in bare or "\\boxed" in bare else f"${bare}$"
+
+
+def _regex(pattern: str) -> Scorer:
+    compiled = re.compile(pattern)
+
+    def score(sample: Answered) -> float:
+        *_, last = None, *compiled.finditer(sample.text)
+        if last is None or not compiled.groups:
+            return float(last is not None)
+        return float(last[1] is not None and exact_match(last[1], sample.reference))
+
+    return score
+
+
+def _function(file: Path) -> Scorer:
+    sys.path.insert(0, str(file.parent))  # as for any script: its neighbours can be imported
+    try:
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        if spec is None or spec.loader is None:
+            raise ImportError("it does not end in .py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        raise InvalidInput(
+            f"{file} cannot be loaded: {type(error).__name__}: {error}", field="reward.file"
+        ) from error
+    reward: Any = getattr(module, "reward", None)
+    if not callable(reward):
+        raise InvalidInput(
+            f"{file} has no function `reward`",
+            field="reward.file",
+            hint="define reward(prompt, answer, reference, fields) and return a number",
+        )
+
+    def score(sample: Answered) -> float:
+        value = reward(
+            prompt=sample.prompt,
+            answer=sample.text,
+            reference=sample.reference,
+            fields=sample.fields,
+        )
+        return float(value)
+
+    return score
