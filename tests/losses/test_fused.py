@@ -7,11 +7,16 @@ from hypothesis import strategies as st
 
 from student_trainer.losses import (
     Rows,
+    clipped_surrogate,
     entropy_from_logits,
     fused_linear_loss,
     fused_linear_rows,
+    importance_weights,
+    kl_reward,
     rows_from_logits,
     sampled_kl,
+    sequence_log_ratio,
+    token_log_ratio,
     topk_kl,
 )
 
@@ -47,20 +52,29 @@ def make_loss(name, head, tokens, teacher: Rows, weights):
     member = (head == tokens[:, None]).any(1)
     old = teacher.token_logprobs
 
-    def clipped_surrogate(rows: Rows, index):
-        ratio = (rows.token_logprobs - old[index]).exp()
-        advantage = torch.linspace(-1, 1, len(old), dtype=ratio.dtype)[index]
-        return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+    advantages = torch.linspace(-1, 1, len(old), dtype=old.dtype)
+
+    def surrogate(rows: Rows, index, more=0.0):
+        log_ratio = token_log_ratio(rows.token_logprobs, old[index])
+        return clipped_surrogate(log_ratio, advantages[index] + more, clip_low=0.2, clip_high=0.28)
 
     def loss(rows: Rows, index):
         match name.split("/"):
             case ["grpo"]:
-                values = clipped_surrogate(rows, index)
-            case ["grpo+kl"]:
+                values = surrogate(rows, index)
+            case ["grpo+kl", direction]:
+                importance = importance_weights(rows.token_logprobs, old[index], (0.5, 2.0))
                 kl = topk_kl(
-                    rows, teacher[index], member[index], direction="reverse", tail="bucket+sampled"
+                    rows,
+                    teacher[index],
+                    member[index],
+                    direction=direction,
+                    tail="bucket+sampled",
+                    importance=importance,
                 )
-                values = clipped_surrogate(rows, index) + 0.1 * kl
+                values = surrogate(rows, index) + 0.1 * kl
+            case ["grpo+kl-as-reward"]:
+                values = surrogate(rows, index, 0.1 * kl_reward(rows, teacher[index]))
             case ["cross-entropy"]:
                 values = -rows.token_logprobs
             case ["sampled", kind]:
@@ -79,7 +93,9 @@ LOSSES = [
     "forward/bucket+teacher_samples",
     *[f"sampled/{kind}" for kind in ("k1", "k2", "k3", "k3++", "k4", "k5")],
     "grpo",
-    "grpo+kl",
+    "grpo+kl/reverse",
+    "grpo+kl/forward",
+    "grpo+kl-as-reward",
     "cross-entropy",
 ]
 
@@ -191,9 +207,11 @@ def test_frozen_head_or_body_costs_no_gradient():
 
 
 def sequence_loss(rows: Rows, old):
-    """GSPO: every token of a sequence has the ratio of the whole sequence."""
-    ratio = (rows.token_logprobs - old).reshape(4, -1).mean(1).exp()
-    whole = -(ratio * torch.linspace(-1, 1, 4, dtype=ratio.dtype)).sum()
+    """GSPO, and two losses of all rows that are nonsense otherwise."""
+    sequence = torch.arange(4).repeat_interleave(len(old) // 4)
+    log_ratio = sequence_log_ratio(rows.token_logprobs, old, sequence)
+    advantages = torch.linspace(-1, 1, 4, dtype=old.dtype)[sequence]
+    whole = clipped_surrogate(log_ratio, advantages, clip_low=0.2, clip_high=0.28).sum()
     return whole + rows.tail_logmass.var() + rows.sample_logprobs.var()
 
 
