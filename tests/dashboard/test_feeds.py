@@ -1,0 +1,80 @@
+"""The history of a long job is thinned, and nothing of it is lost that a curve shows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clients.jobs import JobEvent, JobState
+from distill_server.bells import Bells
+from distill_server.dashboard import feeds
+from distill_server.dashboard.feeds import job_messages, thinned
+from distill_server.database import open_database
+from distill_server.store import Change, Store
+from tests.server.conftest import job_config
+
+EVENT = JobEvent(1, 0.0, JobState.RUNNING, "", "training", 1, 1, 100)
+
+
+def events(count: int, attempt: int = 1) -> list[JobEvent]:
+    return [
+        replace(EVENT, seq=n, step=n, attempt=attempt, metrics={"loss": float(n)})
+        for n in range(1, count + 1)
+    ]
+
+
+def test_groups_are_their_last_event_with_means() -> None:
+    kept = thinned(events(10), 4)
+    assert [(event.seq, event.metrics["loss"]) for event in kept] == [(4, 2.5), (8, 6.5), (10, 9.5)]
+
+
+def test_a_rare_metric_survives() -> None:
+    rare = events(9)
+    rare[4] = replace(rare[4], metrics={"loss": 5.0, "eval/kl": 0.25})
+    assert [event.metrics.get("eval/kl") for event in thinned(rare, 9)] == [0.25]
+
+
+def test_attempts_are_never_mixed() -> None:
+    kept = thinned([*events(3), *events(3, attempt=2)], 4)
+    assert [(event.attempt, event.metrics["loss"]) for event in kept] == [(1, 2.0), (2, 2.0)]
+
+
+def test_groups_of_one_change_nothing() -> None:
+    assert thinned(events(5), 1) == events(5)
+    assert thinned([], 3) == []
+
+
+def test_a_long_past_is_thinned_and_the_present_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeds, "_MOST_POINTS", 50)
+    monkeypatch.setattr(feeds, "_PAGE_EVENTS", 40)
+
+    async def follow(store: Store, bells: Bells) -> list[dict[str, float]]:
+        found: list[dict[str, float]] = []
+        messages = job_messages(store, bells, "job", 0)
+        while not found or found[-1]["seq"] < store.job("job").last_seq:
+            found += json.loads((await anext(messages)).split("data: ")[1])
+        past = len(found)
+        assert past <= 50 + 500 / 40
+        for step in (501, 502, 503):
+            store.change("job", Change(step=step, metrics={"loss": float(step)}))
+        found += json.loads((await anext(messages)).split("data: ")[1])
+        assert [event["step"] for event in found[past:]] == [501, 502, 503]
+        return found
+
+    with open_database(tmp_path / "jobs.sqlite") as connection:
+        connection.execute("PRAGMA synchronous = OFF")
+        bells = Bells()
+        store = Store(connection, on_change=bells.ring)
+        store.add("job", job_config(), "")
+        for step in range(1, 501):
+            store.change("job", Change(step=step, metrics={"loss": float(step)}))
+        found = asyncio.run(follow(store, bells))
+    steps = [event["step"] for event in found]
+    assert steps == sorted(steps)
+    assert {500, 503} <= set(steps)
