@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from clients.capture_config import CaptureJob
 from clients.job_kinds import AnyJob, parse_job
+from clients.rl_config import RLJob
 from protos.errors import InvalidInput
 
 
@@ -26,6 +27,12 @@ def parse_config(config_json: str) -> AnyJob:
             "a server keeps the rows in the job's own directory",
             field="method.store",
             hint="leave it out; distill pull fetches them",
+        )
+    if isinstance(job, RLJob) and job.reward is not None and job.reward.file is not None:
+        raise InvalidInput(
+            "a server runs no code that a job names",
+            field="reward.file",
+            hint="distill run does, on your own machine",
         )
     return job
 

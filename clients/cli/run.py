@@ -88,12 +88,26 @@ def _made(job: str, chosen: list[str], runs: Path) -> RunDirectory:
     from clients.run_id import run_ids
 
     file = load_job(job, chosen)
-    config = _stored_absolute(localized(file.config))
+    config = _stored_absolute(localized(judged_beside(file.path, file.config)))
     require_files(config)
     for name in run_ids(config.method.type, config.name):
         with suppress(FileExistsError):
             return RunDirectory.create(runs / name, config, file.text, file.path.suffix.lower())
     raise AssertionError("there is always another id")
+
+
+def judged_beside(job: Path, config: AnyJob) -> AnyJob:
+    """The user's reward function is found from where the job file is, and must be there."""
+    from clients.rl_config import RLJob
+
+    if not isinstance(config, RLJob) or config.reward is None or config.reward.file is None:
+        return config
+    file = (job.parent / config.reward.file).absolute()
+    if not file.is_file():
+        hint = "its path starts at the job file's directory"
+        raise InvalidInput(f"no such file: {file}", field="reward.file", hint=hint)
+    reward = config.reward.model_copy(update={"file": str(file)})
+    return config.model_copy(update={"reward": reward})
 
 
 def _stored_absolute(config: AnyJob) -> AnyJob:

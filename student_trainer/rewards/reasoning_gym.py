@@ -7,6 +7,7 @@ of a held-out one. Imports no torch.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,9 +42,7 @@ class Task:
         self._name = name
         self._options = dict(options)
         self._data = lru_cache(maxsize=4)(self._made)
-        self._entry = lru_cache(maxsize=1024)(
-            lambda seed, index: self._data(seed, index // _CHUNK)[index % _CHUNK]
-        )
+        self._entry = lru_cache(maxsize=1024)(self._written)
         self._data(0, 0)
 
     def question(self, seed: int, index: int) -> Question:
@@ -61,6 +60,16 @@ class Task:
         answer = conclusion(sample.text) if tagged is None else tagged
         data = self._data(seed, index // _CHUNK)
         return float(data.score_answer(answer, self._entry(seed, index)))
+
+    def _written(self, seed: int, index: int) -> dict[str, Any]:
+        # list_functions draws from the global generator, which is the trainer's.
+        before = random.getstate()
+        random.seed(index)
+        try:
+            entry: dict[str, Any] = self._data(seed, index // _CHUNK)[index % _CHUNK]
+        finally:
+            random.setstate(before)
+        return entry
 
     def _made(self, seed: int, chunk: int) -> Any:
         try:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
+import string
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from clients.reward_config import RewardConfig
 from protos.errors import InvalidInput
-from student_trainer.answers import exact_match
+from student_trainer.answers import exact_match, final_answer
 from student_trainer.rewards.answered import Answered, conclusion
 
 Scorer = Callable[[Answered], float]
@@ -23,6 +25,8 @@ def make_scorer(config: RewardConfig) -> Scorer:
     match config.type:
         case "exact_match":
             return lambda sample: float(exact_match(sample.text, sample.reference))
+        case "f1":
+            return lambda sample: word_f1(sample.text, sample.reference)
         case "math":
             return _math()
         case "regex":
@@ -36,6 +40,18 @@ def make_scorer(config: RewardConfig) -> Scorer:
 
             assert config.task is not None, "the configuration names no other type"
             return Task(config.task, config.options).score
+
+
+def word_f1(answer: str, reference: str) -> float:
+    """Harmonic mean of precision and recall of an answer's words, as SQuAD counts them."""
+    ours, theirs = (Counter(_words(final_answer(text))) for text in (answer, reference))
+    common = (ours & theirs).total()
+    return 2 * common / (ours.total() + theirs.total()) if common else 0.0
+
+
+def _words(text: str) -> list[str]:
+    kept = "".join(c for c in text.lower() if c not in string.punctuation)
+    return [word for word in kept.split() if word not in ("a", "an", "the")]
 
 
 def missing(package: str, kind: str) -> InvalidInput:

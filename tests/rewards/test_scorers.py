@@ -1,0 +1,91 @@
+"""What each judge says of an answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clients.reward_config import RewardConfig
+from protos.errors import InvalidInput
+from student_trainer.rewards.answered import Answered
+from student_trainer.rewards.scorers import make_scorer
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "right"),
+    [
+        (r"so it is \boxed{\frac{1}{2}}", "0.5", True),
+        (r"so it is \boxed{\frac{1}{2}}", r"\boxed{\frac{2}{4}}", True),
+        ("12*2=24, then 24+48 #### 72", "6*12=72 #### 72", True),
+        ("12*6=72, no: #### 71", "6*12=72 #### 72", False),
+        ("The answer is 1000", "1,000", True),
+        (r"\boxed{x^2+2x+1}", r"$(x+1)^2$", True),
+        (r"\boxed{\{1,2\}}", r"\{2,1\}", True),
+        (r"\boxed{(1,2)}", "(2,1)", False),
+        (r"\frac{", "5", False),
+        ("", "5", False),
+    ],
+)
+def test_math_is_by_value(answer: str, reference: str, right: bool) -> None:
+    assert make_scorer(RewardConfig(type="math"))(Answered("", answer, reference)) == right
+
+
+def test_math_without_a_reference_is_no_wrong_answer() -> None:
+    with pytest.raises(ValueError, match="is no mathematics"):
+        make_scorer(RewardConfig(type="math"))(Answered("", "5", ""))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "answer", "value"),
+    [
+        (r"answer: (\d+)", "answer: 4? no, answer: 3", 0),  # the last one counts
+        (r"answer: (\d+)", "answer: 3? no, answer: 4", 1),
+        (r"answer: (\d+)", "4", 0),
+        (r"answer: \d+", "answer: 3", 1),  # without a group only its form counts
+        (r"a|(b)", "a", 0),
+    ],
+)
+def test_regex(pattern: str, answer: str, value: float) -> None:
+    scorer = make_scorer(RewardConfig(type="regex", pattern=pattern))
+    assert scorer(Answered("", answer, "4")) == value
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "value"),
+    [
+        ("The red house", "red house", 1.0),
+        ("a red car", "red house", 0.5),  # precision 1/2, recall 1/2
+        ("red", "the red, red house", 0.5),  # precision 1, recall 1/3
+        ("", "red house", 0.0),
+        ("blue", "red house", 0.0),
+    ],
+)
+def test_f1_of_words(answer: str, reference: str, value: float) -> None:
+    assert make_scorer(RewardConfig(type="f1"))(Answered("", answer, reference)) == value
+
+
+def test_function_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("HALF = 0.5\n")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from neighbour import HALF\n"
+        "def reward(prompt, answer, reference, fields):\n"
+        "    return HALF * len(answer) + (prompt == reference) + fields['bonus']\n"
+    )
+    scorer = make_scorer(RewardConfig(type="python", file=str(file)))
+    assert scorer(Answered("p", "four", "p", {"bonus": 10})) == 13.0
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("1 / 0", "cannot be loaded: ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit(3)", "cannot be loaded: SystemExit: 3"),
+        ("def rewards(): ...", "has no function `reward`"),
+    ],
+)
+def test_function_that_is_none(tmp_path: Path, source: str, said: str) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(InvalidInput, match=r"^reward\.file: .*" + said):
+        make_scorer(RewardConfig(type="python", file=str(tmp_path / "mine.py")))
