@@ -23,6 +23,7 @@ from student_trainer.losses import (
     entropy_from_logits,
     fused_linear_loss,
     fused_linear_rows,
+    fused_linear_top_ids,
     rows_from_logits,
 )
 
@@ -127,23 +128,49 @@ class Student(nn.Module):
         """
         if not self._linear_head:
             return self._plain(batch, loss_fn, temperature)
-        head = self.model.get_output_embeddings()
         with self._precision():
-            states = self.model.get_decoder()(**batch.inputs, use_cache=False).last_hidden_state
-            inputs = (batch.select(states), head.weight, batch.head_ids, batch.token_ids)
-            bias = getattr(head, "bias", None)
+            hidden, weight, bias = self._to_head(batch)
+            inputs = (hidden, weight, batch.head_ids, batch.token_ids)
             options: dict[str, Any] = {"sample_ids": batch.sample_ids, "bias": bias}
             if not of_all_rows:
                 return fused_linear_loss(*inputs, loss_fn, **options, temperature=temperature)
             rows, entropy = fused_linear_rows(*inputs, **options, temperature=temperature)
         return _summed(rows, entropy, loss_fn)
 
+    @torch.no_grad()
+    def rows(
+        self, batch: Batch, temperature: float, top_k: int | None = None
+    ) -> tuple[Tensor, Rows]:
+        """(head ids [N, K], rows of N) at the head ids of the batch, or at the `top_k` likeliest."""
+        ids = batch.head_ids
+        if not self._linear_head:
+            logits = self._logits(batch)
+            ids = ids if top_k is None else logits.topk(top_k, 1).indices
+            return ids, rows_from_logits(logits, ids, batch.token_ids, temperature=temperature)
+        with self._precision():
+            hidden, weight, bias = self._to_head(batch)
+            if top_k is not None:
+                ids = fused_linear_top_ids(hidden, weight, top_k, bias=bias)
+            rows, _ = fused_linear_rows(
+                hidden, weight, ids, batch.token_ids, bias=bias, temperature=temperature
+            )
+        return ids, rows
+
+    def _to_head(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states [N, H], weight [V, H] and bias [V], of which a linear head makes logits."""
+        head = self.model.get_output_embeddings()
+        states = self.model.get_decoder()(**batch.inputs, use_cache=False).last_hidden_state
+        return batch.select(states), head.weight, getattr(head, "bias", None)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        with self._precision():
+            return batch.select(self.model(**batch.inputs, use_cache=False).logits)
+
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self._bf16)
 
     def _plain(self, batch: Batch, loss_fn: LossFunction, temperature: float) -> FusedLoss:
-        with self._precision():
-            logits = batch.select(self.model(**batch.inputs, use_cache=False).logits)
+        logits = self._logits(batch)
         rows = rows_from_logits(
             logits,
             batch.head_ids,

@@ -22,6 +22,7 @@ class Replicated:
 
     def __init__(self, accelerator: Accelerator, student: Student) -> None:
         self.trained = self.whole = student.to(accelerator.device)
+        self.device = accelerator.device
         self._accelerator = accelerator
         self._wrapped = accelerator.prepare(student)
 
@@ -38,6 +39,10 @@ class Replicated:
         """Inside, `whole` may be called by any process as often as it likes."""
         return nullcontext()
 
+    def total(self, sums: Tensor) -> Tensor:
+        """Of sums over the weights that a process has, those over all weights; all must call."""
+        return sums
+
 
 class Sharded:
     """Every process has a share of each weight and of its moments, and learns as if it had all
@@ -48,6 +53,8 @@ class Sharded:
     """
 
     def __init__(self, accelerator: Accelerator, student: Student) -> None:
+        self.device = accelerator.device
+        self._accelerator = accelerator
         self.whole = _hollow(student).to(accelerator.device).eval()
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         layers = student.model._no_split_modules or ()
@@ -81,6 +88,11 @@ class Sharded:
             for hollow in copies.values():
                 hollow.data = hollow.data.new_empty(0)
 
+    def total(self, sums: Tensor) -> Tensor:
+        """As Replicated's."""
+        everywhere: Tensor = self._accelerator.reduce(sums)
+        return everywhere
+
 
 def spread(accelerator: Accelerator, student: Student, sharding: str) -> Replicated | Sharded:
     """`sharding`: as in train.sharding; one process has nothing to share."""
@@ -92,6 +104,11 @@ def spread(accelerator: Accelerator, student: Student, sharding: str) -> Replica
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor of which every process may have a share; then all must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor, not a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:

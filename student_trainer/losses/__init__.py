@@ -18,6 +18,7 @@ from student_trainer.losses.fused import (
     LossFunction,
     fused_linear_loss,
     fused_linear_rows,
+    fused_linear_top_ids,
 )
 from student_trainer.losses.policy import (
     clipped_surrogate,
@@ -44,6 +45,7 @@ __all__ = [
     "flat_groups",
     "fused_linear_loss",
     "fused_linear_rows",
+    "fused_linear_top_ids",
     "gae",
     "group_advantages",
     "importance_weights",

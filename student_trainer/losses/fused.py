@@ -177,6 +177,18 @@ class _FusedLinearRows(torch.autograd.Function):
         return (*gradients.times(None), *[None] * 3)
 
 
+@torch.no_grad()
+def fused_linear_top_ids(
+    hidden: Tensor, weight: Tensor, top_k: int, *, bias: Tensor | None = None
+) -> Tensor:
+    """The `top_k` likeliest ids [N, top_k] of each row; [N, V] logits are never there at once."""
+    hidden, weight, bias = _asked(hidden, weight, bias)
+    found = [hidden.new_zeros(0, top_k, dtype=torch.long)]
+    for _, logits in logit_chunks(hidden, weight.to(hidden.dtype), bias, None):
+        found.append(logits.topk(top_k, dim=1).indices)
+    return torch.cat(found)
+
+
 def _asked(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
