@@ -141,7 +141,7 @@ class Student(nn.Module):
     def rows(
         self, batch: Batch, temperature: float, top_k: int | None = None
     ) -> tuple[Tensor, Rows]:
-        """(head ids [N, K], rows of N) at the head ids of the batch, or at the `top_k` likeliest."""
+        """(head ids [N, K], rows of N) at the ids of the batch, or at the `top_k` likeliest."""
         ids = batch.head_ids
         if not self._linear_head:
             logits = self._logits(batch)
