@@ -82,11 +82,14 @@ class Anchor:
         """This process's shares, by the names of the weights in the model; not copies."""
         return dict(self._copies)
 
-    def load_state(self, state: Mapping[str, Tensor], *, updates: int, version: int) -> None:
-        """Go on from whole tensors, of which each process takes its share."""
+    def load_state(self, whole: Callable[[str], Tensor], *, updates: int, version: int) -> None:
+        """Go on from tensors that `whole` reads by their names, each process with its share.
+
+        One at a time: a process may have room for no more.
+        """
         with torch.no_grad():
             for name, copy in self._copies.items():
-                local(copy).copy_(local(share_of(state[name], copy)))
+                local(copy).copy_(local(share_of(whole(name), copy)))
         self.updates, self.version = updates, version
 
     def instead_of(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """Checkpoints that a crash cannot spoil.
 
     checkpoints/step-000050/   model/ (a Hugging Face directory, or one of peft with the adapters)
-                               optimizer.safetensors  state.json  manifest.json (sha256 of the rest)
+                               optimizer.safetensors  anchor.safetensors, if there is an anchor
+                               state.json  manifest.json (sha256 of the rest)
 
 The tensors are whole however the student lay in its processes: any number of them can go on.
 
@@ -21,16 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from clients.run_directory import fsync_directory
-from protos.errors import Corrupt, NotFound
+from protos.errors import Corrupt, InvalidInput, NotFound
 from protos.failpoints import failpoint
+from student_trainer.anchor import Anchor
 from student_trainer.lora import has_adapters, learned, merged, save_adapters
 from student_trainer.parallel import share_of, whole_tensors
 
 log = logging.getLogger(__name__)
+
+_ANCHOR = "anchor.safetensors"
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -44,6 +49,7 @@ def save_checkpoint(
     model: Any,
     tokenizer: Any,
     optimizer: torch.optim.Optimizer,
+    anchor: Anchor | None = None,
     facts: Mapping[str, str] | None = None,
     main: bool = True,
 ) -> None:
@@ -56,6 +62,7 @@ def save_checkpoint(
     weights = learned(model) if adapted else model.state_dict(keep_vars=True)
     weights = whole_tensors(weights, keep=main)
     moments = whole_tensors(_optimizer_tensors(model, optimizer), keep=main)
+    anchored = whole_tensors(anchor.state(), keep=main) if anchor is not None else {}
 
     def write(partial: Path) -> None:
         if adapted:
@@ -64,33 +71,47 @@ def save_checkpoint(
             model.save_pretrained(partial / "model", state_dict=weights)
         tokenizer.save_pretrained(partial / "model")
         save_file(moments, partial / "optimizer.safetensors")
+        if anchor is not None:
+            counts = {"updates": str(anchor.updates), "version": str(anchor.version)}
+            save_file(anchored, partial / _ANCHOR, metadata=counts)
         (partial / "state.json").write_text(json.dumps({"step": step, **(facts or {})}) + "\n")
 
     if main:
         write_whole(checkpoint_path(root, step), write)
 
 
-def export_model(path: Path, *, model: Any, tokenizer: Any, main: bool = True) -> None:
+def export_model(
+    path: Path, *, model: Any, tokenizer: Any, anchor: Anchor | None = None, main: bool = True
+) -> None:
     """Write the plain Hugging Face directory; adapters are merged, and beside it in `adapter/`.
+    The anchor is written likewise, in `anchor/`.
 
     Every process must call it; the `main` one writes.
     """
-    adapted = has_adapters(model)
-    weights = whole_tensors(model.state_dict(keep_vars=True), keep=main)
+    parameters = model.state_dict(keep_vars=True)
+    weights = whole_tensors(parameters, keep=main)
+    anchored: dict[str, Tensor] = {}
+    if anchor is not None:
+        anchored = whole_tensors(anchor.instead_of(parameters), keep=main)
 
     def write(partial: Path) -> None:
-        model.save_pretrained(partial, state_dict=merged(model, weights) if adapted else weights)
-        if adapted:
-            save_adapters(
-                partial / "adapter", model, {name: weights[name] for name in learned(model)}
-            )
-            # save_pretrained takes it from the frozen weights; the merged ones are float32.
-            model.config.dtype = torch.float32
-            model.config.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
+        _write_model(partial, model, weights, tokenizer)
+        if anchor is not None:
+            _write_model(partial / "anchor", model, anchored, tokenizer)
 
     if main:
         write_whole(path, write)
+
+
+def _write_model(path: Path, model: Any, weights: Mapping[str, Tensor], tokenizer: Any) -> None:
+    adapted = has_adapters(model)
+    model.save_pretrained(path, state_dict=merged(model, weights) if adapted else weights)
+    if adapted:
+        save_adapters(path / "adapter", model, {name: weights[name] for name in learned(model)})
+        # save_pretrained takes it from the frozen weights; the merged ones are float32.
+        model.config.dtype = torch.float32
+        model.config.save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
@@ -201,6 +222,24 @@ def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimize
                 kind: value if kind == "step" else share_of(value, parameter)
                 for kind, value in moments.items()
             }
+
+
+def load_anchor(path: Path, anchor: Anchor) -> None:
+    """Put the saved anchor back, in each process its share.
+
+    Raises InvalidInput if the run had none: one that began at this step would be another course.
+    """
+    if not (path / _ANCHOR).is_file():
+        raise InvalidInput(
+            f"{path.name} has no anchor: the run began without one",
+            field="method.beta",
+            hint="resume with 0, as it began, or submit the job anew",
+        )
+    with safe_open(path / _ANCHOR, "pt") as file:
+        counts = file.metadata()
+        anchor.load_state(
+            file.get_tensor, updates=int(counts["updates"]), version=int(counts["version"])
+        )
 
 
 def _optimizer_tensors(
