@@ -82,7 +82,11 @@ class RowBlock:
 
     def slice(self, first: int, last: int) -> RowBlock:
         """Rows [first, last) as views."""
-        return RowBlock(*(_cut(column, first, last) for column in _columns(self)))
+        return RowBlock(*(_cut(column, slice(first, last)) for column in _columns(self)))
+
+    def taken(self, places: NDArray[np.int64]) -> RowBlock:
+        """Copies of the rows at these places, in this order."""
+        return RowBlock(*(_cut(column, places) for column in _columns(self)))
 
 
 def concatenate(blocks: list[RowBlock]) -> RowBlock:
@@ -94,8 +98,8 @@ def _columns(block: RowBlock) -> list[Any]:
     return [getattr(block, column.name) for column in fields(block)]
 
 
-def _cut(column: Any, first: int, last: int) -> Any:
-    return None if column is None else column[first:last]
+def _cut(column: Any, places: slice | NDArray[np.int64]) -> Any:
+    return None if column is None else column[places]
 
 
 def _joined(parts: Sequence[Any]) -> Any:

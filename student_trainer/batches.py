@@ -24,7 +24,7 @@ from student_trainer.token_sequence import TokenSequence
 
 @dataclass(frozen=True)
 class ScoredSequence:
-    """A sequence and the teacher's rows of its completion, one a token."""
+    """A sequence and the teacher's rows of it, one for each token that is learned."""
 
     sequence: TokenSequence
     rows: RowBlock
@@ -70,7 +70,7 @@ class Batch:
 
     def without_rows(self) -> Batch:
         """One token to read, nothing to learn."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Batch)}
         nothing: dict[str, Any] = {
             name: value if value is None else value[:0] for name, value in values.items()
         }
@@ -100,11 +100,8 @@ def make_batch(
         ids[line, first:last] = text.token_ids
         positions[line, first:] = torch.arange(width - first)
         positions[line, last:] = torch.arange(width - last)
-    counts = torch.tensor([len(text.completion) for text in texts])
-    position = [
-        torch.arange(first + text.start, first + len(text.token_ids))
-        for text, (_, first) in zip(texts, placed, strict=True)
-    ]
+    counts = torch.tensor([text.learned for text in texts])
+    position = [first + text.places for text, (_, first) in zip(texts, placed, strict=True)]
     lines = torch.tensor([line for line, _ in placed]).repeat_interleave(counts)
     at = torch.cat(position)
     return Batch(
@@ -115,14 +112,14 @@ def make_batch(
         sequence=torch.arange(len(texts)).repeat_interleave(counts).to(device),
         token_ids=ids[lines, at].to(device),
         head_ids=_ids([block.head_ids for block in blocks if block.head_ids is not None], device),
-        teacher=_teacher_rows(blocks, device),
+        teacher=teacher_rows(blocks, device),
         sample_ids=_sample_ids(blocks, device),
         sampling_logprobs=_sampling_logprobs(texts, device),
         teachers=tuple(t.teacher if isinstance(t, Rollout) else "" for t in texts),
     )
 
 
-def _teacher_rows(blocks: Sequence[RowBlock], device: torch.device) -> Rows:
+def teacher_rows(blocks: Sequence[RowBlock], device: torch.device) -> Rows:
     samples = [b.tail_sample_logprob for b in blocks if b.tail_sample_logprob is not None]
     return Rows(
         _floats([block.head_logprobs for block in blocks], device),
@@ -138,7 +135,9 @@ def _sample_ids(blocks: Sequence[RowBlock], device: torch.device) -> Tensor | No
 
 
 def _sampling_logprobs(texts: Sequence[TokenSequence], device: torch.device) -> Tensor | None:
-    sampled = [text.token_logprobs for text in texts if isinstance(text, Rollout)]
+    sampled = [
+        text.token_logprobs[text.places - text.start] for text in texts if isinstance(text, Rollout)
+    ]
     return torch.cat(sampled).to(device) if sampled else None
 
 

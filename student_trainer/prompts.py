@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +19,16 @@ from student_trainer.order import Order, permutation
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """Token ids int32 [T] given to the student, the reference answer ("" if there is none), and the
-    name of its teacher ("" if there is only one).
+    """Token ids int32 [T] given to the student, the reference answer ("" if there is none), the
+    name of its teacher ("" if there is only one), and what a reward may read: the prompt's own text
+    and the columns of its record.
     """
 
     ids: NDArray[np.int32]
     answer: str
     teacher: str = ""
+    text: str = ""
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,16 +52,17 @@ def load_prompts(
     max_tokens: int,
     seed: int,
     teachers: Collection[str] = (),
+    with_fields: bool = False,
 ) -> tuple[PromptSet, list[Prompt], int]:
     """(training prompts, held-out prompts, how many were left out for being too long).
 
     Held-out prompts come from `data.eval_path`, or are taken out of the training data.
-    Raises InvalidInput for a missing file, a missing column, too little data, or, where `teachers`
-    are named, a prompt of another one.
+    `with_fields`: each with all columns of its record. Raises InvalidInput for a missing file, a
+    missing column, too little data, or, where `teachers` are named, a prompt of another one.
     """
 
     def encoded(path: str, field: str) -> tuple[list[Prompt], int]:
-        return _encode(path, field, data, tokenizer, max_tokens, teachers)
+        return _encode(path, field, data, tokenizer, max_tokens, teachers, with_fields)
 
     everything, too_long = encoded(data.path, "data.path")
     order = permutation(len(everything), seed, -1)
@@ -88,6 +93,7 @@ def _encode(
     tokenizer: Any,
     max_tokens: int,
     teachers: Collection[str],
+    with_fields: bool,
 ) -> tuple[list[Prompt], int]:
     prompts = []
     too_long = 0
@@ -95,7 +101,7 @@ def _encode(
     columns = [data.prompt_column, data.answer_column]
     if teachers:
         columns.append(data.teacher_column)
-    for number, record in enumerate(source.records(columns), 1):
+    for number, record in enumerate(source.records([] if with_fields else columns), 1):
         where = f"row {number} of {path}"
         text = text_of(record, data.prompt_column, "data.prompt_column", where)
         ids = prompt_ids(tokenizer, data.template.replace("{prompt}", text))
@@ -112,7 +118,8 @@ def _encode(
         if len(ids) > max_tokens:
             too_long += 1
         else:
-            prompts.append(Prompt(np.array(ids, dtype=np.int32), answer, teacher))
+            fields = record if with_fields else {}
+            prompts.append(Prompt(np.array(ids, dtype=np.int32), answer, teacher, text, fields))
     return prompts, too_long
 
 

@@ -31,7 +31,7 @@ class PendingRows:
 
     def wait(self) -> ScoredSequence:
         """Raises what the teacher raised; it gives up by itself, so this ends."""
-        return ScoredSequence(self.sequence, self.rows.result())
+        return ScoredSequence(self.sequence, self.sequence.learned_rows(self.rows.result()))
 
 
 class TeacherSource(Protocol):

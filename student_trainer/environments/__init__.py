@@ -1,0 +1,1 @@
+"""What a student may ask while it answers."""

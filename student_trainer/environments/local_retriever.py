@@ -1,0 +1,63 @@
+"""A corpus on this machine, searched by its words. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from clients.records import DataSet, text_of
+from protos.errors import InvalidInput
+
+COLUMN = "contents"
+_FIELD = "environment.retriever"
+
+
+class LocalRetriever:
+    """BM25 over the passages of a .jsonl or .parquet file, in memory.
+
+    A passage is the column `contents`: its title, a line's end, its text, as in Search-R1's corpus.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises InvalidInput for a file without passages, or where bm25s is not installed."""
+        try:
+            import bm25s
+        except ImportError:
+            raise InvalidInput(
+                "a local corpus needs the package bm25s, which is not installed",
+                field=_FIELD,
+                hint="pip install 'distill-service[rl]'",
+            ) from None
+        self._corpus = _read(path)
+        self._tokenize = bm25s.tokenize
+        self._index = bm25s.BM25(backend="numpy")
+        self._index.index(self._words(self._corpus), show_progress=False)
+
+    def passages(self, queries: Sequence[str], count: int) -> list[list[str] | None]:
+        """Only those with a word of the query."""
+        most = min(count, len(self._corpus))
+        found, scores = self._index.retrieve(
+            self._words(queries), k=most, show_progress=False, backend_selection="numpy"
+        )
+        return [
+            [self._corpus[i] for i, score in zip(*pair, strict=True) if score > 0]
+            for pair in zip(found.tolist(), scores.tolist(), strict=True)
+        ]
+
+    def _words(self, texts: Sequence[str]) -> list[list[str]]:
+        words: list[list[str]] = self._tokenize(
+            list(texts), stopwords=None, return_ids=False, show_progress=False
+        )
+        return words
+
+
+def _read(path: str) -> list[str]:
+    if not Path(path).is_file():
+        raise InvalidInput(f"no such file: {path}", field=_FIELD, hint="check the path")
+    records = enumerate(DataSet(path, field=_FIELD).records([COLUMN]), 1)
+    corpus = [text_of(record, COLUMN, _FIELD, f"row {n} of {path}") for n, record in records]
+    if not any(passage.strip() for passage in corpus):
+        raise InvalidInput(
+            f"{path} has no passages", field=_FIELD, hint=f"give records with a column {COLUMN}"
+        )
+    return corpus

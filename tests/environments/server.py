@@ -1,0 +1,64 @@
+"""A retrieval server as Search-R1's: what its clients may rely on, and faults when asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+
+@dataclass
+class Library:
+    """Texts by query; `faults`: HTTP statuses, or bodies, of the next answers."""
+
+    texts: Mapping[str, list[str]]
+    faults: list[int | bytes] = field(default_factory=list)
+    poison: str = "poison"
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+
+    def answer(self, path: str, question: dict[str, Any]) -> tuple[int, bytes]:
+        self.asked.append(question)
+        if self.faults:
+            fault = self.faults.pop(0)
+            return (fault, b"") if isinstance(fault, int) else (200, fault)
+        if path != "/retrieve" or self.poison in question["queries"]:
+            return 500, b"Internal Server Error"
+        result: list[list[Any]] = []
+        for query in question["queries"]:
+            texts = self.texts.get(query, [])[: question["topk"] or 10]
+            documents = [{"id": str(i), "contents": text} for i, text in enumerate(texts)]
+            scored = [{"document": d, "score": 1.0 / (i + 1)} for i, d in enumerate(documents)]
+            result.append(scored if question["return_scores"] else documents)
+        return 200, json.dumps({"result": result}).encode()
+
+
+@contextmanager
+def serving(library: Library) -> Iterator[str]:
+    """The address of a real server on this machine."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            length = int(self.headers["Content-Length"])
+            status, body = library.answer(self.path, json.loads(self.rfile.read(length)))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/retrieve"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
