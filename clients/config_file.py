@@ -94,7 +94,7 @@ def localized(config: AnyJob) -> AnyJob:
 
 def named_files(config: AnyJob) -> list[tuple[str, str]]:
     """The keys that may name a file or directory of this machine, and what they say."""
-    said = [(key, getattr(getattr(config, key[0]), key[1], None)) for key in FILE_KEYS]
+    said = [(key, getattr(getattr(config, key[0], None), key[1], None)) for key in FILE_KEYS]
     return [(".".join(key), name) for key, name in said if name]
 
 

@@ -10,12 +10,14 @@ from pydantic_core import from_json
 from clients.capture_config import CaptureJob
 from clients.config import JobConfig, TrainingJob
 from clients.offline_config import OfflineJob
+from clients.rl_config import RLJob
 
-AnyJob: TypeAlias = JobConfig | OfflineJob | CaptureJob
-Kind: TypeAlias = type[JobConfig] | type[OfflineJob] | type[CaptureJob]
+AnyJob: TypeAlias = JobConfig | OfflineJob | RLJob | CaptureJob
+Kind: TypeAlias = type[JobConfig] | type[OfflineJob] | type[RLJob] | type[CaptureJob]
 KINDS: Mapping[str, Kind] = {
     "on_policy": JobConfig,
     "offline": OfflineJob,
+    "rl": RLJob,
     "capture": CaptureJob,
 }
 

@@ -83,6 +83,27 @@ class RLConfig(_Table):
                 raise ValueError(f"estimates the other KL; it needs divergence = '{meant}'")
         return estimator
 
+    @field_validator("advantages")
+    @classmethod
+    def _is_there(cls, advantages: str) -> str:
+        if advantages == "gae":
+            raise ValueError("the critic is not there yet; take 'group' or 'group_mean'")
+        return advantages
+
+    @field_validator("rollouts_per_prompt")
+    @classmethod
+    def _is_a_group(cls, count: int, info: ValidationInfo) -> int:
+        if count == 1 and info.data.get("reward_weight") and info.data.get("advantages") != "gae":
+            raise ValueError("one answer has no group to be better than; take 2 or more")
+        return count
+
+    @field_validator("divergence")
+    @classmethod
+    def _can_be_a_reward(cls, divergence: str, info: ValidationInfo) -> str:
+        if divergence == "forward_kl" and info.data.get("kl_in") == "reward":
+            raise ValueError("kl_in = 'reward' is the reverse KL: take it, or kl_in = 'loss'")
+        return divergence
+
     @field_validator("importance_clip")
     @classmethod
     def _is_a_range(cls, clip: tuple[float, float] | None) -> tuple[float, float] | None:
@@ -100,15 +121,55 @@ class RLJob(TrainingJob):
     """A job that learns from rewards."""
 
     method: RLConfig
-    reward: RewardConfig | None = None
-    """Without it only the KL is learned from."""
     teacher: TeacherLink | None = None
     """A table `teacher` adds the KL to a service, weighed by `method.teacher_beta`."""
+    reward: Annotated[RewardConfig | None, Field(validate_default=True)] = None
+    """Without it only the KL is learned from."""
     anchor: AnchorConfig = AnchorConfig()
     environment: SearchConfig | None = None
     """What the student may ask while it answers."""
-    data: DataConfig | None = None
+    data: Annotated[DataConfig | None, Field(validate_default=True)] = None
     """The prompts; a reward of the type reasoning_gym makes its own."""
+
+    @field_validator("method")
+    @classmethod
+    def _has_enough_prompts(cls, method: RLConfig, info: ValidationInfo) -> RLConfig:
+        train = info.data.get("train")
+        if train and train.prompts_per_step < method.updates_per_step * train.processes:
+            raise ValueError(
+                "each of method.updates_per_step needs a prompt for each of train.processes; "
+                "raise train.prompts_per_step"
+            )
+        return method
+
+    @field_validator("reward")
+    @classmethod
+    def _leaves_a_loss(cls, reward: RewardConfig | None, info: ValidationInfo) -> object:
+        method = info.data.get("method")
+        rewarded = reward is not None and method is not None and method.reward_weight > 0
+        if method and not (rewarded or method.beta or info.data.get("teacher")):
+            raise ValueError("without a reward the job needs method.beta > 0 or a teacher")
+        return reward
+
+    @field_validator("anchor")
+    @classmethod
+    def _is_pulled_to(cls, anchor: AnchorConfig, info: ValidationInfo) -> AnchorConfig:
+        if "method" in info.data and info.data["method"].beta == 0:
+            raise ValueError("method.beta = 0 keeps none; raise it, or leave the table out")
+        return anchor
+
+    @field_validator("data")
+    @classmethod
+    def _is_there_if_needed(cls, data: DataConfig | None, info: ValidationInfo) -> object:
+        if "reward" not in info.data:
+            return data
+        reward = info.data["reward"]
+        generated = reward is not None and reward.task is not None
+        if data is not None and generated:
+            raise ValueError("the reward reasoning_gym:TASK makes its own prompts; leave it out")
+        if data is None and not generated:
+            raise ValueError("missing; only the reward reasoning_gym:TASK makes its own prompts")
+        return data
 
     @property
     def teacher_addresses(self) -> dict[str, str | list[str]]:

@@ -12,8 +12,10 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+from clients.capture_config import CaptureJob
 from clients.config import JobConfig
 from clients.offline_config import OfflineJob
+from clients.rl_config import RLJob
 from clients.run_directory import RunDirectory, Verdict
 from clients.run_progress import Progress, run_to_verdict
 from protos.errors import WrongState
@@ -28,6 +30,7 @@ from student_trainer.preflight import (
     check_teacher,
 )
 from student_trainer.stores import open_stores
+from student_trainer.trackers import check_trackers
 
 
 def main() -> int:
@@ -50,7 +53,7 @@ def main() -> int:
     end_with_launcher()
     run = RunDirectory(options.run)
     config = run.config()
-    assert isinstance(config, JobConfig | OfflineJob), "launch.py starts the program of each kind"
+    assert not isinstance(config, CaptureJob), "launch.py starts the program of each kind"
     progress = Progress(
         run,
         attempt=options.attempt,
@@ -79,16 +82,20 @@ def _attempt(
 ) -> Verdict:
     """From what is cheap to check to the verdict."""
     progress.say("preflight", 0)
-    check_data(config.data)
+    if config.data is not None:
+        check_data(config.data)
     check_student(config.student)
     check_processes(config)
+    check_trackers(config.track)
     stores = open_stores(config) if isinstance(config, OfflineJob) else None
     check_hub(config)
     with connect(config) as teachers:
         for teacher in teachers.values():
             match config:
                 case JobConfig():
-                    check_teacher(teacher, config)
+                    check_teacher(teacher, config, config.teacher.top_k, "teacher.top_k")
+                case RLJob():
+                    check_teacher(teacher, config, config.method.top_k, "method.top_k")
                 case OfflineJob():
                     assert stores is not None
                     check_live_teacher(teacher, config, stores.training)

@@ -13,12 +13,19 @@ from transformers.utils.logging import disable_progress_bar
 
 from clients.config import JobConfig, StudentConfig
 from clients.offline_config import OfflineJob
+from clients.rl_config import RLJob
 from clients.run_directory import RunDirectory
 from clients.run_progress import Progress
 from protos.errors import DistillError, InvalidInput
 from student_trainer import checkpoint
 from student_trainer.connections import AnyTraining, Connection
-from student_trainer.courses import Course, load_examined, offline_course, on_policy_course
+from student_trainer.courses import (
+    Course,
+    load_examined,
+    offline_course,
+    on_policy_course,
+    rl_course,
+)
 from student_trainer.metrics import open_metrics
 from student_trainer.model import Student, load_config, load_model, load_tokenizer, vocabulary
 from student_trainer.parallel import Replicated, Sharded, spread
@@ -30,6 +37,9 @@ from student_trainer.preflight import (
 )
 from student_trainer.processes import largest, make_accelerator
 from student_trainer.prompts import Prompt, PromptSet, load_prompts
+from student_trainer.rewards import make_rewards
+from student_trainer.rl_prompts import load_rl_prompts
+from student_trainer.provenance import write_environment
 from student_trainer.stores import Store, Stores, check_same_store
 from student_trainer.trainer import Parts, Trainer
 
@@ -71,8 +81,8 @@ def assemble(
     course = make_course(accelerator, student)
     metrics = None
     if accelerator.is_main_process:
-        board = config.track.tensorboard
-        metrics = open_metrics(run, attempt=attempt, last_step=step or None, tensorboard=board)
+        write_environment(run, attempt=attempt, processes=accelerator.num_processes)
+        metrics = open_metrics(run, attempt=attempt, last_step=step or None, track=config.track)
     where = f"{config.student.model} on {accelerator.device}"
     sources = [f"teacher {connection.info.model}" for connection in teachers.values()]
     sources += [stores.training.label] if stores else []
@@ -121,6 +131,15 @@ def _prepared(
     for connection in teachers.values():
         check_vocabulary(connection, tokens, shape.vocab_size)
     check_length(config.method.max_prompt_tokens + config.method.max_new_tokens, "student", most)
+    if isinstance(config, RLJob):
+        asked = load_rl_prompts(config, tokenizer)
+        rewards = None
+        if config.reward is not None:
+            rewards = make_rewards(config.reward, processes=config.train.processes)
+        _check_shares(config, len(asked.held_out))
+        return lambda accelerator, student: rl_course(
+            config, asked, teachers, rewards, accelerator, student, tokenizer
+        )
     prompts = _prompts(config, tokenizer)
     return lambda accelerator, student: on_policy_course(
         config, prompts, teachers, accelerator, student, tokenizer
@@ -165,14 +184,18 @@ def _prompts(config: JobConfig, tokenizer: Any) -> tuple[PromptSet, list[Prompt]
     )
     if too_long:
         log.warning("%d prompts are longer than method.max_prompt_tokens: left out", too_long)
-    if len(held_out) < config.train.processes:
+    _check_shares(config, len(held_out))
+    return prompts, held_out
+
+
+def _check_shares(config: JobConfig | RLJob, held_out: int) -> None:
+    if held_out < config.train.processes:
+        data = config.data
         raise InvalidInput(
-            f"{len(held_out)} held-out prompts cannot be shared by {config.train.processes} "
-            "processes",
-            field="data.eval_path" if config.data.eval_path else "data.path",
+            f"{held_out} held-out prompts cannot be shared by {config.train.processes} processes",
+            field="data.eval_path" if data and data.eval_path else "data.path",
             hint="give more prompts, or lower train.processes",
         )
-    return prompts, held_out
 
 
 def _optimizer(config: AnyTraining, model: Any, saved: Path | None) -> torch.optim.Optimizer:

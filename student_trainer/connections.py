@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from clients.config import JobConfig
 from clients.offline_config import OfflineJob
+from clients.rl_config import RLJob
 from clients.teacher_client import TeacherClient, TeacherInfo
 
-AnyTraining = JobConfig | OfflineJob
+AnyTraining = JobConfig | OfflineJob | RLJob
 _MIB = 1 << 20
 
 

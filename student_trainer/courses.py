@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from clients.config import DataConfig, JobConfig
 from clients.offline_config import OfflineJob
+from clients.rl_config import RLJob
 from student_trainer.connections import AnyTraining, Connection
 from student_trainer.distillation import Objective
 from student_trainer.evaluate import Evaluation, Examination
@@ -20,12 +21,22 @@ from student_trainer.on_policy import Answers, OnPolicySteps
 from student_trainer.order import permutation
 from student_trainer.parallel import Replicated, Sharded
 from student_trainer.prompts import Prompt, PromptSet, load_prompts
+from student_trainer.rewards import Rewards
+from student_trainer.rl import RLSteps, Unscored
+from student_trainer.rl_objective import Pull, RLObjective
+from student_trainer.rl_prompts import RLPrompts
+from student_trainer.rl_rewards import Judged
 from student_trainer.rollouts import HuggingFaceRollouts
 from student_trainer.step import Objective as AnyObjective
 from student_trainer.step import Steps, one_update
 from student_trainer.stored import Mixture, StoredSteps, read
 from student_trainer.stores import Stores, without_copies
-from student_trainer.teachers import PendingRows, RemoteTeacher, TeachersByName
+from student_trainer.teachers import (
+    PendingRows,
+    RemoteTeacher,
+    TeachersByName,
+    TeacherSource,
+)
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +87,55 @@ def on_policy_course(
         config, accelerator, objective, steps.held_out, examined, tokenizer, rollouts
     )
     return Course(objective, one_update(steps.of_step), evaluation)
+
+
+def rl_course(
+    config: RLJob,
+    prompts: RLPrompts,
+    teachers: Mapping[str, Connection],
+    rewards: Rewards | None,
+    accelerator: Accelerator,
+    student: Replicated | Sharded,
+    tokenizer: Any,
+) -> Course:
+    """Groups of answers, a reward for each, and a KL to the anchor, to a teacher, or to both."""
+    method = config.method
+    student_head = method.direction == "reverse"
+    # Without a head the sampled token is all that counts, but rows have one.
+    top_k = max(method.top_k, 1)
+    rollouts = _rollouts(config, student, tokenizer, top_k=top_k, temperature=method.temperature)
+    pulls = []
+    teacher: TeacherSource = Unscored()
+    if config.teacher is not None:
+        pulls.append(Pull("teacher", method.teacher_beta))
+        teacher = RemoteTeacher(
+            teachers[""].client,
+            top_k=None if student_head else top_k,
+            temperature=method.temperature,
+            f32=config.teacher.logprob_format == "f32",
+        )
+    anchor = None
+    if method.beta:
+        pulls.append(Pull("anchor", method.beta))
+    judged = None if rewards is None else Judged(rewards, tokenizer)
+    answers = Answers(student, rollouts, teacher, config.seed)
+    steps = RLSteps(config, accelerator, prompts, answers, judged, None)
+    objective = RLObjective(method, tuple(pulls), judged is not None and method.reward_weight > 0)
+    evaluation = Evaluation(
+        accelerator,
+        Objective(method.direction, "bucket+sampled", method.temperature),
+        steps.held_out if config.teacher is not None else list,
+        Examination(
+            prompts.held_out,
+            accelerator,
+            tokenizer,
+            rollouts,
+            matched=config.eval.metric == "exact_match",
+            judged=judged,
+        ),
+        tokens_per_micro_batch=config.train.tokens_per_micro_batch,
+    )
+    return Course(objective, steps.of_step, evaluation, anchor)
 
 
 def offline_course(

@@ -13,8 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from numpy.typing import NDArray
 from torch import Tensor
 
 from clients.config import DataConfig, StudentConfig
@@ -26,7 +28,8 @@ from student_trainer.model import Student, load_model, load_tokenizer
 from student_trainer.packing import micro_batches
 from student_trainer.processes import raise_together
 from student_trainer.prompts import Prompt, load_prompts
-from student_trainer.rollouts import HuggingFaceRollouts, Rollout
+from student_trainer.rl_rewards import Judged
+from student_trainer.rollouts import HuggingFaceRollouts, Rollout, Rollouts
 from student_trainer.teachers import PendingRows
 
 # Of `batch_metrics`; the perplexity is made of the mean.
@@ -39,24 +42,39 @@ _HIGHEST_LOG = 700.0  # whose exponential is a number
 
 
 class Examination:
-    """Greedy answers, always to the same prompts, against the references."""
+    """Greedy answers, always to the same prompts, against the references and by a job's reward."""
 
     def __init__(
         self,
         prompts: Sequence[Prompt],
         accelerator: Accelerator,
         tokenizer: Any,
-        rollouts: HuggingFaceRollouts,
+        rollouts: Rollouts,
+        *,
+        matched: bool = True,
+        judged: Judged | None = None,
     ) -> None:
+        """`matched`: whether a reference is what an answer must be."""
         self._prompts = prompts[accelerator.process_index :: accelerator.num_processes]
         self._tokenizer = tokenizer
         self._rollouts = rollouts
+        self._matched = matched
+        self._judged = judged
 
-    def __call__(self) -> tuple[int, int, list[dict[str, Any]]]:
-        """(right answers, answers, transcripts of a few) of this process."""
+    def __call__(self) -> tuple[Tensor, list[dict[str, Any]]]:
+        """((sum, number) of right answers and of rewards, transcripts of a few) of this process."""
         answers = greedy_answers(self._rollouts, self._tokenizer, self._prompts)
-        right = [exact_match(text, rollout.answer) for rollout, text in answers]
-        return sum(right), len(right), [self._transcript(*pair) for pair in answers[:8]]
+        right = [exact_match(text, rollout.answer) for rollout, text in answers if self._matched]
+        transcripts = [self._transcript(*pair) for pair in answers[:8]]
+        rewards = self._rewards([rollout for rollout, _ in answers])
+        for transcript, reward in zip(transcripts, rewards.tolist(), strict=False):
+            transcript["reward"] = reward if math.isfinite(reward) else None
+        known = rewards[np.isfinite(rewards)]
+        sums = [[sum(right), len(right)], [float(known.sum()), len(known)]]
+        return torch.tensor(sums, dtype=torch.float64), transcripts
+
+    def _rewards(self, rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
+        return np.empty(0) if self._judged is None else self._judged(self._prompts, rollouts)
 
     def _transcript(self, rollout: Rollout, text: str) -> dict[str, Any]:
         prompt = self._tokenizer.decode(rollout.token_ids[: rollout.start])
@@ -86,18 +104,17 @@ class Evaluation:
         """(metrics, transcripts of a few answers of this process)."""
         student.eval()
         fault: DistillError | None = None
-        sums = torch.zeros(len(_MEASURED) + 1, 2, dtype=torch.float64)
+        sums = torch.zeros(len(_MEASURED) + 2, 2, dtype=torch.float64)
+        transcripts: list[dict[str, Any]] = []
         try:
-            sums[:-1] = self._measured(student)
+            sums[:-2] = self._measured(student)
+            if self._examination is not None:
+                sums[-2:], transcripts = self._examination()
         except DistillError as error:
             fault = error
         raise_together(self._accelerator, fault)
-        transcripts: list[dict[str, Any]] = []
-        if self._examination is not None:
-            right, count, transcripts = self._examination()
-            sums[-1] = torch.tensor([right, count])
         total = self._accelerator.reduce(sums.to(self._accelerator.device)).tolist()
-        names = [*_MEASURED.values(), "eval/accuracy"]
+        names = [*_MEASURED.values(), "eval/accuracy", "eval/reward"]
         metrics = {
             n: found / count for n, (found, count) in zip(names, total, strict=True) if count
         }
@@ -120,15 +137,11 @@ class Evaluation:
 
 
 def greedy_answers(
-    rollouts: HuggingFaceRollouts, tokenizer: Any, prompts: Sequence[Prompt]
+    rollouts: Rollouts, tokenizer: Any, prompts: Sequence[Prompt]
 ) -> list[tuple[Rollout, str]]:
     """The likeliest answer to each prompt, and its text."""
     batches = rollouts.generate(prompts, [0] * len(prompts), seed=0, greedy=True)
-    return [
-        (rollout, str(tokenizer.decode(rollout.completion, skip_special_tokens=True)))
-        for batch in batches
-        for rollout in batch
-    ]
+    return [(rollout, rollout.answer_text(tokenizer)) for batch in batches for rollout in batch]
 
 
 def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens: int) -> float:

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from clients.config import JobConfig
 from student_trainer.parallel import Replicated, Sharded
 from student_trainer.prompts import Prompt, PromptSet
-from student_trainer.rollouts import HuggingFaceRollouts
+from student_trainer.rollouts import Rollouts
 from student_trainer.teachers import PendingRows, TeacherSource
 
 
@@ -19,7 +19,7 @@ class Answers:
     def __init__(
         self,
         student: Replicated | Sharded,
-        rollouts: HuggingFaceRollouts,
+        rollouts: Rollouts,
         teacher: TeacherSource,
         seed: int,
     ) -> None:

@@ -12,6 +12,7 @@ from clients.config import DataConfig, JobConfig, StudentConfig
 from clients.hub import use_caches_if_away
 from clients.offline_config import OfflineData, OfflineJob
 from clients.records import FILE_SUFFIXES
+from clients.rl_config import RLJob
 from clients.score_query import tokenizer_fingerprint
 from clients.token_ids import first_difference
 from protos.errors import InvalidInput, WrongState
@@ -24,8 +25,8 @@ log = logging.getLogger(__name__)
 
 def check_hub(config: AnyTraining) -> None:
     """Where the hub is needed, see whether it is there, before its libraries are imported."""
-    path = config.data.path
-    local_data = path.endswith(FILE_SUFFIXES) or Path(path).exists()
+    path = config.data.path if config.data is not None else None
+    local_data = path is None or path.endswith(FILE_SUFFIXES) or Path(path).exists()
     if local_data and Path(config.student.model).is_dir():
         return
     use_caches_if_away()
@@ -67,20 +68,20 @@ def check_data(data: DataConfig | OfflineData) -> None:
             )
 
 
-def check_teacher(teacher: Connection, config: JobConfig) -> None:
-    """Refuse what this teacher cannot do: k and lengths."""
+def check_teacher(teacher: Connection, config: JobConfig | RLJob, top_k: int, key: str) -> None:
+    """Refuse what this teacher cannot do: k, which the job has under `key`, and lengths."""
     most = teacher.info.max_top_k
     remedy = f"lower it to {most}, or start the teacher with a larger --max-top-k"
-    _check_head(teacher, config.teacher.top_k, "teacher.top_k", remedy)
+    _check_head(teacher, top_k, key, remedy)
     longest = config.method.max_prompt_tokens + config.method.max_new_tokens
     check_length(longest, teacher.label, teacher.info.max_length)
     # A student's own head ids travel with the query, four bytes each.
-    size = 4 * config.method.max_new_tokens * config.teacher.top_k
+    size = 4 * config.method.max_new_tokens * top_k
     if config.method.divergence == "reverse_kl" and size > MAX_MESSAGE_BYTES * 3 // 4:
         raise InvalidInput(
-            f"{config.method.max_new_tokens} tokens with {config.teacher.top_k} head ids each are "
+            f"{config.method.max_new_tokens} tokens with {top_k} head ids each are "
             "more than one query holds",
-            field="teacher.top_k",
+            field=key,
             hint=f"lower it to {MAX_MESSAGE_BYTES * 3 // 16 // config.method.max_new_tokens}",
         )
 

@@ -22,7 +22,7 @@ class Step:
     seconds: of metrics `time/...`, the main process's.
     """
 
-    updates: Sequence[list[PendingRows]]
+    updates: Sequence[Sequence[PendingRows]]
     measured: Mapping[str, Tensor] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
 

@@ -137,7 +137,7 @@ class Trainer:
             **made.seconds,
         }
 
-    def _learn_and_update(self, pending: list[PendingRows], rate: float) -> dict[str, float]:
+    def _learn_and_update(self, pending: Sequence[PendingRows], rate: float) -> dict[str, float]:
         means, waited = self._learn(pending)
         learned = time.monotonic()
         failpoint("gradients-ready")
@@ -152,7 +152,7 @@ class Trainer:
             return {}
         return {"anchor/gap": self._anchor.gap(), "anchor/version": float(self._anchor.version)}
 
-    def _learn(self, pending: list[PendingRows]) -> tuple[dict[str, float], float]:
+    def _learn(self, pending: Sequence[PendingRows]) -> tuple[dict[str, float], float]:
         """Gradients of the mean loss over all processes; (means, seconds waited)."""
         lengths = self._reduce(_lengths(pending))
         tokens = lengths["length/mean"][0]
