@@ -67,8 +67,14 @@ class Pages:
 
     async def access(self, request: Request) -> Response:
         """What the reader may do here."""
-        may_act = self.has_tokens and request.scope["role"] >= Role.SUBMIT
-        return JSONResponse({"asks_tokens": self.has_tokens, "may_act": may_act})
+        role: Role = request.scope["role"]
+        return JSONResponse(
+            {
+                "asks_tokens": self.has_tokens,
+                "role": role.name.lower(),
+                "may_act": role >= Role.SUBMIT,
+            }
+        )
 
     async def jobs(self, request: Request) -> Response:
         given = request.query_params

@@ -28,7 +28,7 @@ def main() -> None:
             Path(sys.argv[1]),
             endpoint=Endpoint(tokens=read_tokens(None)),
             runner=LocalRunner(threads_per_job=1, command=command),
-            policy=Policy(slots=2, **POLICY),
+            policy=Policy(slots=4, **POLICY),
             on_ready=lambda bound: print(bound, flush=True),
             dashboard=Dashboard(on_ready=lambda url: print(url, flush=True)),
         )

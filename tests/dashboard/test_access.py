@@ -84,7 +84,11 @@ def test_the_page_is_open_and_holds_nothing(guarded: Site) -> None:
 
 def test_a_server_without_tokens_is_read_only(site: Site) -> None:
     job = site.submit(name="pause=0.05", max_steps=400)
-    assert site.ask("/api/access").json() == {"asks_tokens": False, "may_act": False}
+    assert site.ask("/api/access").json() == {
+        "asks_tokens": False,
+        "role": "read",
+        "may_act": False,
+    }
     for wish in ("cancel", "resume"):
         # As from a page of a stranger that this browser shows: the simplest request there is.
         answer = site.ask(f"/api/jobs/{job}/{wish}", method="POST", role="admin")

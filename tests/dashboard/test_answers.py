@@ -154,7 +154,7 @@ def test_prometheus_reads_what_the_database_holds(make_site: Callable[..., Site]
     }
     assert families["distill_server_attempts"] == {(): 3}
     assert families["distill_server_retries"] == {(): 1}
-    assert families["distill_server_slots"] == {(): 2}
+    assert families["distill_server_slots"] == {(): 4}
     assert families["distill_server_queue_seconds"] == {(): 0}
 
 

@@ -32,15 +32,17 @@ export class Curve {
       this.drawing, this.legend);
   }
 
-  /** Draws what the history has; a chart without a metric is not shown. */
+  /** Draws what the history has over its steps, which all charts share; a chart without a metric
+   *  is not shown. */
   draw(history) {
-    const names = [...history.series.keys()].filter(this.spec.holds).sort();
+    const names = [...history.series.keys()].filter(this.spec.holds).sort(evaluationsLast);
     this.lines = names.map((name) => ({name, ...history.series.get(name)}))
       .filter((line) => line.steps.length);
     this.element.hidden = !this.lines.length;
     if (this.element.hidden) return;
     this.width = Math.max(200, this.element.clientWidth - 2);
-    this.x = stepsOf(this.lines);
+    const {low, high} = history.steps;
+    this.x = {low, high: Math.max(high, low + 1), log: false};
     this.y = domain(this.lines.flatMap((line) => line.values), this.spec);
     this.drawing.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
     this.drawing.setAttribute("width", this.width);
@@ -115,7 +117,7 @@ export class Curve {
   }
 
   label(name) {
-    return this.spec.label ? this.spec.label(name) : name;
+    return (this.spec.label ? this.spec.label(name) : name).replaceAll("_", " ");
   }
 
   figure(value) {
@@ -161,10 +163,9 @@ export class Curve {
   }
 }
 
-function stepsOf(lines) {
-  const low = Math.min(...lines.map((line) => line.steps[0]));
-  const high = Math.max(...lines.map((line) => line.steps.at(-1)));
-  return {low, high: Math.max(high, low + 1), log: false};
+function evaluationsLast(one, other) {
+  const late = (name) => Number(name.startsWith("eval/"));
+  return late(one) - late(other) || (one < other ? -1 : 1);
 }
 
 function longest(lines) {

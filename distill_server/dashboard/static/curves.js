@@ -17,7 +17,7 @@ const CHARTS = [
   },
   {
     title: "Reward",
-    unit: "",
+    unit: "and accuracy",
     holds: (name) => one("reward/mean", "reward/std", "eval/accuracy")(name)
       || /^eval\/(reward|pass)/.test(name),
     label: (name) => name.replace(/^reward\//, "").replace(/^eval\//, "held-out "),
@@ -28,7 +28,13 @@ const CHARTS = [
     holds: (name) => name.startsWith("topk/"),
     label: rest("topk/"),
   },
-  {title: "Throughput", unit: "tokens a second", zero: true, holds: one("tokens_per_sec")},
+  {
+    title: "Throughput",
+    unit: "tokens a second",
+    zero: true,
+    holds: one("tokens_per_sec"),
+    label: () => "scored",
+  },
   {
     title: "Teacher wait",
     unit: "share of a step",
@@ -38,7 +44,7 @@ const CHARTS = [
   },
   {title: "Time", unit: "seconds a step", zero: true, holds: (name) => name.startsWith("time/"),
     label: rest("time/")},
-  {title: "Gradient", unit: "norm before clipping", holds: one("grad_norm")},
+  {title: "Gradient", unit: "before clipping", holds: one("grad_norm"), label: () => "norm"},
 ];
 
 /** All charts of a job: `main` are those above, `others` come as metrics do. */

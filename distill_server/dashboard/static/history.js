@@ -31,6 +31,16 @@ export class History {
     values.push(value);
   }
 
+  /** The first step that has a metric, and the last. */
+  get steps() {
+    const ends = [...this.series.values()].filter(({steps}) => steps.length)
+      .map(({steps}) => [steps[0], steps.at(-1)]);
+    return {
+      low: Math.min(...ends.map(([first]) => first)),
+      high: Math.max(...ends.map(([, last]) => last)),
+    };
+  }
+
   /** A resumed attempt goes back to its checkpoint: steps from there on come again. */
   forget(step) {
     for (const {steps, values} of this.series.values()) {

@@ -3,7 +3,7 @@
 import {Actions} from "./actions.js";
 import {Curves} from "./curves.js";
 import {badge, bar, el, setText} from "./dom.js";
-import {ago, duration, klOf, moment, number, percent, waitOf} from "./figures.js";
+import {ago, duration, klOf, number, percent, waitOf} from "./figures.js";
 import {History} from "./history.js";
 import {LogView} from "./log_view.js";
 import {SamplesView} from "./samples_view.js";
@@ -154,7 +154,7 @@ class JobPage {
       ["attempt", String(job.attempt)],
       ["submitted", ago(job.created_at)],
       ["ran for", job.started_at ? duration(ended - job.started_at) : "-"],
-      ["ended", job.ended_at ? moment(job.ended_at) : "-"],
+      ["ended", ago(job.ended_at)],
     ];
     return pairs.filter(([, value]) => value !== "-");
   }

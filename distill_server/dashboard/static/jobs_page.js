@@ -119,7 +119,7 @@ function row(job) {
     [el("span", {title: moment(job.created_at)}, ago(job.created_at))],
   ];
   return el("tr", {"data-job": job.id}, cells.map((cell, index) =>
-    el("td", {"data-label": COLUMNS[index]}, cell)));
+    el("td", {"data-label": COLUMNS[index], class: cell[0] === "-" ? "none" : null}, cell)));
 }
 
 function sum(counts) {

@@ -45,8 +45,8 @@ function markPage() {
   }
 }
 
-function tellAccess({asks_tokens: asksTokens, may_act: mayAct}) {
-  setText(accessButton, mayAct ? "may cancel and resume" : "read-only");
+function tellAccess({asks_tokens: asksTokens, role}) {
+  setText(accessButton, asksTokens ? `token: ${role}` : "read-only");
   accessButton.disabled = !asksTokens;
   accessButton.title = asksTokens
     ? "Give another token"

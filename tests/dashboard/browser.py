@@ -1,0 +1,98 @@
+"""Chromium, as far as the tests need it. Selenium is imported when a browser is wanted."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+# Headless, and silent: a test's browser has nobody to call.
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+
+
+class Browser:
+    """One window. `profile`: an empty directory."""
+
+    def __init__(self, profile: Path, *, dark: bool = False) -> None:
+        from selenium import webdriver
+
+        options = webdriver.ChromeOptions()
+        options.binary_location = "/usr/bin/chromium"
+        for flag in (*FLAGS, f"--user-data-dir={profile}", "--hide-scrollbars"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        service = webdriver.ChromeService("/usr/bin/chromedriver")
+        self._driver = webdriver.Chrome(options=options, service=service)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._command("Emulation.setEmulatedMedia", {"features": [scheme]})
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._driver.quit()
+
+    def open(self, url: str) -> None:
+        """As typed by a person who was not there before: a hash alone would load nothing."""
+        self._driver.get("about:blank")
+        self._driver.get(url)
+
+    def resize(self, width: int, height: int = 900) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._command("Emulation.setDeviceMetricsOverride", size)
+
+    def run(self, script: str, *arguments: object) -> Any:
+        return self._driver.execute_script(script, *arguments)
+
+    def count(self, selector: str) -> int:
+        found: int = self.run("return document.querySelectorAll(arguments[0]).length", selector)
+        return found
+
+    def text(self, selector: str) -> str:
+        """Of the first match; empty where there is none."""
+        found = self.run("return document.querySelector(arguments[0])?.textContent", selector)
+        return str(found or "")
+
+    def attribute(self, selector: str, name: str) -> str:
+        script = "return document.querySelector(arguments[0])?.getAttribute(arguments[1])"
+        return str(self.run(script, selector, name) or "")
+
+    def click(self, selector: str) -> None:
+        self._driver.find_element("css selector", selector).click()
+
+    def type(self, selector: str, text: str) -> None:
+        self._driver.find_element("css selector", selector).send_keys(text)
+
+    def press(self, selector: str, key: str) -> None:
+        """A key by its name: `HOME`."""
+        from selenium.webdriver.common.keys import Keys
+
+        self.type(selector, getattr(Keys, key))
+
+    def give_token(self, token: str) -> None:
+        self.type("#token-field", token)
+        self.click("#token .strong")
+
+    def complaints(self) -> list[str]:
+        """What the console said since the last look."""
+        return [entry["message"] for entry in self._driver.get_log("browser")]
+
+    def picture(self, path: Path) -> None:
+        """The whole page, however long."""
+        width, height = self.run("return [innerWidth, document.documentElement.scrollHeight]")
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        wanted = {"captureBeyondViewport": True, "clip": clip}
+        found = self._command("Page.captureScreenshot", wanted)
+        path.write_bytes(base64.b64decode(found["data"]))
+
+    def _command(self, name: str, parameters: dict[str, Any]) -> Any:
+        return self._driver.execute_cdp_cmd(name, parameters)
