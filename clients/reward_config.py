@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from clients.config import Count, Name, _Table
 
-NAMED = ("exact_match", "f1", "math", "regex", "python")
+NAMED = ("exact_match", "word_match", "f1", "math", "regex", "python")
 GENERATED = "reasoning_gym:"
 
 
@@ -36,7 +36,7 @@ class RewardConfig(_Table):
     """Who judges the answers."""
 
     type: Name
-    """exact_match, f1, math, regex, python, or reasoning_gym:TASK."""
+    """exact_match, word_match, f1, math, regex, python, or reasoning_gym:TASK."""
     pattern: Annotated[str | None, Field(validate_default=True)] = None
     """regex: its last match's group is compared with the reference; without a group, found is 1."""
     file: Annotated[str | None, Field(validate_default=True)] = None

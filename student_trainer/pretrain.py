@@ -68,7 +68,7 @@ def make_tokenizer(kind: str, texts: Any, vocab_size: int) -> PreTrainedTokenize
         alphabet = sorted(set("".join(texts)))
         vocab = {token: i for i, token in enumerate([END, *alphabet])}
         inner = Tokenizer(models.WordLevel(vocab, unk_token=END))
-        inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+        inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         inner.decoder = decoders.Fuse()
     else:
         inner = Tokenizer(models.BPE())
