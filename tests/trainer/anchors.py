@@ -1,0 +1,65 @@
+"""Anchors of small students that are moved to where a test knows them to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from student_trainer.anchor import Anchor, AnchorTeacher
+from student_trainer.model import Student
+from student_trainer.parallel import Replicated, Sharded, local, share_of, spread
+from student_trainer.processes import make_accelerator
+from student_trainer.rollouts import Rollout
+
+TEMPERATURE = 1.3
+
+
+def spread_student(model: Any, sharding: str = "none", **options: bool) -> Replicated | Sharded:
+    return spread(make_accelerator(), Student(model, **options), sharding)
+
+
+def theta(name: str, like: Tensor, update: int) -> Tensor:
+    """The whole of a weight after an update."""
+    generator = torch.Generator().manual_seed(1000 * update + sum(name.encode()))
+    return 0.3 * torch.randn(like.shape, generator=generator)
+
+
+def move(student: Replicated | Sharded, anchor: Anchor, update: int) -> None:
+    """An update of the student that everyone can repeat."""
+    with torch.no_grad():
+        for name, parameter in student.trained.model.named_parameters():
+            if parameter.requires_grad:
+                local(parameter).copy_(local(share_of(theta(name, parameter, update), parameter)))
+    anchor.after_update()
+
+
+def rollouts(count: int = 7, top_k: int = 4) -> list[Rollout]:
+    """Of all lengths, and with head ids in no order."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for number in range(count):
+        start, written = 1 + number % 3, 1 + number % 5
+        ids = torch.randint(13, (start + written,), generator=generator)
+        heads = [torch.randperm(13, generator=generator)[:top_k] for _ in range(written)]
+        columns = {"answer": str(number), "hint": f"{number}+{number}", "text": "1+2="}
+        made.append(
+            Rollout(
+                token_ids=ids,
+                start=start,
+                head_ids=torch.stack(heads),
+                token_logprobs=torch.zeros(written),
+                truncated=False,
+                answer=columns["answer"],
+                fields=columns,
+                text=columns["text"],
+            )
+        )
+    return made
+
+
+def teacher_of(anchor: Anchor, student: Replicated | Sharded, **options: Any) -> AnchorTeacher:
+    return AnchorTeacher(
+        anchor, student, temperature=TEMPERATURE, tokens_per_micro_batch=16, **options
+    )
