@@ -1,4 +1,4 @@
-.PHONY: setup demo test test-ray test-vllm soak lint bench bench-offline bench-gpu bench-vllm protos clean
+.PHONY: setup demo test test-ray test-track test-vllm soak lint bench bench-offline bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm/bin
@@ -23,6 +23,10 @@ soak: setup  ## every injected fault and fuzzed request 15 times as often as in 
 test-ray: setup  ## the capture on a Ray cluster of this machine, for which `make test` has no Ray
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[ray]'
 	$(BIN)/pytest tests/capture/test_ray.py
+
+test-track: setup  ## the trackers with a real trackio, which `make test` does not install
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[track]'
+	$(BIN)/pytest tests/trainer/test_trackers.py
 
 lint: setup  ## style, types, import contracts
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

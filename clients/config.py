@@ -167,11 +167,22 @@ class CheckpointConfig(_Table):
     """Newest checkpoints kept; two at least, so that a broken disk never takes the only one."""
 
 
+class TrackerConfig(_Table):
+    """A tracker of runs. Its run is named as the job, and a resumed job joins it."""
+
+    project: Name = "distill"
+    """Where the run is put. The table, even an empty one, switches the tracker on."""
+
+
 class TrackConfig(_Table):
-    """Where metrics go besides metrics.jsonl."""
+    """Where metrics go besides metrics.jsonl. A tracker that fails never stops a run."""
 
     tensorboard: bool = True
     """Write TensorBoard files into the run directory."""
+    wandb: TrackerConfig | None = None
+    """Weights & Biases; its key from the environment, WANDB_MODE=offline needs none."""
+    trackio: TrackerConfig | None = None
+    """trackio, on this machine's disk: `trackio show` is its dashboard."""
 
 
 class TrainingJob(_Table):

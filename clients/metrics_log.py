@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from clients.run_directory import RunDirectory, replace_file
@@ -14,18 +14,16 @@ from clients.run_directory import RunDirectory, replace_file
 log = logging.getLogger(__name__)
 
 
-class Board(Protocol):
-    """Where numbers go besides: a SummaryWriter of TensorBoard."""
+class Tracker(Protocol):
+    """Where numbers go besides: TensorBoard, say."""
 
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> None: ...
-
-    def flush(self) -> None: ...
+    def log(self, step: int, values: Mapping[str, float], /) -> None: ...
 
     def close(self) -> None: ...
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl, and to a board when there is one; one line a step, never twice."""
+    """Appends to metrics.jsonl, and to trackers; one line a step, never twice."""
 
     def __init__(
         self,
@@ -33,7 +31,7 @@ class MetricsLog:
         *,
         attempt: int,
         last_step: int | None,
-        board: Board | None = None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         """Steps after `last_step`, from where it goes on, are dropped: they come again."""
         self._attempt = attempt
@@ -41,7 +39,7 @@ class MetricsLog:
         kept = _lines_to(run, last_step)
         replace_file(self._path, "".join(kept))
         self._file = self._path.open("a")
-        self._board = board
+        self._trackers = trackers
 
     def write(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Write the finite values, warn of the others; returns what was written."""
@@ -51,10 +49,8 @@ class MetricsLog:
         record = {"attempt": self._attempt, "step": step, **finite}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for name, value in finite.items():
-                self._board.add_scalar(name, value, step)
-            self._board.flush()
+        for tracker in self._trackers:
+            tracker.log(step, finite)
         return finite
 
     def sync(self) -> None:
@@ -63,8 +59,8 @@ class MetricsLog:
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def _lines_to(run: RunDirectory, last_step: int | None) -> list[str]:

@@ -29,22 +29,15 @@ Where a job names several teachers: kl/teacher/NAME, over the tokens that each o
 
 from __future__ import annotations
 
-from typing import Any
-
+from clients.config import TrackConfig
 from clients.metrics_log import MetricsLog
 from clients.run_directory import RunDirectory
+from student_trainer.trackers import start_trackers
 
 
 def open_metrics(
-    run: RunDirectory, *, attempt: int, last_step: int | None, tensorboard: bool
+    run: RunDirectory, *, attempt: int, last_step: int | None, track: TrackConfig
 ) -> MetricsLog:
-    """The run's metrics.jsonl, and TensorBoard files when asked for."""
-    board = _tensorboard(run, last_step) if tensorboard else None
-    return MetricsLog(run, attempt=attempt, last_step=last_step, board=board)
-
-
-def _tensorboard(run: RunDirectory, last_step: int | None) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    purge = None if last_step is None else last_step + 1
-    return SummaryWriter(str(run.tensorboard), purge_step=purge)
+    """The run's metrics.jsonl, and the trackers that the job asks for."""
+    trackers = start_trackers(track, run, last_step)
+    return MetricsLog(run, attempt=attempt, last_step=last_step, trackers=trackers)

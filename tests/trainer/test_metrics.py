@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from clients.config import TrackConfig
 from clients.run_directory import RunDirectory
 from student_trainer.metrics import open_metrics
 from tests.trainer import tiny
+
+FILE_ONLY = TrackConfig(tensorboard=False)
 
 
 @pytest.fixture
@@ -25,7 +28,7 @@ def lines(run: RunDirectory) -> list[tuple[int, int]]:
 
 
 def log_steps(run: RunDirectory, attempt: int, last: int | None, steps: range) -> None:
-    log = open_metrics(run, attempt=attempt, last_step=last, tensorboard=False)
+    log = open_metrics(run, attempt=attempt, last_step=last, track=FILE_ONLY)
     for step in steps:
         log.write(step, {"loss": step / 2})
     log.close()
@@ -51,14 +54,14 @@ def test_a_torn_last_line_is_dropped(run: RunDirectory, torn: str) -> None:
 
 
 def test_a_line_can_be_read_as_soon_as_it_is_written(run: RunDirectory) -> None:
-    log = open_metrics(run, attempt=1, last_step=None, tensorboard=False)
+    log = open_metrics(run, attempt=1, last_step=None, track=FILE_ONLY)
     log.write(1, {"loss": 0.1})
     assert json.loads(run.metrics.read_text()) == {"attempt": 1, "step": 1, "loss": 0.1}
     log.close()
 
 
 def test_numbers_keep_every_bit(run: RunDirectory) -> None:
-    log = open_metrics(run, attempt=1, last_step=None, tensorboard=False)
+    log = open_metrics(run, attempt=1, last_step=None, track=FILE_ONLY)
     log.write(1, {"loss": 1 / 3})
     log.close()
     assert json.loads(run.metrics.read_text())["loss"] == 1 / 3
@@ -67,7 +70,7 @@ def test_numbers_keep_every_bit(run: RunDirectory) -> None:
 def test_numbers_that_are_none_are_told_and_left_out(
     run: RunDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = open_metrics(run, attempt=1, last_step=None, tensorboard=False)
+    log = open_metrics(run, attempt=1, last_step=None, track=FILE_ONLY)
     with caplog.at_level(logging.WARNING):
         written = log.write(4, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
     log.close()
@@ -83,7 +86,7 @@ def test_tensorboard_shows_each_step_once(run: RunDirectory) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for attempt, last, steps in ((1, None, range(6)), (2, 3, range(4, 7))):
-        log = open_metrics(run, attempt=attempt, last_step=last, tensorboard=True)
+        log = open_metrics(run, attempt=attempt, last_step=last, track=TrackConfig())
         for step in steps:
             log.write(step, {"loss": attempt})
         log.close()
