@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import LifoQueue
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,7 +19,7 @@ __all__ = ["Answered", "Rewards", "Scores", "make_rewards"]
 
 _MOST_JUDGES = 8
 # They look at a few characters of the answer and can neither hang nor raise.
-_HARMLESS = ("exact_match", "f1")
+_HARMLESS = ("exact_match", "word_match", "f1")
 
 
 class Rewards:
@@ -50,24 +51,36 @@ class Rewards:
 
     def __call__(self, samples: Sequence[Answered]) -> Scores:
         """In the order of `samples`. An answer that cannot be judged is counted, never raised."""
-        if self._direct is not None:
-            outcomes: list[float | str] = [self._direct(sample) for sample in samples]
-        else:
-            with ThreadPoolExecutor(len(self._judges), "judge") as pool:
-                outcomes = list(pool.map(self._judged, samples))
-        values = np.array([np.nan if isinstance(o, str) else o for o in outcomes], np.float64)
+        outcomes = self._each(samples, "score")
+        values = np.array([np.nan if isinstance(o, _Fault) else o for o in outcomes], np.float64)
         if self._length is not None:
             values -= [length_penalty(sample.tokens, self._length) for sample in samples]
-        return Scores(values, tuple(o for o in outcomes if isinstance(o, str)))
+        return Scores(values, tuple(str(o) for o in outcomes if isinstance(o, _Fault)))
 
-    def _judged(self, sample: Answered) -> float | str:
-        judge = self._idle.get()
-        try:
-            return judge.score(sample)
-        except Unjudged as error:
-            return str(error)
-        finally:
-            self._idle.put(judge)
+    def said(self, samples: Sequence[Answered]) -> list[str]:
+        """What of each answer is its vote; "" where nothing is."""
+        return ["" if isinstance(o, _Fault) else o for o in self._each(samples, "said")]
+
+    def _each(self, samples: Sequence[Answered], what: Literal["score", "said"]) -> list[Any]:
+        """A _Fault in place of what could not be found."""
+        if self._direct is not None:
+            return list(map(getattr(self._direct, what), samples))
+
+        def asked(sample: Answered) -> Any:
+            judge = self._idle.get()
+            try:
+                return getattr(judge, what)(sample)
+            except Unjudged as error:
+                return _Fault(str(error))
+            finally:
+                self._idle.put(judge)
+
+        with ThreadPoolExecutor(len(self._judges), "judge") as pool:
+            return list(pool.map(asked, samples))
+
+
+class _Fault(str):
+    """Why an answer was not judged."""
 
 
 def make_rewards(config: RewardConfig, *, processes: int = 1) -> Rewards:

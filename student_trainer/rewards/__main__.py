@@ -37,18 +37,21 @@ def main() -> None:
         for line in lines:
             # Should the trainer be killed, nobody is left to end an answer that takes for ever.
             signal.setitimer(signal.ITIMER_REAL, config.timeout_seconds + 5)
-            _send(channel, _judged(scorer, Answered(**json.loads(line))))
+            _send(channel, _reply(scorer, json.loads(line)))
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _judged(scorer: Scorer, sample: Answered) -> dict[str, Any]:
+def _reply(scorer: Scorer, message: dict[str, Any]) -> dict[str, Any]:
+    sample = Answered(**message["sample"])
     try:
-        value = scorer(sample)
+        if message["what"] == "said":
+            return {"found": scorer.said(sample)}
+        value = scorer.score(sample)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         return {"error": f"raised {type(error).__name__}: {str(error)[:500]}"}
     if not math.isfinite(value):
         return {"error": f"gave {value}, which is no finite number"}
-    return {"value": value}
+    return {"found": value}
 
 
 def _refusal(error: Exception) -> dict[str, str]:

@@ -17,7 +17,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from clients.reward_config import RewardConfig
 from protos.errors import InvalidInput
@@ -59,16 +59,12 @@ class Judge:
             raise InvalidInput(first["fault"], field=first["field"], hint=first["hint"])
 
     def score(self, sample: Answered) -> float:
-        """Raises Unjudged, after which another answer may be given."""
-        if self._process is None:
-            try:
-                self.start()
-            except InvalidInput as error:
-                raise Unjudged(str(error)) from error
-        reply = self._exchange(asdict(sample), self._config.timeout_seconds)
-        if "value" not in reply:
-            raise Unjudged(str(reply["error"]))
-        return float(reply["value"])
+        """What it is worth. Raises Unjudged, after which another answer may be given."""
+        return float(self._asked("score", sample))
+
+    def said(self, sample: Answered) -> str:
+        """What of it is its vote. Raises Unjudged likewise."""
+        return str(self._asked("said", sample))
 
     def close(self) -> None:
         """End the process and what it started."""
@@ -80,6 +76,18 @@ class Judge:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+    def _asked(self, what: Literal["score", "said"], sample: Answered) -> Any:
+        if self._process is None:
+            try:
+                self.start()
+            except (InvalidInput, OSError) as error:
+                raise Unjudged(f"has no judge: {error}") from error
+        message = {"what": what, "sample": asdict(sample)}
+        reply = self._exchange(message, self._config.timeout_seconds)
+        if "error" in reply:
+            raise Unjudged(reply["error"])
+        return reply["found"]
 
     def _exchange(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
         try:

@@ -53,13 +53,16 @@ class Task:
 
     def score(self, sample: Answered) -> float:
         """From 0 to 1, of what stands between <answer> tags, after '####', or of all."""
+        seed, index = sample.fields["seed"], sample.fields["index"]
+        data = self._data(seed, index // _CHUNK)
+        return float(data.score_answer(self.said(sample), self._entry(seed, index)))
+
+    def said(self, sample: Answered) -> str:
+        """What counts of an answer."""
         from reasoning_gym.utils import extract_answer
 
-        seed, index = sample.fields["seed"], sample.fields["index"]
-        tagged = extract_answer(sample.text)
-        answer = conclusion(sample.text) if tagged is None else tagged
-        data = self._data(seed, index // _CHUNK)
-        return float(data.score_answer(answer, self._entry(seed, index)))
+        tagged: str | None = extract_answer(sample.text)
+        return conclusion(sample.text) if tagged is None else tagged
 
     def _written(self, seed: int, index: int) -> dict[str, Any]:
         # list_functions draws from the global generator, which is the trainer's.

@@ -5,28 +5,39 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-import string
 import sys
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clients.reward_config import RewardConfig
 from protos.errors import InvalidInput
-from student_trainer.answers import exact_match, final_answer
+from student_trainer.answers import exact_match, f1, final_answer, normalized, same_words
 from student_trainer.rewards.answered import Answered, conclusion
 
-Scorer = Callable[[Answered], float]
+
+@dataclass(frozen=True)
+class Scorer:
+    """`score`: what an answer is worth. `said`: what counts of it where answers vote, "" if
+    nothing does. Both may raise anything.
+    """
+
+    score: Callable[[Answered], float]
+    said: Callable[[Answered], str] = lambda sample: final_answer(sample.text)
 
 
 def make_scorer(config: RewardConfig) -> Scorer:
     """Raises InvalidInput for what the job file cannot know: packages, tasks, the user's file."""
     match config.type:
         case "exact_match":
-            return lambda sample: float(exact_match(sample.text, sample.reference))
+            return Scorer(lambda sample: float(exact_match(sample.text, sample.reference)))
         case "f1":
-            return lambda sample: word_f1(sample.text, sample.reference)
+            return Scorer(lambda sample: f1(conclusion(sample.text), sample.reference), _words)
+        case "word_match":
+            return Scorer(
+                lambda sample: float(same_words(conclusion(sample.text), sample.reference)), _words
+            )
         case "math":
             return _math()
         case "regex":
@@ -39,19 +50,12 @@ def make_scorer(config: RewardConfig) -> Scorer:
             from student_trainer.rewards.reasoning_gym import Task
 
             assert config.task is not None, "the configuration names no other type"
-            return Task(config.task, config.options).score
+            task = Task(config.task, config.options)
+            return Scorer(task.score, task.said)
 
 
-def word_f1(answer: str, reference: str) -> float:
-    """Harmonic mean of precision and recall of an answer's words, as SQuAD counts them."""
-    ours, theirs = (Counter(_words(final_answer(text))) for text in (answer, reference))
-    common = (ours & theirs).total()
-    return 2 * common / (ours.total() + theirs.total()) if common else 0.0
-
-
-def _words(text: str) -> list[str]:
-    kept = "".join(c for c in text.lower() if c not in string.punctuation)
-    return [word for word in kept.split() if word not in ("a", "an", "the")]
+def _words(sample: Answered) -> str:
+    return normalized(conclusion(sample.text))
 
 
 def missing(package: str, kind: str) -> InvalidInput:
@@ -77,7 +81,13 @@ def _math() -> Scorer:
             raise ValueError(f"the reference {sample.reference!r} is no mathematics")
         return float(verify(gold, parse(sample.text, parsing_timeout=None), timeout_seconds=None))
 
-    return score
+    def said(sample: Answered) -> str:
+        found = parse(sample.text, parsing_timeout=None)
+        if found and getattr(found[0], "is_real", False) and found[0].is_number:
+            return f"{float(found[0]):.10g}"  # 1/2 and 0.5 are one vote
+        return str(found[0]) if found else ""
+
+    return Scorer(score, said)
 
 
 def _marked(reference: str) -> str:
@@ -89,13 +99,23 @@ def _marked(reference: str) -> str:
 def _regex(pattern: str) -> Scorer:
     compiled = re.compile(pattern)
 
-    def score(sample: Answered) -> float:
-        *_, last = None, *compiled.finditer(sample.text)
-        if last is None or not compiled.groups:
-            return float(last is not None)
-        return float(last[1] is not None and exact_match(last[1], sample.reference))
+    def found(text: str) -> re.Match[str] | None:
+        *_, last = None, *compiled.finditer(text)
+        return last
 
-    return score
+    def said(sample: Answered) -> str:
+        match = found(sample.text)
+        return final_answer(match[compiled.groups] or "") if match else ""
+
+    def score(sample: Answered) -> float:
+        if not compiled.groups:
+            return float(found(sample.text) is not None)
+        match = found(sample.text)
+        return float(
+            match is not None and match[1] is not None and exact_match(match[1], sample.reference)
+        )
+
+    return Scorer(score, said)
 
 
 def _function(file: Path) -> Scorer:
@@ -127,4 +147,4 @@ def _function(file: Path) -> Scorer:
         )
         return float(value)
 
-    return score
+    return Scorer(score)

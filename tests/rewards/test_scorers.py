@@ -28,12 +28,12 @@ from student_trainer.rewards.scorers import make_scorer
     ],
 )
 def test_math_is_by_value(answer: str, reference: str, right: bool) -> None:
-    assert make_scorer(RewardConfig(type="math"))(Answered("", answer, reference)) == right
+    assert make_scorer(RewardConfig(type="math")).score(Answered("", answer, reference)) == right
 
 
 def test_math_without_a_reference_is_no_wrong_answer() -> None:
     with pytest.raises(ValueError, match="is no mathematics"):
-        make_scorer(RewardConfig(type="math"))(Answered("", "5", ""))
+        make_scorer(RewardConfig(type="math")).score(Answered("", "5", ""))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_math_without_a_reference_is_no_wrong_answer() -> None:
 )
 def test_regex(pattern: str, answer: str, value: float) -> None:
     scorer = make_scorer(RewardConfig(type="regex", pattern=pattern))
-    assert scorer(Answered("", answer, "4")) == value
+    assert scorer.score(Answered("", answer, "4")) == value
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,13 @@ def test_regex(pattern: str, answer: str, value: float) -> None:
         ("red", "the red, red house", 0.5),  # precision 1, recall 1/3
         ("", "red house", 0.0),
         ("blue", "red house", 0.0),
+        ("the blue one? #### The Red House!", "red house", 1.0),
     ],
 )
-def test_f1_of_words(answer: str, reference: str, value: float) -> None:
-    assert make_scorer(RewardConfig(type="f1"))(Answered("", answer, reference)) == value
+def test_words(answer: str, reference: str, value: float) -> None:
+    sample = Answered("", answer, reference)
+    assert make_scorer(RewardConfig(type="f1")).score(sample) == value
+    assert make_scorer(RewardConfig(type="word_match")).score(sample) == float(value == 1)
 
 
 def test_function_of_the_user(tmp_path: Path) -> None:
@@ -74,7 +77,7 @@ def test_function_of_the_user(tmp_path: Path) -> None:
         "    return HALF * len(answer) + (prompt == reference) + fields['bonus']\n"
     )
     scorer = make_scorer(RewardConfig(type="python", file=str(file)))
-    assert scorer(Answered("p", "four", "p", {"bonus": 10})) == 13.0
+    assert scorer.score(Answered("p", "four", "p", {"bonus": 10})) == 13.0
 
 
 @pytest.mark.parametrize(
@@ -89,3 +92,19 @@ def test_function_that_is_none(tmp_path: Path, source: str, said: str) -> None:
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(InvalidInput, match=r"^reward\.file: .*" + said):
         make_scorer(RewardConfig(type="python", file=str(tmp_path / "mine.py")))
+
+
+@pytest.mark.parametrize(
+    ("config", "answer", "vote"),
+    [
+        (RewardConfig(type="math"), r"so \boxed{\frac{1}{2}}", "0.5"),
+        (RewardConfig(type="math"), "nothing", ""),
+        (RewardConfig(type="math"), r"$x^2 + 1$", "x**2 + 1"),
+        (RewardConfig(type="exact_match"), "1, so #### 2,000", "2000"),
+        (RewardConfig(type="regex", pattern=r"is (\d+)"), "it is 3, it is 4!", "4"),
+        (RewardConfig(type="regex", pattern=r"is (\d+)"), "4", ""),
+        (RewardConfig(type="reasoning_gym:chain_sum"), "<answer> 12 </answer>.", "12"),
+    ],
+)
+def test_what_an_answer_votes_for(config: RewardConfig, answer: str, vote: str) -> None:
+    assert make_scorer(config).said(Answered("", answer)) == vote
