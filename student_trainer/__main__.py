@@ -9,7 +9,7 @@ import argparse
 import logging
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from clients.capture_config import CaptureJob
@@ -29,6 +29,7 @@ from student_trainer.preflight import (
     check_student,
     check_teacher,
 )
+from student_trainer.rewards import Rewards, make_rewards
 from student_trainer.stores import open_stores
 from student_trainer.trackers import check_trackers
 
@@ -99,9 +100,18 @@ def _attempt(
                 case OfflineJob():
                     assert stores is not None
                     check_live_teacher(teacher, config, stores.training)
-        from student_trainer.assembly import assemble
+        with _rewards(config) as rewards:
+            from student_trainer.assembly import assemble
 
-        return assemble(config, run, teachers, stores, progress, attempt, from_step).train()
+            return assemble(
+                config, run, teachers, stores, progress, attempt, from_step, rewards
+            ).train()
+
+
+def _rewards(config: AnyTraining) -> AbstractContextManager[Rewards | None]:
+    if not isinstance(config, RLJob) or config.reward is None:
+        return nullcontext()
+    return make_rewards(config.reward, processes=config.train.processes)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from student_trainer.courses import (
     load_examined,
     offline_course,
     on_policy_course,
-    rl_course,
 )
+from student_trainer.environments.retriever import make_retriever
 from student_trainer.metrics import open_metrics
 from student_trainer.model import Student, load_config, load_model, load_tokenizer, vocabulary
 from student_trainer.parallel import Replicated, Sharded, spread
@@ -37,9 +37,10 @@ from student_trainer.preflight import (
 )
 from student_trainer.processes import largest, make_accelerator
 from student_trainer.prompts import Prompt, PromptSet, load_prompts
-from student_trainer.rewards import make_rewards
-from student_trainer.rl_prompts import load_rl_prompts
 from student_trainer.provenance import write_environment
+from student_trainer.rewards import Rewards
+from student_trainer.rl_course import RLMaterial, rl_course
+from student_trainer.rl_prompts import load_rl_prompts
 from student_trainer.stores import Store, Stores, check_same_store
 from student_trainer.trainer import Parts, Trainer
 
@@ -54,15 +55,16 @@ def assemble(
     progress: Progress,
     attempt: int,
     from_step: int | None,
+    rewards: Rewards | None = None,
 ) -> Trainer:
     """A trainer that goes on from the newest good checkpoint (or `from_step`), or from the start.
 
-    `stores`: of an offline job. Raises a DistillError for everything that a user can mend, before
-    the first step.
+    `stores`: of an offline job; `rewards`: of one that has any. Raises a DistillError for
+    everything that a user can mend, before the first step.
     """
     disable_progress_bar()  # they would fill the log, at every checkpoint
     tokenizer = load_tokenizer(config.student)
-    make_course = _prepared(config, teachers, stores, tokenizer)
+    make_course = _prepared(config, teachers, stores, rewards, tokenizer)
     step, saved = _resumed(config, run, from_step)
     if stores is not None and saved is not None:
         check_same_store(stores.training, checkpoint.facts_of(saved))
@@ -79,6 +81,8 @@ def assemble(
     whole = Student(model, bf16=bf16, pack=stores is not None)
     student = spread(accelerator, whole, config.train.sharding)
     course = make_course(accelerator, student)
+    if course.anchor is not None and saved is not None:
+        checkpoint.load_anchor(saved, course.anchor)
     metrics = None
     if accelerator.is_main_process:
         write_environment(run, attempt=attempt, processes=accelerator.num_processes)
@@ -110,6 +114,7 @@ def _prepared(
     config: AnyTraining,
     teachers: Mapping[str, Connection],
     stores: Stores | None,
+    rewards: Rewards | None,
     tokenizer: Any,
 ) -> MakeCourse:
     """Reads and checks all data there is to a course, before any weight is loaded."""
@@ -133,13 +138,11 @@ def _prepared(
     check_length(config.method.max_prompt_tokens + config.method.max_new_tokens, "student", most)
     if isinstance(config, RLJob):
         asked = load_rl_prompts(config, tokenizer)
-        rewards = None
-        if config.reward is not None:
-            rewards = make_rewards(config.reward, processes=config.train.processes)
         _check_shares(config, len(asked.held_out))
-        return lambda accelerator, student: rl_course(
-            config, asked, teachers, rewards, accelerator, student, tokenizer
-        )
+        environment = config.environment
+        retriever = None if environment is None else make_retriever(environment)
+        material = RLMaterial(tokenizer, asked, teachers, rewards, retriever, most)
+        return lambda accelerator, student: rl_course(config, material, accelerator, student)
     prompts = _prompts(config, tokenizer)
     return lambda accelerator, student: on_policy_course(
         config, prompts, teachers, accelerator, student, tokenizer

@@ -1,4 +1,4 @@
-"""What a job learns from, and how it is examined: one function for each kind of job."""
+"""What a job learns from, and how it is examined: a function for each kind of distillation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from clients.config import DataConfig, JobConfig
 from clients.offline_config import OfflineJob
-from clients.rl_config import RLJob
+from student_trainer.anchor import Anchor
 from student_trainer.connections import AnyTraining, Connection
 from student_trainer.distillation import Objective
 from student_trainer.evaluate import Evaluation, Examination
@@ -21,22 +21,12 @@ from student_trainer.on_policy import Answers, OnPolicySteps
 from student_trainer.order import permutation
 from student_trainer.parallel import Replicated, Sharded
 from student_trainer.prompts import Prompt, PromptSet, load_prompts
-from student_trainer.rewards import Rewards
-from student_trainer.rl import RLSteps, Unscored
-from student_trainer.rl_objective import Pull, RLObjective
-from student_trainer.rl_prompts import RLPrompts
-from student_trainer.rl_rewards import Judged
 from student_trainer.rollouts import HuggingFaceRollouts
 from student_trainer.step import Objective as AnyObjective
 from student_trainer.step import Steps, one_update
 from student_trainer.stored import Mixture, StoredSteps, read
 from student_trainer.stores import Stores, without_copies
-from student_trainer.teachers import (
-    PendingRows,
-    RemoteTeacher,
-    TeachersByName,
-    TeacherSource,
-)
+from student_trainer.teachers import PendingRows, RemoteTeacher, TeachersByName
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +38,7 @@ class Course:
     objective: AnyObjective
     steps: Steps
     evaluation: Evaluation
-    anchor: Any = None
+    anchor: Anchor | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -63,7 +53,7 @@ def on_policy_course(
     """Reverse KL is over the student's top-k, forward KL over the teacher's."""
     objective = Objective.on_policy(config.method, tuple(config.teachers))
     student_head = objective.direction == "reverse"
-    rollouts = _rollouts(
+    rollouts = plain_rollouts(
         config,
         student,
         tokenizer,
@@ -89,55 +79,6 @@ def on_policy_course(
     return Course(objective, one_update(steps.of_step), evaluation)
 
 
-def rl_course(
-    config: RLJob,
-    prompts: RLPrompts,
-    teachers: Mapping[str, Connection],
-    rewards: Rewards | None,
-    accelerator: Accelerator,
-    student: Replicated | Sharded,
-    tokenizer: Any,
-) -> Course:
-    """Groups of answers, a reward for each, and a KL to the anchor, to a teacher, or to both."""
-    method = config.method
-    student_head = method.direction == "reverse"
-    # Without a head the sampled token is all that counts, but rows have one.
-    top_k = max(method.top_k, 1)
-    rollouts = _rollouts(config, student, tokenizer, top_k=top_k, temperature=method.temperature)
-    pulls = []
-    teacher: TeacherSource = Unscored()
-    if config.teacher is not None:
-        pulls.append(Pull("teacher", method.teacher_beta))
-        teacher = RemoteTeacher(
-            teachers[""].client,
-            top_k=None if student_head else top_k,
-            temperature=method.temperature,
-            f32=config.teacher.logprob_format == "f32",
-        )
-    anchor = None
-    if method.beta:
-        pulls.append(Pull("anchor", method.beta))
-    judged = None if rewards is None else Judged(rewards, tokenizer)
-    answers = Answers(student, rollouts, teacher, config.seed)
-    steps = RLSteps(config, accelerator, prompts, answers, judged, None)
-    objective = RLObjective(method, tuple(pulls), judged is not None and method.reward_weight > 0)
-    evaluation = Evaluation(
-        accelerator,
-        Objective(method.direction, "bucket+sampled", method.temperature),
-        steps.held_out if config.teacher is not None else list,
-        Examination(
-            prompts.held_out,
-            accelerator,
-            tokenizer,
-            rollouts,
-            matched=config.eval.metric == "exact_match",
-            judged=judged,
-        ),
-        tokens_per_micro_batch=config.train.tokens_per_micro_batch,
-    )
-    return Course(objective, steps.of_step, evaluation, anchor)
-
-
 def offline_course(
     config: OfflineJob,
     stores: Stores,
@@ -152,7 +93,7 @@ def offline_course(
     tail = method.tail or ("bucket+teacher_samples" if store.has_samples else "bucket")
     objective = Objective("forward", tail, store.temperature, method.cross_entropy)
     log.info("tail %s, temperature %g, top_k %d", tail, store.temperature, store.top_k)
-    rollouts = _rollouts(config, student, tokenizer, top_k=0, temperature=store.temperature)
+    rollouts = plain_rollouts(config, student, tokenizer, top_k=0, temperature=store.temperature)
     mixture = None
     if config.teacher is not None:
         teacher = RemoteTeacher(
@@ -217,7 +158,7 @@ def _split(config: OfflineJob, stores: Stores) -> tuple[NDArray[np.int64], NDArr
     return without_copies(stores.training, chosen, other or stores.training, held_out), held_out
 
 
-def _rollouts(
+def plain_rollouts(
     config: AnyTraining,
     student: Replicated | Sharded,
     tokenizer: Any,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from clients.rl_config import RLJob
 from protos.errors import DistillError
 from protos.rows import RowBlock
+from student_trainer.anchor import AnchorTeacher
 from student_trainer.losses.advantages import group_advantages
 from student_trainer.losses.aggregate import sequence_weights
 from student_trainer.on_policy import Answers
@@ -70,7 +71,7 @@ class RLSteps:
         prompts: RLPrompts,
         answers: Answers,
         judged: Judged | None,
-        anchor: Any,
+        anchor: AnchorTeacher | None,
     ) -> None:
         """`answers`: scored by the teacher, or by nobody; `judged`: None where nothing rewards."""
         self._method = config.method
@@ -121,6 +122,8 @@ class RLSteps:
         written: list[PendingRows] = []
         try:
             written = self._answers.gathered_to(asked, numbers)
+            if self._taught and self._anchor is not None and self._method.direction == "forward":
+                written = [_at_its_head(item) for item in written]
         except DistillError as error:
             fault = error
         raise_together(self._accelerator, fault)
@@ -137,7 +140,7 @@ class RLSteps:
         """With the anchor's rows: in the place of none, or besides the teacher's."""
         if self._anchor is None:
             return [(item, ()) for item in written]
-        blocks = self._anchor.score(_rollouts(written))
+        blocks = self._anchor.score_all(_rollouts(written))
         if self._taught:
             return [(item, (block,)) for item, block in zip(written, blocks, strict=True)]
         return [
@@ -161,6 +164,12 @@ class RLSteps:
                 scored, advantages.flatten().tolist(), kept.tolist(), weights.tolist(), strict=True
             )
         ]
+
+
+def _at_its_head(item: PendingRows) -> PendingRows:
+    """The anchor is asked at the ids that the teacher chose. Waits for them."""
+    head = torch.from_numpy(item.rows.result().head_ids).long()
+    return PendingRows(replace(cast(Rollout, item.sequence), head_ids=head), item.rows)
 
 
 def _rollouts(written: Sequence[PendingRows]) -> list[Rollout]:

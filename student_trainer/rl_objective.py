@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from clients.rl_config import RLConfig
+from clients.rl_config import RLConfig, RLJob
 from protos.rows import RowBlock
 from student_trainer.batches import Batch, ScoredSequence, make_batch, teacher_rows
 from student_trainer.distillation import counted
@@ -80,6 +80,15 @@ class RLObjective:
     method: RLConfig
     pulls: tuple[Pull, ...]
     rewarded: bool
+
+    @classmethod
+    def of(cls, job: RLJob) -> RLObjective:
+        """A rollout has the teacher's rows before the anchor's."""
+        method = job.method
+        teacher = [Pull("teacher", method.teacher_beta)] if job.teacher is not None else []
+        anchor = [Pull("anchor", method.beta)] if method.beta else []
+        rewarded = job.reward is not None and method.reward_weight > 0
+        return cls(method, (*teacher, *anchor), rewarded)
 
     @property
     def temperature(self) -> float:

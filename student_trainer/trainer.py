@@ -26,6 +26,7 @@ from clients.run_progress import Progress
 from protos.errors import Corrupt, DistillError
 from protos.failpoints import failpoint
 from student_trainer import checkpoint
+from student_trainer.anchor import Anchor
 from student_trainer.batches import ScoredSequence
 from student_trainer.evaluate import Evaluation
 from student_trainer.packing import micro_batches
@@ -49,7 +50,7 @@ class Parts:
     steps: Steps
     evaluation: Evaluation
     metrics: MetricsLog | None  # only in the main process
-    anchor: Any = None
+    anchor: Anchor | None = None
     facts: Mapping[str, str] = field(default_factory=dict)  # kept with every checkpoint
 
 
@@ -254,6 +255,7 @@ class Trainer:
             model=self._student.trained.model,
             tokenizer=self._tokenizer,
             optimizer=self._optimizer,
+            anchor=self._anchor,
             facts=self._facts,
             main=main,
         )
@@ -268,6 +270,7 @@ class Trainer:
             self._run.export,
             model=self._student.trained.model,
             tokenizer=self._tokenizer,
+            anchor=self._anchor,
             main=self._accelerator.is_main_process,
         )
         self._accelerator.wait_for_everyone()
