@@ -33,6 +33,7 @@ class Rollout(TokenSequence):
     queries: int = 0  # of the environment
     failed: bool = False  # the environment gave up: the student is not to blame
     fields: Mapping[str, Any] = field(default_factory=dict)  # of the prompt
+    text: str = ""  # of the prompt, as its data has it
 
     @property
     def places(self) -> Tensor:
@@ -107,4 +108,5 @@ def _rollout(prompt: Prompt, written: Written) -> Rollout:
         answer=prompt.answer,
         teacher=prompt.teacher,
         fields=prompt.fields,
+        text=prompt.text,
     )

@@ -177,4 +177,5 @@ class _Talk:
             queries=self.queries,
             failed=self.failed,
             fields=self.prompt.fields,
+            text=self.prompt.text,
         )
