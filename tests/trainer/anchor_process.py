@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from student_trainer import checkpoint
 from student_trainer.anchor import Anchor
 from student_trainer.parallel import local
+from tests.forks import Forks
 from tests.trainer import tiny
 from tests.trainer.anchors import move, rollouts, spread_student, teacher_of
 
 TAU, PERIOD = 0.9, 2
-# Imports, once for all processes.
-_FORKS = get_context("forkserver")
-_FORKS.set_forkserver_preload(["tests.trainer.anchor_process"])
 
 
 def work(out: Path, sharding: str, until: int, resumed: Path | None = None) -> Path:
@@ -60,33 +56,11 @@ def work(out: Path, sharding: str, until: int, resumed: Path | None = None) -> P
 
 def run(world: int, out: Path, sharding: str, until: int, resumed: Path | None = None) -> Path:
     """`work` in so many processes; the checkpoint."""
-    processes = [
-        _FORKS.Process(target=_enter, args=(rank, world, out, sharding, until, resumed))
-        for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    for process in processes:
-        process.kill()
-    assert [process.exitcode for process in processes] == [0] * world
+    forks = Forks(world, out.with_suffix(".group"), work, out, sharding, until, resumed)
+    assert forks.wait() == [0] * world
     return checkpoint.checkpoint_path(out, until)
 
 
 def said(out: Path) -> list[dict[str, Any]]:
     """What each process said, by rank."""
     return [json.loads(path.read_text()) for path in sorted(out.glob("rank-*.json"))]
-
-
-def _enter(rank: int, world: int, out: Path, *how: Any) -> None:
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ.update({name: str(value) for name, value in here.items()})
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    # By a file: no port that somebody else could take.
-    dist.init_process_group("gloo", init_method=f"file://{out}.group", rank=rank, world_size=world)
-    try:
-        work(out, *how)
-    finally:
-        dist.destroy_process_group()

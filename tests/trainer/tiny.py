@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from clients.config import JobConfig
 from clients.offline_config import OfflineJob
+from clients.rl_config import RLJob
 from student_trainer.pretrain import make_model, make_tokenizer
 from student_trainer.prompts import Prompt
 from student_trainer.tasks import addition
@@ -103,6 +104,35 @@ def offline_job(material: Material, store: Path, **changes: Any) -> OfflineJob:
         "track": {"tensorboard": False},
     }
     return OfflineJob.model_validate(_changed(values, changes))
+
+
+def rl_job(material: Material, **changes: Any) -> RLJob:
+    """Answers with a 1 in them are good: of a random student, some are. Two updates a step, of the
+    student, and one of the anchor.
+    """
+    plain = job(material)
+    values: dict[str, Any] = {
+        "student": {"model": str(material.student)},
+        "data": {"path": str(material.prompts)},
+        "reward": {"type": "regex", "pattern": "1"},
+        "anchor": {"tau": 0.8, "update_period": 2},
+        "max_steps": 12,
+        "method": {
+            "type": "rl",
+            "beta": 0.2,
+            "top_k": 4,
+            "rollouts_per_prompt": 4,
+            "updates_per_step": 2,
+            "max_prompt_tokens": 16,
+            "max_new_tokens": 6,
+            "temperature": 5.0,
+        },
+        "train": plain.train.model_dump(),
+        "eval": {"every": 4, "prompts": 8, "metric": "exact_match"},
+        "checkpoint": {"every": 4},
+        "track": {"tensorboard": False},
+    }
+    return RLJob.model_validate(_changed(values, changes))
 
 
 def _changed(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
