@@ -57,7 +57,6 @@ def teacher(
     """Score sequences with a model and stream the top-k rows to students."""
     # Before torch is imported: every thread of it reads this once.
     os.environ["OMP_NUM_THREADS"] = str(threads or os.environ.get("OMP_NUM_THREADS") or _half())
-    from protos.errors import InvalidInput
     from protos.server import read_endpoint
     from protos.tls import TlsFiles
     from teacher_service.cache_settings import CacheSettings
@@ -75,10 +74,7 @@ def teacher(
     tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
     start_logging(log_format, log_level)
     with _told_as_exit():
-        if no_cache and redis_url:
-            raise InvalidInput(
-                "with --no-cache no rows are kept", field="--redis-url", hint="give one of the two"
-            )
+        _check_cache(no_cache, redis_url)
         settings = Settings(
             engine=EngineSettings(
                 engine, model, dtype, device, batch_invariant, max_batch_tokens, vllm
@@ -89,6 +85,15 @@ def teacher(
             metrics=None if metrics_port is None else (metrics_host, metrics_port),
         )
         run(settings)
+
+
+def _check_cache(no_cache: bool, redis_url: str | None) -> None:
+    from protos.errors import InvalidInput
+
+    if no_cache and redis_url:
+        raise InvalidInput(
+            "with --no-cache no rows are kept", field="--redis-url", hint="give one of the two"
+        )
 
 
 @contextmanager
