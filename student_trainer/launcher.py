@@ -17,4 +17,9 @@ def is_main_process() -> bool:
 def end_with_launcher() -> None:
     """A rank of `accelerate launch` has a session of its own: a killed launcher must end it too."""
     if "RANK" in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
+
+
+def end_with_parent() -> None:
+    """However it ends, and at once."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

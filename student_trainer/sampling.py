@@ -64,12 +64,23 @@ class Sampler:
     """Samples with `model.generate`; the sampling itself is ours, so that it can be recorded."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, top_k: int, temperature: float, bf16: bool = False
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        top_k: int,
+        temperature: float,
+        top_p: float = 1.0,
+        bf16: bool = False,
     ) -> None:
-        """`model`: a transformers causal LM; `top_k` may be 0."""
+        """`model`: a transformers causal LM; `top_k` may be 0. `top_p`: tokens are drawn from the
+        likeliest ones that have this much probability together; what is recorded is the policy
+        before that.
+        """
         self._model = model
         self._top_k = top_k
         self._temperature = temperature
+        self._top_p = top_p
         self._bf16 = bf16
         self._ends = end_ids(model, tokenizer)
         self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
@@ -95,7 +106,7 @@ class Sampler:
         levels = None
         if noise is not None:
             levels = torch.nn.utils.rnn.pad_sequence(list(noise), batch_first=True).to(device)
-        recorder = _SamplingRecorder(self._top_k, self._temperature, levels)
+        recorder = _SamplingRecorder(self._top_k, self._temperature, self._top_p, levels)
         stop = _Stop(width, torch.tensor(limits, device=device), marks)
         own, self._model.generation_config = self._model.generation_config, self._config(limits)
         try:
@@ -162,9 +173,10 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
 class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
     """Samples by inverse CDF, records the policy, and leaves one token for a greedy `generate`."""
 
-    def __init__(self, top_k: int, temperature: float, noise: Tensor | None) -> None:
+    def __init__(self, top_k: int, temperature: float, top_p: float, noise: Tensor | None) -> None:
         self._top_k = top_k
         self._temperature = temperature
+        self._top_p = top_p
         self._noise = noise  # [B, tokens] uniform; None: take the most likely token
         self._heads: list[Tensor] = []
         self._logprobs: list[Tensor] = []
@@ -175,7 +187,10 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
             chosen = logprobs.argmax(1, keepdim=True)
         else:
             # float64: over 150k tokens a float32 sum loses what the unlikely ones add.
-            cumulative = logprobs.double().exp().cumsum(1)
+            probabilities = logprobs.double().exp()
+            if self._top_p < 1:
+                probabilities = nucleus(probabilities, self._top_p)
+            cumulative = probabilities.cumsum(1)
             level = self._noise[:, len(self._heads), None] * cumulative[:, -1:]
             chosen = torch.searchsorted(cumulative, level, right=True)
             chosen = chosen.clamp(max=scores.shape[1] - 1)
@@ -186,6 +201,15 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
     def recorded(self) -> tuple[Tensor, Tensor]:
         """head ids [B, L, k] and log-probs of the sampled tokens [B, L]."""
         return torch.stack(self._heads, 1).cpu(), torch.stack(self._logprobs, 1).cpu()
+
+
+def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """[B, V]: those of the likeliest tokens that have `top_p` together, zero for all others
+    (Holtzman et al., arXiv 1904.09751). The likeliest one always stays.
+    """
+    ordered, ids = probabilities.sort(1, descending=True)
+    likelier = ordered.cumsum(1) - ordered
+    return torch.zeros_like(probabilities).scatter_(1, ids, ordered * (likelier < top_p))
 
 
 def noise_of(number: int, seed: int, tokens: int) -> Tensor:

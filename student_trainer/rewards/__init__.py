@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ from student_trainer.rewards.judge import Judge, Unjudged
 from student_trainer.rewards.scorers import Scorer, make_scorer
 
 __all__ = ["Answered", "Rewards", "Scores", "make_rewards"]
+
+log = logging.getLogger(__name__)
 
 _MOST_JUDGES = 8
 # They look at a few characters of the answer and can neither hang nor raise.
@@ -55,7 +58,12 @@ class Rewards:
         values = np.array([np.nan if isinstance(o, _Fault) else o for o in outcomes], np.float64)
         if self._length is not None:
             values -= [length_penalty(sample.tokens, self._length) for sample in samples]
-        return Scores(values, tuple(str(o) for o in outcomes if isinstance(o, _Fault)))
+        faults = tuple(str(o) for o in outcomes if isinstance(o, _Fault))
+        if faults:
+            log.warning(
+                "%d of %d answers have no reward: one %s", len(faults), len(samples), faults[0]
+            )
+        return Scores(values, faults)
 
     def said(self, samples: Sequence[Answered]) -> list[str]:
         """What of each answer is its vote; "" where nothing is."""

@@ -1,0 +1,1 @@
+"""`distill eval`: models answer prompts many times, and a reward judges them."""

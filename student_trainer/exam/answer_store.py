@@ -1,0 +1,157 @@
+"""The answers of one model, on disk: whoever is killed goes on where it was.
+
+    settings.json       what decides the answers; other settings are refused
+    part-000001.parquet answers, in parts that are written as a whole or not at all
+    journal.jsonl       those of the part that is being filled, a line each as they come
+
+A line is in the system's hands before the next answer is waited for: a killed process loses no
+answer that it was given. One process at a time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow
+import pyarrow.parquet
+
+from protos.errors import InvalidInput, WrongState
+
+_ROWS_OF_A_PART = 4096
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer number `sample` to question number `prompt`; truncated: cut at the most tokens."""
+
+    prompt: int
+    sample: int
+    text: str
+    tokens: int
+    truncated: bool
+
+
+SCHEMA = pyarrow.schema(
+    [
+        ("prompt", pyarrow.int64()),
+        ("sample", pyarrow.int64()),
+        ("text", pyarrow.string()),
+        ("tokens", pyarrow.int64()),
+        ("truncated", pyarrow.bool_()),
+    ]
+)
+
+
+class AnswerStore:
+    """Owns the directory while it is open (a context manager)."""
+
+    def __init__(
+        self, path: Path, settings: Mapping[str, Any], *, rows_of_a_part: int = _ROWS_OF_A_PART
+    ) -> None:
+        """Raises InvalidInput for a directory of other settings, WrongState for one in use."""
+        path.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._rows = rows_of_a_part
+        self._lock = (path / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise WrongState(f"another evaluation is writing into {path}") from None
+        try:
+            self._check(settings)
+            self._answers = {(a.prompt, a.sample): a for a in self._stored()}
+            self._unwritten = [a for a in self._journaled() if self._is_new(a)]
+            self._journal: IO[bytes] = self._rewritten_journal()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def __enter__(self) -> AnswerStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._journal.close()
+        self._lock.close()
+
+    def __contains__(self, key: tuple[int, int]) -> bool:
+        """Whether (prompt, sample) was answered."""
+        return key in self._answers
+
+    def __getitem__(self, key: tuple[int, int]) -> Answer:
+        return self._answers[key]
+
+    def add(self, answer: Answer) -> None:
+        """Keep it: after this returns, no kill of this process loses it."""
+        if not self._is_new(answer):
+            return
+        self._journal.write(_line(answer))
+        self._unwritten.append(answer)
+        if len(self._unwritten) >= self._rows:
+            self.write_part()
+
+    def write_part(self) -> None:
+        """Move what is in the journal into a Parquet file."""
+        if self._unwritten:
+            table = pyarrow.Table.from_pylist(list(map(asdict, self._unwritten)), SCHEMA)
+            write_parquet(table, self._path / f"part-{len(self._parts()) + 1:06}.parquet")
+            self._unwritten = []
+        # A kill before this leaves answers in both: the second copy is passed over when read.
+        self._journal.truncate(0)
+
+    def _is_new(self, answer: Answer) -> bool:
+        return self._answers.setdefault((answer.prompt, answer.sample), answer) is answer
+
+    def _parts(self) -> list[Path]:
+        return sorted(self._path.glob("part-*.parquet"))
+
+    def _stored(self) -> Iterator[Answer]:
+        for part in self._parts():
+            for row in pyarrow.parquet.read_table(part).to_pylist():
+                yield Answer(**row)
+
+    def _journaled(self) -> Iterator[Answer]:
+        file = self._path / "journal.jsonl"
+        for line in file.read_bytes().splitlines(keepends=True) if file.exists() else ():
+            if line.endswith(b"\n"):  # the last one may be half of one
+                yield Answer(**json.loads(line))
+
+    def _rewritten_journal(self) -> IO[bytes]:
+        fresh = self._path / "journal.jsonl.tmp"
+        fresh.write_bytes(b"".join(map(_line, self._unwritten)))
+        file = fresh.replace(self._path / "journal.jsonl")
+        return file.open("ab", buffering=0)
+
+    def _check(self, settings: Mapping[str, Any]) -> None:
+        file = self._path / "settings.json"
+        if not file.exists():
+            fresh = file.with_suffix(".tmp")
+            fresh.write_text(json.dumps(settings, indent=2) + "\n")
+            fresh.replace(file)
+        found = json.loads(file.read_text())
+        other = [key for key in settings if found.get(key) != settings[key]]
+        if other:
+            key = other[0]
+            raise InvalidInput(
+                f"{self._path} holds answers of another {key}: {found.get(key)}, not"
+                f" {settings[key]}",
+                field="--out",
+                hint="give another directory, or the settings that it was made with",
+            )
+
+
+def write_parquet(table: pyarrow.Table, file: Path) -> None:
+    """As a whole or not at all."""
+    fresh = file.with_suffix(".tmp")
+    pyarrow.parquet.write_table(table, fresh)
+    os.replace(fresh, file)
+
+
+def _line(answer: Answer) -> bytes:
+    return json.dumps(asdict(answer)).encode() + b"\n"

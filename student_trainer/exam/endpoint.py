@@ -1,0 +1,179 @@
+"""Answers of an OpenAI-compatible server, many requests at once.
+
+A request is made again, after a growing and jittered pause, where another try may help: no
+connection, an answer cut short, 408, 429 or 5xx. Anything else ends the evaluation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from clients.exam_config import ExamConfig
+from protos.errors import (
+    DistillError,
+    Forbidden,
+    InvalidInput,
+    NotFound,
+    TimedOut,
+    Unauthenticated,
+    Unavailable,
+)
+from student_trainer.exam.answer_store import Answer
+from student_trainer.exam.questions import Question
+
+API_KEY = "OPENAI_API_KEY"
+TRIES = 8
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 30.0
+_REFUSALS: Mapping[int, type[DistillError]] = {
+    401: Unauthenticated,
+    403: Forbidden,
+    404: NotFound,
+}
+
+Keep = Callable[[Answer], None]
+Ask = tuple[Question, int]
+
+
+class Endpoint:
+    """One model of the server."""
+
+    def __init__(self, config: ExamConfig, model: str) -> None:
+        """The key, if there is one, is the environment's: $OPENAI_API_KEY."""
+        assert config.endpoint is not None, "the command asks for it"
+        self._config = config
+        self._model = model
+        self._chat = config.api == "chat"
+        path = "/chat/completions" if self._chat else "/completions"
+        self._url = config.endpoint.rstrip("/") + path
+
+    def answer(self, asked: Sequence[Ask], keep: Keep) -> None:
+        """Hands each answer to `keep` as it comes. Raises DistillError; what was kept is kept."""
+        try:
+            asyncio.run(self._answer(asked, keep))
+        except ExceptionGroup as group:
+            # Several requests may find the same fault at once: one of them tells it.
+            faults = group.subgroup(DistillError)
+            raise (faults or group).exceptions[0] from None
+
+    async def _answer(self, asked: Sequence[Ask], keep: Keep) -> None:
+        waiting = iter(asked)
+        width = min(self._config.in_flight, len(asked))
+        key = os.environ.get(API_KEY)
+        async with (
+            httpx.AsyncClient(
+                headers={"Authorization": f"Bearer {key}"} if key else None,
+                timeout=httpx.Timeout(self._config.patience_seconds, pool=None),
+                limits=httpx.Limits(max_connections=width, max_keepalive_connections=width),
+            ) as client,
+            asyncio.TaskGroup() as tasks,
+        ):
+            for _ in range(width):
+                tasks.create_task(self._work(client, waiting, keep))
+
+    async def _work(self, client: httpx.AsyncClient, waiting: Iterator[Ask], keep: Keep) -> None:
+        for question, sample in waiting:
+            keep(await self._asked(client, question, sample))
+
+    async def _asked(self, client: httpx.AsyncClient, question: Question, sample: int) -> Answer:
+        body = self._body(question, sample)
+        for attempt in range(TRIES):
+            pause = min(FIRST_PAUSE_SECONDS * 2**attempt, LONGEST_PAUSE_SECONDS)
+            try:
+                response = await client.post(self._url, json=body)
+            except httpx.InvalidURL as error:
+                raise InvalidInput(f"is no address: {error}", field="--endpoint") from error
+            except httpx.TransportError as error:
+                fault = self._unreachable(error)
+            else:
+                if response.status_code == 200:
+                    return self._read(response, question, sample)
+                fault = self._refusal(response)
+                pause = max(pause, _retry_after(response))
+            if not isinstance(fault, Unavailable | TimedOut):
+                raise fault
+            if attempt + 1 < TRIES:
+                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+        raise fault
+
+    def _body(self, question: Question, sample: int) -> dict[str, Any]:
+        text: dict[str, Any] = {"prompt": question.text}
+        if self._chat:
+            text = {"messages": [{"role": "user", "content": question.text}]}
+        config = self._config
+        return {
+            "model": self._model,
+            **text,
+            "max_tokens": config.max_tokens,
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "seed": seed_of(config.seed, question.number, sample),
+        }
+
+    def _read(self, response: httpx.Response, question: Question, sample: int) -> Answer:
+        try:
+            document = response.json()
+            choice = document["choices"][0]
+            text = choice["message"]["content"] if self._chat else choice["text"]
+            return Answer(
+                prompt=question.number,
+                sample=sample,
+                text=str(text or ""),
+                tokens=int(document["usage"]["completion_tokens"]),
+                truncated=choice["finish_reason"] == "length",
+            )
+        except (ValueError, LookupError, TypeError) as error:
+            raise InvalidInput(
+                f"{self._url} gave no completion: {_line(response.text)}",
+                field="--endpoint",
+                hint="it must be that of an OpenAI-compatible server",
+            ) from error
+
+    def _unreachable(self, error: httpx.TransportError) -> DistillError:
+        what = str(error) or type(error).__name__
+        if isinstance(error, httpx.TimeoutException):
+            return TimedOut(
+                f"{self._url} gave no answer in {self._config.patience_seconds:g} s",
+                hint="raise --patience, or lower --in-flight; the same command goes on",
+            )
+        return Unavailable(
+            f"{self._url} cannot be reached: {what}", hint="the same command goes on"
+        )
+
+    def _refusal(self, response: httpx.Response) -> DistillError:
+        status = response.status_code
+        told = f"{self._url} answered {status}: {_line(response.text)}"
+        if status in (408, 429) or status >= 500:
+            return Unavailable(told, hint="the same command goes on")
+        if status in (401, 403):
+            return _REFUSALS[status](told, hint=f"the key is read from ${API_KEY}")
+        if status == 404:
+            return NotFound(
+                told, field="MODEL", hint="name a model as the server does (/v1/models)"
+            )
+        hint = "a model without a chat template needs --api completions" if self._chat else ""
+        return InvalidInput(told, field="--endpoint", hint=hint)
+
+
+def seed_of(seed: int, prompt: int, sample: int) -> int:
+    """Another one for each answer; within 31 bits, which every server takes."""
+    return (seed * 1_000_003 + prompt * 8191 + sample) % (1 << 31)
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """What the server asks for, within reason; dates are not understood."""
+    try:
+        return min(max(float(response.headers.get("Retry-After", "0")), 0.0), 60.0)
+    except ValueError:
+        return 0.0
+
+
+def _line(text: str) -> str:
+    shown = " ".join(text.split())
+    return shown if len(shown) <= 300 else shown[:297] + "..."

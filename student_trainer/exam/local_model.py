@@ -1,0 +1,76 @@
+"""Answers of a model in a Hugging Face directory, generated here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from clients.config import StudentConfig
+from clients.exam_config import ExamConfig
+from clients.token_ids import prompt_ids
+from protos.errors import InvalidInput
+from student_trainer.exam.answer_store import Answer
+from student_trainer.exam.endpoint import seed_of
+from student_trainer.exam.questions import Question
+from student_trainer.model import load_model, load_tokenizer
+from student_trainer.sampling import Sampler, noise_of
+
+_TOKENS_OF_A_BATCH = 65536
+
+
+class LocalModel:
+    """On a GPU in bfloat16, as servers do it, otherwise in float32."""
+
+    def __init__(self, config: ExamConfig, model: str) -> None:
+        """Raises InvalidInput where there is no usable model."""
+        student = StudentConfig(model=model)
+        self._config = config
+        try:
+            self._tokenizer = load_tokenizer(student)
+            loaded = load_model(student).eval()
+        except InvalidInput as error:
+            raise InvalidInput(error.message, field="MODEL", hint=error.hint) from error
+        if torch.cuda.is_available():
+            loaded = loaded.to("cuda", torch.bfloat16)
+        self._sampler = Sampler(
+            loaded,
+            self._tokenizer,
+            top_k=0,
+            temperature=config.temperature or 1.0,
+            top_p=config.top_p,
+        )
+
+    def answer(self, asked: Sequence[tuple[Question, int]], keep: Callable[[Answer], None]) -> None:
+        """Hands each answer to `keep` as its batch is done. What is sampled for an answer is
+        decided by the seed and its numbers, whatever else is in the batch.
+        """
+        encoded: dict[int, torch.Tensor] = {}
+        for question, _ in asked:
+            if question.number not in encoded:
+                encoded[question.number] = torch.tensor(
+                    prompt_ids(self._tokenizer, question.text), dtype=torch.long
+                )
+        waiting = sorted(asked, key=lambda one: -len(encoded[one[0].number]))
+        most = self._config.max_tokens
+        while waiting:
+            longest = len(encoded[waiting[0][0].number]) + most
+            size = max(1, _TOKENS_OF_A_BATCH // longest)
+            batch, waiting = waiting[:size], waiting[size:]
+            self._batch(batch, [encoded[question.number] for question, _ in batch], keep)
+
+    def _batch(
+        self,
+        asked: Sequence[tuple[Question, int]],
+        before: Sequence[torch.Tensor],
+        keep: Callable[[Answer], None],
+    ) -> None:
+        most = self._config.max_tokens
+        noise = None
+        if self._config.temperature > 0:
+            seeds = [seed_of(self._config.seed, question.number, n) for question, n in asked]
+            noise = [noise_of(seed, 0, most) for seed in seeds]
+        written = self._sampler.write(before, [most] * len(asked), noise)
+        for (question, sample), one in zip(asked, written, strict=True):
+            text = str(self._tokenizer.decode(one.token_ids, skip_special_tokens=True))
+            keep(Answer(question.number, sample, text, len(one.token_ids), not one.ended))

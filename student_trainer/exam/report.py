@@ -1,0 +1,130 @@
+"""From answers to what they say of a model: judged, kept as one table, and summed up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+from numpy.typing import NDArray
+
+from student_trainer.exam.answer_store import Answer, write_parquet
+from student_trainer.exam.questions import Question
+from student_trainer.exam.scores import estimate, majority, pass_at_k
+from student_trainer.rewards import Answered, Rewards
+
+# An answer is right from this reward on; rewards of a user's own may be of any size.
+RIGHT = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """The answers to P prompts, n to each. reward [P, n] float64, NaN where there is none."""
+
+    questions: Sequence[Question]
+    answers: Sequence[Sequence[Answer]]
+    reward: NDArray[np.float64]
+    votes: Sequence[Sequence[str]]
+
+    @property
+    def right(self) -> NDArray[np.bool_]:
+        """[P, n]; an answer that could not be judged is not right."""
+        return np.nan_to_num(self.reward) >= RIGHT
+
+
+def judge(
+    questions: Sequence[Question], answers: Sequence[Sequence[Answer]], rewards: Rewards
+) -> Judged:
+    """answers[i] are those to questions[i], equally many."""
+    samples = [
+        Answered(question.text, answer.text, question.reference, question.fields, answer.tokens)
+        for question, those in zip(questions, answers, strict=True)
+        for answer in those
+    ]
+    values = rewards(samples).values.reshape(len(questions), -1)
+    said = iter(rewards.said(samples))
+    votes = [[next(said) for _ in those] for those in answers]
+    return Judged(questions, answers, values, votes)
+
+
+def save(judged: Judged, file: Path) -> None:
+    """Every answer with its reward, as Parquet."""
+    rows = [
+        {
+            "prompt": question.number,
+            "sample": answer.sample,
+            "question": question.text,
+            "reference": question.reference,
+            "text": answer.text,
+            "tokens": answer.tokens,
+            "truncated": answer.truncated,
+            "vote": vote,
+            "reward": None if np.isnan(reward) else float(reward),
+        }
+        for question, those, votes, values in zip(
+            judged.questions, judged.answers, judged.votes, judged.reward, strict=True
+        )
+        for answer, vote, reward in zip(those, votes, values, strict=True)
+    ]
+    write_parquet(pyarrow.Table.from_pylist(rows), file)
+
+
+def summary(name: str, judged: Judged, first: Judged | None) -> dict[str, Any]:
+    """The row of a model. `first`: the model it is compared with, on the same prompts."""
+    right = judged.right
+    n = right.shape[1]
+    tokens = np.array([[answer.tokens for answer in those] for those in judged.answers], float)
+    cut = np.array([[answer.truncated for answer in those] for those in judged.answers], float)
+    passed = {f"pass@{k}": asdict(estimate(pass_at_k(right, k))) for k in _ks(n)}
+    row: dict[str, Any] = {
+        "model": name,
+        "prompts": len(right),
+        "samples": n,
+        **passed,
+        f"maj@{n}": asdict(estimate(majority(judged.votes, right))),
+        "reward": asdict(estimate(np.nan_to_num(judged.reward).mean(1))),
+        "tokens": asdict(estimate(tokens.mean(1))),
+        "truncated": float(cut.mean()),
+        "errors": int(np.isnan(judged.reward).sum()),
+    }
+    if first is not None:
+        gain = pass_at_k(right, 1) - pass_at_k(first.right, 1)
+        row["gain"] = asdict(estimate(gain))
+    return row
+
+
+def cells(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, str]:
+    """A row as a person reads it: shares in percent, intervals in brackets."""
+    return {column: _cell(column, row.get(column, "")) for column in columns}
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a person is shown: of the many pass@k the first and the last."""
+    names = [name for name in rows[0] if name.startswith("pass@")]
+    shown = ["model", *dict.fromkeys((names[0], names[-1]))]
+    if len(rows) > 1:
+        shown.append("gain")
+    votes = [name for name in rows[0] if name.startswith("maj@") and name != "maj@1"]
+    return [*shown, *votes, "tokens", "truncated", "errors"]
+
+
+def _cell(column: str, value: Any) -> str:
+    match value:
+        case {"mean": mean, "low": low, "high": high} if column == "tokens":
+            return f"{mean:.0f} [{low:.0f}, {high:.0f}]"
+        case {"mean": mean, "low": low, "high": high}:
+            sign = "+" if column == "gain" else ""
+            return f"{100 * mean:{sign}.1f} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
+        case float():
+            return f"{100 * value:.1f}"
+        case _:
+            return str(value)
+
+
+def _ks(n: int) -> list[int]:
+    """1, 2, 4, ... up to n, and n."""
+    powers = [1 << bit for bit in range(n.bit_length()) if 1 << bit <= n]
+    return sorted({*powers, n})
