@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from protos.failpoints import failpoint
 from protos.rows import RowBlock
 from student_trainer.batches import ScoredSequence, make_batch
 from student_trainer.packing import micro_batches
@@ -53,6 +54,7 @@ class Anchor:
             for copy, learned in self._pairs():
                 # Where the two are the same, so they remain: no rounding adds up.
                 copy.lerp_(learned, 1 - self._tau)
+        failpoint("anchor-moved")
         self.version += 1
 
     @contextmanager

@@ -1,0 +1,70 @@
+"""`kill -9` of one of two processes that learn from rewards, anywhere, as often as DISTILL_REPEATS
+says (2): curve, weights and anchor come to the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from clients.run_directory import RunDirectory
+from tests.end_to_end.forked_trainer import attempt, finish
+from tests.end_to_end.processes import metrics_of, new_run
+
+if TYPE_CHECKING:
+    from tests.trainer.tiny import Material
+
+REPEATS = int(os.environ.get("DISTILL_REPEATS", "2"))
+# Moments of a step, and how many of each an attempt may live to see: at most two steps' worth.
+IN_STEPS = {"gradients-ready": 4, "anchor-moved": 4, "step-done": 2}
+# Only the first process writes.
+IN_SAVES = {"metrics-written": 2, "checkpoint-filled": 1, "checkpoint-renamed": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_killed_as_often_as_one_likes(material: Material, sharding: str, tmp_path: Path) -> None:
+    from tests.trainer.tiny import curve, rl_job
+
+    config = rl_job(
+        material,
+        max_steps=2 + 2 * REPEATS,
+        train__processes=2,
+        train__sharding=sharding,
+        checkpoint__every=2,
+    )
+    undisturbed = finish(new_run(tmp_path / "undisturbed", config))
+    run = new_run(tmp_path / "run", config)
+    numbers = random.Random(0)
+    executed: set[tuple[int, int]] = set()
+    for number in range(1, REPEATS + 1):
+        dying = numbers.randrange(2)
+        moments = IN_STEPS if dying else IN_STEPS | IN_SAVES
+        name = numbers.choice(sorted(moments))
+        spec = f"{name}:kill:{numbers.randint(1, moments[name])}"
+        assert attempt(run, number, dying, spec)[dying] == -signal.SIGKILL, spec
+        executed |= {(line["attempt"], line["step"]) for line in metrics_of(run)}
+    finish(run, REPEATS + 1)
+    executed |= {(line["attempt"], line["step"]) for line in metrics_of(run)}
+    print(f"{REPEATS} kills; {len(executed) - config.max_steps - 1} steps were done again")
+    assert curve(metrics_of(run)) == curve(metrics_of(undisturbed))
+    assert files(run) == files(undisturbed)
+    newest = f"step-{config.max_steps:06d}"
+    assert Path(newest, "anchor.safetensors") in files(run)
+    assert Path("anchor", "model.safetensors") in files(run)
+
+
+def files(run: RunDirectory) -> dict[Path, bytes]:
+    """Of all checkpoints that are kept, and of the export."""
+    roots = (run.checkpoints, run.export)
+    return {
+        path.relative_to(root): path.read_bytes()
+        for root in roots
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
