@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from clients.config import Count, Name, StudentConfig, TeacherConfig, _Table
+from clients.config import (
+    Count,
+    Name,
+    Priority,
+    ResourcesConfig,
+    StudentConfig,
+    TeacherConfig,
+    _Table,
+)
 
 
 class CaptureTeacher(TeacherConfig):
@@ -117,6 +125,9 @@ class CaptureJob(_Table):
     """For people; the job's id is made from it."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Of the tail samples."""
+    resources: ResourcesConfig = ResourcesConfig()
+    priority: Priority = 0
+    """In a server's queue: higher ones start first, equal ones as they came."""
 
     @property
     def max_steps(self) -> int:

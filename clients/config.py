@@ -185,6 +185,18 @@ class TrackConfig(_Table):
     """trackio, on this machine's disk: `trackio show` is its dashboard."""
 
 
+class ResourcesConfig(_Table):
+    """What the job takes of a server's machine while it runs; `distill run` does not ask."""
+
+    gpus: Annotated[int, Field(ge=0, le=1024)] | None = None
+    """GPUs that no other job of the server sees; by default one for each process."""
+    cpus: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """CPU threads of all processes together; by default the server's `--threads-per-job`."""
+
+
+Priority = Annotated[int, Field(ge=-100, le=100)]
+
+
 class TrainingJob(_Table):
     """What every kind of training has."""
 
@@ -199,6 +211,9 @@ class TrainingJob(_Table):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     track: TrackConfig = TrackConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+    priority: Priority = 0
+    """In a server's queue: higher ones start first, equal ones as they came."""
 
 
 class JobConfig(TrainingJob):

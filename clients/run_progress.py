@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from clients.fence import require_unfenced
 from clients.run_directory import RunDirectory, Status, Verdict
 from protos.errors import DistillError, ExitCode
 
@@ -71,6 +72,7 @@ class Progress:
         self._status = status
         self._written = time.monotonic()
         if self._main:
+            require_unfenced()
             self._run.write_status(status)
 
 

@@ -37,13 +37,33 @@ def serve(
     tls_key: TlsKeyOption = None,
     tls_client_ca: TlsClientCaOption = None,
     insecure: InsecureOption = False,
-    slots: Annotated[int, typer.Option(help="Jobs that run at once.", min=1)] = 1,
-    threads_per_job: Annotated[
-        int, typer.Option(help="CPU threads of a job; 0: half of the CPUs, shared.", min=0)
+    slots: Annotated[
+        int | None,
+        typer.Option(help="Jobs that run at once; by default one for each of --gpus.", min=1),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(help="Divide so many GPUs among the jobs; without it each sees all.", min=0),
+    ] = None,
+    cpus: Annotated[
+        int, typer.Option(help="CPU threads of all jobs; 0: enough for every slot.", min=0)
     ] = 0,
+    threads_per_job: Annotated[
+        int,
+        typer.Option(
+            help="CPU threads of a job that asks for none; 0: half of the CPUs, shared.", min=0
+        ),
+    ] = 0,
+    most_queued: Annotated[
+        int, typer.Option(help="Queued jobs beyond which no more are taken.", min=1)
+    ] = 10_000,
     retries: Annotated[
         int, typer.Option(help="How often a job whose trainer died is started again.", min=0)
-    ] = 1,
+    ] = 3,
+    backoff: Annotated[
+        float,
+        typer.Option(help="Seconds before the first retry; doubled each time, to 360.", min=0),
+    ] = 10.0,
     dashboard: Annotated[
         int | None,
         typer.Option(
@@ -55,6 +75,7 @@ def serve(
     ] = None,
 ) -> None:
     """Accept distillation jobs, run them, and tell how they fare."""
+    from distill_server.machine import Machine, visible_gpus
     from distill_server.runner import LocalRunner
     from distill_server.scheduler import Policy
     from distill_server.server import run_server
@@ -62,17 +83,24 @@ def serve(
     from protos.tls import TlsFiles
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    share = max(1, (os.cpu_count() or 1) // 2 // slots)
+    jobs = slots or gpus or 1
+    share = max(1, (cpus or (os.cpu_count() or 1) // 2) // jobs)
     tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
     try:
+        machine = Machine(
+            slots=jobs,
+            cpus_per_job=threads_per_job or share,
+            cpus=cpus,
+            gpus=None if gpus is None else visible_gpus(gpus),
+        )
         endpoint = read_endpoint(host, port, token_file, tls, insecure=insecure)
         asyncio.run(
             run_server(
                 runs,
                 dashboard=None if dashboard is None else _dashboard(dashboard, tls),
                 endpoint=endpoint,
-                runner=LocalRunner(threads_per_job=threads_per_job or share),
-                policy=Policy(slots=slots, retries=retries),
+                runner=LocalRunner(),
+                policy=Policy(machine, most_queued, retries, backoff),
                 on_ready=lambda bound: print(
                     f"server listening on {endpoint.address(bound)}", flush=True
                 ),

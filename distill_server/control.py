@@ -14,8 +14,9 @@ from clients.run_directory import Control, RunDirectory, fsync_directory
 from clients.run_id import run_ids
 from distill_server.artifacts import require_files
 from distill_server.job_file import parse_config
+from distill_server.machine import ONE_JOB, Machine
 from distill_server.store import Attempt, Change, Store
-from protos.errors import InvalidInput, NotFound, Unavailable, WrongState
+from protos.errors import InvalidInput, NotFound, Overloaded, Unavailable, WrongState
 from protos.failpoints import failpoint
 
 _KEY_CHARS = 200
@@ -26,13 +27,25 @@ _TEXT_CHARS = 256 << 10
 class JobControl:
     """The wishes of people, turned into changes of the store; `wake` tells the scheduler."""
 
-    def __init__(self, store: Store, runs: Path, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        runs: Path,
+        wake: Callable[[], None],
+        machine: Machine = ONE_JOB,
+        most_queued: int = 10_000,
+    ) -> None:
         self._store = store
         self._runs = runs
         self._wake = wake
+        self._machine = machine
+        self._most_queued = most_queued
 
     def submit(self, config_json: str, config_text: str, idempotency_key: str) -> Job:
-        """Queue a job; the same key returns the same job. Raises InvalidInput with the field."""
+        """Queue a job; the same key returns the same job.
+
+        Raises InvalidInput with the field, Overloaded when the queue is full.
+        """
         for field, text in (("config_json", config_json), ("config_text", config_text)):
             if len(text) > _TEXT_CHARS:
                 raise InvalidInput(f"longer than {_TEXT_CHARS} characters", field=field)
@@ -42,6 +55,8 @@ class JobControl:
             raise InvalidInput(f"longer than {_KEY_CHARS} characters", field="idempotency_key")
         if idempotency_key and (known := self._store.submitted(idempotency_key, resolved)):
             return known
+        self._machine.require_room(config)
+        self._require_place()
         job_id = self._new_id(config.method.type, config.name)
         try:
             # The directory first: a job that was acknowledged always has one.
@@ -95,6 +110,7 @@ class JobControl:
         config = self._extended(job, max_steps) if max_steps else None
         if from_step:
             self._require_checkpoint(job, from_step)
+        self._require_place()
         resumed = self._store.queue_again(
             job.id,
             Attempt(job.attempt + 1, from_step=from_step or None),
@@ -105,6 +121,14 @@ class JobControl:
         failpoint("resume-stored")
         self._wake()
         return resumed
+
+    def _require_place(self) -> None:
+        if self._store.queue_length() >= self._most_queued:
+            raise Overloaded(
+                f"{self._most_queued} jobs are queued, and the server takes no more",
+                hint="wait until some have started, cancel some, or start it with more"
+                " --most-queued",
+            )
 
     def _make_run(self, job_id: str, config: AnyJob, config_text: str) -> None:
         with _disk():

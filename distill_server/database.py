@@ -11,8 +11,7 @@ from pathlib import Path
 
 from protos.errors import Corrupt, Unavailable, WrongState
 
-_VERSION = 1
-_SCHEMA = """
+_FIRST_SCHEMA = """
 CREATE TABLE jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT,  -- the order of submission
     id TEXT NOT NULL UNIQUE,
@@ -61,6 +60,15 @@ CREATE TABLE submissions (
     config_sha256 TEXT NOT NULL
 ) WITHOUT ROWID;
 """
+_RESOURCES = """
+ALTER TABLE jobs ADD COLUMN priority INTEGER NOT NULL DEFAULT 0;  -- higher ones start first
+DROP INDEX jobs_by_state;
+CREATE INDEX jobs_by_state ON jobs (state, priority DESC, place);
+ALTER TABLE attempts ADD COLUMN cpus INTEGER NOT NULL DEFAULT 0;  -- threads it was given
+ALTER TABLE attempts ADD COLUMN gpus TEXT;  -- with commas between; NULL: they are not divided
+"""
+# What makes version n of the schema out of n - 1. Never change one that was released: add one.
+_STEPS = (_FIRST_SCHEMA, _RESOURCES)
 
 
 @contextmanager
@@ -131,11 +139,22 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
+    _migrate(connection, path)
+
+
+def _migrate(connection: sqlite3.Connection, path: Path) -> None:
+    """To the newest schema, step by step, each as a whole: a server that dies in one repeats it."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version == 0:
-        connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
-    elif version != _VERSION:
+    if version > len(_STEPS):
         raise WrongState(
-            f"{path} has schema {version}, this server reads {_VERSION}",
+            f"{path} has schema {version}, this server reads {len(_STEPS)}",
             hint="run the version of the server that made it",
         )
+    for number, step in enumerate(_STEPS[version:], start=version + 1):
+        try:
+            connection.executescript(f"BEGIN; {step} PRAGMA user_version = {number}; COMMIT;")
+        except sqlite3.OperationalError as error:
+            _roll_back(connection)
+            raise Unavailable(
+                f"{path} cannot be brought to schema {number}: {error}", hint="is its disk full?"
+            ) from error

@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from clients.fence import VARIABLE as FENCE
+from clients.fence import raise_fence
 from clients.launch import trainer_command
 from clients.run_directory import RunDirectory
+from distill_server.machine import Share
 from distill_server.process import (
     Identity,
     boot_id,
@@ -86,8 +89,7 @@ class CommandFactory(Protocol):
 class LocalRunner:
     """Trainers as processes of this machine. One instance per server."""
 
-    def __init__(self, *, threads_per_job: int, command: CommandFactory = trainer_command) -> None:
-        self._threads = threads_per_job
+    def __init__(self, *, command: CommandFactory = trainer_command) -> None:
         self._command = command
         # Shims this server started: they must be waited for, or they stay zombies.
         self._children: dict[Path, subprocess.Popen[bytes]] = {}
@@ -95,9 +97,16 @@ class LocalRunner:
         self._claimed_since: dict[Path, float] = {}
 
     def start(
-        self, run: RunDirectory, *, attempt: int, processes: int, from_step: int | None
+        self,
+        run: RunDirectory,
+        *,
+        attempt: int,
+        processes: int,
+        from_step: int | None,
+        share: Share,
     ) -> None:
         """Launch the shim of one attempt; raises OSError when the machine cannot."""
+        fence = raise_fence(run.path, attempt)
         log = run.log_file(attempt)
         log.parent.mkdir(parents=True, exist_ok=True)
         self._started.add(log.parent)
@@ -106,7 +115,7 @@ class LocalRunner:
         with log.open("ab") as output:
             self._children[log.parent] = subprocess.Popen(
                 [*shim, "--", *argv],
-                env=trainer_environment(os.environ, self._threads // processes),
+                env={**trainer_environment(os.environ, share, processes), FENCE: fence},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -152,14 +161,19 @@ class LocalRunner:
         self._children = {d: c for d, c in self._children.items() if c.poll() is None}
 
 
-def trainer_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
-    """What of the server's environment a trainer may see, and its thread count."""
+def trainer_environment(
+    environment: Mapping[str, str], share: Share, processes: int
+) -> dict[str, str]:
+    """What of the server's environment a trainer may see, and its share of the machine."""
     allowed = {
         name: value
         for name, value in environment.items()
         if name in _ALLOWED or name.startswith(_ALLOWED_PREFIXES)
     }
-    return {**allowed, "OMP_NUM_THREADS": str(max(1, threads)), "PYTHONUNBUFFERED": "1"}
+    if share.gpus is not None:
+        allowed["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
+    threads = max(1, share.cpus // processes)
+    return {**allowed, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
 
 
 def _exit_of(directory: Path) -> Exited | None:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,16 +19,16 @@ from clients.job_kinds import parse_job, processes_of
 from clients.jobs import Job, JobState
 from clients.metrics_tail import MetricsTail, Point
 from clients.run_directory import Control, RunDirectory, Status, replace_file
+from distill_server.machine import ONE_JOB, Machine, Share
 from distill_server.progress import progress_changes, status_of
 from distill_server.runner import LocalRunner, Running
-from distill_server.store import Attempt, Change, Store
+from distill_server.store import ACTIVE, Attempt, Change, Store
 from distill_server.verdict import Died, Ended, verdict_of
+from protos.errors import InvalidInput
 from protos.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
-ACTIVE = (JobState.PREPARING, JobState.RUNNING, JobState.CANCELLING)
-_LONGEST_BACKOFF_SECONDS = 60.0
 # A job whose files cannot be read now is looked at again after this.
 _TROUBLE_SECONDS = 5.0
 _LOG_TAIL_BYTES, _LOG_TAIL_LINES, _LOG_LINE_CHARS = 4096, 5, 200
@@ -36,12 +36,14 @@ _LOG_TAIL_BYTES, _LOG_TAIL_LINES, _LOG_LINE_CHARS = 4096, 5, 200
 
 @dataclass(frozen=True)
 class Policy:
-    """How many jobs run at once, and how patient the scheduler is. Times are seconds."""
+    """What runs at once, and how patient the scheduler is. Times are seconds."""
 
-    slots: int = 1
-    retries: int = 1
-    # Doubled with every retry.
-    backoff: float = 2.0
+    machine: Machine = ONE_JOB
+    most_queued: int = 10_000
+    retries: int = 3
+    # Before the first retry; doubled with every further one.
+    backoff: float = 10.0
+    longest_backoff: float = 360.0
     # From the wish to cancel until the trainer is killed; it writes a checkpoint meanwhile.
     cancel_grace: float = 60.0
     cancel_now_grace: float = 5.0
@@ -58,8 +60,11 @@ class Scheduler:
         self._policy = policy
         self._awake = asyncio.Event()
         self._tails: dict[tuple[str, int], MetricsTail] = {}
-        # Monotonic times: until when a job rests, and when a cancelled one is killed.
-        self._resting: dict[str, float] = {}
+        # Monotonic times: until when an attempt rests (a restarted server tries at once), and
+        # when a cancelled one is killed.
+        self._resting: dict[tuple[str, int], float] = {}
+        # Queued jobs that ask for more than this server has.
+        self._too_large: set[str] = set()
         self._kill_at: dict[tuple[str, int, str], float] = {}
 
     def wake(self) -> None:
@@ -80,38 +85,72 @@ class Scheduler:
 
     def _look(self) -> bool:
         """One round over all jobs that need one; False when there is nothing to wait for."""
-        for job in self._store.in_state(*ACTIVE):
-            self._attend(job)
         active = self._store.in_state(*ACTIVE)
-        # A job that rests before a retry keeps its slot: the queue stays first come, first served.
-        free = max(0, self._policy.slots - len(active))
-        queued = self._store.in_state(JobState.QUEUED, limit=free)
-        for job in queued:
-            self._attend(job)
-        return bool(active or queued)
+        for job in active:
+            if not self._rests(job):
+                with self._boundary(job):
+                    self._follow(job)
+        return self._start_queued() or bool(active)
 
-    def _attend(self, job: Job) -> None:
-        """The boundary of errors of one job: a defect, or a full disk, must not stop the others."""
-        if time.monotonic() < self._resting.get(job.id, 0.0):
-            return
-        self._resting.pop(job.id, None)
+    def _start_queued(self) -> bool:
+        """Start jobs in the order of the queue; False when it is empty.
+
+        One that must wait for its share lets nobody pass, or a large job would never start. Those
+        that rest, or ask for more than a restarted server has, hold nobody up.
+        """
+        held = list(self._store.held())
+        free = max(0, self._policy.machine.slots - len(held))
+        # Not more than can be started: there may be ten thousand.
+        queued = self._store.in_state(JobState.QUEUED, limit=free and free + self._passed_over())
+        for job in queued:
+            if self._rests(job) or job.id in self._too_large:
+                continue
+            with self._boundary(job):
+                share = self._share(job, held)
+                if share is None:
+                    if job.id in self._too_large:
+                        continue
+                    break
+                held.append(share)
+                self._start(job, share)
+        return bool(queued) or self._store.queue_length() > 0
+
+    def _passed_over(self) -> int:
+        now = time.monotonic()
+        self._resting = {key: until for key, until in self._resting.items() if now < until}
+        return len(self._resting) + len(self._too_large)
+
+    def _share(self, job: Job, held: Sequence[Share]) -> Share | None:
+        """None where the job must wait; for ever, if it is too large for this server."""
+        config = parse_job(job.config_json)
         try:
-            if job.state is JobState.QUEUED:
-                self._start(job)
-            else:
-                self._follow(job)
+            self._policy.machine.require_room(config)
+        except InvalidInput as error:
+            self._too_large.add(job.id)
+            if job.phase != str(error):
+                self._store.change(job.id, Change(phase=str(error)))
+            return None
+        return self._policy.machine.share(config, held)
+
+    def _rests(self, job: Job) -> bool:
+        return time.monotonic() < self._resting.get((job.id, job.attempt), 0.0)
+
+    @contextlib.contextmanager
+    def _boundary(self, job: Job) -> Iterator[None]:
+        """Of the errors of one job: a defect, or a full disk, must not stop the others."""
+        try:
+            yield
         except Exception:
             log.exception("job %s: trying again in %g s", job.id, _TROUBLE_SECONDS)
-            self._resting[job.id] = time.monotonic() + _TROUBLE_SECONDS
+            self._resting[job.id, job.attempt] = time.monotonic() + _TROUBLE_SECONDS
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: Job, share: Share) -> None:
         attempt = self._store.attempt(job)
         run = self._run(job)
         # First the record, then the process: a server that dies between the two leaves a job that
         # never started, which the next one queues again; the other way round would start it twice.
-        job = self._store.change(
-            job.id, Change(JobState.PREPARING, reason="", phase="starting the trainer")
-        )
+        change = Change(JobState.PREPARING, reason="", phase="starting the trainer")
+        job = self._store.begin(job, share, change)
         failpoint("start-stored")
         try:
             config = parse_job(job.config_json)
@@ -123,6 +162,7 @@ class Scheduler:
                 attempt=attempt.number,
                 processes=processes_of(config),
                 from_step=attempt.from_step,
+                share=share,
             )
             failpoint("trainer-started")
         except (OSError, ValueError) as error:
@@ -195,7 +235,8 @@ class Scheduler:
             reason = died.reason + (f"; its log ends with:\n{tail}" if tail else "")
             self._store.change(job.id, Change(JobState.FAILED, reason=reason, phase=""))
             return
-        pause = min(_LONGEST_BACKOFF_SECONDS, self._policy.backoff * 2 ** max(0, retries - 1))
+        doubled = self._policy.backoff * 2 ** min(30, max(0, retries - 1))
+        pause = min(self._policy.longest_backoff, doubled)
         # An attempt that was told where to start, and made steps from there, goes on from its own.
         from_step = attempt.from_step if attempt.seen_step < 0 else None
         self._store.queue_again(
@@ -205,7 +246,7 @@ class Scheduler:
             last=False,
         )
         failpoint("retry-stored")
-        self._resting[job.id] = time.monotonic() + pause
+        self._resting[job.id, job.attempt + 1] = time.monotonic() + pause
 
     def _forget(self, job: Job) -> None:
         self._tails.pop((job.id, job.attempt), None)

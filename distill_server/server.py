@@ -47,7 +47,7 @@ async def run_server(
     with open_database(runs / "server.sqlite") as connection:
         store = Store(connection, on_change=bells.ring)
         scheduler = Scheduler(store, runs, runner, policy)
-        control = JobControl(store, runs, scheduler.wake)
+        control = JobControl(store, runs, scheduler.wake, policy.machine, policy.most_queued)
         streams = Streams(store, runs, bells)
         service = DistillService(store, runs, control, streams)
         tasks: list[asyncio.Task[None]] = []
@@ -65,7 +65,7 @@ async def run_server(
 
         pages: contextlib.AbstractAsyncContextManager[str] = contextlib.nullcontext("")
         if dashboard is not None:
-            slots = policy.slots
+            slots = policy.machine.slots
             pages = dashboard.serving(endpoint, runs, store, bells, control, streams, slots)
         async with pages as url:
             await serve(

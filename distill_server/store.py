@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -17,9 +16,12 @@ from typing import Any
 from clients.job_kinds import AnyJob
 from clients.jobs import TERMINAL, TRANSITIONS, Job, JobEvent, JobState
 from distill_server.database import transaction
+from distill_server.machine import Share
+from distill_server.steady_clock import steady_clock
 from protos.errors import InvalidInput, NotFound, WrongState
 
 _CANDIDATES_SHOWN = 10
+ACTIVE = (JobState.PREPARING, JobState.RUNNING, JobState.CANCELLING)
 # A page of jobs must fit into one message.
 _REASON_CHARS, _PHASE_CHARS = 2000, 200
 _EVENT_FIELDS = "seq, time, state, reason, phase, attempt, step, max_steps, metrics"
@@ -53,12 +55,19 @@ class Change:
 class Store:
     """The tables behind an open database (`database.open_database`).
 
-    `on_change` is called with a job's id after every change of it that is on disk.
+    `on_change` is called with a job's id after every change of it that is on disk; `now` gives the
+    times of events, in Unix seconds.
     """
 
-    def __init__(self, connection: sqlite3.Connection, on_change: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        on_change: Callable[[str], None],
+        now: Callable[[], float] | None = None,
+    ) -> None:
         self._db = connection
         self._on_change = on_change
+        self._now = now or steady_clock()
 
     def submitted(self, idempotency_key: str, config_json: str) -> Job | None:
         """The job that was submitted under this key; raises InvalidInput if it was another one."""
@@ -81,11 +90,11 @@ class Store:
         with transaction(self._db):
             self._db.execute(
                 "INSERT INTO jobs (id, name, kind, config_json, state, reason, phase, attempt,"
-                " step, max_steps, metrics, created_at, started_at, ended_at, last_seq, place)"
-                " VALUES (?, ?, ?, ?, ?, '', '', 1, 0, ?, '{}', ?, 0, 0, 0, ?)",
+                " step, max_steps, metrics, created_at, started_at, ended_at, last_seq, place,"
+                " priority) VALUES (?, ?, ?, ?, ?, '', '', 1, 0, ?, '{}', ?, 0, 0, 0, ?, ?)",
                 (
                     *(job_id, config.name, config.method.type, config_json, JobState.QUEUED),
-                    *(config.max_steps, time.time(), self._last_place()),
+                    *(config.max_steps, self._now(), self._last_place(), config.priority),
                 ),
             )
             self._insert_attempt(job_id, Attempt(1))
@@ -157,12 +166,43 @@ class Store:
         return row[0], int(row[1])
 
     def in_state(self, *states: JobState, limit: int = -1) -> Sequence[Job]:
-        """Jobs in the order of the queue."""
+        """Jobs in the order of the queue: by priority, then first come, first served."""
         marks = ", ".join("?" * len(states))
         rows = self._db.execute(
-            f"SELECT * FROM jobs WHERE state IN ({marks}) ORDER BY place LIMIT ?", (*states, limit)
+            f"SELECT * FROM jobs INDEXED BY jobs_by_state WHERE state IN ({marks})"
+            " ORDER BY priority DESC, place LIMIT ?",
+            (*states, limit),
         )
         return [_job_of(row) for row in rows]
+
+    def queue_length(self) -> int:
+        found = self._db.execute(
+            "SELECT count(*) FROM jobs INDEXED BY jobs_by_state WHERE state = ?", (JobState.QUEUED,)
+        )
+        length: int = found.fetchone()[0]
+        return length
+
+    def held(self) -> Sequence[Share]:
+        """What the active jobs hold of the machine."""
+        marks = ", ".join("?" * len(ACTIVE))
+        rows = self._db.execute(
+            "SELECT cpus, gpus FROM jobs INDEXED BY jobs_by_state JOIN attempts"
+            f" ON job_id = id AND attempts.number = attempt WHERE state IN ({marks})",
+            ACTIVE,
+        )
+        return [_share_of(row) for row in rows]
+
+    def begin(self, job: Job, share: Share, change: Change) -> Job:
+        """Give the newest attempt its share of the machine; `change` makes the job active."""
+        gpus = None if share.gpus is None else ",".join(share.gpus)
+        with transaction(self._db):
+            self._db.execute(
+                "UPDATE attempts SET cpus = ?, gpus = ? WHERE job_id = ? AND number = ?",
+                (share.cpus, gpus, job.id, job.attempt),
+            )
+            self._write(job.id, change)
+        self._on_change(job.id)
+        return self.job(job.id)
 
     def attempt(self, job: Job) -> Attempt:
         """The job's newest attempt."""
@@ -212,8 +252,8 @@ class Store:
                 self._db.execute("UPDATE jobs SET place = ? WHERE id = ?", (place, job_id))
             if config is not None:
                 self._db.execute(
-                    "UPDATE jobs SET config_json = ?, max_steps = ? WHERE id = ?",
-                    (config.model_dump_json(), config.max_steps, job_id),
+                    "UPDATE jobs SET config_json = ?, max_steps = ?, priority = ? WHERE id = ?",
+                    (config.model_dump_json(), config.max_steps, config.priority, job_id),
                 )
             self._write(job_id, change)
         self._on_change(job_id)
@@ -225,7 +265,7 @@ class Store:
         state = change.state or job.state
         if change.state is not None and (job.state, state) not in TRANSITIONS:
             raise WrongState(f"job {job_id} is {job.state} and cannot become {state}")
-        now = time.time()
+        now = max(self._now(), self._newest_time(job))
         values: dict[str, Any] = {
             "state": state,
             "reason": job.reason if change.reason is None else change.reason[:_REASON_CHARS],
@@ -255,9 +295,17 @@ class Store:
 
     def _insert_attempt(self, job_id: str, attempt: Attempt) -> None:
         self._db.execute(
-            "INSERT INTO attempts VALUES (?, ?, ?, ?, ?)",
+            "INSERT INTO attempts (job_id, number, retries, from_step, seen_step)"
+            " VALUES (?, ?, ?, ?, ?)",
             (job_id, attempt.number, attempt.retries, attempt.from_step, attempt.seen_step),
         )
+
+    def _newest_time(self, job: Job) -> float:
+        """Time never goes back within a job, not even when the clock did while no server ran."""
+        found = self._db.execute(
+            "SELECT time FROM events WHERE job_id = ? AND seq = ?", (job.id, job.last_seq)
+        ).fetchone()
+        return found["time"] if found is not None else job.created_at
 
     def _last_place(self) -> int:
         place: int = self._db.execute("SELECT coalesce(max(place), 0) + 1 FROM jobs").fetchone()[0]
@@ -266,8 +314,13 @@ class Store:
 
 def _job_of(row: sqlite3.Row) -> Job:
     values = _typed(row)
-    del values["number"], values["place"]
+    del values["number"], values["place"], values["priority"]
     return Job(**values)
+
+
+def _share_of(row: sqlite3.Row) -> Share:
+    gpus = row["gpus"]
+    return Share(row["cpus"], None if gpus is None else tuple(filter(None, gpus.split(","))))
 
 
 def _typed(row: sqlite3.Row) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from clients.fence import require_unfenced
 from clients.run_directory import fsync_directory
 from protos.errors import Corrupt, InvalidInput, NotFound
 from protos.failpoints import failpoint
@@ -115,7 +116,11 @@ def _write_model(path: Path, model: Any, weights: Mapping[str, Tensor], tokenize
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a directory that then appears at `path`, with a manifest, in one rename."""
+    """Let `write` fill a directory that then appears at `path`, with a manifest, in one rename.
+
+    Raises WrongState when the attempt was given up, before it and after.
+    """
+    require_unfenced()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
@@ -126,6 +131,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
         failpoint("checkpoint-filled")
         _seal(partial)
         failpoint("checkpoint-sealed")
+        require_unfenced()
     except BaseException:  # a full disk, most likely: do not keep it full
         shutil.rmtree(partial, ignore_errors=True)
         raise

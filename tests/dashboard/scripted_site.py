@@ -12,6 +12,7 @@ from pathlib import Path
 
 from distill_server.dashboard import listen
 from distill_server.dashboard.serve import Dashboard
+from distill_server.machine import Machine
 from distill_server.runner import LocalRunner
 from distill_server.scheduler import Policy
 from distill_server.server import run_server
@@ -27,8 +28,8 @@ def main() -> None:
         run_server(
             Path(sys.argv[1]),
             endpoint=Endpoint(tokens=read_tokens(None)),
-            runner=LocalRunner(threads_per_job=1, command=command),
-            policy=Policy(slots=4, **POLICY),
+            runner=LocalRunner(command=command),
+            policy=Policy(Machine(slots=4), **POLICY),
             on_ready=lambda bound: print(bound, flush=True),
             dashboard=Dashboard(on_ready=lambda url: print(url, flush=True)),
         )

@@ -177,7 +177,7 @@ async def serve_once(runs: Path, endpoint: Endpoint, port: int) -> None:
     await run_server(
         runs,
         endpoint=endpoint,
-        runner=LocalRunner(threads_per_job=1),
+        runner=LocalRunner(),
         policy=Policy(),
         on_ready=lambda bound: pytest.fail("it serves"),
         dashboard=Dashboard(port),

@@ -123,6 +123,7 @@ class RealServer(Server):
     def launch(self) -> subprocess.Popen[str]:
         where = ["--runs", str(self.runs), "--host", self.host, "--port", str(self.port)]
         options = ["--slots", str(self.slots), "--threads-per-job", "1"]
+        options += ["--retries", "1", "--backoff", "0.5"]
         return subprocess.Popen(
             [sys.executable, "-m", "distill_server", *where, *options],
             stdout=subprocess.PIPE,

@@ -7,6 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
+from distill_server.machine import Machine
 from distill_server.runner import LocalRunner
 from distill_server.scheduler import Policy
 from distill_server.server import run_server
@@ -30,8 +31,8 @@ def main() -> int:
             run_server(
                 runs,
                 endpoint=Endpoint(host, port),
-                runner=LocalRunner(threads_per_job=1, command=command),
-                policy=Policy(slots=slots, **POLICY),
+                runner=LocalRunner(command=command),
+                policy=Policy(Machine(slots=slots), retries=1, **POLICY),
                 on_ready=lambda bound: print(f"server listening on {host}:{bound}", flush=True),
             )
         )

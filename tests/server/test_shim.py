@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from clients.run_directory import RunDirectory
+from distill_server.machine import Share
 from distill_server.process import claim, family, identity_of, kill_family, send_signal
 from distill_server.runner import Exited, LocalRunner, Lost, Running, trainer_environment
 
@@ -51,9 +52,9 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 
 
 def start(run: RunDirectory, code: str) -> LocalRunner:
-    runner = LocalRunner(threads_per_job=2, command=Command(code))
+    runner = LocalRunner(command=Command(code))
     RUNNERS.append(runner)
-    runner.start(run, attempt=1, processes=1, from_step=None)
+    runner.start(run, attempt=1, processes=1, from_step=None, share=Share(cpus=2))
     return runner
 
 
@@ -78,7 +79,7 @@ def test_exit_is_recorded(run: RunDirectory, code: str, expected: Exited) -> Non
     eventually(lambda: runner.poll(run, 1) != Running())
     assert runner.poll(run, 1) == expected
     # A runner that knows nothing gets the same answer.
-    assert LocalRunner(threads_per_job=1).poll(run, 1) == expected
+    assert LocalRunner().poll(run, 1) == expected
 
 
 def test_output_is_appended_to_the_log(run: RunDirectory) -> None:
@@ -90,9 +91,9 @@ def test_output_is_appended_to_the_log(run: RunDirectory) -> None:
 
 
 def test_program_that_does_not_exist(run: RunDirectory) -> None:
-    runner = LocalRunner(threads_per_job=1, command=lambda *a, **k: ["/no/such/program"])
+    runner = LocalRunner(command=lambda *a, **k: ["/no/such/program"])
     RUNNERS.append(runner)
-    runner.start(run, attempt=1, processes=1, from_step=None)
+    runner.start(run, attempt=1, processes=1, from_step=None, share=Share(cpus=2))
     eventually(lambda: runner.poll(run, 1) == Exited(127))
     assert "cannot run /no/such/program" in run.log_file(1).read_text()
 
@@ -204,7 +205,7 @@ def test_reused_pid_is_never_signalled(run: RunDirectory) -> None:
         for other in (replace(who, start_time=who.start_time - 1), replace(who, boot_id="old")):
             card = {**vars(other), "child_pid": stranger.pid, "child_start_time": 1, "mark": "none"}
             (run.logs(1) / "shim.json").write_text(json.dumps(card))
-            runner = LocalRunner(threads_per_job=1)
+            runner = LocalRunner()
             runner.stop(run, 1, now=False)
             runner.stop(run, 1, now=True)
             assert isinstance(runner.poll(run, 1), Lost)
@@ -219,7 +220,7 @@ def test_reused_pid_is_never_signalled(run: RunDirectory) -> None:
 def test_attempt_that_never_started_is_claimed(run: RunDirectory) -> None:
     """A shim that comes late finds the claim and starts nothing."""
     run.logs(1).mkdir(parents=True)
-    assert LocalRunner(threads_per_job=1).poll(run, 1) == Lost(blameless=True)
+    assert LocalRunner().poll(run, 1) == Lost(blameless=True)
     late = start(run, "print('started')")
     eventually(lambda: late.poll(run, 1) != Running())
     assert late.poll(run, 1) == Lost(blameless=False)
@@ -230,12 +231,12 @@ def test_claimed_attempt_of_another_server_is_waited_for(run: RunDirectory) -> N
     run.logs(1).mkdir(parents=True)
     assert claim(run.logs(1))
     assert not claim(run.logs(1))
-    assert LocalRunner(threads_per_job=1).poll(run, 1) == Running()
+    assert LocalRunner().poll(run, 1) == Running()
 
 
 def test_environment_is_an_allow_list() -> None:
     given = {"PATH": "/bin", "HF_TOKEN": "t", "AWS_SECRET": "s", "PYTHONPATH": "x", "LC_ALL": "C"}
-    environment = trainer_environment(given, threads=0)
+    environment = trainer_environment(given, Share(cpus=1), processes=4)
     assert environment == {
         "PATH": "/bin",
         "HF_TOKEN": "t",
