@@ -12,7 +12,8 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -120,6 +121,15 @@ class DistillClient:
         # A prefix, or "@last", may mean another job when the stream is opened again.
         yield from self._events(self.get(job_id).id, after_seq, deadline=None)
 
+    def history(self, job_id: str) -> Sequence[JobEvent]:
+        """Every event up to now."""
+        job = self.get(job_id)
+        events: list[JobEvent] = []
+        with closing(self._events(job.id, 0, deadline=None)) as stream:
+            while len(events) < job.last_seq and (event := next(stream, None)) is not None:
+                events.append(event)
+        return events
+
     def wait(self, job_id: str, timeout: float | None = None) -> Job:
         """The job once it is over; raises TimedOut after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -155,7 +165,17 @@ class DistillClient:
         when `destination` has content, Corrupt when bytes do not match their checksum.
         """
         request = pb.GetArtifactRequest(job_id=job_id, checkpoint_step=checkpoint or 0)
-        with Download(Path(destination)) as download:
+        return self._pull(request, Path(destination))
+
+    def pull_notes(self, job_id: str, destination: Path | str) -> Path:
+        """Download environment.json and samples/, of a job in any state, into a new directory.
+
+        Raises NotFound when the job has neither yet.
+        """
+        return self._pull(pb.GetArtifactRequest(job_id=job_id, notes=True), Path(destination))
+
+    def _pull(self, request: pb.GetArtifactRequest, destination: Path) -> Path:
+        with Download(destination) as download:
             call = self._stub.GetArtifact(request)
             try:
                 for chunk in call:
@@ -188,7 +208,9 @@ class DistillClient:
             second = fault_of(error, self._server)
             raise fault if isinstance(second, TimedOut) else second from error
 
-    def _events(self, job_id: str, after_seq: int, deadline: float | None) -> Iterator[JobEvent]:
+    def _events(
+        self, job_id: str, after_seq: int, deadline: float | None
+    ) -> Generator[JobEvent, None, None]:
         request = pb.WatchJobRequest(job_id=job_id, after_seq=after_seq)
 
         def open_stream() -> Iterator[pb.JobEvent]:

@@ -75,10 +75,20 @@ class MetricsTail:
         return whole.splitlines()
 
 
-def _point_of(line: bytes, attempt: int) -> Point | None:
+def read_points(path: Path) -> list[Point]:
+    """Every whole step in the file, of whatever attempt; none where there is no file."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    return [point for line in lines if (point := _point_of(line)) is not None]
+
+
+def _point_of(line: bytes, attempt: int | None = None) -> Point | None:
+    """None for a line of another attempt, and for nonsense."""
     try:
         found = json.loads(line)
-        if found["attempt"] != attempt:
+        if attempt is not None and found["attempt"] != attempt:
             return None
         return Point(int(found["step"]), _numbers(found))
     except (ValueError, KeyError, TypeError, OverflowError):

@@ -4,6 +4,7 @@
     job.json        the resolved job
     status.json     the trainer's word: phase, step, and at the end the verdict
     control.json    the owner's word: stop, please
+    environment.json  what the newest attempt runs on
     metrics.jsonl   one object a step; after a resume it holds no step twice
     logs/attempt-N/ rank-0.log, and the files of the attempt's shim
     checkpoints/step-000050/   samples/   tb/   export/ (a Hugging Face directory)
@@ -57,6 +58,8 @@ class Control:
     stop: Literal["", "checkpoint", "now"] = ""
 
 
+# What a report wants besides the curves: small, and whole at any time.
+NOTES = ("environment.json", "samples")
 _STATUS, _CONTROL = TypeAdapter(Status), TypeAdapter(Control)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from clients.jobs import Job, JobState
-from clients.run_directory import RunDirectory
+from clients.run_directory import NOTES, RunDirectory
 from protos.errors import Corrupt, NotFound, WrongState
 from protos.transport import MAX_CHUNK_BYTES
 
@@ -27,11 +27,13 @@ class Piece:
     sha256: str
 
 
-async def pieces_of(root: Path) -> AsyncIterator[Piece]:
-    """Every file under `root`. Raises WrongState for a link, NotFound for a vanished file."""
+async def pieces_of(root: Path, only: Collection[str] = ()) -> AsyncIterator[Piece]:
+    """Every file under `root`, or of those entries of it. Raises WrongState for a link, NotFound
+    for a vanished file.
+    """
     real_root = root.resolve()
     try:
-        paths = await asyncio.to_thread(lambda: list(_files(root)))
+        paths = await asyncio.to_thread(lambda: list(_files(root, only)))
     except OSError as error:
         raise NotFound("a directory was removed meanwhile", hint="try again") from error
     for path in paths:
@@ -86,10 +88,20 @@ def artifact_root(job: Job, run: RunDirectory, checkpoint_step: int) -> Path:
     return made
 
 
-def _files(root: Path) -> Iterator[Path]:
+def notes_root(job: Job, run: RunDirectory) -> Path:
+    """The directory with the notes of a job; raises NotFound when it has none yet."""
+    require_files(job, run)
+    if not any((run.path / name).exists() for name in NOTES):
+        raise NotFound(f"job {job.id} has no notes yet", field="job_id")
+    return run.path
+
+
+def _files(root: Path, only: Collection[str] = ()) -> Iterator[Path]:
     if root.is_symlink():
         raise WrongState(f"{root.name} is a link, which is not followed")
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
+        if only and entry.name not in only:
+            continue
         if entry.is_symlink():
             raise WrongState(f"{entry.name} is a link, which is not followed")
         if entry.is_dir():

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import grpc.aio
 
-from clients.run_directory import RunDirectory
-from distill_server.artifacts import artifact_root, pieces_of
+from clients.run_directory import NOTES, RunDirectory
+from distill_server.artifacts import artifact_root, notes_root, pieces_of
 from distill_server.control import JobControl
 from distill_server.encode import decode_state, encode_event, encode_job
 from distill_server.store import Store
@@ -83,8 +83,12 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         self, request: pb.GetArtifactRequest, context: _Context
     ) -> AsyncIterator[pb.ArtifactChunk]:
         job = self._store.resolve(request.job_id)
-        root = artifact_root(job, RunDirectory(self._runs / job.id), request.checkpoint_step)
-        async for piece in pieces_of(root):
+        run = RunDirectory(self._runs / job.id)
+        if request.notes:
+            pieces = pieces_of(notes_root(job, run), only=NOTES)
+        else:
+            pieces = pieces_of(artifact_root(job, run, request.checkpoint_step))
+        async for piece in pieces:
             yield pb.ArtifactChunk(
                 path=piece.path,
                 offset=piece.offset,

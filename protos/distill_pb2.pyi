@@ -437,18 +437,22 @@ class GetArtifactRequest(_message.Message):
 
     JOB_ID_FIELD_NUMBER: _builtins.int
     CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     checkpoint_step: _builtins.int
     """0: the export of a job that succeeded"""
+    notes: _builtins.bool
+    """instead: its environment.json and samples, of a job in any state"""
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         checkpoint_step: _builtins.int = ...,
+        notes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "job_id", b"job_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "job_id", b"job_id", "notes", b"notes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -124,7 +124,7 @@ class DistillServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetArtifact(self, request, context):
-        """The files of the job's export (a Hugging Face directory), or of one checkpoint.
+        """The files of the job's export (a Hugging Face directory), of one checkpoint, or its notes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -16,6 +16,8 @@ from clients.cli import (
     doctor,
     job_commands,
     logs_and_files,
+    plot,
+    report,
     run,
     store_commands,
     submit,
@@ -50,7 +52,6 @@ app = typer.Typer(
     epilog=EPILOG,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
@@ -62,6 +63,8 @@ app.command("watch")(submit.watch)
 app.command("logs")(logs_and_files.logs)
 app.command("cancel")(job_commands.cancel)
 app.command("resume")(job_commands.resume)
+app.command("plot")(plot.plot)
+app.command("report")(report.report)
 app.command("pull")(logs_and_files.pull)
 app.command("capture")(capture_commands.capture)
 app.add_typer(store_commands.app, name="store")

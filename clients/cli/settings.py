@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from clients.cli.completion import complete_job
 from clients.cli.output import Output
 
 if TYPE_CHECKING:
@@ -16,7 +17,12 @@ DEFAULT_SERVER = "localhost:50051"
 
 JobFileArgument = Annotated[str, typer.Argument(metavar="JOB.toml", help="Job file, TOML or YAML.")]
 JobArgument = Annotated[
-    str, typer.Argument(metavar="JOB", help="Id, unambiguous start of one, or @last.")
+    str,
+    typer.Argument(
+        metavar="JOB",
+        help="Id, unambiguous start of one, or @last.",
+        autocompletion=complete_job,
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,

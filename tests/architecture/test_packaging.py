@@ -61,4 +61,5 @@ def test_the_wheel_holds_five_packages(wheel: set[str]) -> None:
 
 
 def test_the_wheel_ships_what_is_not_python(wheel: set[str]) -> None:
-    assert {"clients/cli/demo_job.toml", "protos/teacher.proto", "protos/teacher_pb2.pyi"} <= wheel
+    shipped = {"clients/cli/demo_job.toml", "clients/cli/report.css"}
+    assert shipped | {"protos/teacher.proto", "protos/teacher_pb2.pyi"} <= wheel

@@ -1,0 +1,260 @@
+"""`distill plot` and `distill report` on run directories."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.cli.app import main
+from clients.cli.curve_svg import panel_svg
+from clients.cli.curve_text import HEIGHT, panel_text
+from clients.cli.panels import Curve, Panel, panels_of, smoothed, ticks
+from clients.config import JobConfig
+from clients.job_record import JobRecord, notes_in, points_of, record_of_run
+from clients.jobs import JobEvent, JobState
+from clients.run_directory import RunDirectory, Status
+from protos.errors import ExitCode, InvalidInput
+
+Capture = pytest.CaptureFixture[str]
+MakeRun = Callable[..., RunDirectory]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """A run directory as a trainer leaves it: `steps` of a loss and a KL that fall."""
+
+    def make(folder: str, steps: int = 100, scale: float = 1.0, **config: Any) -> RunDirectory:
+        values = {"student": {"model": "m"}, "data": {"path": "d"}, "max_steps": steps, **config}
+        run = RunDirectory.create(tmp_path / folder, JobConfig.model_validate(values))
+        with run.metrics.open("w") as file:
+            for step in range(steps + 1):
+                found: dict[str, float] = {"attempt": 1, "step": step}
+                if step % 50 == 0:
+                    found |= {"eval/kl": scale * math.exp(-step / 50), "eval/accuracy": step / 100}
+                if step:
+                    found |= {"loss": scale / step, "kl/teacher": scale * math.exp(-step / 40)}
+                    found |= {"tokens": 10.0, "tokens_per_sec": 5.0, "time/step": 2.0}
+                    found |= {"time/rollout": 0.5, "time/teacher_wait": 1.0, "time/optim": 0.1}
+                file.write(json.dumps(found) + "\n")
+        run.write_status(Status(1, "succeeded", "", steps, steps))
+        return run
+
+    return make
+
+
+def event(attempt: int, step: int, **metrics: float) -> JobEvent:
+    return JobEvent(
+        seq=1, time=0.0, state=JobState.RUNNING, reason="", phase="", attempt=attempt, step=step,
+        max_steps=9, metrics=metrics,
+    )  # fmt: skip
+
+
+def test_steps_that_were_done_again_count_once() -> None:
+    told = [event(1, step, loss=1.0) for step in range(5)] + [event(2, 3)]
+    told += [event(2, step, loss=2.0) for step in (3, 4, 5)] + [event(4, 5, loss=4.0)]
+    found = [(point.step, point.metrics["loss"]) for point in points_of(told)]
+    assert found == [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2), (5, 4)]
+
+
+def test_a_plot_of_one_run(capsys: Capture, make_run: MakeRun) -> None:
+    run = make_run("one")
+    assert main(["plot", str(run.path)]) == 0
+    printed = capsys.readouterr().out
+    titles = [line for line in printed.splitlines() if line and line[0] != " "]
+    assert titles == [
+        "loss",
+        "KL, nats a token (log)",
+        "reward, right answers  eval/accuracy",
+        "tokens a second  tokens_per_sec",
+    ]
+    assert printed.count("step  ") == 4
+    assert max(map(len, printed.splitlines())) <= 100
+    assert "\033" not in printed
+
+
+def test_runs_over_each_other(capsys: Capture, make_run: MakeRun) -> None:
+    paths = [str(make_run(name, scale=scale).path) for name, scale in (("a", 1.0), ("b", 8.0))]
+    assert main(["--json", "plot", *paths, paths[0], "-m", "kl/teacher", "-m", "loss"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["panels"]
+    assert (first["title"], first["log"], second["title"]) == ("kl/teacher", True, "loss")
+    one, other = first["curves"]
+    assert (one["label"], other["label"]) == ("a", "b")
+    assert one["steps"] == list(range(1, 101))
+    assert other["values"][9] == 8 * one["values"][9] == 8 * math.exp(-10 / 40)
+    assert main(["plot", *paths]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == ["  a a", "  b b"]
+    assert "b" in lines[3], "the higher curve is at the top"
+
+
+def test_wrong_requests_are_one_sentence(capsys: Capture, make_run: MakeRun) -> None:
+    run = make_run("one")
+    path = str(run.path)
+    for arguments, code, said in (
+        (["plot", path, "-m", "los"], ExitCode.USAGE, "-m: no job has the metric 'los'; did you"),
+        (["plot", path, "-o", "x.jpg"], ExitCode.USAGE, "-o: x.jpg is not one of .png, .svg, .pdf"),
+        (["plot", "./nowhere"], ExitCode.NOT_FOUND, "./nowhere is not a run directory"),
+        (["report", path, "-o", "x.pdf"], ExitCode.USAGE, "-o: x.pdf is not an HTML file"),
+    ):
+        assert main(arguments) == code
+        captured = capsys.readouterr()
+        assert captured.err.startswith(f"error: {said}")
+        assert (captured.out, captured.err.count("\n")) == ("", 1)
+    run.metrics.write_text("")
+    assert main(["plot", path]) == ExitCode.USAGE
+    assert "nothing is measured yet: one" in capsys.readouterr().err
+
+
+def test_a_picture(capsys: Capture, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(make_run(name, steps).path) for name, steps in (("a", 100), ("b", 20))]
+    assert main(["plot", *paths, "-o", "curves/both.svg"]) == 0
+    assert capsys.readouterr().out == "curves/both.svg\n"
+    drawn = Path("curves/both.svg").read_text()
+    assert "<!-- KL, nats a token -->" in drawn
+    assert "<!-- a -->" in drawn
+    assert "<!-- b -->" in drawn
+    assert main(["plot", paths[0], "-o", "one.png"]) == 0
+    assert Path("one.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    assert main(["plot", paths[0], "-o", "two.png"]) == ExitCode.USAGE
+    assert "pip install 'distill-service[plot]'" in capsys.readouterr().err
+
+
+def panel(*values: float, log: bool = False, title: str = "loss") -> Panel:
+    points = [(float(step), value) for step, value in enumerate(values)]
+    return Panel(title, [Curve(title, 0, points, True)], log)
+
+
+def test_text_of_a_straight_line() -> None:
+    text = panel_text(panel(0, 1, 2, 3, 4), width=13 + 11, dots=False, color=False).splitlines()
+    head, *rows, axis, steps = text
+    assert (head, len(rows)) == ("loss", HEIGHT)
+    assert (rows[0].split()[0], rows[HEIGHT // 2].split()[0], rows[-1].split()[0]) == (
+        *("4", "2", "0"),
+    )
+    places = [row.index("a") for row in rows]
+    assert places == sorted(places, reverse=True), "it rises from left to right"
+    assert all(len(line) <= 13 + 11 + 3 for line in text)
+    assert (axis.strip(" +-"), steps.split()) == ("", ["step", "0", "4"])
+
+
+def test_dots_and_colors() -> None:
+    text = panel_text(panel(0, 1), width=60, dots=True, color=True)
+    assert "\033[34m" in text
+    assert all(0x2800 <= ord(c) < 0x2900 for c in text if not c.isascii())
+
+
+ODD = [(1.0,), (1.0, 1.0), (1e-9, 1e9)]
+
+
+@pytest.mark.parametrize(
+    ("values", "log"), [*((v, log) for v in ODD for log in (False, True)), ((0.0, -2.0), False)]
+)
+def test_any_values_can_be_drawn(values: tuple[float, ...], log: bool) -> None:
+    made = panel(*values, log=log)
+    assert panel_text(made, width=40, dots=True, color=False)
+    places = [float(n) for n in re.findall(r"c[xy]=\"([-0-9.]+)\"", panel_svg(made))]
+    assert len(places) == 2 * len(values)
+    assert all(0 <= place <= 520 for place in places)
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert ticks(0.0, 1.0, log=False) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert ticks(0.17, 0.77, log=True) == pytest.approx([0.2, 0.4, 0.6])
+    assert ticks(0.001, 1000.0, log=True) == pytest.approx([10.0**p for p in (-3, -1, 1, 3)])
+    for low, high in ((3.0, 700.0), (0.02, 0.021), (-5.0, 12.0), (1e6, 9e6)):
+        found = ticks(low, high, log=False)
+        assert 2 <= len(found) <= 6
+        assert low <= min(found) <= max(found) <= high
+
+
+def test_smoothing_keeps_a_line_and_calms_noise() -> None:
+    line = [(float(x), 2.0 * x) for x in range(200)]
+    assert [y for _, y in smoothed(line)][5:-5] == pytest.approx([y for _, y in line][5:-5])
+    noise = [(float(x), float(x % 2)) for x in range(200)]
+    assert all(0.3 < y < 0.7 for _, y in smoothed(noise))
+    assert smoothed(line[:10]) == line[:10]
+
+
+def test_a_negative_kl_is_left_out_of_a_logarithm(make_run: MakeRun) -> None:
+    record = record_of_run(make_run("one", steps=3).path)
+    first = replace(record.points[1], metrics={"kl/teacher": -0.1})
+    (found,) = panels_of([JobRecord(record.job, [first, *record.points[2:]])], ["kl/teacher"])
+    assert (found.log, [x for x, _ in found.curves[0].points]) == (True, [2, 3])
+    (found,) = panels_of([JobRecord(record.job, [first])], ["kl/teacher"])
+    assert not found.log
+    with pytest.raises(InvalidInput, match="no job has"):
+        panels_of([record], ["reward"])
+
+
+class Page(HTMLParser):
+    """What a browser would make of a report: its words, its tags, and what it would fetch."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.open += [tag] if tag not in self.VOID else []
+        self.fetched += [name for name, _ in attrs if name in ("src", "href", "srcset", "onload")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_a_report_needs_nothing_else(capsys: Capture, make_run: MakeRun) -> None:
+    run = make_run("one", name="<script>alert(1)</script>")
+    run.samples.mkdir()
+    for step in (50, 100):
+        sample = {"prompt": f"at {step}?", "answer": "<b>&", "reference": "4"}
+        line = json.dumps(sample) + "\n"
+        (run.samples / f"step-{step:06d}.jsonl").write_text(line + line[:9])
+    (run.path / "environment.json").write_text('{"torch": "9.9.9"}')
+    assert main(["report", str(run.path)]) == 0
+    assert capsys.readouterr().out == "one.html\n"
+    text = Path("one.html").read_text()
+    page = Page(text)
+    assert (page.open, page.fetched) == ([], [])
+    assert "script" not in page.tags
+    assert "link" not in page.tags
+    assert page.tags.count("svg") == 4
+    for word in ("<script>alert(1)</script>", "SUCCEEDED", "at 100?", "<b>&", "9.9.9", "Reports"):
+        assert (word in page.words) is (word != "Reports")
+    assert "at 50?" not in page.words
+    assert "prefers-color-scheme: dark" in text
+    assert "1.000 \u2192 0.135" in page.words, "held-out KL"
+    assert "50%, 1m40s" in page.words, "waiting for the teacher"
+
+
+def test_a_report_of_a_run_that_never_began(make_run: MakeRun, capsys: Capture) -> None:
+    run = make_run("early")
+    run.metrics.unlink()
+    run.write_status(Status(1, "failed", "preflight", 0, 9, "no teacher; start one"))
+    assert main(["--json", "report", str(run.path), "-o", "r.html"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"path": "r.html"}
+    page = Page(Path("r.html").read_text())
+    assert "Nothing was measured." in page.words
+    assert ": no teacher; start one" in page.words
+    assert notes_in(run.path).samples == ()
