@@ -20,6 +20,14 @@ def resident_peak() -> int:
     return _status("VmHWM")
 
 
+def peak_of(process: int) -> int:
+    """The most bytes that another process had resident until now; 0 where it has ended."""
+    try:
+        return _field(Path(f"/proc/{process}/status"), "VmHWM")
+    except (OSError, KeyError):
+        return 0
+
+
 def available() -> int:
     """Bytes that this machine could still give."""
     return _field(Path("/proc/meminfo"), "MemAvailable")

@@ -1,0 +1,57 @@
+"""What an anchor costs: the same job with one and without, in turns, on a model of some size."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.rl_material import Material, make_tokenizer
+from benchmarks.rl_runs import Arm, Sizes, one_run, settings
+from student_trainer.pretrain import make_model
+
+WITH, WITHOUT = Arm("anchor", beta=0.001), Arm("none")
+
+
+def anchor_cost(work: Path, material: Material, sizes: Sizes) -> dict[str, Any]:
+    """Seconds a step and peak memory of both, and the ratio of each pair of neighbours."""
+    model = work / "timed-model"
+    weights = _untrained(model, sizes)
+    short = replace(sizes, steps=sizes.timed_steps, prompts=4, answers=4, updates=1, held_out=8)
+    found: dict[str, list[dict[str, Any]]] = {WITH.name: [], WITHOUT.name: []}
+    for pair in range(sizes.timed_pairs):
+        # Who is first changes, as a machine may be slowing down.
+        for arm in (WITH, WITHOUT) if pair % 2 else (WITHOUT, WITH):
+            job = settings(replace(material, model=model), short, arm, seed=pair)
+            job["method"]["max_new_tokens"] = 32
+            found[arm.name].append(one_run(work / f"timed-{pair}-{arm.name}", job))
+    pairs = list(zip(found[WITH.name], found[WITHOUT.name], strict=True))
+    ratios = [one["step_seconds"] / other["step_seconds"] for one, other in pairs]
+    more = [one["peak_bytes"] - other["peak_bytes"] for one, other in pairs]
+    return {
+        "weight_bytes": weights,
+        "ratios": ratios,
+        "ratio": statistics.median(ratios),
+        "more_bytes": more,
+        "more_over_weights": statistics.median(more) / weights,
+        "runs": {name: [_brief(run) for run in runs] for name, runs in found.items()},
+    }
+
+
+def _untrained(path: Path, sizes: Sizes) -> int:
+    """A model whose weights, in bytes, are what counts; it learns nothing of use."""
+    layers, width = sizes.timed_model
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    model = make_model(len(tokenizer), tokenizer, layers, width)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    weights: int = sum(parameter.numel() for parameter in model.parameters())
+    return 4 * weights
+
+
+def _brief(run: dict[str, Any]) -> dict[str, Any]:
+    return {name: run[name] for name in ("step_seconds", "seconds", "peak_bytes")}

@@ -1,0 +1,165 @@
+"""The runs of the benchmark of reinforcement learning: the same job, but for what holds it back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.offline_material import ROOT, environment
+from benchmarks.process_memory import peak_of
+from benchmarks.rl_material import Material, Warm
+from clients.rl_config import RLJob
+from clients.run_directory import RunDirectory
+
+HEAD = 32
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What a run differs in. tau = 1: the anchor is the model before any reward, for ever."""
+
+    name: str
+    beta: float = 0.0
+    tau: float = 0.9
+    estimator: str | None = None  # in the place of a head of 32 ids
+    tail: str = "bucket+sampled"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of every run alike."""
+
+    warm: Warm
+    steps: int
+    prompts: int  # of a step, each answered `answers` times
+    answers: int
+    updates: int  # of a step
+    learning_rate: float
+    seeds: int
+    betas: tuple[float, ...]
+    points: int  # of a curve
+    held_out: int
+    timed_steps: int
+    timed_pairs: int
+    timed_model: tuple[int, int]  # layers, width
+
+
+def arms(betas: tuple[float, ...]) -> list[Arm]:
+    found = [Arm("no KL")]
+    for beta in betas:
+        found += [
+            Arm(f"fixed anchor, bucket+sampled, beta {beta:g}", beta, tau=1.0),
+            Arm(f"EMA anchor, bucket+sampled, beta {beta:g}", beta),
+            Arm(f"EMA anchor, published, beta {beta:g}", beta, tail="published"),
+            Arm(f"EMA anchor, k3, beta {beta:g}", beta, estimator="k3"),
+        ]
+    return found
+
+
+def settings(material: Material, sizes: Sizes, arm: Arm, seed: int) -> dict[str, Any]:
+    """The job of one run."""
+    pulled = {"anchor": {"tau": arm.tau, "update_period": 10}} if arm.beta else {}
+    head = {"top_k": 0, "estimator": arm.estimator} if arm.estimator else {"top_k": HEAD}
+    return {
+        "student": {"model": str(material.model)},
+        "data": {"path": str(material.train), "eval_path": str(material.held_out)},
+        "reward": {"type": "exact_match"},
+        **pulled,
+        "method": {
+            "type": "rl",
+            "beta": arm.beta,
+            "tail": arm.tail,
+            **head,
+            "rollouts_per_prompt": sizes.answers,
+            "updates_per_step": sizes.updates,
+            "max_new_tokens": 4,
+        },
+        "train": {"learning_rate": sizes.learning_rate, "prompts_per_step": sizes.prompts},
+        "eval": {
+            "every": max(1, sizes.steps // sizes.points),
+            "prompts": sizes.held_out,
+            "metric": "exact_match",
+        },
+        "checkpoint": {"every": sizes.steps},
+        "track": {"tensorboard": False},
+        "seed": seed,
+        "max_steps": sizes.steps,
+    }
+
+
+def all_runs(work: Path, material: Material, sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """Seed after seed, so that whenever it is stopped all arms had about the same; what was done
+    already is not done again.
+    """
+    for seed in range(sizes.seeds):
+        for arm in arms(sizes.betas):
+            kept = work / f"{arm.name.replace(', ', '-').replace(' ', '-')}-seed-{seed}.json"
+            if not kept.exists():
+                found = asdict(arm) | {"seed": seed}
+                found |= one_run(kept.with_suffix(""), settings(material, sizes, arm, seed))
+                if arm.estimator:  # its rows have a head of one id, for nothing
+                    found |= {"head_mass": None, "first_head_mass": None}
+                partial = kept.with_suffix(".part")
+                partial.write_text(json.dumps(found, indent=1) + "\n")
+                partial.rename(kept)
+            yield json.loads(kept.read_text())
+
+
+def one_run(home: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+    """What one run measured; its directory is gone afterwards."""
+    shutil.rmtree(home, ignore_errors=True)
+    made = RunDirectory.create(home, RLJob.model_validate(job))
+    peak = _train(made.path, home.with_suffix(".log"))
+    lines = (made.path / "metrics.jsonl").read_text().splitlines()
+    shutil.rmtree(home)
+    return _summary([json.loads(line) for line in lines]) | {"peak_bytes": peak}
+
+
+def _train(run: Path, log: Path) -> int:
+    """The trainer to its end; the most memory it had resident, in bytes."""
+    command = [sys.executable, "-m", "student_trainer", str(run), "--attempt", "1"]
+    peak = 0
+    with log.open("wb") as out:
+        trainer = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env=environment())
+        while trainer.poll() is None:
+            # What is read last is the peak of all that came before.
+            peak = peak_of(trainer.pid) or peak
+            time.sleep(0.2)
+    if trainer.returncode:
+        words = log.read_text(errors="replace").splitlines()[-15:]
+        raise RuntimeError("\n".join(["a run failed:", *words]))
+    return peak
+
+
+def _summary(records: list[dict[str, float]]) -> dict[str, Any]:
+    steps = [record for record in records if "time/step" in record]
+    late = steps[-max(1, len(steps) // 10) :]
+
+    def lately(name: str) -> float | None:
+        found = [record[name] for record in late if name in record]
+        return statistics.mean(found) if found else None
+
+    return {
+        "curve": {str(r["step"]): r["eval/accuracy"] for r in records if "eval/accuracy" in r},
+        "rewards": [record["reward/mean"] for record in steps],
+        "reward": lately("reward/mean"),
+        "entropy": lately("entropy"),
+        "head_mass": lately("topk/student_mass"),
+        "kl_anchor": lately("kl/anchor"),
+        "first_head_mass": steps[0].get("topk/student_mass"),
+        # The first steps warm caches up.
+        "step_seconds": statistics.median(record["time/step"] for record in steps[1:]),
+        "seconds": {
+            name: statistics.median(record.get(f"time/{name}", 0.0) for record in steps[1:])
+            for name in ("rollout", "reward", "anchor", "optim")
+        },
+        "tokens": sum(record["tokens"] for record in steps),
+    }

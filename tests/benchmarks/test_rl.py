@@ -1,0 +1,143 @@
+"""The benchmark of reinforcement learning: it runs, goes on where it stopped, and counts right."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import rl, rl_runs
+from benchmarks.rl_material import SPELLINGS, make_tokenizer, spell
+from benchmarks.rl_page import page, summaries
+from benchmarks.rl_picture import draw
+from benchmarks.rl_runs import arms
+from benchmarks.rl_statistics import mean_and_interval
+from clients.rl_config import RLJob
+from student_trainer.answers import exact_match
+
+
+@pytest.mark.slow
+def test_the_whole_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, docs, work = (tmp_path / name for name in ("out.json", "docs", "work"))
+    arguments = ["--quick", "--out", str(out), "--docs", str(docs), "--work", str(work)]
+    threads = torch.get_num_threads()
+    try:
+        rl.main(arguments)
+        # What is finished is not done again: with the program gone, there is nothing left to run.
+        monkeypatch.setattr(rl, "anchor_cost", lambda *_: json.loads(out.read_text())["cost"])
+        monkeypatch.setattr(rl_runs, "one_run", lambda *_: pytest.fail("a run was repeated"))
+        rl.main(arguments)
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads(out.read_text())
+    (run,) = found["runs"]
+    assert list(run["curve"]) == ["0", "2"]
+    assert len(run["rewards"]) == 2
+    assert run["kl_anchor"] is None
+    assert found["cost"]["ratio"] > 0
+    assert found["cost"]["runs"]["anchor"][0]["seconds"]["anchor"] > 0
+    assert found["cost"]["runs"]["none"][0]["seconds"]["anchor"] < 1e-3
+    assert "| no KL | 0." in (docs / "rl.md").read_text()
+
+
+def test_every_arm_is_a_job_and_differs_in_what_its_name_says() -> None:
+    material = rl.Material(*(Path(name) for name in ("/train", "/held", "/model")))
+    jobs = {
+        arm.name: RLJob.model_validate(rl_runs.settings(material, rl.FULL, arm, seed=3))
+        for arm in arms((0.001,))
+    }
+    assert [(job.method.beta, job.anchor.tau, job.method.top_k) for job in jobs.values()] == [
+        (0.0, 0.95, 32),
+        (0.001, 1.0, 32),
+        (0.001, 0.9, 32),
+        (0.001, 0.9, 32),
+        (0.001, 0.9, 0),
+    ]
+    published, k3 = list(jobs.values())[3:]
+    assert published.method.tail == "published"
+    assert k3.method.estimator == "k3"
+    kept = {"train", "eval", "seed", "max_steps", "reward", "data", "student"}
+    assert len({job.model_dump_json(include=kept) for job in jobs.values()}) == 1
+
+
+def test_every_spelling_is_a_token_and_means_its_digit() -> None:
+    tokenizer = make_tokenizer()
+    rng = random.Random(0)
+    for _ in range(20):
+        answer = str(rng.randrange(200))
+        ids = tokenizer(spell(answer, rng))["input_ids"]
+        assert len(ids) == len(answer)
+        assert exact_match(tokenizer.decode([*ids, 0], skip_special_tokens=True), answer)
+    assert len(tokenizer) == 3 + 10 * len(SPELLINGS)
+
+
+def test_intervals() -> None:
+    """Against simulation: of so many samples of a known mean, 95% hold it."""
+    rng = random.Random(0)
+    held = 0
+    for _ in range(4000):
+        mean, half = mean_and_interval([rng.gauss(3, 2) for _ in range(5)])
+        held += abs(mean - 3) <= half
+    assert held / 4000 == pytest.approx(0.95, abs=0.012)
+    assert mean_and_interval([1.0]) == (1.0, math.inf)
+
+
+def made_up_runs() -> list[dict[str, Any]]:
+    """`fixed` is three points above the rest for every seed, which differ by more than that."""
+    found = []
+    for seed in range(5):
+        for arm in arms((0.001, 0.1)):
+            final = 0.5 + 0.1 * seed + 0.03 * arm.name.startswith("fixed") + 0.001 * (seed % 2)
+            found.append(
+                {
+                    "name": arm.name,
+                    "curve": {"0": 0.2, "40": (0.2 + final) / 2, "80": final},
+                    "reward": final - 0.1,
+                    "entropy": 2.5,
+                    "head_mass": None if arm.estimator else 0.8,
+                    "first_head_mass": None if arm.estimator else 0.6,
+                    "kl_anchor": 0.01 if arm.beta else None,
+                    "step_seconds": 0.3,
+                    "peak_bytes": 600 << 20,
+                }
+            )
+    return found
+
+
+def test_page_and_picture(tmp_path: Path) -> None:
+    runs = made_up_runs()
+    result = {
+        "machine": "a machine",
+        "sizes": rl.asdict(rl.FULL),
+        "head": 32,
+        "runs": runs,
+        "summaries": summaries(runs),
+        "cost": {
+            "weight_bytes": 80 << 20,
+            "ratios": [1.1, 1.2],
+            "ratio": 1.15,
+            "more_bytes": [80 << 20, 84 << 20],
+            "more_over_weights": 1.02,
+        },
+    }
+    text = page(result)
+    one = "fixed anchor, bucket+sampled, beta 0.1"
+    assert f"| {one} against no KL | +3.0 | +3.0 to +3.0 | better |" in text
+    other = "EMA anchor, bucket+sampled, beta 0.1"
+    assert f"| {other} against {one} | -3.0 | -3.0 to -3.0 | worse |" in text
+    same = f"| {other} against EMA anchor, k3, beta 0.1 | +0.0 | +0.0 to +0.0 | not shown |"
+    assert same in text
+    lines = {line["name"]: line for line in result["summaries"]}
+    finals = [0.5, 0.601, 0.7, 0.801, 0.9]
+    assert lines["no KL"]["finals"] == pytest.approx(finals)
+    mean, half = lines["no KL"]["held_out"]
+    assert (mean, half) == pytest.approx(
+        (statistics.mean(finals), 2.776 * statistics.stdev(finals) / math.sqrt(5))
+    )
+    assert draw(result, tmp_path / "rl.png").startswith(("wrote", "no picture"))
