@@ -13,7 +13,9 @@ from clients.cli import (
     capture_commands,
     config_commands,
     demo,
+    demo_rl,
     doctor,
+    exam,
     job_commands,
     logs_and_files,
     plot,
@@ -67,12 +69,14 @@ app.command("plot")(plot.plot)
 app.command("report")(report.report)
 app.command("pull")(logs_and_files.pull)
 app.command("capture")(capture_commands.capture)
+app.command("eval")(exam.exam)
 app.add_typer(store_commands.app, name="store")
 app.add_typer(config_commands.app, name="config")
 app.add_typer(teacher_commands.app, name="teacher")
 app.command("doctor")(doctor.doctor)
 app.command("token")(token.token)
 app.command("demo")(demo.demo)
+app.command("demo-rl")(demo_rl.demo_rl)
 
 
 @app.callback()

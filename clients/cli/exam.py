@@ -26,38 +26,45 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
 _FREE = {"out", "reward", "prompts", "samples", "in_flight", "patience_seconds"}
 
 
+ModelsArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[NAME=]MODEL...",
+        help="Hugging Face directories, run directories (with their anchors), or what the endpoint"
+        " calls its models.",
+    ),
+]
+RewardOption = Annotated[str, typer.Option(help="Who judges, as reward.type of a job file.")]
+KeysOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A key of [data] or [reward] of a job file: data.prompt_column=question.",
+    ),
+]
+OutOption = Annotated[
+    str, typer.Option(metavar="DIR", help="Where answers are kept, and gone on with.")
+]
+EndpointOption = Annotated[
+    str, typer.Option(metavar="URL", help="http://HOST:PORT/v1; key in $OPENAI_API_KEY.")
+]
+
+
 def exam(
     context: typer.Context,
-    models: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[NAME=]MODEL...",
-            help="Hugging Face directories, run directories (with their anchors), or what the"
-            " endpoint calls its models.",
-        ),
-    ],
-    reward: Annotated[str, typer.Option(help="Who judges, as reward.type of a job file.")],
+    models: ModelsArgument,
+    reward: RewardOption,
     data: Annotated[str, typer.Option(help="A .jsonl or .parquet file, or a hub data set.")] = "",
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="A key of [data] or [reward] of a job file: data.prompt_column=question.",
-        ),
-    ] = None,
+    sets: KeysOption = None,
     prompts: Annotated[int, typer.Option(help="So many of them, chosen by the seed; 0: all.")] = 0,
     samples: Annotated[int, typer.Option(help="Answers to each prompt.")] = 32,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Share of the likeliest tokens.")] = 0.9,
     max_tokens: Annotated[int, typer.Option(help="Of one answer.")] = 1024,
     seed: Annotated[int, typer.Option(help="Of the choice of prompts, and the sampling.")] = 0,
-    out: Annotated[
-        str, typer.Option(metavar="DIR", help="Where answers are kept, and gone on with.")
-    ] = "",
-    endpoint: Annotated[
-        str, typer.Option(metavar="URL", help="http://HOST:PORT/v1; key in $OPENAI_API_KEY.")
-    ] = "",
+    out: OutOption = "",
+    endpoint: EndpointOption = "",
     api: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
     in_flight: Annotated[int, typer.Option(help="Requests at the same time.")] = 64,
     patience: Annotated[float, typer.Option(help="Seconds for one answer of a server.")] = 600.0,

@@ -124,7 +124,8 @@ class Endpoint:
             return Answer(
                 prompt=question.number,
                 sample=sample,
-                text=str(text or ""),
+                # A lone surrogate is no text, and no file would take it.
+                text=str(text or "").encode("utf-8", "replace").decode(),
                 tokens=int(document["usage"]["completion_tokens"]),
                 truncated=choice["finish_reason"] == "length",
             )

@@ -1,0 +1,55 @@
+"""Estimates against enumeration, and intervals against what they promise."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from student_trainer.exam.scores import estimate, majority, pass_at_k
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_all_draws_that_pass(n: int) -> None:
+    rights = np.array([[i < c for i in range(n)] for c in range(n + 1)])
+    for k in range(1, n + 1):
+        drawn = [[any(right[list(one)]) for one in combinations(range(n), k)] for right in rights]
+        np.testing.assert_allclose(pass_at_k(rights, k), np.mean(drawn, 1), rtol=1e-12, atol=1e-15)
+
+
+def test_pass_at_k_of_many_answers_stays_finite() -> None:
+    right = np.zeros((2, 5000), dtype=bool)
+    right[0, 0] = True
+    np.testing.assert_allclose(pass_at_k(right, 2500), [0.5, 0.0], rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("votes", "right", "expected"),
+    [
+        (["4", "4", "5"], [1, 1, 0], 1.0),
+        (["4", "5", "5"], [1, 0, 0], 0.0),
+        (["4", "5"], [1, 0], 0.5),  # a tie
+        (["4", "5", "6"], [1, 0, 0], 1 / 3),
+        (["", "", "4"], [0, 0, 1], 1.0),  # silence is no vote
+        (["", ""], [0, 0], 0.0),
+    ],
+)
+def test_majority(votes: list[str], right: list[int], expected: float) -> None:
+    assert majority([votes], np.array([right], dtype=bool)) == pytest.approx([expected])
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    """300 data sets of 60 prompts whose mean is known: 95% of intervals, give or take."""
+    random = np.random.default_rng(0)
+    held = 0
+    for _ in range(300):
+        found = estimate(random.binomial(8, random.beta(2, 3, 60)) / 8)
+        held += found.low <= 0.4 <= found.high
+        assert found.low <= found.mean <= found.high
+    assert 0.90 <= held / 300 <= 0.99
+
+
+def test_an_interval_of_equals_is_a_point() -> None:
+    found = estimate(np.full(7, 0.25))
+    assert (found.mean, found.low, found.high) == (0.25, 0.25, 0.25)
