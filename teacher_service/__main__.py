@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -19,6 +20,9 @@ from clients.cli.listen_options import (
 )
 from teacher_service import options
 from teacher_service.logs import LogFormat, LogLevel, start_logging
+
+if TYPE_CHECKING:
+    from teacher_service.cache_settings import CacheSettings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -71,29 +75,29 @@ def teacher(
         redis_ttl_seconds=redis_ttl_hours * 3600,
     )
     vllm = VllmSettings(tensor_parallel_size, gpu_memory_share)
-    tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
     start_logging(log_format, log_level)
     with _told_as_exit():
-        _check_cache(no_cache, redis_url)
+        tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
         settings = Settings(
             engine=EngineSettings(
                 engine, model, dtype, device, batch_invariant, max_batch_tokens, vllm
             ),
             endpoint=read_endpoint(host, port, token_file, tls, insecure=insecure),
             max_top_k=max_top_k,
-            cache=None if no_cache else cache,
+            cache=_kept(cache, no_cache),
             metrics=None if metrics_port is None else (metrics_host, metrics_port),
         )
         run(settings)
 
 
-def _check_cache(no_cache: bool, redis_url: str | None) -> None:
+def _kept(cache: CacheSettings, no_cache: bool) -> CacheSettings | None:
     from protos.errors import InvalidInput
 
-    if no_cache and redis_url:
+    if no_cache and cache.redis_url:
         raise InvalidInput(
             "with --no-cache no rows are kept", field="--redis-url", hint="give one of the two"
         )
+    return None if no_cache else cache
 
 
 @contextmanager

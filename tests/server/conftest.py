@@ -34,9 +34,11 @@ def job_config(name: str = "test", max_steps: int = 5) -> JobConfig:
 class Server:
     """A server process that can be killed and started again on the same port and directory."""
 
-    def __init__(self, runs: Path, slots: int = 1) -> None:
+    def __init__(self, runs: Path, slots: int = 1, **options: object) -> None:
+        """`options`: of scripted_server.py."""
         self.runs = runs
         self.slots = slots
+        self.options = options
         # An address of its own: nobody takes its port between a kill and the next start.
         self.host = f"127.{os.getpid() >> 8 & 127}.{os.getpid() & 255}.{next(_COUNTER) % 254 + 1}"
         self.port = 0
@@ -55,6 +57,7 @@ class Server:
 
     def launch(self) -> subprocess.Popen[str]:
         where = [str(self.runs), self.host, str(self.port), str(self.slots)]
+        where.append(json.dumps(self.options))
         return subprocess.Popen(
             [sys.executable, str(SCRIPT), *where], stdout=subprocess.PIPE, text=True
         )
@@ -96,7 +99,7 @@ def end_attempt(directory: Path) -> None:
         kill_family(found["mark"])
 
 
-def eventually(true: Callable[[], object], seconds: float = 20.0) -> None:
+def eventually(true: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait until it holds; the time is only for machines that are very busy."""
     deadline = time.monotonic() + seconds
     while not true():
@@ -108,8 +111,8 @@ def eventually(true: Callable[[], object], seconds: float = 20.0) -> None:
 def make_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
 
-    def make(slots: int = 1) -> Server:
-        server = Server(tmp_path / "runs", slots)
+    def make(slots: int = 1, **options: object) -> Server:
+        server = Server(tmp_path / "runs", slots, **options)
         servers.append(server)
         server.start()
         return server
