@@ -29,7 +29,7 @@ def main() -> None:
             Path(sys.argv[1]),
             endpoint=Endpoint(tokens=read_tokens(None)),
             runner=LocalRunner(command=command),
-            policy=Policy(Machine(slots=4), **POLICY),
+            policy=Policy(Machine(slots=4), retries=1, **POLICY),
             on_ready=lambda bound: print(bound, flush=True),
             dashboard=Dashboard(on_ready=lambda url: print(url, flush=True)),
         )

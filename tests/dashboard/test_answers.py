@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import re
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +18,7 @@ from tests.dashboard.site import Site
 from tests.security.processes import teacher
 from tests.server.conftest import eventually, job_config
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "dashboard.md"
 MANY = 10_000
 
 
@@ -55,20 +56,15 @@ def fill(connection: sqlite3.Connection, ids: list[str]) -> None:
     connection.execute("COMMIT")
 
 
-def steps_of(messages: list[tuple[str, str, list[dict[str, int]]]]) -> list[int]:
-    return [event["seq"] for _, _, events in messages for event in events]
-
-
 def test_a_reader_that_comes_back_gets_each_event_once(site: Site) -> None:
     job = site.submit(name="pause=0.02", max_steps=40)
     path = f"/api/jobs/{job}/events"
     seen: list[int] = []
     last = ""
     while site.job(job)["state"] != "SUCCEEDED" or seen[-1] < site.job(job)["last_seq"]:
-        messages = list(itertools.islice(site.messages(path, after=last), 3 if seen else 1))
-        last = messages[-1][1]
-        assert {kind for kind, _, _ in messages} == {"steps"}
-        seen += steps_of(messages)
+        kind, last, events = next(site.messages(path, after=last))
+        assert kind == "steps"
+        seen += [event["seq"] for event in events]
     assert seen == list(range(1, len(seen) + 1))
     assert site.ask(path, headers={"Last-Event-ID": str(len(seen) + 1)}).status == 400
     assert site.ask(path, headers={"Last-Event-ID": "x"}).status == 400
@@ -156,6 +152,9 @@ def test_prometheus_reads_what_the_database_holds(make_site: Callable[..., Site]
     assert families["distill_server_retries"] == {(): 1}
     assert families["distill_server_slots"] == {(): 4}
     assert families["distill_server_queue_seconds"] == {(): 0}
+    assert set(re.findall(r"`(distill_server_\w+?)(?:_total)?`", DOCUMENT.read_text())) == set(
+        families
+    )
 
 
 def test_what_is_not_found_says_so(site: Site) -> None:
