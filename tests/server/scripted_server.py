@@ -1,10 +1,16 @@
-"""The real server with the scripted trainer, and less patience: RUNS HOST PORT SLOTS."""
+"""The real server with the scripted trainer, and less patience: RUNS HOST PORT SLOTS [OPTIONS].
+
+OPTIONS are JSON: `gpus`, how many to divide; `clock`, "jumps" or "fast": what becomes of time.time.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import logging
 import sys
+import time
 from pathlib import Path
 
 from distill_server.machine import Machine
@@ -23,8 +29,20 @@ def command(run: Path, *, attempt: int, processes: int, from_step: int | None = 
     return [sys.executable, "-S", str(trainer), str(run), str(attempt), step]
 
 
+def spoil_clock(how: str) -> None:
+    """The wall's clock runs wild; the monotonic one is what the kernel keeps true."""
+    wall, start, calls = time.time, time.time(), itertools.count()
+    if how == "jumps":
+        time.time = lambda: wall() + (3600, -3600, 0)[next(calls) % 3]
+    elif how == "fast":
+        time.time = lambda: start + 60 * (wall() - start)
+
+
 def main() -> int:
     runs, host, port, slots = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    options = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
+    gpus = tuple(str(n) for n in range(options["gpus"])) if "gpus" in options else None
+    spoil_clock(options.get("clock", ""))
     logging.basicConfig()
     try:
         asyncio.run(
@@ -32,7 +50,7 @@ def main() -> int:
                 runs,
                 endpoint=Endpoint(host, port),
                 runner=LocalRunner(command=command),
-                policy=Policy(Machine(slots=slots), retries=1, **POLICY),
+                policy=Policy(Machine(slots=slots, gpus=gpus), retries=1, **POLICY),
                 on_ready=lambda bound: print(f"server listening on {host}:{bound}", flush=True),
             )
         )

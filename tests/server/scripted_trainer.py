@@ -10,10 +10,12 @@ What it does is told in the job's name, as `key=value` words:
     every=STEPS        between checkpoints (default 5)
     deaf=1             ignore SIGTERM
     orphan=1           leave a process in a session of its own
+    tells_gpus=1       print which GPUs it may use
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -80,6 +82,17 @@ class Trainer:
 
     def main(self) -> int:
         signal.signal(signal.SIGTERM, self.on_sigterm)
+        with (self.run / ".trainer.lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print("another trainer is alive", flush=True)
+                return 6
+            return self.train()
+
+    def train(self) -> int:
+        if "tells_gpus" in self.script:
+            print("GPUs:", os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
         self.forget_redone_steps()
         self.say("running", "training")
         print(f"attempt {self.attempt} starts after step {self.step}", flush=True)

@@ -1,0 +1,191 @@
+"""Whatever people and trainers do, and however often the server dies, jobs are as a model says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from clients.jobs import TERMINAL, JobState
+from clients.run_directory import Verdict
+from distill_server.machine import Machine
+from distill_server.runner import Exited, Lost
+from distill_server.scheduler import Policy
+from protos.errors import InvalidInput, Overloaded, WrongState
+
+from .conftest import job_config
+from .history import ACTIVE, History
+from .scripted_runner import ScriptedRunner, SmallServer
+
+MOST_QUEUED, RETRIES, SLOTS = 4, 1, 2
+POLICY = Policy(Machine(slots=SLOTS), MOST_QUEUED, RETRIES, backoff=0.0)
+KEYS = st.sampled_from(["a", "b", "c", "d", "e", "f", "g", "h"])
+
+
+@dataclass
+class Model:
+    """A job, as a person would describe it."""
+
+    place: int
+    priority: int
+    state: JobState = JobState.QUEUED
+    attempt: int = 1
+    retries: int = 0
+
+
+class Jobs(RuleBasedStateMachine):
+    jobs = Bundle("jobs")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._directory = tempfile.TemporaryDirectory()
+        self.runs = Path(self._directory.name)
+        self.runner = ScriptedRunner()
+        self.server = SmallServer(self.runs, self.runner, POLICY)
+        self.models: dict[str, Model] = {}
+        self.by_key: dict[str, tuple[str, int]] = {}
+        self.places = itertools.count()
+        self.history = History()
+
+    def teardown(self) -> None:
+        self.history.check(self.runs, SLOTS)
+        self.server.close()
+        self._directory.cleanup()
+
+    def in_state(self, states: Iterable[JobState]) -> dict[str, Model]:
+        return {job_id: job for job_id, job in self.models.items() if job.state in states}
+
+    def queue_is_full(self) -> bool:
+        return len(self.in_state({JobState.QUEUED})) >= MOST_QUEUED
+
+    @rule(target=jobs, key=KEYS, priority=st.sampled_from([0, 0, 5]))
+    def submit(self, key: str, priority: int) -> str:
+        """Gives a job's id, or nothing where it was refused."""
+        config = json.dumps(job_config().model_dump() | {"priority": priority})
+        known = self.by_key.get(key)
+        if known is not None and known[1] != priority:
+            with pytest.raises(InvalidInput, match="another job"):
+                self.server.control.submit(config, "", key)
+            return known[0]
+        if known is None and self.queue_is_full():
+            with pytest.raises(Overloaded):
+                self.server.control.submit(config, "", key)
+            return ""
+        job_id = self.server.control.submit(config, "", key).id
+        assert known is None or job_id == known[0]
+        self.history.submitted(key, job_id)
+        if known is None:
+            self.by_key[key] = (job_id, priority)
+            self.models[job_id] = Model(next(self.places), priority)
+        return job_id
+
+    @rule(job_id=jobs, now=st.booleans())
+    def cancel(self, job_id: str, now: bool) -> None:
+        if not job_id:
+            return
+        job = self.models[job_id]
+        if job.state in (JobState.SUCCEEDED, JobState.FAILED):
+            with pytest.raises(WrongState):
+                self.server.control.cancel(job_id, now=now)
+            return
+        self.server.control.cancel(job_id, now=now)
+        if job.state is JobState.QUEUED:
+            job.state = JobState.CANCELLED
+        elif job.state in ACTIVE:
+            job.state = JobState.CANCELLING
+
+    @rule(job_id=jobs)
+    def resume(self, job_id: str) -> None:
+        if not job_id:
+            return
+        job = self.models[job_id]
+        if job.state not in (JobState.FAILED, JobState.CANCELLED):
+            with pytest.raises(WrongState):
+                self.server.control.resume(job_id, max_steps=0, from_step=0)
+        elif self.queue_is_full():
+            with pytest.raises(Overloaded):
+                self.server.control.resume(job_id, max_steps=0, from_step=0)
+        else:
+            self.history.resumed(job_id)
+            self.server.control.resume(job_id, max_steps=0, from_step=0)
+            job.state, job.attempt, job.retries = JobState.QUEUED, job.attempt + 1, 0
+            job.place = next(self.places)
+
+    @rule()
+    def look(self) -> None:
+        self.server.look()
+        self.start_queued()
+
+    def start_queued(self) -> None:
+        queued = self.in_state({JobState.QUEUED})
+        order = sorted(queued.values(), key=lambda job: (-job.priority, job.place))
+        for job in order[: max(0, SLOTS - len(self.in_state(ACTIVE)))]:
+            job.state = JobState.PREPARING
+
+    @rule(job_id=jobs)
+    def trainer_speaks(self, job_id: str) -> None:
+        if not job_id or self.models[job_id].state not in ACTIVE:
+            return
+        self.runner.say(self.runs, job_id, "running")
+        self.server.look()
+        if self.models[job_id].state is JobState.PREPARING:
+            self.models[job_id].state = JobState.RUNNING
+        self.start_queued()
+
+    @rule(
+        job_id=jobs,
+        verdict=st.sampled_from(["succeeded", "failed", "cancelled", "running"]),
+        outcome=st.sampled_from([Exited(0), Exited(1), Exited(-9), Lost(False), Lost(True)]),
+    )
+    def trainer_ends(self, job_id: str, verdict: Verdict, outcome: Exited | Lost) -> None:
+        """With its last word, and its end."""
+        if not job_id or self.models[job_id].state not in ACTIVE:
+            return
+        job = self.models[job_id]
+        self.runner.say(self.runs, job_id, verdict)
+        self.runner.end(job_id, outcome)
+        self.server.look()
+        rebooted = outcome == Lost(True)
+        if verdict == "succeeded":
+            job.state = JobState.SUCCEEDED
+        elif verdict == "failed":
+            job.state = JobState.FAILED
+        elif job.state is JobState.CANCELLING or (verdict == "cancelled" and not rebooted):
+            job.state = JobState.CANCELLED
+        elif job.retries + (not rebooted) > RETRIES:
+            job.state = JobState.FAILED
+        else:
+            job.state, job.attempt = JobState.QUEUED, job.attempt + 1
+            job.retries += not rebooted
+        self.start_queued()
+
+    @rule()
+    def server_dies_and_returns(self) -> None:
+        self.server.close()
+        self.server.start()
+
+    @invariant()
+    def everything_is_as_the_model_says(self) -> None:
+        found = {job.id: (job.state, job.attempt) for job in self.server.store.page(limit=100)}
+        assert found == {job_id: (job.state, job.attempt) for job_id, job in self.models.items()}
+        assert {job_id for job_id, _ in self.runner.alive} == set(self.in_state(ACTIVE))
+        over = self.in_state(TERMINAL)
+        assert all((self.server.store.job(job_id).ended_at > 0) for job_id in over)
+
+
+TestJobs = Jobs.TestCase
+TestJobs.settings = settings(
+    max_examples=20,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
