@@ -113,13 +113,22 @@ class DistillClient:
         # Once only: after an answer that was lost, a second try would meet a job that already runs.
         return _job_of(self._call(self._stub.ResumeJob, request, again=False))
 
-    def watch(self, job_id: str, after_seq: int = 0) -> Iterator[JobEvent]:
+    def watch(
+        self, job_id: str, after_seq: int = 0, *, timeout: float | None = None
+    ) -> Iterator[JobEvent]:
         """Every event after `after_seq` until the job is over, each once, across server restarts.
 
-        Raises Unavailable after `patience_seconds` without a server.
+        Raises Unavailable after `patience_seconds` without a server, and TimedOut after `timeout`
+        seconds: the job goes on.
         """
+        deadline = None if timeout is None else time.monotonic() + timeout
         # A prefix, or "@last", may mean another job when the stream is opened again.
-        yield from self._events(self.get(job_id).id, after_seq, deadline=None)
+        job_id = self.get(job_id).id
+        try:
+            yield from self._events(job_id, after_seq, deadline)
+        except TimedOut as error:
+            hint = "it goes on; watch it again, or cancel it"
+            raise TimedOut(f"job {job_id} is not over after {timeout:g} s", hint=hint) from error
 
     def history(self, job_id: str) -> Sequence[JobEvent]:
         """Every event up to now."""

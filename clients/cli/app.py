@@ -112,12 +112,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = Output(as_json="--json" in arguments, color=not plain)
     try:
         command = typer.main.get_command(app)
-        return int(command.main(arguments, prog_name="distill", standalone_mode=False) or 0)
+        code = command.main(arguments, prog_name="distill", standalone_mode=False)
+        sys.stdout.flush()
+        return int(code or 0)
     except DistillError as error:
         output.fail(error)
         return int(error.exit_code)
     except typer.TyperException as error:
         return _usage(error, output)
+    except BrokenPipeError:
+        # Whoever read has enough (`distill logs JOB | head`). Python would complain at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.OK)
     except OSError as error:
         # A full disk or a forbidden directory is no defect of ours, and needs no traceback.
         what = f"{error.filename}: " if error.filename else ""

@@ -43,7 +43,7 @@ def show(context: typer.Context, job: JobArgument) -> None:
     settings = settings_of(context)
     with settings.client() as client:
         found = client.get(job)
-    settings.output.result(_record(found), _described(found))
+    settings.output.result(facts_of(found), _described(found))
 
 
 def cancel(
@@ -55,7 +55,7 @@ def cancel(
     settings = settings_of(context)
     with settings.client() as client:
         found = client.cancel(job, now=now)
-    settings.output.result(_record(found), f"{found.id} {found.state}")
+    settings.output.result(facts_of(found), f"{found.id} {found.state}")
 
 
 def resume(
@@ -71,7 +71,7 @@ def resume(
     max_steps = max_steps_of(sets or [])
     with settings.client() as client:
         found = client.resume(job, max_steps=max_steps, from_step=from_step)
-    settings.output.result(_record(found), f"{found.id} {found.state} attempt {found.attempt}")
+    settings.output.result(facts_of(found), f"{found.id} {found.state} attempt {found.attempt}")
 
 
 def max_steps_of(sets: list[str]) -> int | None:
@@ -93,7 +93,8 @@ def max_steps_of(sets: list[str]) -> int | None:
     return chosen
 
 
-def _record(job: Job) -> Mapping[str, Any]:
+def facts_of(job: Job) -> Mapping[str, Any]:
+    """A job for a program: its fields, the configuration as an object."""
     record = asdict(job)
     config = record.pop("config_json")
     return {**record, **({"config": json.loads(config)} if config else {})}
@@ -102,7 +103,7 @@ def _record(job: Job) -> Mapping[str, Any]:
 def _row(job: Job, now: float) -> Mapping[str, Any]:
     label, kl = kl_of(job.metrics) or ("", None)
     return {
-        **_record(job),
+        **facts_of(job),
         "steps": f"{job.step}/{job.max_steps}",
         "kl": "-" if kl is None else f"{kl:.4g}{label.removeprefix('kl')}",
         "age": duration(now - job.created_at) if job.created_at else "-",

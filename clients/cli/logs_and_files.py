@@ -34,6 +34,8 @@ def logs(
                     sys.stdout.buffer.write(chunk)
                     sys.stdout.buffer.flush()
     except KeyboardInterrupt:
+        if follow:
+            settings.output.say(f"the job goes on; distill logs -f {job}")
         return ExitCode.INTERRUPTED
     return ExitCode.OK
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from clients.cli.config_commands import print_values
 from clients.cli.display import conclude, display
+from clients.cli.job_commands import facts_of
 from clients.cli.output import Output
 from clients.cli.progress import Progress
 from clients.cli.settings import (
@@ -21,6 +21,11 @@ from clients.cli.settings import (
 )
 from protos.errors import ExitCode
 
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", min=0.001, help="Stop watching then, with exit code 7."),
+]
+
 if TYPE_CHECKING:
     from clients.distill_client import DistillClient
 
@@ -31,6 +36,10 @@ def submit(
     sets: SetOption = None,
     name: NameOption = "",
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Watch it.")] = False,
+    timeout: TimeoutOption = None,
+    key: Annotated[
+        str, typer.Option("--key", help="Submitting again under the same key is the same job.")
+    ] = "",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only check the file and print what it means.")
     ] = False,
@@ -45,29 +54,33 @@ def submit(
         print_values(output, file)
         return ExitCode.OK
     with settings.client() as client:
-        made = client.submit(localized(file.config), config_text=file.text)
-        output.result(asdict(made), made.id)
+        made = client.submit(
+            localized(file.config), config_text=file.text, idempotency_key=key or None
+        )
+        output.result(facts_of(made), made.id)
         if follow:
-            return watch_job(client, made.id, output)
+            return watch_job(client, made.id, output, timeout)
     output.say(f"  distill watch {made.id}    how it fares")
     output.say(f"  distill logs -f {made.id}  what it prints")
     output.say(f"  distill cancel {made.id}   stop it after a checkpoint")
     return ExitCode.OK
 
 
-def watch(context: typer.Context, job: JobArgument) -> ExitCode:
+def watch(context: typer.Context, job: JobArgument, timeout: TimeoutOption = None) -> ExitCode:
     """Follow a job until it is over. Ctrl-C stops the watching, not the job."""
     settings = settings_of(context)
     with settings.client() as client:
-        return watch_job(client, client.get(job).id, settings.output)
+        return watch_job(client, client.get(job).id, settings.output, timeout)
 
 
-def watch_job(client: DistillClient, job_id: str, output: Output) -> ExitCode:
-    """Show a job until it is over. Ctrl-C detaches: the job goes on."""
+def watch_job(
+    client: DistillClient, job_id: str, output: Output, timeout: float | None = None
+) -> ExitCode:
+    """Show a job until it is over. Ctrl-C detaches, as TimedOut does: the job goes on."""
     progress = Progress(job_id)
     try:
         with display(output, progress) as shown:
-            for event in client.watch(job_id):
+            for event in client.watch(job_id, timeout=timeout):
                 progress.add(event)
                 shown.show(event)
     except KeyboardInterrupt:

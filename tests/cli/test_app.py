@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -128,6 +130,16 @@ def test_doctor(capsys: Capture, nowhere: str) -> None:
     main(["--server", nowhere, "doctor", "--teacher", nowhere])
     last = capsys.readouterr().out.splitlines()[-2:]
     assert [line.split()[1] for line in last] == ["server:", "teacher:"]
+
+
+def test_a_reader_who_has_enough_is_no_fault() -> None:
+    command = [sys.executable, "-m", "clients", "config", "schema"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
 
 
 def test_doctor_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,34 @@ from clients.cli.app import main
 from clients.cli.logs_and_files import whole_lines
 from clients.config import JobConfig
 from clients.jobs import Job, JobEvent, JobState
-from protos.errors import ExitCode
+from protos.errors import (
+    ExitCode,
+    Forbidden,
+    InternalFault,
+    InvalidInput,
+    NotFound,
+    TimedOut,
+    Unavailable,
+    WrongState,
+)
 
 Capture = pytest.CaptureFixture[str]
+
+
+FAULTS: dict[ExitCode, BaseException] = {
+    ExitCode.JOB_FAILED: InternalFault("a defect; id 7f3a"),
+    ExitCode.USAGE: InvalidInput("is wrong", field="max_steps"),
+    ExitCode.NOT_FOUND: NotFound("no job x"),
+    ExitCode.UNREACHABLE: Unavailable("cannot reach the server"),
+    ExitCode.WRONG_STATE: WrongState("it runs"),
+    ExitCode.TIMED_OUT: TimedOut("not over after 3 s"),
+    ExitCode.REFUSED: Forbidden("may not"),
+}
+EVENTS = {
+    ExitCode.OK: JobState.SUCCEEDED,
+    ExitCode.JOB_FAILED: JobState.FAILED,
+    ExitCode.JOB_CANCELLED: JobState.CANCELLED,
+}
 
 
 def made(state: JobState = JobState.RUNNING, **more: Any) -> Job:
@@ -40,7 +67,7 @@ class ScriptedClient:
     events: tuple[JobEvent | BaseException, ...] = ()
     asked: list[tuple[Any, ...]]
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, timeout: float = 0.0) -> None:
         self.address = address
 
     def __enter__(self) -> ScriptedClient:
@@ -49,8 +76,10 @@ class ScriptedClient:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def submit(self, config: JobConfig, *, config_text: str = "") -> Job:
-        self.asked.append(("submit", config, config_text))
+    def submit(
+        self, config: JobConfig, *, config_text: str = "", idempotency_key: str | None = None
+    ) -> Job:
+        self.asked.append(("submit", config, config_text, idempotency_key))
         return made(JobState.QUEUED)
 
     def get(self, job_id: str) -> Job:
@@ -68,7 +97,8 @@ class ScriptedClient:
         self.asked.append(("resume", job_id, max_steps, from_step))
         return made(JobState.QUEUED, attempt=2)
 
-    def watch(self, job_id: str) -> Iterator[JobEvent]:
+    def watch(self, job_id: str, *, timeout: float | None = None) -> Iterator[JobEvent]:
+        self.asked += [("watch", timeout)] if timeout else []
         for step in self.events:
             if isinstance(step, BaseException):
                 raise step
@@ -159,7 +189,8 @@ def test_submit_prints_the_id_alone(
         ["distill", "logs"],
         ["distill", "cancel"],
     ]
-    _, config, text = client.asked[0]
+    _, config, text, key = client.asked[0]
+    assert key is None
     assert (config.name, config.data.path) == ("n", str(tmp_path / "d.jsonl"))
     assert text.startswith("student.model")
 
@@ -185,14 +216,7 @@ def test_watch_as_json_lines(capsys: Capture) -> None:
     assert lines[2]["metrics"]["loss"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("state", "code"),
-    [
-        (JobState.FAILED, ExitCode.JOB_FAILED),
-        (JobState.CANCELLED, ExitCode.JOB_CANCELLED),
-        (JobState.SUCCEEDED, ExitCode.OK),
-    ],
-)
+@pytest.mark.parametrize(("code", "state"), EVENTS.items())
 def test_the_exit_code_is_the_verdict(
     capsys: Capture, client: type[ScriptedClient], state: JobState, code: ExitCode
 ) -> None:
@@ -224,3 +248,59 @@ def test_logs(capsysbinary: pytest.CaptureFixture[bytes], client: type[ScriptedC
 
 def test_whole_lines_of_broken_text() -> None:
     assert list(whole_lines([b"a\xff\n", b"", b"\n"])) == ["a\ufffd", ""]
+
+
+def test_submit_under_a_key(
+    capsys: Capture, client: type[ScriptedClient], job_file: Callable[..., str]
+) -> None:
+    assert main(["--json", "submit", job_file(), "--key", "mine"]) == 0
+    assert client.asked[0][3] == "mine"
+    facts = json.loads(capsys.readouterr().out)
+    assert set(facts) == {field.name for field in fields(Job)} - {"config_json"}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("code", [*FAULTS])
+def test_a_fault_decides_the_exit_code(
+    capsys: Capture, client: type[ScriptedClient], code: ExitCode, as_json: bool
+) -> None:
+    fault = FAULTS[code]
+    client.events = (event(1, JobState.RUNNING), fault)
+    assert main([*(["--json"] if as_json else ["-q"]), "watch", "x", "--timeout", "3"]) == code
+    assert client.asked == [("watch", 3.0)]
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == int(as_json)
+    if as_json:
+        told = json.loads(captured.err)["error"]
+        assert set(told) == {"code", "message", "field", "hint"}
+        assert told["message"] == getattr(fault, "message", None)
+    else:
+        assert captured.err == f"error: {fault}\n"
+
+
+def test_every_exit_code_has_a_test() -> None:
+    assert {*FAULTS, *EVENTS, ExitCode.INTERRUPTED} == set(ExitCode)
+
+
+def test_ctrl_c_in_logs(
+    capsys: Capture, client: type[ScriptedClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def logs(*_: object, **__: object) -> Iterator[bytes]:
+        yield b"one\n"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client, "logs", logs)
+    assert main(["logs", "x", "-f"]) == ExitCode.INTERRUPTED
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("one\n", "the job goes on; distill logs -f x\n")
+
+
+def test_job_ids_are_completed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_DISTILL_COMPLETE", "complete_bash"), ("COMP_CWORD", "2")):
+        monkeypatch.setenv(name, value)
+    for typed, offered in (("", ["@last", "on-policy-x-7f3a", "on-policy-y-0001"]),
+                           ("on-policy-y", ["on-policy-y-0001"])):  # fmt: skip
+        monkeypatch.setenv("COMP_WORDS", f"distill show {typed}")
+        with contextlib.suppress(SystemExit):
+            main([])
+        assert capsys.readouterr().out.split() == offered
