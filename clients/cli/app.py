@@ -121,6 +121,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         return _usage(error, output)
     except BrokenPipeError:
+        # Whoever read has enough (`distill ls | head`): typer ends with 1 and not a word, and so
+        # do we; Python would complain at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.JOB_FAILED)
+    except BrokenPipeError:
         # Whoever read has enough (`distill logs JOB | head`). Python would complain at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.OK)

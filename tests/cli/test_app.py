@@ -132,14 +132,15 @@ def test_doctor(capsys: Capture, nowhere: str) -> None:
     assert [line.split()[1] for line in last] == ["server:", "teacher:"]
 
 
-def test_a_reader_who_has_enough_is_no_fault() -> None:
-    command = [sys.executable, "-m", "clients", "config", "schema"]
+@pytest.mark.parametrize("command", [["config", "schema"], ["--help"]])
+def test_a_reader_who_has_enough_hears_no_more(command: list[str]) -> None:
+    command = [sys.executable, "-m", "clients", *command]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-    assert process.returncode == 0
+    assert process.returncode == ExitCode.JOB_FAILED
 
 
 def test_doctor_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
