@@ -1,4 +1,4 @@
-.PHONY: setup demo test test-ray test-track test-vllm soak lint bench bench-offline bench-gpu bench-vllm protos clean
+.PHONY: setup demo demo-rl test test-ray test-track test-vllm soak lint bench bench-offline bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm/bin
@@ -10,6 +10,9 @@ INSTALL = uv pip install -q -c constraints.txt editables --python
 
 demo: setup  ## teacher, server, job, table: the whole line on this machine
 	$(BIN)/distill demo
+
+demo-rl: setup  ## a model that adds badly learns from rewards alone
+	$(BIN)/distill demo-rl
 
 test: setup  ## every test that runs without a GPU
 	$(BIN)/pytest -n 3 --dist worksteal

@@ -151,13 +151,6 @@ class RLJob(TrainingJob):
             raise ValueError("without a reward the job needs method.beta > 0 or a teacher")
         return reward
 
-    @field_validator("anchor")
-    @classmethod
-    def _is_pulled_to(cls, anchor: AnchorConfig, info: ValidationInfo) -> AnchorConfig:
-        if "method" in info.data and info.data["method"].beta == 0:
-            raise ValueError("method.beta = 0 keeps none; raise it, or leave the table out")
-        return anchor
-
     @field_validator("data")
     @classmethod
     def _is_there_if_needed(cls, data: DataConfig | None, info: ValidationInfo) -> object:

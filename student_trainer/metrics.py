@@ -24,6 +24,24 @@ eval/kl_bound        kl/teacher_bound on what is held out
 eval/perplexity      exp(cross_entropy) on what is held out
 time/rollout         to wait for the disk
 
+Of a job with rewards, where `kl/teacher` and `topk/teacher_mass` are of a teacher, if there is one:
+
+reward/mean          of all answers of the step
+reward/std           within a prompt's answers, mean over prompts
+reward/flat_groups   share of prompts whose answers all have the same reward: nothing is learned
+reward/errors        share of answers that could not be judged
+ratio/clipped        share of tokens beyond clip_low or clip_high: nothing more is learned
+kl/anchor            unbiased KL between student and anchor, nats a token
+topk/anchor_mass     probability that the anchor gives to the head
+anchor/gap           |student - anchor| / |anchor|, of all weights that learn
+anchor/version       updates of the anchor
+time/reward          seconds to judge the answers
+time/anchor          seconds to score them by the anchor
+eval/reward          of held-out answers, the likeliest ones
+eval/anchor/kl       as eval/kl, of the anchor in the student's place; likewise
+eval/anchor/accuracy
+eval/anchor/reward
+
 Where a job names several teachers: kl/teacher/NAME, over the tokens that each of them scored.
 """
 

@@ -82,13 +82,13 @@ def demo(
 
     output = settings_of(context).output
     place = Path(runs).absolute()
-    _clear(place, output)
+    clear(place, output)
     began = time.monotonic()
     with Services(place / "logs") as services:
         accuracy = _make_models(place, services, output)
         with output.stage("starting teacher and server"):
-            teacher = services.listen("teacher", _filled(TEACHER, place))
-            server = services.listen("server", _filled(SERVER, place))
+            teacher = services.listen("teacher", filled(TEACHER, place))
+            server = services.listen("server", filled(SERVER, place))
         config, progress = _train(place, server, teacher, output)
         summary = _summary(config, progress, accuracy, time.monotonic() - began)
         (place / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
@@ -98,7 +98,7 @@ def demo(
     return ExitCode.OK
 
 
-def _clear(place: Path, output: Output) -> None:
+def clear(place: Path, output: Output) -> None:
     if place.exists() and any(place.iterdir()):
         if not (place / MARKER).exists():
             raise InvalidInput(
@@ -112,7 +112,7 @@ def _clear(place: Path, output: Output) -> None:
     (place / MARKER).touch()
 
 
-def _filled(command: tuple[str, ...], place: Path) -> list[str]:
+def filled(command: tuple[str, ...], place: Path) -> list[str]:
     names = ("data", "teacher", "student", "cache", "jobs")
     return [part.format_map({name: place / name for name in names}) for part in command]
 
@@ -127,7 +127,7 @@ def _make_models(place: Path, services: Services, output: Output) -> float:
         ("evaluate-teacher", "examining the teacher", EVALUATE_TEACHER),
     ):
         with output.stage(title):
-            printed = services.run(log, _filled(command, place))
+            printed = services.run(log, filled(command, place))
     # The log holds warnings of libraries too; the answer is its last line.
     return float(json.loads(printed.strip().splitlines()[-1])["accuracy"])
 

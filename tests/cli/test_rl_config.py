@@ -1,0 +1,93 @@
+"""What a job that learns from rewards must not say: one sentence, where it is, and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clients.config_file import load_job
+from clients.rl_config import RLJob
+from protos.errors import InvalidInput
+
+JOB = """\
+student.model = "m"
+data.path = "d.jsonl"
+reward.type = "exact_match"
+method.type = "rl"
+"""
+
+
+def loaded(tmp_path: Path, text: str, *overrides: str) -> RLJob:
+    path = tmp_path / "a.toml"
+    path.write_text(text)
+    config = load_job(path, overrides).config
+    assert isinstance(config, RLJob)
+    return config
+
+
+def test_four_lines_are_a_job(tmp_path: Path) -> None:
+    config = loaded(tmp_path, JOB)
+    assert (config.anchor.tau, config.anchor.update_period, config.method.beta) == (0.95, 10, 0.001)
+    assert (config.teacher, config.environment, config.method.top_k) == (None, None, 32)
+
+
+def test_a_task_brings_its_own_prompts(tmp_path: Path) -> None:
+    text = 'student.model = "m"\nreward.type = "reasoning_gym:basic_arithmetic"\n'
+    assert loaded(tmp_path, text + 'method.type = "rl"\n').data is None
+
+
+@pytest.mark.parametrize(
+    ("override", "where", "said"),
+    [
+        ("method.advantages=gae", "method.advantages", "take 'group' or 'group_mean'"),
+        ("method.rollouts_per_prompt=1", "method.rollouts_per_prompt", "take 2 or more"),
+        ("method.estimator=k3", "method.estimator", "needs top_k = 0"),
+        ("method.importance_clip=[2.0, 0.5]", "method.importance_clip", "[LEAST, GREATEST]"),
+        ("method.clip_low=1.5", "method.clip_low", "less than or equal to 1"),
+        ("method.tail=bucket+teacher_samples", "method.tail", "expected one of"),
+        ("method.updates_per_step=33", "method", "raise train.prompts_per_step"),
+        ("anchor.tau=1.5", "anchor.tau", "less than or equal to 1"),
+        ("anchor.period=3", "anchor.period", "did you mean 'update_period'?"),
+        ("reward.type=taste", "reward.type", "must be one of exact_match"),
+        ("reward.type=reasoning_gym:x", "data", "leave it out"),
+        ("teacher.top_k=3", "teacher.top_k", "only a job with method.type = 'on_policy'"),
+    ],
+)
+def test_refusals(tmp_path: Path, override: str, where: str, said: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        loaded(tmp_path, JOB, override)
+    assert f": {where}: " in caught.value.message
+    assert said in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "said"),
+    [
+        (
+            JOB.replace('reward.type = "exact_match"', "method.beta = 0"),
+            "reward",
+            "needs method.beta",
+        ),
+        (JOB.replace('data.path = "d.jsonl"\n', ""), "data", "makes its own prompts"),
+        (
+            JOB + 'method.kl_in = "reward"\nmethod.divergence = "forward_kl"\n',
+            "method.divergence",
+            "is the reverse KL",
+        ),
+        (
+            JOB + 'method.top_k = 0\nmethod.estimator = "k5"\n',
+            "method.estimator",
+            "divergence = 'forward_kl'",
+        ),
+    ],
+)
+def test_refusals_of_what_does_not_go_together(
+    tmp_path: Path, text: str, where: str, said: str
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        loaded(tmp_path, text)
+    assert f": {where}: " in caught.value.message
+    assert said in caught.value.message
+    assert "\n" not in caught.value.message
