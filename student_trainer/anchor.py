@@ -13,13 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
+from protos.errors import DistillError
 from protos.failpoints import failpoint
 from protos.rows import RowBlock
 from student_trainer.batches import ScoredSequence, make_batch
 from student_trainer.packing import micro_batches
 from student_trainer.parallel import Replicated, Sharded, local, share_of
+from student_trainer.processes import raise_together
 from student_trainer.rollouts import Rollout
 from student_trainer.token_sequence import TokenSequence
 
@@ -129,6 +132,7 @@ class AnchorTeacher:
         self,
         anchor: Anchor,
         student: Replicated | Sharded,
+        accelerator: Accelerator,
         *,
         temperature: float,
         tokens_per_micro_batch: int,
@@ -140,6 +144,7 @@ class AnchorTeacher:
         """
         self._anchor = anchor
         self._student = student
+        self._accelerator = accelerator
         self._temperature = temperature
         self._most = tokens_per_micro_batch
         self._top_k = top_k
@@ -148,9 +153,16 @@ class AnchorTeacher:
     def score_all(self, rollouts: Sequence[Rollout]) -> list[RowBlock]:
         """A block for each, of one row a token of its completion.
 
-        Every process must call it, each with its own rollouts, outside `gathered()`.
+        Every process must call it, each with its own rollouts, outside `gathered()`; what `prompt`
+        raises in one is raised in all.
         """
-        asked = [self._asked(number, rollout) for number, rollout in enumerate(rollouts)]
+        fault: DistillError | None = None
+        asked: list[_Asked] = []
+        try:
+            asked = [self._asked(number, rollout) for number, rollout in enumerate(rollouts)]
+        except DistillError as error:
+            fault = error
+        raise_together(self._accelerator, fault)
         blocks: dict[int, RowBlock] = {}
         packs = self._student.whole.packs
         with self._anchor.in_place(), self._student.gathered():

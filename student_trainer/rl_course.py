@@ -55,7 +55,7 @@ def rl_course(
     if method.beta:
         tau, period = config.anchor.tau, config.anchor.update_period
         anchor = Anchor(student, tau=tau, update_period=period)
-        anchor_teacher = _anchor_teacher(config, material, anchor, student)
+        anchor_teacher = _anchor_teacher(config, material, anchor, accelerator, student)
     steps = RLSteps(config, accelerator, material.prompts, answers, judged, anchor_teacher)
     evaluation = Evaluation(
         accelerator,
@@ -112,7 +112,11 @@ def _teacher(config: RLJob, material: RLMaterial) -> TeacherSource:
 
 
 def _anchor_teacher(
-    config: RLJob, material: RLMaterial, anchor: Anchor, student: Replicated | Sharded
+    config: RLJob,
+    material: RLMaterial,
+    anchor: Anchor,
+    accelerator: Accelerator,
+    student: Replicated | Sharded,
 ) -> AnchorTeacher:
     """Its own head is of forward KL; beside a teacher it takes the teacher's."""
     method = config.method
@@ -120,6 +124,7 @@ def _anchor_teacher(
     return AnchorTeacher(
         anchor,
         student,
+        accelerator,
         temperature=method.temperature,
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
         top_k=max(method.top_k, 1) if own_head else None,

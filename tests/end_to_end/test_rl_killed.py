@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tests.trainer.tiny import Material
 
 REPEATS = int(os.environ.get("DISTILL_REPEATS", "2"))
+SHARDINGS = ["none", "fsdp2"]
 # Moments of a step, and how many of each an attempt may live to see: at most two steps' worth.
 IN_STEPS = {"gradients-ready": 4, "anchor-moved": 4, "step-done": 2}
 # Only the first process writes.
@@ -27,7 +28,7 @@ IN_SAVES = {"metrics-written": 2, "checkpoint-filled": 1, "checkpoint-renamed": 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+@pytest.mark.parametrize("sharding", SHARDINGS[: REPEATS // 2])
 def test_killed_as_often_as_one_likes(material: Material, sharding: str, tmp_path: Path) -> None:
     from tests.trainer.tiny import curve, rl_job
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from protos.errors import InvalidInput
 from student_trainer import checkpoint
 from student_trainer.anchor import Anchor
 from student_trainer.parallel import local
+from student_trainer.privileged import privileged_prompt
 from tests.forks import Forks
 from tests.trainer import tiny
 from tests.trainer.anchors import move, rollouts, spread_student, teacher_of
@@ -61,6 +64,22 @@ def run(world: int, out: Path, sharding: str, until: int, resumed: Path | None =
     return checkpoint.checkpoint_path(out, until)
 
 
-def said(out: Path) -> list[dict[str, Any]]:
+def score_without_a_column(out: Path) -> None:
+    """The second process has an answer to a sample that the context does not fit."""
+    rank = int(os.environ["RANK"])
+    student = spread_student(tiny.model(seed=2), "fsdp2")
+    teacher = teacher_of(
+        Anchor(student, tau=TAU, update_period=PERIOD),
+        student,
+        prompt=privileged_prompt("{hint}", "{prompt}", tiny.tokenizer()),
+    )
+    (rollout,) = rollouts(1)
+    try:
+        teacher.score_all([rollout if rank == 0 else replace(rollout, fields={})])
+    except InvalidInput as error:
+        (out / f"rank-{rank}.json").write_text(json.dumps(str(error)))
+
+
+def said(out: Path) -> list[Any]:
     """What each process said, by rank."""
     return [json.loads(path.read_text()) for path in sorted(out.glob("rank-*.json"))]

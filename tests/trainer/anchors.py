@@ -61,5 +61,10 @@ def rollouts(count: int = 7, top_k: int = 4) -> list[Rollout]:
 
 def teacher_of(anchor: Anchor, student: Replicated | Sharded, **options: Any) -> AnchorTeacher:
     return AnchorTeacher(
-        anchor, student, temperature=TEMPERATURE, tokens_per_micro_batch=16, **options
+        anchor,
+        student,
+        make_accelerator(),
+        temperature=TEMPERATURE,
+        tokens_per_micro_batch=16,
+        **options,
     )

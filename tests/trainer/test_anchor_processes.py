@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.anchor_process import run, said, work
+from tests.forks import Forks
+from tests.trainer.anchor_process import run, said, score_without_a_column, work
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -77,3 +78,10 @@ def test_saved_by_four_resumed_by_two_and_by_one(four: Path, tmp_path: Path) -> 
     one = work(tmp_path / "one", "none", 9, two)
     assert_same_anchor(one, work(tmp_path / "all", "none", 9))
     assert said(one.parent)[0]["version"] == 4
+
+
+def test_what_one_cannot_read_no_other_waits_for(tmp_path: Path) -> None:
+    assert Forks(2, tmp_path / "group", score_without_a_column, tmp_path).wait() == [0, 0]
+    first, second = said(tmp_path)
+    assert first == second
+    assert "no column 'hint'" in first
