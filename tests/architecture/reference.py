@@ -16,10 +16,14 @@ from clients.capture_config import CaptureJob
 from clients.config import JobConfig
 from clients.config_problems import table_in
 from clients.offline_config import OfflineJob
+from clients.rl_config import RLJob
 
 OFFLINE = """\
 Training from a store (`method.type = "offline"`) has `student`, `train`, `eval`, `checkpoint` and
 `track` as above. Of `data`, `method` and `teacher` these are its own:"""
+RL = """\
+Learning from rewards (`method.type = "rl"`) has `student`, `data`, `teacher` (without `top_k`),
+`train`, `eval`, `checkpoint` and `track` as above. These are its own:"""
 CAPTURE = """\
 A capture (`method.type = "capture"`) has no tables but `student`, `teacher`, `data` and `method`.
 Of their keys these are its own:"""
@@ -45,7 +49,7 @@ def table() -> str:
     head = ["| key | default | |", "|---|---|---|"]
     training = [*rows(JobConfig)]
     lines = [*head, *training]
-    for intro, kind in ((OFFLINE, OfflineJob), (CAPTURE, CaptureJob)):
+    for intro, kind in ((OFFLINE, OfflineJob), (RL, RLJob), (CAPTURE, CaptureJob)):
         lines += ["", intro, "", *head, *(row for row in rows(kind) if row not in training)]
     return "".join(line.replace("||", "\\|\\|") + "\n" for line in lines)
 
