@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -33,6 +34,8 @@ class Teachers:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = asyncio.Lock()
+        # Of its own: the loop's few threads read files for clients, who must not wait for the dead.
+        self._threads = ThreadPoolExecutor(_MOST_TEACHERS, "teachers")
         self._seen: list[dict[str, Any]] = []
         self._seen_at = -_FRESH_SECONDS
 
@@ -44,7 +47,9 @@ class Teachers:
             if time.monotonic() - self._seen_at >= _FRESH_SECONDS:
                 jobs = addresses(self._store.in_state(*_ACTIVE))
                 shown = sorted(jobs)[:_MOST_TEACHERS]
-                answers = await asyncio.gather(*(asyncio.to_thread(_ask, one) for one in shown))
+                loop = asyncio.get_running_loop()
+                asked = (loop.run_in_executor(self._threads, _ask, one) for one in shown)
+                answers = await asyncio.gather(*asked)
                 self._seen = [
                     {"address": address, "jobs": jobs[address], **answer}
                     for address, answer in zip(shown, answers, strict=True)

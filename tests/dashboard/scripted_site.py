@@ -1,4 +1,4 @@
-"""The real server with its dashboard and the scripted trainer: RUNS PATIENCE_SECONDS.
+"""The real server with its dashboard and the scripted trainer: RUNS PATIENCE_SECONDS PORT.
 
 Tokens come as for any server, in $DISTILL_TOKENS.
 """
@@ -31,7 +31,7 @@ def main() -> None:
             runner=LocalRunner(command=command),
             policy=Policy(Machine(slots=4), retries=1, **POLICY),
             on_ready=lambda bound: print(bound, flush=True),
-            dashboard=Dashboard(on_ready=lambda url: print(url, flush=True)),
+            dashboard=Dashboard(int(sys.argv[3]), on_ready=lambda url: print(url, flush=True)),
         )
     )
 

@@ -35,14 +35,17 @@ class Answer:
 class Site:
     """`tokens`: whether the server asks for them."""
 
-    def __init__(self, runs: Path, *, tokens: bool = False, patience: float = 10.0) -> None:
+    def __init__(
+        self, runs: Path, *, tokens: bool = False, patience: float = 10.0, port: int = 0
+    ) -> None:
         self.runs = runs
         self.asks_tokens = tokens
         lines = "\n".join(f"{role} {token}" for role, token in TOKENS.items())
         self.log = runs.with_suffix(".log")
+        words = [str(runs), str(patience), str(port)]
         with self.log.open("ab") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.dashboard.scripted_site", str(runs), str(patience)],
+                [sys.executable, "-m", "tests.dashboard.scripted_site", *words],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
@@ -127,3 +130,4 @@ class Site:
             self.stop(signal.SIGKILL)
         for directory in self.runs.glob("*/logs/attempt-*"):
             end_attempt(directory)
+        assert "Traceback" not in self.log.read_text()

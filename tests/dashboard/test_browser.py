@@ -148,7 +148,7 @@ def test_nothing_sticks_out_at_400_pixels(site: Site, browser: Browser) -> None:
         assert browser.run("return document.documentElement.scrollWidth") == 400, page
 
 
-def test_states_pages_and_the_way_back(
+def test_states_and_a_server_that_comes_back(
     tmp_path: Path, make_site: Callable[..., Site], browser: Browser
 ) -> None:
     site = make_site()
@@ -164,5 +164,8 @@ def test_states_pages_and_the_way_back(
     assert browser.text(".reason") == "the loss is not finite"
     site.stop()
     eventually(lambda: browser.text("#link") == "server not reached")
-    # The server is gone: what could not be fetched is told by the browser too.
+    make_site(port=site.port)
+    eventually(lambda: browser.text("#link") == "connected")
+    browser.open("about:blank")
+    # While the server was gone: what could not be fetched is told by the browser too.
     browser.complaints()

@@ -10,6 +10,8 @@ import {SamplesView} from "./samples_view.js";
 import {Fault, follow, get} from "./server.js";
 import {facts} from "./teachers_page.js";
 
+const MS_BETWEEN_DRAWINGS = 200;
+
 export function openJob(root, id, access) {
   const page = new JobPage(root, id, access);
   page.open();
@@ -89,11 +91,11 @@ class JobPage {
     });
     this.show();
     if (moved) this.refresh();
-    // Many events may come within one frame; they are drawn once.
-    this.frame ??= requestAnimationFrame(() => {
-      this.frame = null;
+    // Many events may come at once; they are drawn once.
+    this.drawing ??= setTimeout(() => {
+      this.drawing = null;
       this.draw();
-    });
+    }, MS_BETWEEN_DRAWINGS);
   }
 
   /** Times of a transition are not in its event. */
@@ -161,6 +163,8 @@ class JobPage {
 
   fail(error) {
     const sentence = error instanceof Fault ? error.sentence : "the server does not answer";
-    this.root.prepend(el("p", {class: "notice", role: "alert"}, sentence));
+    this.notice?.remove();
+    this.notice = el("p", {class: "notice", role: "alert"}, sentence);
+    this.root.prepend(this.notice);
   }
 }

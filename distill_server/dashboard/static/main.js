@@ -11,6 +11,7 @@ const link = document.getElementById("link");
 const accessButton = document.getElementById("access");
 const dialog = document.getElementById("token");
 let close = () => {};
+let turn = 0;
 
 /** `#/`, `#/teachers`, `#/jobs/ID`. */
 function pageOf(hash) {
@@ -26,8 +27,11 @@ async function show() {
   close();
   close = () => {};
   markPage();
+  turn += 1;
+  const mine = turn;
   try {
     const access = await get("/api/access");
+    if (mine !== turn) return; // somebody went on meanwhile
     tellAccess(access);
     content.replaceChildren();
     close = pageOf(location.hash)(content, access);

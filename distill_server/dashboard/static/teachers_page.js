@@ -51,10 +51,10 @@ function card(teacher, tokensPerSecond) {
     el("p", {class: "hint"}, `${info.model}, ${info.engine}, ${info.dtype}`,
       info.version ? `, version ${info.version}` : null),
     facts([
-      ["scores", `${number(tokensPerSecond)} tokens/s`],
-      ["waiting", `${number(load.queued_tokens)} tokens`],
+      ["tokens/s", number(tokensPerSecond)],
+      ["tokens waiting", number(load.queued_tokens)],
+      ["tokens scored", number(load.scored_tokens)],
       ["streams", number(load.active_streams)],
-      ["scored", `${number(load.scored_tokens)} tokens`],
       ["batches", number(load.forwards)],
       ["cancelled", number(load.cancelled)],
     ]),

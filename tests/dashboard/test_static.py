@@ -1,0 +1,45 @@
+"""Rules of the pages' own files, which no linter of ours reads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from distill_server.dashboard.gate import STATIC
+
+FILES = sorted(STATIC.iterdir())
+MAX_LINES = 250
+# The name of a kind of element, not an address.
+SVG = "http://www.w3.org/2000/svg"
+PARSES_MARKUP = re.compile(
+    r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|createContextualFragment"
+    r"|srcdoc|\beval\b|new Function|javascript:"
+)
+LEAKS_A_TOKEN = re.compile(r"document\.cookie|localStorage|[?&]token=")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_files(path: Path) -> None:
+    text = path.read_text(encoding="ascii")
+    assert len(text.splitlines()) <= MAX_LINES
+    assert all(len(line) <= 120 for line in text.splitlines()) or path.suffix == ".svg"
+    assert not PARSES_MARKUP.search(text)
+    assert not LEAKS_A_TOKEN.search(text)
+    # Works offline: nothing comes from anywhere else.
+    assert "//" not in re.sub(r"(?m)(^|\s)//.*$", "", text.replace(SVG, ""))
+
+
+def test_the_page_holds_no_script_or_style_of_its_own() -> None:
+    page = (STATIC / "index.html").read_text()
+    assert re.findall(r"<script[^>]*>", page) == ['<script type="module" src="main.js">']
+    assert "<style" not in page
+    assert not re.search(r"\s(style|on\w+)=", page)
+
+
+def test_every_module_that_is_imported_is_there() -> None:
+    names = {path.name for path in FILES}
+    for path in FILES:
+        imported = re.findall(r'^import .* from "\./(.+)";$', path.read_text(), re.MULTILINE)
+        assert set(imported) <= names, path.name
