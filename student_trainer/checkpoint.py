@@ -73,8 +73,9 @@ def save_checkpoint(
         tokenizer.save_pretrained(partial / "model")
         save_file(moments, partial / "optimizer.safetensors")
         if anchor is not None:
-            counts = {"updates": str(anchor.updates), "version": str(anchor.version)}
-            save_file(anchored, partial / _ANCHOR, metadata=counts)
+            counts = json.dumps({"updates": anchor.updates, "version": anchor.version})
+            # One entry: several would be written in any order, and no two files be the same.
+            save_file(anchored, partial / _ANCHOR, metadata={"counts": counts})
         (partial / "state.json").write_text(json.dumps({"step": step, **(facts or {})}) + "\n")
 
     if main:
@@ -242,10 +243,7 @@ def load_anchor(path: Path, anchor: Anchor) -> None:
             hint="resume with 0, as it began, or submit the job anew",
         )
     with safe_open(path / _ANCHOR, "pt") as file:
-        counts = file.metadata()
-        anchor.load_state(
-            file.get_tensor, updates=int(counts["updates"]), version=int(counts["version"])
-        )
+        anchor.load_state(file.get_tensor, **json.loads(file.metadata()["counts"]))
 
 
 def _optimizer_tensors(
