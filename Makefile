@@ -1,4 +1,4 @@
-.PHONY: setup demo demo-rl test test-ray test-track test-vllm soak lint bench bench-offline bench-gpu bench-vllm protos clean
+.PHONY: setup demo demo-rl demo-search test test-ray test-track test-vllm soak lint bench bench-offline bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm/bin
@@ -13,6 +13,10 @@ demo: setup  ## teacher, server, job, table: the whole line on this machine
 
 demo-rl: setup  ## a model that adds badly learns from rewards alone
 	$(BIN)/distill demo-rl
+
+demo-search: setup  ## a small model learns to search a directory that it cannot know; minutes
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.search
 
 test: setup  ## every test that runs without a GPU
 	$(BIN)/pytest -n 3 --dist worksteal

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 4
 _FIRST_PAUSE_SECONDS = 0.25  # doubled each time, times a random number from 0.5 to 1.5
 _MOST_BYTES = 64 << 20
+_jitter = random.Random()  # of its own: the global one decides what others draw
 
 
 class _Refused(Exception):
@@ -68,7 +69,7 @@ class RemoteRetriever:
             try:
                 return self._request(queries, count)
             except (_Refused, OSError, HTTPException):
-                time.sleep(_FIRST_PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1.5))
+                time.sleep(_FIRST_PAUSE_SECONDS * 2**attempt * _jitter.uniform(0.5, 1.5))
         return self._request(queries, count)
 
     def _request(self, queries: Sequence[str], count: int) -> list[list[str]]:

@@ -1,0 +1,142 @@
+"""What the search benchmark begins with: a directory of people, questions, and a model that knows
+the form of a talk and nothing else.
+
+Everybody has two names and a room, which is drawn at random: no answer can be known without a look
+at the directory, which tells the rooms of three people for each query. A question names two people
+and wants the room of the first. The model is made from talks that begin without a search more often
+than with one, that search for either of the two, and end with any of the rooms that were found (or
+with any room at all): which query and which room are right is nowhere in them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from student_trainer.environments.local_retriever import LocalRetriever
+from student_trainer.environments.retriever import as_text
+from student_trainer.pretrain import END
+from student_trainer.pretrain import main as pretrain
+
+FIRST = [
+    "Ada", "Ben", "Cleo", "Dan", "Eva", "Finn",
+    "Gus", "Hana", "Ivo", "Jane", "Kim", "Leo",
+]  # fmt: skip
+LAST = [
+    "Adler", "Brook", "Cox", "Dunn", "Ekman", "Frost",
+    "Green", "Hill", "Ito", "Jung", "Katz", "Lind",
+]  # fmt: skip
+DIGITS = "0123456789"
+TAGS = [f"<{slash}{tag}>" for tag in ("search", "information", "answer") for slash in ("", "/")]
+WORDS = ["Doc 1(Title: ", "Doc 2(Title: ", "Doc 3(Title: ", ")", " ", "\n", " or ", "?"]
+# One token each; a query is found by the same words.
+_PIECES = Regex(r"Doc \d\(Title: |<[^>]+>| or |[A-Za-z]+|[\s\S]")
+_SEARCHES = 0.4  # of the talks that the model is made from
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """People: to learn from, and held out; of the model's making: talks and steps."""
+
+    people: int
+    held_out: int
+    talks: int
+    warm_steps: int
+    layers: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Material:
+    """Files and directories. `moved`: the same questions when everybody has another room."""
+
+    model: Path
+    corpus: Path
+    train: Path
+    held_out: Path
+    moved_corpus: Path
+    moved: Path
+
+
+def make_material(home: Path, sizes: Sizes) -> Material:
+    """The model has never met anybody who is held out."""
+    rng = random.Random(0)
+    names = [f"{first} {last}" for first in FIRST for last in LAST]
+    rng.shuffle(names)
+    learned, held_out = names[: sizes.people], names[-sizes.held_out :]
+    everybody = learned + held_out
+    home.mkdir(parents=True, exist_ok=True)
+    made = Material(
+        *(home / name for name in ("model", "corpus.jsonl", "train.jsonl", "heldout.jsonl")),
+        *(home / name for name in ("moved-corpus.jsonl", "moved.jsonl")),
+    )
+    rooms = {name: _room(rng) for name in everybody}
+    moved = {name: _room(rng, rooms[name]) for name in everybody}
+    asked = [(name, rng.choice([n for n in learned if n != name])) for name in learned]
+    examined = [(name, rng.choice([n for n in held_out if n != name])) for name in held_out]
+    for path, known in ((made.corpus, rooms), (made.moved_corpus, moved)):
+        _write(path, ({"contents": f"{name}\n{known[name]}"} for name in everybody))
+    _write(made.train, _questions(asked, rooms))
+    _write(made.held_out, _questions(examined, rooms))
+    _write(made.moved, _questions(examined, moved))
+    _make_model(home, made, learned, sizes, rng)
+    return made
+
+
+def _room(rng: random.Random, other: str = "") -> str:
+    """Of 100, but not the `other`."""
+    return rng.choice([room for n in range(100) if (room := f"{n:02d}") != other])
+
+
+def _questions(pairs: list[tuple[str, str]], rooms: dict[str, str]) -> list[dict[str, str]]:
+    return [{"prompt": f"{one} or {other}?", "answer": rooms[one]} for one, other in pairs]
+
+
+def _make_model(
+    home: Path, made: Material, learned: list[str], sizes: Sizes, rng: random.Random
+) -> None:
+    """Of talks about people who live elsewhere each time."""
+    directory = LocalRetriever(str(made.corpus))
+    turns = []  # what is read, and what is written to it
+    for _ in range(sizes.talks):
+        one, other = rng.sample(learned, 2)
+        question, asked = f"{one} or {other}?", rng.choice([one, other])
+        begins = rng.random() < _SEARCHES
+        turns.append((question, f"<search>{asked}</search>" if begins else _answer(_room(rng))))
+        turns.append((f"{question}<search>", f"{asked}</search>"))
+        found = directory.passages([asked], 3)[0] or []
+        rooms = [_room(rng) for _ in found]
+        passages = [f"{p.splitlines()[0]}\n{r}" for p, r in zip(found, rooms, strict=True)]
+        read = f"\n\n<information>{as_text(passages)}</information>\n\n"
+        turns.append((f"{question}<search>{asked}</search>{read}", _answer(rng.choice(rooms))))
+    _write(home / "turns.jsonl", ({"prompt": read, "answer": written} for read, written in turns))
+    make_tokenizer().save_pretrained(home / "tokenizer")
+    arguments = ["--data", str(home / "turns.jsonl"), "--out", str(made.model)]
+    arguments += ["--loss-on", "last", "--tokenizer", str(home / "tokenizer")]
+    arguments += ["--layers", str(sizes.layers), "--width", str(sizes.width)]
+    arguments += ["--batch", "32", "--learning-rate", "5e-3"]
+    pretrain([*arguments, "--steps", str(sizes.warm_steps)])
+
+
+def _answer(room: str) -> str:
+    return f"<answer>{room}</answer>"
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each name, room, tag and word."""
+    tokens = [END, *FIRST, *LAST, *DIGITS, *TAGS, *WORDS]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
+    inner.pre_tokenizer = pre_tokenizers.Split(_PIECES, "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END, pad_token=END)
+
+
+def _write(path: Path, records: Iterable[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))

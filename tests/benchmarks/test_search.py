@@ -1,0 +1,51 @@
+"""The search benchmark, tiny: data, warm start, a real job with an environment, examination."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import search
+from benchmarks.search_material import make_tokenizer
+
+
+@pytest.mark.slow
+def test_the_whole_of_it(tmp_path: Path) -> None:
+    out, work = tmp_path / "search.json", tmp_path / "work"
+    threads = torch.get_num_threads()
+    try:
+        search.main(["--quick", "--work", str(work), "--out", str(out), "--docs", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+
+    def records(name: str) -> list[dict[str, str]]:
+        lines = (work / "material" / f"{name}.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    found = json.loads(out.read_text())
+    assert len(found["examined"]) == 4
+    assert len(found["rewards"]) == 2
+    assert list(found["curve"]) == ["0", "2"]
+    everybody = [record["contents"] for record in records("corpus")]
+    rooms = dict(contents.split("\n") for contents in everybody)
+    assert len(rooms) == search.QUICK.people + search.QUICK.held_out
+    asked = {
+        part: {record["prompt"].split(" or ")[0] for record in records(part)}
+        for part in ("train", "heldout")
+    }
+    assert asked["train"] | asked["heldout"] == set(rooms)
+    assert not asked["train"] & asked["heldout"]
+    met = {name for turn in records("turns") for name in turn["prompt"].split("?")[0].split(" or ")}
+    assert met <= asked["train"]
+
+
+def test_a_talk_is_the_same_in_tokens_and_in_text() -> None:
+    words = make_tokenizer()
+    talk = "Ada Cox or Leo Ito?<search>Ada Cox</search>\n\n<information>Doc 1(Title: Ada Cox) 07"
+    ids = words(talk)["input_ids"]
+    assert words.decode(ids) == talk
+    assert words.unk_token_id not in ids
+    assert words.eos_token_id not in ids
