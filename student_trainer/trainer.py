@@ -29,6 +29,7 @@ from student_trainer import checkpoint
 from student_trainer.anchor import Anchor
 from student_trainer.batches import ScoredSequence
 from student_trainer.evaluate import Evaluation
+from student_trainer.head_watch import HeadWatch
 from student_trainer.packing import micro_batches
 from student_trainer.parallel import Replicated, Sharded, whole
 from student_trainer.processes import largest, raise_together
@@ -74,6 +75,7 @@ class Trainer:
         self._metrics = parts.metrics
         self._anchor = parts.anchor
         self._facts = parts.facts
+        self._head = HeadWatch()
 
     def train(self) -> Verdict:
         """Returns the verdict; raises what cannot be mended, after saving what is good."""
@@ -96,6 +98,7 @@ class Trainer:
             metrics = self._train_or_save(self._step + 1)
             failpoint("step-done")
             self._step += 1
+            self._head.see(self._step, metrics)
             last = self._step == config.max_steps
             if last or self._step % config.eval.every == 0:
                 metrics |= self._evaluate()
