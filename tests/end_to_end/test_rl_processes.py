@@ -53,6 +53,7 @@ def test_the_same_curve_as_one_process(
     assert_close(lines, metrics_of(alone))
     assert lines[-1]["anchor/version"] == 4
     assert lines[-1]["reward/std"] > 0, "nothing was learned from"
-    assert lines[-1]["kl/anchor"] > 0, "the anchor pulled at nothing"
+    # An estimate of a small number: it may have either sign.
+    assert abs(lines[-1]["kl/anchor"]) > 1e-5, "the anchor pulled at nothing"
     for name, value in anchors(alone).items():
         torch.testing.assert_close(anchors(run)[name], value, rtol=0, atol=1e-5)
