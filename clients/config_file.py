@@ -78,6 +78,8 @@ FILE_KEYS: tuple[KeyPath, ...] = (
     ("data", "eval_prompts"),
     ("data", "tokenizer"),
     ("teacher", "model"),
+    ("reward", "file"),
+    ("environment", "retriever"),
 )
 
 
@@ -95,7 +97,7 @@ def localized(config: AnyJob) -> AnyJob:
 def named_files(config: AnyJob) -> list[tuple[str, str]]:
     """The keys that may name a file or directory of this machine, and what they say."""
     said = [(key, getattr(getattr(config, key[0], None), key[1], None)) for key in FILE_KEYS]
-    return [(".".join(key), name) for key, name in said if name]
+    return [(".".join(key), name) for key, name in said if name and "://" not in name]
 
 
 def parse_override(override: str) -> tuple[KeyPath, Any]:

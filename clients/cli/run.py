@@ -160,8 +160,10 @@ def require_files(config: AnyJob) -> None:
     from clients.config_file import named_files
 
     for key, name in named_files(config):
-        data_file = key.startswith("data.") and name.endswith((".jsonl", ".parquet"))
-        looks_local = name.startswith(("/", "./", "../", "~")) or data_file
+        data_file = name.endswith((".jsonl", ".parquet", ".py"))
+        # A hub id has one slash at most.
+        of_a_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+        looks_local = of_a_path or data_file
         if looks_local and not Path(name).exists():
             hint = "relative paths start at the current directory"
             raise InvalidInput(f"no such file: {name}", field=key, hint=hint)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from clients.cli.run import require_files
 from clients.config_file import load_job
 from clients.rl_config import RLJob
 from protos.errors import InvalidInput
@@ -91,3 +92,17 @@ def test_refusals_of_what_does_not_go_together(
     assert f": {where}: " in caught.value.message
     assert said in caught.value.message
     assert "\n" not in caught.value.message
+
+
+def test_files_are_looked_for_and_servers_are_not(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").touch()
+    text = JOB.replace("d.jsonl", str(tmp_path / "d.jsonl"))
+    served = "environment.retriever=http://127.0.0.1:1/retrieve"
+    require_files(loaded(tmp_path, text, served))
+    for override, field in (
+        ("environment.retriever=passages.jsonl", "environment.retriever"),
+        ("data.path=e.jsonl", "data.path"),
+    ):
+        with pytest.raises(InvalidInput, match="no such file") as caught:
+            require_files(loaded(tmp_path, text, override))
+        assert caught.value.field == field
