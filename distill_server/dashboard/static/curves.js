@@ -5,6 +5,8 @@ import {el} from "./dom.js";
 
 const rest = (prefix) => (name) => name.slice(prefix.length);
 const one = (...names) => (name) => names.includes(name);
+// `eval/anchor/kl` is of the anchor in the student's place.
+const evaluated = (name) => name.slice("eval/".length).replace("anchor/", "anchor's ");
 
 const CHARTS = [
   {title: "Loss", unit: "nats a token", holds: one("loss", "cross_entropy")},
@@ -12,15 +14,20 @@ const CHARTS = [
     title: "KL",
     unit: "nats a token, log axis",
     log: true,
-    holds: (name) => name.startsWith("kl/") || name.startsWith("eval/kl"),
-    label: (name) => name.replace(/^kl\//, "to ").replace(/^eval\//, "held-out "),
+    holds: (name) => /^(eval\/(anchor\/)?)?kl/.test(name),
+    label: (name) => (name.startsWith("eval/") ? `held-out ${evaluated(name)}` : `to ${rest("kl/")(name)}`),
   },
   {
     title: "Reward",
-    unit: "and accuracy",
-    holds: (name) => one("reward/mean", "reward/std", "eval/accuracy")(name)
-      || /^eval\/(reward|pass)/.test(name),
-    label: (name) => name.replace(/^reward\//, "").replace(/^eval\//, "held-out "),
+    unit: "of a step's answers",
+    holds: one("reward/mean", "reward/std"),
+    label: rest("reward/"),
+  },
+  {
+    title: "Held out",
+    unit: "accuracy and reward",
+    holds: (name) => /^eval\/(anchor\/)?(accuracy|reward|pass)/.test(name),
+    label: evaluated,
   },
   {
     title: "Head mass",
@@ -56,7 +63,7 @@ export class Curves {
     this.grid = el("div", {class: "curves"});
     this.others = el("details", {hidden: true},
       el("summary", {}, "Other metrics"), this.grid);
-    this.nothing = el("p", {class: "hint"}, "Curves begin with the first step.");
+    this.nothing = el("p", {class: "hint"}, "No step has been made yet.");
   }
 
   draw(history) {
