@@ -30,6 +30,8 @@ reward/mean          of all answers of the step
 reward/std           within a prompt's answers, mean over prompts
 reward/flat_groups   share of prompts whose answers all have the same reward: nothing is learned
 reward/errors        share of answers that could not be judged
+search/queries       queries of an answer that were answered
+search/failed        share of answers whose retriever failed: they have no reward
 ratio/clipped        share of tokens beyond clip_low or clip_high: nothing more is learned
 kl/anchor            unbiased KL between student and anchor, nats a token
 topk/anchor_mass     probability that the anchor gives to the head

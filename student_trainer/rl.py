@@ -25,7 +25,7 @@ from student_trainer.processes import raise_together
 from student_trainer.prompts import Prompt
 from student_trainer.rl_objective import ScoredRollout
 from student_trainer.rl_prompts import RLPrompts
-from student_trainer.rl_rewards import Judged, reward_metrics
+from student_trainer.rl_rewards import Judged, reward_metrics, search_metrics
 from student_trainer.rollouts import Rollout
 from student_trainer.step import Step
 from student_trainer.teachers import PendingRows
@@ -76,6 +76,7 @@ class RLSteps:
         """`answers`: scored by the teacher, or by nobody; `judged`: None where nothing rewards."""
         self._method = config.method
         self._taught = config.teacher is not None
+        self._searches = config.environment is not None
         self._prompts_per_step = config.train.prompts_per_step
         self._accelerator = accelerator
         self._prompts = prompts
@@ -102,7 +103,10 @@ class RLSteps:
         seconds = {"time/reward": judged - began, "time/anchor": time.monotonic() - judged}
         rollouts = iter(self._weighed(scored, rewards))
         updates = [list(islice(rollouts, len(share) * size)) for share in shares]
-        return Step(updates, reward_metrics(rewards) if self._judged else {}, seconds)
+        measured = reward_metrics(rewards) if self._judged else {}
+        if self._searches:
+            measured |= search_metrics(_rollouts(written))
+        return Step(updates, measured, seconds)
 
     def held_out(self) -> list[PendingRows]:
         """Always the same prompts and random numbers, so that two evaluations compare."""

@@ -55,3 +55,11 @@ def reward_metrics(rewards: Tensor) -> dict[str, Tensor]:
         "reward/flat_groups": counted(flat_groups(rewards).double()),
         "reward/errors": counted((~known).double().flatten()),
     }
+
+
+def search_metrics(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    """(sum, number) of each metric of the talks with an environment."""
+    return {
+        "search/queries": counted(torch.tensor([float(one.queries) for one in rollouts])),
+        "search/failed": counted(torch.tensor([float(one.failed) for one in rollouts])),
+    }
