@@ -78,7 +78,10 @@ class Examination:
 
     def _transcript(self, rollout: Rollout, text: str) -> dict[str, Any]:
         prompt = self._tokenizer.decode(rollout.token_ids[: rollout.start])
-        return {"prompt": prompt, "answer": text, "reference": rollout.answer}
+        found = {"prompt": prompt, "answer": text, "reference": rollout.answer}
+        if rollout.own is None:
+            return found
+        return found | {"talk": self._tokenizer.decode(rollout.completion)}
 
 
 class Evaluation:
