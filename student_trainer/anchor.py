@@ -74,14 +74,17 @@ class Anchor:
 
     def gap(self) -> float:
         """|theta - phi| / |phi|, over all weights that learn; every process must call it."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self._student.device)
-        with torch.no_grad():
-            for copy, learned in self._pairs():
-                for place, values in enumerate((learned - copy, copy)):
-                    norm = torch.linalg.vector_norm(values, dtype=torch.float64)
-                    sums[place] += norm.square()
-        apart, size = self._student.total(sums).sqrt().tolist()
-        return float(apart / size) if size else 0.0
+        apart, size = self._norms()
+        return apart / size if size else 0.0
+
+    def size(self) -> float:
+        """|phi|; every process must call it."""
+        return self._norms()[1]
+
+    @property
+    def elements(self) -> int:
+        """Of all weights that learn, in all processes."""
+        return sum(copy.numel() for copy in self._copies.values())
 
     def state(self) -> dict[str, Tensor]:
         """This process's shares, by the names of the weights in the model; not copies."""
@@ -104,6 +107,16 @@ class Anchor:
         """
         by_id = {id(self._learned[name]): copy for name, copy in self._copies.items()}
         return {name: by_id.get(id(weight), weight) for name, weight in weights.items()}
+
+    @torch.no_grad()
+    def _norms(self) -> tuple[float, float]:
+        """|theta - phi| and |phi|."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self._student.device)
+        for copy, learned in self._pairs():
+            for place, values in enumerate((learned - copy, copy)):
+                sums[place] += torch.linalg.vector_norm(values, dtype=torch.float64).square()
+        apart, size = self._student.total(sums).sqrt().tolist()
+        return apart, size
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(anchor, student) of this process's share of each weight."""

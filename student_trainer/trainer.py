@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from clients.config import TrainConfig, TrainingJob
 from clients.metrics_log import MetricsLog
+from clients.rl_config import RLJob
 from clients.run_directory import RunDirectory, Verdict
 from clients.run_progress import Progress
 from protos.errors import Corrupt, DistillError
@@ -34,8 +35,10 @@ from student_trainer.packing import micro_batches
 from student_trainer.parallel import Replicated, Sharded, whole
 from student_trainer.processes import largest, raise_together
 from student_trainer.rollouts import Rollout
+from student_trainer.stability import StabilityWatch
 from student_trainer.step import Objective, Steps
 from student_trainer.teachers import PendingRows
+from student_trainer.values import Values
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Parts:
     evaluation: Evaluation
     metrics: MetricsLog | None  # only in the main process
     anchor: Anchor | None = None
+    values: Values | None = None
     facts: Mapping[str, str] = field(default_factory=dict)  # kept with every checkpoint
 
 
@@ -74,8 +78,12 @@ class Trainer:
         self._evaluation = parts.evaluation
         self._metrics = parts.metrics
         self._anchor = parts.anchor
+        self._values = parts.values
         self._facts = parts.facts
         self._head = HeadWatch()
+        self._stability = None
+        if isinstance(config, RLJob) and parts.anchor is not None:
+            self._stability = StabilityWatch(config, parts.anchor)
 
     def train(self) -> Verdict:
         """Returns the verdict; raises what cannot be mended, after saving what is good."""
@@ -99,6 +107,8 @@ class Trainer:
             failpoint("step-done")
             self._step += 1
             self._head.see(self._step, metrics)
+            if self._stability is not None:
+                self._stability.see(self._step, metrics)
             last = self._step == config.max_steps
             if last or self._step % config.eval.every == 0:
                 metrics |= self._evaluate()
@@ -259,6 +269,7 @@ class Trainer:
             tokenizer=self._tokenizer,
             optimizer=self._optimizer,
             anchor=self._anchor,
+            values=self._values,
             facts=self._facts,
             main=main,
         )

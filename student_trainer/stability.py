@@ -1,0 +1,91 @@
+"""Whether student and anchor stay together: the method's section 9, and what to warn of.
+
+Around where they are one, with learning rate alpha, KL weight beta and curvature lambda of the KL,
+the gap d = theta - phi goes d <- (1 - alpha beta lambda) d + alpha g with each update of the
+student, g the rest of its gradient, and d <- tau d with each of the anchor, every P updates.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+from clients.rl_config import RLJob
+from student_trainer.anchor import Anchor
+
+log = logging.getLogger(__name__)
+
+
+def contraction(
+    *, tau: float, update_period: int, learning_rate: float, beta: float, curvature: float
+) -> float:
+    """tau |1 - alpha beta lambda|^P, what is left of a gap after a period: stable below 1."""
+    return float(tau * abs(1 - learning_rate * beta * curvature) ** update_period)
+
+
+def steady_gap(
+    *,
+    tau: float,
+    update_period: int,
+    learning_rate: float,
+    beta: float,
+    curvature: float,
+    gradient: float,
+) -> float:
+    """Of a constant gradient g: alpha g (1 - rho^P) / ((1 - rho) (1 - tau rho^P)), to which the gap
+    before an update of the anchor tends, rho = 1 - alpha beta lambda. Infinite where it grows on.
+    """
+    rho = 1 - learning_rate * beta * curvature
+    left = tau * rho**update_period
+    if abs(left) >= 1:
+        return float("inf")
+    steps = sum(rho**step for step in range(update_period))  # also where rho is 1
+    return float(learning_rate * gradient * steps / (1 - left))
+
+
+def largest_curvature(
+    *, tau: float, update_period: int, learning_rate: float, beta: float
+) -> float:
+    """The lambda from which on a gap grows: (1 + tau^(-1/P)) / (alpha beta); infinite without pull
+    or memory.
+    """
+    if not (tau and learning_rate and beta):
+        return float("inf")
+    return float((1 + tau ** (-1 / update_period)) / (learning_rate * beta))
+
+
+class StabilityWatch:
+    """Warns once, when what a step measured says that the gap to the anchor would grow by itself.
+
+    Local and rough: the curvature is that along the gap, 2 KL / |d|^2, and AdamW's rate is at most
+    its longest step, alpha sqrt(n) for n weights, over the gradient that it follows.
+    """
+
+    def __init__(self, config: RLJob, anchor: Anchor) -> None:
+        """Every process must make one: the anchor is measured."""
+        self._tau, self._period = config.anchor.tau, config.anchor.update_period
+        self._beta = config.method.beta
+        self._size, self._reach = anchor.size(), math.sqrt(anchor.elements)
+        self._told = False
+
+    def see(self, step: int, metrics: Mapping[str, float]) -> None:
+        distance = metrics["anchor/gap"] * self._size
+        gradient = metrics["grad_norm"]
+        if self._told or not (distance and gradient):
+            return
+        left = contraction(
+            tau=self._tau,
+            update_period=self._period,
+            learning_rate=metrics["lr"] * self._reach / gradient,
+            beta=self._beta,
+            curvature=2 * max(metrics.get("kl/anchor", 0.0), 0.0) / distance**2,
+        )
+        if left >= 1:
+            self._told = True
+            log.warning(
+                "step %d: the pull of the anchor may overshoot: tau |1 - alpha beta lambda|^P is "
+                "about %.2g, it should be below 1; lower method.beta or train.learning_rate",
+                step,
+                left,
+            )

@@ -1,0 +1,109 @@
+"""What is said of the gap, against the gap itself, step by step."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from pathlib import Path
+
+import pytest
+
+from clients.rl_config import RLJob
+from student_trainer.anchor import Anchor
+from student_trainer.stability import (
+    StabilityWatch,
+    contraction,
+    largest_curvature,
+    steady_gap,
+)
+from tests.trainer import tiny
+from tests.trainer.anchors import move, spread_student
+
+TAUS, PERIODS = [0.0, 0.5, 0.9, 1.0], [1, 2, 10]
+# alpha beta lambda: no pull, a weak one, half a step, to and fro, and beyond.
+PULLS = [0.0, 0.01, 0.5, 1.9, 2.0, 2.02, 2.5]
+
+
+def simulated(tau: float, period: int, pull: float, push: float, periods: int) -> float:
+    """The gap before an update of the anchor: student, anchor and a quadratic in between."""
+    theta, phi = 1.0, 0.0
+    before = 0.0
+    for _ in range(periods):
+        for _ in range(period):
+            theta = theta - pull * (theta - phi) + push
+        before = theta - phi
+        phi = tau * phi + (1 - tau) * theta
+    return before
+
+
+@pytest.mark.parametrize(("tau", "period", "pull"), list(itertools.product(TAUS, PERIODS, PULLS)))
+def test_a_gap_is_left_by_the_contraction(tau: float, period: int, pull: float) -> None:
+    how = {"tau": tau, "update_period": period, "learning_rate": 0.1, "beta": 0.2}
+    curvature = pull / 0.02
+    left = contraction(**how, curvature=curvature)  # type: ignore[arg-type]
+    one, two = (abs(simulated(tau, period, pull, 0.0, count)) for count in (1, 2))
+    assert two == pytest.approx(left * one, rel=1e-9, abs=1e-15)
+    # The largest curvature parts what shrinks from what grows.
+    largest = largest_curvature(**how)  # type: ignore[arg-type]
+    if pull and abs(left - 1) > 1e-9:
+        assert (left < 1) == (curvature < largest)
+
+
+@pytest.mark.parametrize(("tau", "period"), list(itertools.product([0.0, 0.5, 0.9], [1, 10])))
+@pytest.mark.parametrize("pull", [0.0, 0.01, 0.5, 1.9])
+def test_under_a_steady_gradient_it_trails_by_so_much(tau: float, period: int, pull: float) -> None:
+    alpha, beta, gradient = 0.1, 0.2, 3.0
+    found = steady_gap(
+        tau=tau,
+        update_period=period,
+        learning_rate=alpha,
+        beta=beta,
+        curvature=pull / (alpha * beta),
+        gradient=gradient,
+    )
+    assert found == pytest.approx(simulated(tau, period, pull, alpha * gradient, 500), rel=1e-9)
+
+
+def test_a_fixed_anchor_is_a_wall() -> None:
+    """g / (beta lambda) away; without a pull, nowhere."""
+    how = {"tau": 1.0, "update_period": 10, "learning_rate": 0.1, "beta": 0.2, "gradient": 3.0}
+    assert steady_gap(**how, curvature=5.0) == pytest.approx(3.0 / (0.2 * 5.0))  # type: ignore[arg-type]
+    assert steady_gap(**how, curvature=0.0) == math.inf  # type: ignore[arg-type]
+    assert largest_curvature(tau=1.0, update_period=10, learning_rate=0.1, beta=0.0) == math.inf
+
+
+@pytest.fixture
+def job() -> RLJob:
+    return tiny.rl_job(tiny.Material.at(Path("material")), method__beta=0.5)
+
+
+def metrics(anchor: Anchor, *, kl: float) -> dict[str, float]:
+    """Of a step whose gradient is as long as its update: the rate is 1."""
+    rate, reach = 1e-3, math.sqrt(anchor.elements)
+    gap = anchor.gap()
+    return {"lr": rate, "grad_norm": rate * reach, "anchor/gap": gap, "kl/anchor": kl}
+
+
+def test_the_watch_warns_once(job: RLJob, caplog: pytest.LogCaptureFixture) -> None:
+    """beta lambda = KL / |d|^2: what it may be at most follows from tau = 0.8 and P = 2."""
+    student = spread_student(tiny.model(seed=2))
+    anchor = Anchor(student, tau=0.8, update_period=2)
+    move(student, anchor, 1)
+    squares = sum(
+        float((copy - learned.detach()).double().square().sum())
+        for copy, learned in zip(
+            anchor.state().values(), student.trained.model.parameters(), strict=True
+        )
+    )
+    watch = StabilityWatch(job, anchor)
+    most = (1 + 0.8**-0.5) * squares
+    with caplog.at_level(logging.WARNING):
+        watch.see(1, metrics(anchor, kl=0.99 * most))
+        watch.see(2, metrics(anchor, kl=-1.0))
+        watch.see(3, metrics(anchor, kl=most) | {"anchor/gap": 0.0})
+        assert not caplog.records
+        watch.see(4, metrics(anchor, kl=1.01 * most))
+        watch.see(5, metrics(anchor, kl=9.0 * most))
+    (record,) = caplog.records
+    assert "step 4: the pull of the anchor may overshoot" in record.getMessage()
