@@ -1,6 +1,7 @@
 """The real server with the scripted trainer, and less patience: RUNS HOST PORT SLOTS [OPTIONS].
 
-OPTIONS are JSON: `gpus`, how many to divide; `clock`, "jumps" or "fast": what becomes of time.time.
+OPTIONS are JSON: `gpus`, how many to divide; `clock`, "jumps" or "fast": what becomes of time.time;
+`ranks`, a program of which torch's launcher runs two, with the number of the attempt.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 
 from distill_server.machine import Machine
-from distill_server.runner import LocalRunner
+from distill_server.runner import CommandFactory, LocalRunner
 from distill_server.scheduler import Policy
 from distill_server.server import run_server
 from protos.errors import DistillError
@@ -27,6 +28,20 @@ def command(run: Path, *, attempt: int, processes: int, from_step: int | None = 
     trainer = Path(__file__).with_name("scripted_trainer.py")
     step = "" if from_step is None else str(from_step)
     return [sys.executable, "-S", str(trainer), str(run), str(attempt), step]
+
+
+def launching(program: str) -> CommandFactory:
+    """Jobs are two processes of `program`, and do nothing of a trainer's work."""
+
+    def command(
+        run: Path, *, attempt: int, processes: int, from_step: int | None = None
+    ) -> list[str]:
+        script = run / "ranks.py"
+        script.write_text(program)
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+        return [sys.executable, *launcher, str(script), str(attempt)]
+
+    return command
 
 
 def spoil_clock(how: str) -> None:
@@ -49,7 +64,9 @@ def main() -> int:
             run_server(
                 runs,
                 endpoint=Endpoint(host, port),
-                runner=LocalRunner(command=command),
+                runner=LocalRunner(
+                    command=launching(options["ranks"]) if "ranks" in options else command
+                ),
                 policy=Policy(Machine(slots=slots, gpus=gpus), retries=1, **POLICY),
                 on_ready=lambda bound: print(f"server listening on {host}:{bound}", flush=True),
             )

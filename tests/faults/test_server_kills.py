@@ -1,0 +1,166 @@
+"""Servers of eight jobs are killed again and again, ranks and launchers too; clocks jump."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from clients.distill_client import DistillClient
+from clients.jobs import JobEvent, JobState
+from distill_server.process import Identity, family, identity_of, send_signal
+from tests.server.conftest import Server, eventually, job_config
+from tests.server.history import History
+
+KILLS = int(os.environ.get("DISTILL_REPEATS", "3"))
+JOBS = 8
+
+
+@pytest.fixture
+def make_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def make(slots: int, **options: object) -> Server:
+        server = Server(tmp_path / "runs", slots, **options)
+        servers.append(server)
+        server.start()
+        return server
+
+    yield make
+    for server in servers:
+        server.clean_up()
+
+
+class Watcher(threading.Thread):
+    """From a job's first event to its last, through every death of the server."""
+
+    def __init__(self, address: str, job_id: str) -> None:
+        super().__init__()
+        self.address, self.job_id = address, job_id
+        self.events: list[JobEvent] = []
+        self.start()
+
+    def run(self) -> None:
+        with DistillClient(self.address) as client:
+            self.events.extend(client.watch(self.job_id))
+
+    def result(self) -> list[JobEvent]:
+        self.join(120)
+        assert not self.is_alive()
+        return self.events
+
+
+def trainer_of(server: Server, job_id: str, attempt: int = 1) -> Identity:
+    card = server.card(job_id, attempt)
+    return Identity(str(card["boot_id"]), card["child_pid"], card["child_start_time"])
+
+
+@pytest.mark.slow
+def test_eight_jobs_outlive_their_servers(make_server: Callable[..., Server]) -> None:
+    server, history = make_server(slots=JOBS), History()
+    with DistillClient(server.address) as client:
+        jobs = []
+        for number in range(JOBS):
+            # One ends while no server is there, with a code that the next one must find.
+            ends = "fail_at=3 pause=0.4" if number == 0 else "pause=0.05"
+            key = f"key {number}"
+            job = client.submit(job_config(f"{ends} n={number}", 1_000_000), idempotency_key=key)
+            history.submitted(key, job.id)
+            jobs.append(job.id)
+        watchers = [Watcher(server.address, job_id) for job_id in jobs]
+        trainers = [trainer_of(server, job_id) for job_id in jobs]
+        for _ in range(KILLS):
+            steps = [client.get(job_id).step for job_id in jobs[1:]]
+            server.kill()
+            server.start()
+            assert all(identity_of(who.pid) == who for who in trainers[1:])
+            for job_id, step in zip(jobs[1:], steps, strict=True):
+                eventually(lambda j=job_id, s=step: client.get(j).step > s)
+        again = client.submit(
+            job_config(f"pause=0.05 n={JOBS - 1}", 1_000_000), idempotency_key=f"key {JOBS - 1}"
+        )
+        history.submitted(f"key {JOBS - 1}", again.id)
+        for job_id in jobs[1:]:
+            client.cancel(job_id)
+        ended = [client.wait(job_id, timeout=60) for job_id in jobs]
+        assert [job.state for job in ended] == [JobState.FAILED, *[JobState.CANCELLED] * (JOBS - 1)]
+        assert {job.attempt for job in ended} == {1}
+        assert {job.id for job in client.list()} == set(jobs)
+    for job_id, watcher in zip(jobs, watchers, strict=True):
+        history.watched(job_id, watcher.result())
+    history.check(server.runs, JOBS)
+
+
+RANKS = """
+import os, sys, time
+print('rank', os.environ['RANK'], 'is', os.getpid(), flush=True)
+time.sleep(0.5 if int(sys.argv[1]) > 1 else 1000)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_the_launcher_or_the_group_is_killed(make_server: Callable[..., Server]) -> None:
+    """With torch's own launcher, whose ranks are in sessions of their own; none is left over."""
+    server, history = make_server(slots=3, ranks=RANKS), History()
+    with DistillClient(server.address) as client:
+        jobs = [client.submit(job_config(name)).id for name in ("rank", "launcher", "group")]
+        for job_id in jobs:
+            history.submitted("", job_id)
+        marks = [str(server.card(job_id)["mark"]) for job_id in jobs]
+        logs = [server.runs / job_id / "logs/attempt-1/rank-0.log" for job_id in jobs]
+        for log in logs:
+            eventually(lambda log=log: log.read_text().count(" is ") == 2, 120)
+        said = [line.split() for line in logs[0].read_text().splitlines() if "rank 1 is" in line]
+        rank = identity_of(int(said[0][-1]))
+        launchers = [trainer_of(server, job_id) for job_id in jobs]
+        families = [set(family(mark)) for mark in marks]
+        assert rank in families[0]
+        assert all(len(members) >= 3 for members in families)
+        assert rank is not None
+        send_signal(rank, signal.SIGKILL)
+        send_signal(launchers[1], signal.SIGKILL)
+        for who in families[2]:
+            send_signal(who, signal.SIGKILL)
+        killed = time.monotonic()
+        for mark in marks[1:]:
+            eventually(lambda mark=mark: not family(mark))
+        # The launcher sees the death of a rank by itself, and ends the other.
+        eventually(lambda: not family(marks[0]))
+        print(f"nothing was left after {time.monotonic() - killed:.1f} s")
+        for job_id in jobs:
+            eventually((server.runs / job_id / "logs/attempt-2/shim.json").exists)
+            client.cancel(job_id, now=True)
+            client.wait(job_id, timeout=60)
+            events = list(client.watch(job_id))
+            history.watched(job_id, events)
+            assert [e.attempt for e in events if e.state is JobState.PREPARING][:2] == [1, 2]
+    history.check(server.runs, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clock", ["jumps", "fast"])
+def test_clocks_that_run_wild(make_server: Callable[..., Server], clock: str) -> None:
+    """An hour forth and back at every look, or sixty times as fast: nothing runs out of time."""
+    server, history = make_server(slots=2, clock=clock), History()
+    began = time.monotonic()
+    with DistillClient(server.address) as client:
+        job = client.submit(job_config("pause=0.05 crash_at=5 crashes=1", 20))
+        queued = client.submit(job_config("pause=0.05 deaf=1", 1_000_000))
+        for one in (job, queued):
+            history.submitted("", one.id)
+        done = client.wait(job.id, timeout=60)
+        assert (done.state, done.attempt) == (JobState.SUCCEEDED, 2)
+        eventually(lambda: client.get(queued.id).step >= 3)
+        client.cancel(queued.id)
+        # A grace of seconds that an hour did not end: it wrote its checkpoint.
+        stopped = client.wait(queued.id, timeout=60)
+        assert (stopped.state, stopped.reason) == (JobState.CANCELLED, "cancelled on request")
+        for one in (done, stopped):
+            assert 0 < one.ended_at - one.started_at < time.monotonic() - began
+            history.watched(one.id, list(client.watch(one.id)))
+    history.check(server.runs, 2)

@@ -1,0 +1,83 @@
+"""A database that the first released server made becomes what this one reads."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from clients.jobs import JobState
+from distill_server import database
+from distill_server.database import open_database
+from distill_server.machine import Share
+from distill_server.store import Attempt, Change, Store
+from protos.errors import Unavailable
+
+from .conftest import job_config
+
+# Word for word what the first server ran; the program's own copy may not drift from it.
+FIRST = (Path(__file__).parent / "schema-1.sql").read_text()
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """With a job in the queue and one that runs."""
+    path = tmp_path / "server.sqlite"
+    connection = sqlite3.connect(path)
+    connection.executescript(FIRST)
+    config = json.loads(job_config().model_dump_json())
+    del config["resources"], config["priority"]
+    for number, state in enumerate(["QUEUED", "RUNNING"], start=1):
+        connection.execute(
+            "INSERT INTO jobs VALUES (?, ?, 'n', 'on_policy', ?, ?, '', '', 1, 3, 5, '{}',"
+            " 10.0, 11.0, 0.0, 1, ?)",
+            (number, f"job-{number}", json.dumps(config), state, number),
+        )
+        connection.execute("INSERT INTO attempts VALUES (?, 1, 0, NULL, 3)", (f"job-{number}",))
+        connection.execute(
+            "INSERT INTO events VALUES (?, 1, 10.0, ?, '', '', 1, 3, 5, '{}')",
+            (f"job-{number}", state),
+        )
+        connection.execute(
+            "INSERT INTO submissions VALUES (?, ?, 'x')", (f"key {number}", f"job-{number}")
+        )
+    connection.commit()
+    connection.close()
+    return path
+
+
+def read(connection: sqlite3.Connection) -> tuple[object, ...]:
+    store = Store(connection, on_change=lambda job_id: None)
+    jobs = store.page(limit=9)
+    return jobs, [store.attempt(job) for job in jobs], [store.events(j.id, 0, 9) for j in jobs]
+
+
+def test_jobs_attempts_and_events_are_all_there(old: Path) -> None:
+    with open_database(old) as connection:
+        store = Store(connection, on_change=lambda job_id: None)
+        assert [job.id for job in store.page(limit=9)] == ["job-2", "job-1"]
+        assert store.attempt(store.job("job-2")) == Attempt(1, seen_step=3)
+        assert [event.seq for event in store.events("job-1", 0, 9)] == [1]
+        assert store.held() == [Share(0)]  # what runs has its slot
+        store.begin(store.job("job-1"), Share(2, ("0",)), Change(JobState.PREPARING))
+        store.add("job-3", job_config().model_copy(update={"priority": 9}), "")
+        first = read(connection)
+        schema = connection.execute("SELECT sql FROM sqlite_master ORDER BY name").fetchall()
+    with open_database(old) as connection:
+        assert read(connection) == first
+    with open_database(old.with_name("new.sqlite")) as connection:
+        new = connection.execute("SELECT sql FROM sqlite_master ORDER BY name").fetchall()
+        assert [tuple(row) for row in schema] == [tuple(row) for row in new]
+
+
+def test_a_step_that_fails_leaves_the_old_one(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = (*database._STEPS[:1], database._STEPS[1] + "ALTER TABLE nothing ADD COLUMN x;")
+    with monkeypatch.context() as patched:
+        patched.setattr(database, "_STEPS", broken)
+        with pytest.raises(Unavailable, match="schema 2"), open_database(old):
+            pass
+    with open_database(old) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone()[0] == len(database._STEPS)
+        assert len(Store(connection, on_change=lambda job_id: None).page(limit=9)) == 2
