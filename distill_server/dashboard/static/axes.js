@@ -1,5 +1,7 @@
 // Where the ticks of an axis go, and where a value is on it.
 
+const MOST_TICKS = 6;
+
 /** About `count` round numbers from `low` to `high`. */
 export function linearTicks(low, high, count) {
   const rough = (high - low) / count;
@@ -12,19 +14,27 @@ export function linearTicks(low, high, count) {
   return ticks;
 }
 
-/** Powers of ten; with 2 and 5 between them where few are in sight. */
+/** Powers of ten; with 3, or 2 and 5, between them where few are in sight. */
 export function logTicks(low, high) {
-  const decades = Math.log10(high / low);
-  const digits = decades > 3 ? [1] : [1, 2, 5];
+  for (const digits of [[1, 2, 5], [1, 3], [1]]) {
+    const ticks = powers(low, high, digits);
+    if (ticks.length < 2) return linearTicks(low, high, 3);
+    if (ticks.length <= MOST_TICKS) return ticks;
+  }
+  const ticks = powers(low, high, [1]);
+  const every = Math.ceil(ticks.length / MOST_TICKS);
+  return ticks.filter((_, index) => index % every === 0);
+}
+
+function powers(low, high, digits) {
   const ticks = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) {
     for (const digit of digits) {
       const tick = +(digit * 10 ** power).toPrecision(1);
-      if (tick >= low * 0.999 && tick <= high * 1.001) ticks.push(tick);
+      if (tick >= low && tick <= high) ticks.push(tick);
     }
   }
-  const every = Math.ceil(ticks.length / 6);
-  return ticks.length < 2 ? linearTicks(low, high, 3) : ticks.filter((_, i) => i % every === 0);
+  return ticks;
 }
 
 /** Room around the values: `{low, high, log}`. */

@@ -72,8 +72,10 @@ export class Curve {
     }
     for (const tick of linearTicks(this.x.low, this.x.high, Math.max(2, this.width / 110))) {
       if (!Number.isInteger(tick)) continue;
+      const x = this.across(tick);
+      const anchor = x > right - 12 ? "end" : "middle";
       group.append(svg("text",
-        {x: this.across(tick), y: HEIGHT - 5, "text-anchor": "middle"}, number(tick)));
+        {x: anchor === "end" ? this.width - 4 : x, y: HEIGHT - 5, "text-anchor": anchor}, number(tick)));
     }
     return group;
   }

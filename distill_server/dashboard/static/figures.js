@@ -26,9 +26,13 @@ export function duration(seconds) {
   return `${Math.floor(whole / 86400)}d${two(Math.floor(whole / 3600) % 24)}h`;
 }
 
-/** `3m20s ago`; a server's clock may be a little ahead of ours. */
+/** `3m ago`; a server's clock may be a little ahead of ours. */
 export function ago(time) {
-  return time ? `${duration(Date.now() / 1000 - time)} ago` : "-";
+  if (!time) return "-";
+  const seconds = Math.max(0, Date.now() / 1000 - time);
+  const [size, unit] = [[86400, "d"], [3600, "h"], [60, "m"], [1, "s"]]
+    .find(([length]) => seconds >= length) ?? [1, "s"];
+  return `${Math.floor(seconds / size)}${unit} ago`;
 }
 
 /** Date and time of this reader's place. */
