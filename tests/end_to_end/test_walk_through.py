@@ -1,0 +1,179 @@
+"""The README's walk-through, typed as it stands there: every command, and every line of answer.
+
+Ids, numbers and addresses differ from run to run; all else of an answer must be the same. The
+models are those of the tests, and the job is long enough to be still there when it is cancelled.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from clients.distill_client import DistillClient
+from clients.job_record import record_of_run
+from tests.end_to_end.processes import ENVIRONMENT, MakeServer, RealServer
+
+if TYPE_CHECKING:
+    from tests.trainer.tiny import Material
+
+ROOT = Path(__file__).parents[2]
+SECTION = (ROOT / "README.md").read_text().split("## A walk-through\n")[1].split("\n## ")[0]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+STEPS_AFTER_RESUME = 20
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A command, and the lines that README shows under it; "..." stands for any."""
+
+    command: str
+    answer: list[str]
+
+
+def typed(block: str) -> Iterator[Typed]:
+    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        command, *answer = part.splitlines()
+        yield Typed(command, answer)
+
+
+def shape(line: str) -> str:
+    """What must be the same: not the numbers, ids, places and phases, nor the curve's dots."""
+    line = re.sub(r"\|.*", "|", line)
+    line = re.sub(r"on-policy-addition-[0-9a-f]+", "ID", line)
+    line = re.sub(r"(RUNNING|CANCELLING) \w+", r"\1 PHASE", line)
+    line = re.sub(r"/\S+/", "/", line)
+    line = re.sub(r"(localhost|127[.0-9]+):\d+", "ADDRESS", line)
+    return " ".join(re.sub(r"\d[-+:.e\d]*", "N", line).split())
+
+
+class Terminal:
+    """Runs what is typed, in a directory like a clone's, against the servers of the test."""
+
+    def __init__(self, place: Path, server: RealServer, teacher: str) -> None:
+        self._place = place
+        self._server = server
+        self._teacher = teacher
+        self._code = 0
+
+    def localized(self, text: str) -> str:
+        taken = f"--host {self._server.host} --port {self._server.port}"
+        text = text.replace("--port 50051", taken).replace("localhost:50052", self._teacher)
+        return text.replace("localhost:50050", "127.0.0.1:1")
+
+    def type(self, command: str, stop_at: str = "") -> list[str]:
+        """The lines of the answer; Ctrl-C as soon as one has the shape `stop_at`."""
+        if command == "echo $?":
+            return [str(self._code)]
+        if command == "distill resume @last":
+            command += f" --set max_steps={self._steps_done() + STEPS_AFTER_RESUME}"
+        binaries = Path(sys.executable).parent
+        environment = {
+            **ENVIRONMENT,
+            "PATH": f"{binaries}:{ENVIRONMENT['PATH']}",
+            "DISTILL_SERVER": self._server.address,
+            "COLUMNS": "80",
+        }
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec {self.localized(command)}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self._place,
+            env=environment,
+        )
+        lines = []
+        assert process.stdout is not None
+        with process.stdout as printed:
+            for line in printed:
+                lines.append(line.rstrip("\n"))
+                if stop_at and shape(lines[-1]) == stop_at:
+                    process.send_signal(signal.SIGINT)
+                    lines.append("^C")
+        self._code = process.wait(60)
+        return lines
+
+    def _steps_done(self) -> int:
+        with DistillClient(self._server.address) as client:
+            return client.get("@last").step
+
+
+def assert_same(found: list[str], shown: list[str], command: str) -> None:
+    """A line "..." of `shown` is any lines; so is what comes while a Ctrl-C takes effect."""
+    told, wanted = [shape(line) for line in found], [shape(line) for line in shown]
+    for number, part in enumerate("\n".join(wanted).replace("^C", "^C\n...").split("\n...\n")):
+        lines = part.split("\n") if part else []
+        places = (n for n in range(len(told) + 1) if told[n : n + len(lines)] == lines)
+        place = next(places, None)
+        assert place is not None, (command, found)
+        assert place == 0 or number > 0, (command, found)
+        told = told[place + len(lines) :]
+    assert told == [] or wanted[-1:] == ["..."], (command, told)
+
+
+@pytest.mark.slow
+def test_everything_typed_is_answered_as_shown(
+    material: Material, teacher: str, make_server: MakeServer, tmp_path: Path
+) -> None:
+    place = tmp_path / "clone"
+    (place / "runs" / "demo").mkdir(parents=True)
+    for name, made in (("teacher", material.teacher), ("student", material.student)):
+        (place / "runs" / "demo" / name).symlink_to(made)
+    (place / "runs" / "demo" / "data").symlink_to(material.prompts.parent)
+    server = make_server()
+    terminal = Terminal(place, server, teacher)
+    count = 0
+    for kind, block in BLOCK.findall(SECTION):
+        if kind == "toml":
+            name = block.splitlines()[0].removeprefix("# ")
+            text = terminal.localized(block).replace("max_steps = 200", "max_steps = 100000")
+            (place / name).write_text(text)
+        elif kind == "python":
+            run_python(block, place)
+        for line in typed(block) if kind == "console" else ():
+            interrupted = line.answer.index("^C") if "^C" in line.answer else 0
+            stop_at = shape(line.answer[interrupted - 1]) if interrupted else ""
+            assert_same(terminal.type(line.command, stop_at), line.answer, line.command)
+            count += 1
+    assert count > 12
+    (run,) = server.runs.glob("on-policy-addition-*")
+    record = record_of_run(run)
+    assert [point.step for point in record.points] == list(range(record.job.max_steps + 1))
+    page = (place / f"{run.name}.html").read_text()
+    for word in ("SUCCEEDED", "<svg", "waiting for the teacher", "torch"):
+        assert word in page
+    assert not any(place.glob("runs/on-policy-*")), "refused runs leave nothing"
+
+
+def run_python(code: str, place: Path) -> None:
+    known: dict[str, Any] = {}
+    code = code.replace('"trained"', repr(str(place / "trained")))
+    exec(code, known)
+    assert known["model"].config.vocab_size == 13
+
+
+@pytest.mark.parametrize(
+    ("found", "shown", "same"),
+    [
+        (["a 1", "b"], ["a 22.5e-3", "b"], True),
+        (["a", "x", "y", "b"], ["a", "...", "b"], True),
+        (["a", "x", "b"], ["a", "b"], False),
+        (["a"], ["a", "b"], False),
+        (["x", "a"], ["a"], False),
+        (["a", "b"], ["a"], False),
+        (["error: no job"], ["error: no jab"], False),
+    ],
+)
+def test_answers_are_compared(found: list[str], shown: list[str], same: bool) -> None:
+    if same:
+        assert_same(found, shown, "")
+    else:
+        with pytest.raises(AssertionError):
+            assert_same(found, shown, "")
