@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
-from benchmarks.rl_material import Material, make_tokenizer
+from benchmarks.rl_material import Material
 from benchmarks.rl_runs import Arm, Sizes, one_run, settings
 from student_trainer.pretrain import make_model
 
@@ -19,7 +20,7 @@ WITH, WITHOUT = Arm("anchor", beta=0.001), Arm("none")
 def anchor_cost(work: Path, material: Material, sizes: Sizes) -> dict[str, Any]:
     """Seconds a step and peak memory of both, and the ratio of each pair of neighbours."""
     model = work / "timed-model"
-    weights = _untrained(model, sizes)
+    weights = _untrained(model, material, sizes)
     short = replace(sizes, steps=sizes.timed_steps, prompts=4, answers=4, updates=1, held_out=8)
     found: dict[str, list[dict[str, Any]]] = {WITH.name: [], WITHOUT.name: []}
     for pair in range(sizes.timed_pairs):
@@ -41,10 +42,10 @@ def anchor_cost(work: Path, material: Material, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _untrained(path: Path, sizes: Sizes) -> int:
+def _untrained(path: Path, material: Material, sizes: Sizes) -> int:
     """A model whose weights, in bytes, are what counts; it learns nothing of use."""
     layers, width = sizes.timed_model
-    tokenizer = make_tokenizer()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(material.model)
     torch.manual_seed(0)
     model = make_model(len(tokenizer), tokenizer, layers, width)
     model.save_pretrained(path)

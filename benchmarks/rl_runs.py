@@ -82,7 +82,11 @@ def settings(material: Material, sizes: Sizes, arm: Arm, seed: int) -> dict[str,
             "updates_per_step": sizes.updates,
             "max_new_tokens": 4,
         },
-        "train": {"learning_rate": sizes.learning_rate, "prompts_per_step": sizes.prompts},
+        "train": {
+            "learning_rate": sizes.learning_rate,
+            "warmup_steps": 5,
+            "prompts_per_step": sizes.prompts,
+        },
         "eval": {
             "every": max(1, sizes.steps // sizes.points),
             "prompts": sizes.held_out,
