@@ -1,0 +1,36 @@
+"""The measurements of the job server at a size that a test can take: counts, no times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.server import SLOTS, measure_load, measure_watching
+from tests.server.conftest import Server
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path / "runs", SLOTS)
+    server.start()
+    yield server
+    server.clean_up()
+
+
+def test_hundreds_of_submits(server: Server) -> None:
+    load = measure_load(server, submits=300)
+    assert load.jobs_lost == 0
+    assert load.events_checked >= 300
+    assert load.memory_after - load.memory_before < 50 * MIB
+
+
+@pytest.mark.slow
+def test_a_thousand_watchers(server: Server) -> None:
+    """Every one sees every event once, also the slow ones, and the server keeps none for them."""
+    watching = measure_watching(server, watchers=1_000, steps=10)
+    assert watching.events >= 13
+    assert watching.memory_after - watching.memory_before < 150 * MIB
