@@ -15,7 +15,7 @@ DEFAULTS = (
     ("loss", ("loss",), False),
     ("KL, nats a token", ("kl/teacher", "kl/teacher_bound", "eval/kl", "eval/kl_bound"), True),
     ("KL to the anchor, nats a token", ("kl/anchor",), True),
-    ("reward, right answers", ("reward/mean", "eval/accuracy"), False),
+    ("reward, right answers", ("reward/mean", "eval/reward", "eval/accuracy"), False),
     ("tokens a second", ("tokens_per_sec",), False),
 )
 # From so many points on a curve is smoothed: over this share of them.

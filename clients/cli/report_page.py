@@ -18,6 +18,8 @@ from clients.job_record import JobRecord
 _PARTS = {
     "time/rollout": "the student writes",
     "time/teacher_wait": "waiting for the teacher",
+    "time/reward": "judging the answers",
+    "time/anchor": "the anchor scores",
     "time/optim": "optimizer",
 }
 _REST = "loss, forward and backward"
@@ -62,6 +64,7 @@ def _tiles(record: JobRecord) -> Iterator[str]:
         ("held-out KL, nats a token", "eval/kl", ".3f"),
         ("held-out KL, a lower bound", "eval/kl_bound", ".3f"),
         ("right answers", "eval/accuracy", ".1%"),
+        ("held-out reward", "eval/reward", ".3f"),
         ("perplexity", "eval/perplexity", ".3f"),
     ):
         found = record.series(metric)
@@ -96,7 +99,9 @@ def _timings(record: JobRecord) -> list[str]:
     if not whole:
         return []
     parts = {
-        label: sum(value for _, value in record.series(metric)) for metric, label in _PARTS.items()
+        label: sum(value for _, value in record.series(metric))
+        for metric, label in _PARTS.items()
+        if metric in record.metrics
     }
     parts[_REST] = max(0.0, whole - sum(parts.values()))
     bar = "".join(
