@@ -83,6 +83,8 @@ def assemble(
     course = make_course(accelerator, student)
     if course.anchor is not None and saved is not None:
         checkpoint.load_anchor(saved, course.anchor)
+    if course.values is not None and saved is not None:
+        checkpoint.load_values(saved, course.values)
     metrics = None
     if accelerator.is_main_process:
         write_environment(run, attempt=attempt, processes=accelerator.num_processes)
@@ -102,6 +104,7 @@ def assemble(
         evaluation=course.evaluation,
         metrics=metrics,
         anchor=course.anchor,
+        values=course.values,
         facts=course.facts,
     )
     return Trainer(config, run, progress, parts)

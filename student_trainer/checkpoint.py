@@ -1,7 +1,8 @@
 """Checkpoints that a crash cannot spoil.
 
     checkpoints/step-000050/   model/ (a Hugging Face directory, or one of peft with the adapters)
-                               optimizer.safetensors  anchor.safetensors, if there is an anchor
+                               optimizer.safetensors  anchor.safetensors, if there is an anchor,
+                               critic.safetensors, if there is a critic
                                state.json  manifest.json (sha256 of the rest)
 
 The tensors are whole however the student lay in its processes: any number of them can go on.
@@ -33,10 +34,12 @@ from protos.failpoints import failpoint
 from student_trainer.anchor import Anchor
 from student_trainer.lora import has_adapters, learned, merged, save_adapters
 from student_trainer.parallel import share_of, whole_tensors
+from student_trainer.values import Values
 
 log = logging.getLogger(__name__)
 
 _ANCHOR = "anchor.safetensors"
+_CRITIC = "critic.safetensors"
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -51,6 +54,7 @@ def save_checkpoint(
     tokenizer: Any,
     optimizer: torch.optim.Optimizer,
     anchor: Anchor | None = None,
+    values: Values | None = None,
     facts: Mapping[str, str] | None = None,
     main: bool = True,
 ) -> None:
@@ -76,6 +80,8 @@ def save_checkpoint(
             counts = json.dumps({"updates": anchor.updates, "version": anchor.version})
             # One entry: several would be written in any order, and no two files be the same.
             save_file(anchored, partial / _ANCHOR, metadata={"counts": counts})
+        if values is not None:
+            save_file(values.state(), partial / _CRITIC)
         (partial / "state.json").write_text(json.dumps({"step": step, **(facts or {})}) + "\n")
 
     if main:
@@ -244,6 +250,17 @@ def load_anchor(path: Path, anchor: Anchor) -> None:
         )
     with safe_open(path / _ANCHOR, "pt") as file:
         anchor.load_state(file.get_tensor, **json.loads(file.metadata()["counts"]))
+
+
+def load_values(path: Path, values: Values) -> None:
+    """Put the saved critic back. Raises InvalidInput if the run had none."""
+    if not (path / _CRITIC).is_file():
+        raise InvalidInput(
+            f"{path.name} has no critic: the run began without one",
+            field="method.advantages",
+            hint="resume with what it began with, or submit the job anew",
+        )
+    values.load_state(load_file(path / _CRITIC).__getitem__)
 
 
 def _optimizer_tensors(

@@ -27,6 +27,7 @@ from student_trainer.step import Steps, one_update
 from student_trainer.stored import Mixture, StoredSteps, read
 from student_trainer.stores import Stores, without_copies
 from student_trainer.teachers import PendingRows, RemoteTeacher, TeachersByName
+from student_trainer.values import Values
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Course:
     steps: Steps
     evaluation: Evaluation
     anchor: Anchor | None = None
+    values: Values | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
 
 

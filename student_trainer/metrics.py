@@ -32,6 +32,7 @@ reward/flat_groups   share of prompts whose answers all have the same reward: no
 reward/errors        share of answers that could not be judged
 search/queries       queries of an answer that were answered
 search/failed        share of answers whose retriever failed: they have no reward
+critic/loss          (value - target)^2 / 2 of the critic, where there is one
 ratio/clipped        share of tokens beyond clip_low or clip_high: nothing more is learned
 kl/anchor            unbiased KL between student and anchor, nats a token
 topk/anchor_mass     probability that the anchor gives to the head

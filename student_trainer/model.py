@@ -156,6 +156,12 @@ class Student(nn.Module):
             )
         return ids, rows
 
+    @torch.no_grad()
+    def states(self, batch: Batch) -> Tensor:
+        """[N, H], of which the head makes the rows of the batch."""
+        with self._precision():
+            return self._to_head(batch)[0]
+
     def _to_head(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden states [N, H], weight [V, H] and bias [V], of which a linear head makes logits."""
         head = self.model.get_output_embeddings()

@@ -29,6 +29,7 @@ from student_trainer.rl_rewards import Judged, reward_metrics, search_metrics
 from student_trainer.rollouts import Rollout
 from student_trainer.step import Step
 from student_trainer.teachers import PendingRows
+from student_trainer.values import Values
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class PendingRollout(PendingRows):
     """`others`, `advantage` and `kept` as of a ScoredRollout; `weight` of the whole answer."""
 
     others: tuple[RowBlock, ...]
-    advantage: float
+    advantage: Tensor
     kept: bool
     weight: float
 
@@ -72,8 +73,11 @@ class RLSteps:
         answers: Answers,
         judged: Judged | None,
         anchor: AnchorTeacher | None,
+        values: Values | None,
     ) -> None:
-        """`answers`: scored by the teacher, or by nobody; `judged`: None where nothing rewards."""
+        """`answers`: scored by the teacher, or by nobody; `judged`: None where nothing rewards;
+        `values`: None where an answer is compared with its group.
+        """
         self._method = config.method
         self._taught = config.teacher is not None
         self._searches = config.environment is not None
@@ -83,6 +87,7 @@ class RLSteps:
         self._answers = answers
         self._judged = judged
         self._anchor = anchor
+        self._values = values
         rank, world = accelerator.process_index, accelerator.num_processes
         self._held_out = list(enumerate(prompts.held_out))[rank::world]
 
@@ -101,9 +106,10 @@ class RLSteps:
         judged = time.monotonic()
         scored = self._scored(written)
         seconds = {"time/reward": judged - began, "time/anchor": time.monotonic() - judged}
-        rollouts = iter(self._weighed(scored, rewards))
-        updates = [list(islice(rollouts, len(share) * size)) for share in shares]
         measured = reward_metrics(rewards) if self._judged else {}
+        advantages = self._advantages(_rollouts(written), rewards, measured)
+        rollouts = iter(self._weighed(scored, advantages))
+        updates = [list(islice(rollouts, len(share) * size)) for share in shares]
         if self._searches:
             measured |= search_metrics(_rollouts(written))
         return Step(updates, measured, seconds)
@@ -152,12 +158,24 @@ class RLSteps:
             for item, block in zip(written, blocks, strict=True)
         ]
 
+    def _advantages(
+        self, rollouts: Sequence[Rollout], rewards: Tensor, measured: dict[str, Tensor]
+    ) -> list[Tensor]:
+        """Of each answer, [] or [learned]."""
+        weight = self._method.reward_weight
+        if self._values is None:
+            by_std = self._method.advantages == "group"
+            of_group = group_advantages(rewards, scale_by_std=by_std) * weight
+            return list(of_group.float().flatten())
+        of_tokens, measured["critic/loss"] = self._values(rollouts, rewards.flatten())
+        return [advantage * weight for advantage in of_tokens]
+
     def _weighed(
-        self, scored: Sequence[tuple[PendingRows, tuple[RowBlock, ...]]], rewards: Tensor
+        self,
+        scored: Sequence[tuple[PendingRows, tuple[RowBlock, ...]]],
+        advantages: Sequence[Tensor],
     ) -> list[PendingRollout]:
         method = self._method
-        by_std = method.advantages == "group"
-        advantages = group_advantages(rewards, scale_by_std=by_std) * method.reward_weight
         sequences = _rollouts([item for item, _ in scored])
         kept = torch.tensor([not (method.mask_truncated and one.truncated) for one in sequences])
         lengths = torch.tensor([one.learned for one in sequences])
@@ -165,7 +183,7 @@ class RLSteps:
         return [
             PendingRollout(item.sequence, item.rows, others, *of_answer)
             for (item, others), *of_answer in zip(
-                scored, advantages.flatten().tolist(), kept.tolist(), weights.tolist(), strict=True
+                scored, advantages, kept.tolist(), weights.tolist(), strict=True
             )
         ]
 

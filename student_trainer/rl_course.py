@@ -28,6 +28,7 @@ from student_trainer.rl_rewards import Judged
 from student_trainer.rollouts import Rollout, Rollouts
 from student_trainer.sampling import Sampler
 from student_trainer.teachers import RemoteTeacher, TeacherSource
+from student_trainer.values import Values
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,10 @@ def rl_course(
         tau, period = config.anchor.tau, config.anchor.update_period
         anchor = Anchor(student, tau=tau, update_period=period)
         anchor_teacher = _anchor_teacher(config, material, anchor, accelerator, student)
-    steps = RLSteps(config, accelerator, material.prompts, answers, judged, anchor_teacher)
+    values = None
+    if method.advantages == "gae" and judged is not None:
+        values = Values(accelerator, student, method, config.train.tokens_per_micro_batch)
+    steps = RLSteps(config, accelerator, material.prompts, answers, judged, anchor_teacher, values)
     evaluation = Evaluation(
         accelerator,
         Objective(method.direction, "bucket+sampled", method.temperature),
@@ -71,7 +75,7 @@ def rl_course(
         ),
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )
-    return Course(RLObjective.of(config), steps.of_step, evaluation, anchor)
+    return Course(RLObjective.of(config), steps.of_step, evaluation, anchor, values)
 
 
 def _rollouts(config: RLJob, material: RLMaterial, student: Replicated | Sharded) -> Rollouts:

@@ -40,10 +40,12 @@ class Pull:
 
 @dataclass(frozen=True)
 class ScoredRollout(ScoredSequence):
-    """`rows` are of the first pull, `others` of the further ones. `kept`: it is learned from."""
+    """`rows` are of the first pull, `others` of the further ones; advantage [] or [learned]; is it
+    `kept`, or not learned from?
+    """
 
     others: tuple[RowBlock, ...]
-    advantage: float
+    advantage: Tensor
     kept: bool
 
 
@@ -103,13 +105,13 @@ class RLObjective:
     ) -> RLBatch:
         rollouts = [cast(ScoredRollout, item) for item in scored]
         lengths = torch.tensor([item.sequence.learned for item in rollouts])
-        advantages = torch.tensor([item.advantage for item in rollouts], dtype=torch.float32)
+        advantages = [item.advantage.expand(item.sequence.learned) for item in rollouts]
         kept = torch.tensor([item.kept for item in rollouts])
         others = zip(*(item.others for item in rollouts), strict=True)
         return RLBatch(
             **vars(make_batch(scored, device, pack=pack)),
             others=tuple(teacher_rows(blocks, device) for blocks in others),
-            advantages=advantages.repeat_interleave(lengths).to(device),
+            advantages=torch.cat(advantages).to(device),
             weights=token_weights(lengths, kept, self.method.aggregate).to(device),
         )
 

@@ -41,7 +41,7 @@ def test_a_task_brings_its_own_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "where", "said"),
     [
-        ("method.advantages=gae", "method.advantages", "take 'group' or 'group_mean'"),
+        ("method.gae_lambda=2.0", "method.gae_lambda", "less than or equal to 1"),
         ("method.rollouts_per_prompt=1", "method.rollouts_per_prompt", "take 2 or more"),
         ("method.estimator=k3", "method.estimator", "needs top_k = 0"),
         ("method.importance_clip=[2.0, 0.5]", "method.importance_clip", "[LEAST, GREATEST]"),
