@@ -39,9 +39,9 @@ from student_trainer.prompts import load_prompts
 from student_trainer.sampling import Sampler
 
 JOB = Path(__file__).with_name("search_job.toml")
-FULL = Sizes(people=100, held_out=44, talks=4000, warm_steps=500, layers=1, width=128)
+FULL = Sizes(people=100, held_out=44, talks=4000, warm_steps=800, layers=1, width=128)
 QUICK = Sizes(people=40, held_out=10, talks=20, warm_steps=3, layers=1, width=32)
-QUICK_JOB = {"max_steps": "2", "train.prompts_per_step": "2", "eval.prompts": "4"}
+QUICK_JOB = {"max_steps": "2", "train.prompts_per_step": "4", "eval.prompts": "4"}
 
 
 class NothingFound:

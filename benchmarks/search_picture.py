@@ -40,7 +40,7 @@ def _curve(axis: Any, result: dict[str, Any]) -> None:
     axis.set_ylim(-0.02, 1.02)
     axis.set_xlabel("step")
     axis.set_title("exact match", loc="left")
-    axis.legend(frameon=False, loc="lower right")
+    axis.legend(frameon=False, loc="upper left")
 
 
 def _ends(axis: Any, found: dict[str, Any]) -> None:
