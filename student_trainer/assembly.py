@@ -81,10 +81,8 @@ def assemble(
     whole = Student(model, bf16=bf16, pack=stores is not None)
     student = spread(accelerator, whole, config.train.sharding)
     course = make_course(accelerator, student)
-    if course.anchor is not None and saved is not None:
-        checkpoint.load_anchor(saved, course.anchor)
-    if course.values is not None and saved is not None:
-        checkpoint.load_values(saved, course.values)
+    if saved is not None:
+        _restore(course, saved)
     metrics = None
     if accelerator.is_main_process:
         write_environment(run, attempt=attempt, processes=accelerator.num_processes)
@@ -108,6 +106,14 @@ def assemble(
         facts=course.facts,
     )
     return Trainer(config, run, progress, parts)
+
+
+def _restore(course: Course, saved: Path) -> None:
+    """What a course keeps besides the student and its optimizer."""
+    if course.anchor is not None:
+        checkpoint.load_anchor(saved, course.anchor)
+    if course.values is not None:
+        checkpoint.load_values(saved, course.values)
 
 
 MakeCourse = Callable[[Accelerator, Replicated | Sharded], Course]
