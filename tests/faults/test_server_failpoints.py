@@ -15,6 +15,7 @@ from clients.distill_client import DistillClient
 from clients.jobs import TERMINAL, JobState
 from protos.errors import Unavailable
 from tests.server.conftest import SCRIPT, Server, end_attempt, eventually, job_config
+from tests.server.history import History
 
 KEY = "the same key"
 # Reached by a job that is submitted and runs to its end.
@@ -42,6 +43,7 @@ class ArmedServer(Server):
         super().__init__(runs)
         self.spec = spec
         self.deaths = 0
+        self.history = History()
 
     def launch(self) -> subprocess.Popen[str]:
         where = [str(self.runs), self.host, str(self.port), str(self.slots)]
@@ -82,6 +84,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ArmedServ
     server = ArmedServer(tmp_path / "runs", request.param)
     server.start()
     yield server
+    server.history.check(server.runs, server.slots)
     server.clean_up()
 
 
@@ -94,10 +97,12 @@ def submitted(server: ArmedServer, client: DistillClient, name: str, steps: int)
     """As a client does it: again under the same key, when it got no answer."""
     config = job_config(name, steps)
     try:
-        return client.submit(config, idempotency_key=KEY).id
+        job = client.submit(config, idempotency_key=KEY)
     except Unavailable:
         server.rise_again()
-        return client.submit(config, idempotency_key=KEY).id
+        job = client.submit(config, idempotency_key=KEY)
+    server.history.submitted(KEY, job.id)
+    return job.id
 
 
 def armed_with(specs: list[str]) -> pytest.MarkDecorator:
@@ -150,6 +155,7 @@ def test_a_job_that_is_resumed(server: ArmedServer) -> None:
         assert ended(client, job_id) is JobState.SUCCEEDED
         with pytest.raises(Unavailable):
             client.resume(job_id, max_steps=8)
+        server.history.resumed(job_id)
         server.rise_again()
         eventually(lambda: client.get(job_id).attempt == 2)
         assert ended(client, job_id) is JobState.SUCCEEDED

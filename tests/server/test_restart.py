@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,15 @@ from distill_server.store import Change, Store
 from protos.errors import Unavailable
 
 from .conftest import Server, eventually, job_config
+from .history import History
+
+
+@pytest.fixture(autouse=True)
+def history(tmp_path: Path) -> Iterator[History]:
+    """Checked when the test is over and its server dead."""
+    history = History()
+    yield history
+    history.check(tmp_path / "runs", slots=3)
 
 
 class Watcher(threading.Thread):
@@ -174,7 +183,7 @@ def test_second_server_is_refused(server: Server, tmp_path: Path) -> None:
     other.stdout.close()
 
 
-def test_storm_of_kills(make_server: Callable[..., Server]) -> None:
+def test_storm_of_kills(make_server: Callable[..., Server], history: History) -> None:
     """Killed while jobs are submitted and end: none is lost, doubled or run twice."""
     server = make_server(slots=2)
     acknowledged: dict[str, str] = {}
@@ -187,6 +196,7 @@ def test_storm_of_kills(make_server: Callable[..., Server]) -> None:
                     with contextlib.suppress(Unavailable):
                         config = job_config(f"pause=0.002 k={key}", 3)
                         job = client.submit(config, idempotency_key=key)
+                        history.submitted(key, job.id)
                         acknowledged[key] = job.id
 
     threads = [threading.Thread(target=submit, args=[number]) for number in range(4)]
