@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,11 @@ SECONDS_FOR_HELP = 0.5
 def modules_of(*packages: str) -> list[str]:
     paths = (path for package in packages for path in sorted((ROOT / package).rglob("*.py")))
     names = (".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths)
-    return [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
+    return [
+        name.removesuffix(".__init__")
+        for name in names
+        if not name.endswith("__main__") and ".examples." not in name  # scripts, not modules
+    ]
 
 
 def loaded_after(code: str) -> set[str]:
@@ -55,10 +59,16 @@ def test_help_loads_nothing_heavy() -> None:
 def test_help_is_instant() -> None:
     times = []
     for _ in range(3):
-        began = time.perf_counter()
+        began = seconds_of_children()
         subprocess.run([sys.executable, "-m", "clients", "--help"], check=True, capture_output=True)
-        times.append(time.perf_counter() - began)
+        times.append(seconds_of_children() - began)
     assert min(times) < SECONDS_FOR_HELP
+
+
+def seconds_of_children() -> float:
+    """Of a processor: what a command takes on a machine that does nothing else."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 @pytest.mark.parametrize("package", ["clients", "distill_server", "teacher_service"])
