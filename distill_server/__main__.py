@@ -24,6 +24,43 @@ if TYPE_CHECKING:
     from distill_server.dashboard.serve import Dashboard
     from protos.tls import TlsFiles
 
+SlotsOption = Annotated[
+    int | None,
+    typer.Option(help="Jobs that run at once; by default one for each of --gpus.", min=1),
+]
+GpusOption = Annotated[
+    int | None,
+    typer.Option(help="Divide so many GPUs among the jobs; without it each sees all.", min=0),
+]
+CpusOption = Annotated[
+    int, typer.Option(help="CPU threads of all jobs; 0: enough for every slot.", min=0)
+]
+ThreadsPerJobOption = Annotated[
+    int,
+    typer.Option(
+        help="CPU threads of a job that asks for none; 0: half of the CPUs, shared.", min=0
+    ),
+]
+MostQueuedOption = Annotated[
+    int, typer.Option(help="Queued jobs beyond which no more are taken.", min=1)
+]
+RetriesOption = Annotated[
+    int, typer.Option(help="How often a job whose trainer died is started again.", min=0)
+]
+BackoffOption = Annotated[
+    float,
+    typer.Option(help="Seconds before the first retry; doubled each time, to 360.", min=0),
+]
+DashboardPortOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="PORT",
+        help="Show the jobs to browsers there; 0: any free port.",
+        min=0,
+        max=65535,
+    ),
+]
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -37,42 +74,14 @@ def serve(
     tls_key: TlsKeyOption = None,
     tls_client_ca: TlsClientCaOption = None,
     insecure: InsecureOption = False,
-    slots: Annotated[
-        int | None,
-        typer.Option(help="Jobs that run at once; by default one for each of --gpus.", min=1),
-    ] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(help="Divide so many GPUs among the jobs; without it each sees all.", min=0),
-    ] = None,
-    cpus: Annotated[
-        int, typer.Option(help="CPU threads of all jobs; 0: enough for every slot.", min=0)
-    ] = 0,
-    threads_per_job: Annotated[
-        int,
-        typer.Option(
-            help="CPU threads of a job that asks for none; 0: half of the CPUs, shared.", min=0
-        ),
-    ] = 0,
-    most_queued: Annotated[
-        int, typer.Option(help="Queued jobs beyond which no more are taken.", min=1)
-    ] = 10_000,
-    retries: Annotated[
-        int, typer.Option(help="How often a job whose trainer died is started again.", min=0)
-    ] = 3,
-    backoff: Annotated[
-        float,
-        typer.Option(help="Seconds before the first retry; doubled each time, to 360.", min=0),
-    ] = 10.0,
-    dashboard: Annotated[
-        int | None,
-        typer.Option(
-            metavar="PORT",
-            help="Show the jobs to browsers there; 0: any free port.",
-            min=0,
-            max=65535,
-        ),
-    ] = None,
+    slots: SlotsOption = None,
+    gpus: GpusOption = None,
+    cpus: CpusOption = 0,
+    threads_per_job: ThreadsPerJobOption = 0,
+    most_queued: MostQueuedOption = 10_000,
+    retries: RetriesOption = 3,
+    backoff: BackoffOption = 10.0,
+    dashboard: DashboardPortOption = None,
 ) -> None:
     """Accept distillation jobs, run them, and tell how they fare."""
     from distill_server.machine import Machine, visible_gpus
