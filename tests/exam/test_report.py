@@ -1,0 +1,67 @@
+"""From rewards to the row of a model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from student_trainer.exam.answer_store import Answer
+from student_trainer.exam.questions import Question
+from student_trainer.exam.report import Judged, cells, columns_of, summary
+
+NONE = np.nan
+REWARD = np.array([[1, 0, 0, NONE], [1, 1, 0.5, 1], [0, 0, NONE, 0]])
+VOTES = [["7", "8", "8", ""], ["9", "9", "1", "9"], ["", "", "", "3"]]
+
+
+def judged(reward: np.ndarray = REWARD) -> Judged:
+    questions = [Question(number, "q", "r") for number in range(len(reward))]
+    answers = [[Answer(p, n, "", 10 * p + n, n == 3) for n in range(4)] for p in range(len(reward))]
+    return Judged(questions, answers, reward, VOTES[: len(reward)])
+
+
+def test_the_row_of_a_model() -> None:
+    row = summary("m", judged(), None)
+    assert (row["model"], row["prompts"], row["samples"], row["errors"]) == ("m", 3, 4, 2)
+    means = {key: value["mean"] for key, value in row.items() if isinstance(value, dict)}
+    assert means == pytest.approx(
+        {
+            "pass@1": (1 / 4 + 3 / 4 + 0) / 3,  # half a reward, and none at all, are not right
+            "pass@2": (3 / 6 + 1 + 0) / 3,
+            "pass@4": 2 / 3,
+            "maj@4": (0 + 1 + 0) / 3,
+            "reward": (1 / 4 + 3.5 / 4 + 0) / 3,
+            "tokens": 11.5,
+        }
+    )
+    assert row["truncated"] == 0.25
+    assert "gain" not in row
+
+
+def test_a_gain_is_paired() -> None:
+    """Prompts differ far more than the two models do: only in pairs it shows."""
+    hard = np.array([[1.0, 1, 1, 1], [0, 0, 0, 0]] * 12)
+    better = hard.copy()
+    better[1::2, 0] = 1
+    first, second = (
+        Judged(
+            [Question(n, "q", "r") for n in range(24)],
+            [[Answer(n, k, "", 1, False) for k in range(4)] for n in range(24)],
+            reward,
+            [[""] * 4] * 24,
+        )
+        for reward in (hard, better)
+    )
+    row = summary("better", second, first)
+    assert row["gain"]["mean"] == pytest.approx(0.125)
+    assert row["gain"]["low"] > 0.05
+    assert row["pass@1"]["low"] < summary("first", first, None)["pass@1"]["mean"]
+
+
+def test_what_a_person_reads() -> None:
+    row = summary("m", judged(), None)
+    shown = cells(row, columns_of([row]))
+    assert [*shown] == ["model", "pass@1", "pass@4", "maj@4", "tokens", "truncated", "errors"]
+    assert shown["pass@1"].startswith("33.3 [")
+    assert shown["tokens"].startswith("12 [")
+    assert shown["truncated"] == "25.0"
