@@ -32,15 +32,16 @@ class Forks:
 
     def wait(self) -> list[int | None]:
         """Exit codes; when one fails, the others are killed, as by `accelerate launch`."""
-        deadline = time.monotonic() + 120
-        while any(code is None for code in self._codes()) and not any(self._codes()):
-            assert time.monotonic() < deadline, "they do not end"
-            time.sleep(0.005)
-        first = self._codes()
-        for process in self.processes:
-            process.kill()
-            process.join()
-        return first
+        deadline = time.monotonic() + 600
+        try:
+            while any(code is None for code in self._codes()) and not any(self._codes()):
+                assert time.monotonic() < deadline, "they do not end"
+                time.sleep(0.005)
+            return self._codes()
+        finally:
+            for process in self.processes:
+                process.kill()
+                process.join()
 
     def _codes(self) -> list[int | None]:
         return [process.exitcode for process in self.processes]
