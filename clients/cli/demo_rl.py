@@ -32,7 +32,7 @@ TRAIN = (
 
 @dataclass(frozen=True)
 class Summary:
-    """What summary.json holds: held-out sums that are right, in percent of one."""
+    """What summary.json holds: shares of held-out sums that are right."""
 
     accuracy_before: float
     accuracy_after: float
@@ -75,7 +75,7 @@ def demo_rl(
 
 def _summary(jobs: Path, seconds: float) -> Summary:
     (metrics,) = jobs.glob("*/metrics.jsonl")
-    lines: list[dict[str, Any]] = [json.loads(line) for line in metrics.open()]
+    lines: list[dict[str, Any]] = [json.loads(line) for line in metrics.read_text().splitlines()]
     first, last = lines[0], lines[-1]
     return Summary(
         accuracy_before=first["eval/accuracy"],

@@ -1,0 +1,46 @@
+"""`distill demo-rl`, made small: real processes from the data to the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clients.cli import demo_rl
+from clients.cli.app import main
+from protos.errors import ExitCode
+from tests.trainer import tiny
+
+# A student that knows nothing finds one sign in seconds; to add, it would need the demo's minutes.
+CHANGES = {
+    "reward.type": "regex",
+    "reward.pattern": "1",
+    "method.temperature": "4.0",
+    "train.learning_rate": "0.01",
+    "train.prompts_per_step": "8",
+    "eval.prompts": "16",
+    "eval.every": "20",
+    "max_steps": "20",
+}
+
+
+def test_it_learns_what_is_rewarded(
+    material: tiny.Material,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # The student is there already: no minute of pretraining.
+    monkeypatch.setattr(demo_rl, "MAKE_STUDENT", demo_rl.MAKE_DATA)
+    changes = {**CHANGES, "student.model": str(material.student)}
+    options = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
+    place = tmp_path / "demo"
+    assert main(["demo-rl", "--runs", str(place), *options]) == ExitCode.OK
+    assert "anchor after" in capsys.readouterr().out
+    (metrics,) = (place / "jobs").glob("*/metrics.jsonl")
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    summary = json.loads((place / "summary.json").read_text())
+    assert (summary["steps"], len(lines)) == (20, 21)
+    # On prompts that it never saw.
+    assert lines[-1]["eval/reward"] >= lines[0]["eval/reward"] + 0.15
