@@ -1,4 +1,4 @@
-.PHONY: setup demo demo-rl demo-search test test-ray test-track test-vllm soak lint bench bench-offline bench-gpu bench-vllm protos clean
+.PHONY: setup demo demo-rl demo-search test test-ray test-track test-vllm soak lint bench bench-offline bench-rl bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm/bin
@@ -53,6 +53,10 @@ bench-vllm: .venv-vllm/.installed  ## the vLLM engine against vLLM's own prompt_
 bench-offline: setup  ## DATA=train.jsonl of GSM8K: learning from stored rows; a quarter of an hour
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.offline --data $(DATA)
+
+bench-rl: setup  ## anchors and estimators of reinforcement learning; half an hour, goes on if stopped
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rl
 
 bench-gpu: setup  ## the loss and the teacher's scoring head on this machine's GPU
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]' liger-kernel
