@@ -50,6 +50,6 @@ def make_material(work: Path, warm: Warm) -> Material:
     arguments += ["--tokenizer", "bpe", "--vocab-size", str(VOCABULARY)]
     arguments += ["--layers", str(warm.layers), "--width", str(warm.width)]
     arguments += ["--steps", str(warm.steps), "--until-loss", str(warm.until_loss)]
-    pretrain([*arguments, "--learning-rate", "2e-3"])
+    pretrain([*arguments, "--learning-rate", "3e-3"])
     partial.rename(made.model)
     return made

@@ -19,12 +19,14 @@ python -m benchmarks.rl
 
 on {machine}, one thread. A model of {layers} layers of width {width} is made from sums of two
 numbers below 100 until it gets some of them right. It reads and writes bytes: the vocabulary has
-257 tokens, a head {head}. It then learns from the reward `exact_match` for {steps} steps of
+257 tokens, a head {head} of them. It then learns from the reward `exact_match` for {steps} steps of
 {prompts} prompts x {answers} answers, learning rate {learning_rate:g}, clips 0.2 and 0.28, GRPO's
 advantages. A moving anchor has tau 0.9 and a period of 10 updates; a fixed one is the model before
-any reward. Every line had the same {seeds} seeds; a seed decides prompts and samples. Task, model
-and optimizer are those of `distill demo-rl`; the weights of the KL (beta) are the paper's 0.001,
-and 0.1 so that it is felt within so few steps.
+any reward. Every line had the same {seeds} seeds; a seed decides prompts and samples. Task and
+optimizer are those of `distill demo-rl`. What the model begins with was chosen by whether the run
+without a KL learns at all, on another seed, and before any other line was run: from a weaker model,
+and with other vocabularies, it did not within so few steps. The weights of the KL (beta) are the
+paper's 0.001, and 0.1 so that it is felt.
 
 ![held-out accuracy by step, and at the end](rl.png)
 
@@ -44,7 +46,7 @@ Before any reward: {before:.3f} held out.
 ## Differences
 
 Of the held-out accuracy, in points, seed by seed; a difference whose interval has 0 in it was not
-shown.
+shown. Of so many comparisons, one in twenty is shown by chance.
 
 | | points | 95% interval | |
 |---|---|---|---|
