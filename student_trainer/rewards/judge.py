@@ -2,7 +2,7 @@
 
 Judging runs code that nobody can vouch for: a user's function, a pattern that backtracks for ever,
 algebra on whatever a model wrote. In a process of its own it can neither hang the trainer nor take
-it down. They speak JSON lines over a socket: what is printed goes where the trainer's output goes.
+it down. They speak JSON lines over a socket, so that what is printed is in nobody's way.
 Imports no torch.
 """
 
@@ -46,6 +46,7 @@ class Judge:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "student_trainer.rewards", number],
                 stdin=subprocess.DEVNULL,
+                stdout=2,  # what is printed is talk: our own output may be a result
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # so that its children are killed with it
             )

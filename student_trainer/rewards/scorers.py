@@ -121,10 +121,11 @@ def _regex(pattern: str) -> Scorer:
 def _function(file: Path) -> Scorer:
     sys.path.insert(0, str(file.parent))  # as for any script: its neighbours can be imported
     try:
-        spec = importlib.util.spec_from_file_location(file.stem, file)
+        # Of a name that no module has: a file may be called math.py.
+        spec = importlib.util.spec_from_file_location("_reward_of_the_user", file)
         if spec is None or spec.loader is None:
             raise ImportError("it does not end in .py")
-        module = importlib.util.module_from_spec(spec)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise InvalidInput(

@@ -70,9 +70,14 @@ def test_words(answer: str, reference: str, value: float) -> None:
 
 def test_function_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "neighbour.py").write_text("HALF = 0.5\n")
-    file = tmp_path / "mine.py"
+    file = tmp_path / "math.py"  # the library's own is still to be found
     file.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
         "from neighbour import HALF\n"
+        "@dataclass\n"
+        "class Mine:\n"
+        "    value: float\n"
         "def reward(prompt, answer, reference, fields):\n"
         "    return HALF * len(answer) + (prompt == reference) + fields['bonus']\n"
     )
