@@ -184,6 +184,15 @@ class Jobs(RuleBasedStateMachine):
             job.retries += not rebooted
         self.start_queued()
 
+    @precondition(lambda self: self.in_state(ACTIVE))
+    @rule(times=st.integers(1, 4))
+    def trainer_dies_again_and_again(self, times: int) -> None:
+        """Of the job that started first."""
+        for _ in range(times):
+            if self.in_state(ACTIVE):
+                self.trainer_ends(0, "running", Exited(-9))
+                self.everything_is_as_the_model_says()
+
     @rule()
     def server_dies_and_returns(self) -> None:
         self.server.close()
