@@ -33,6 +33,8 @@ def draw(result: dict[str, Any], path: Path) -> str:
         )  # fmt: skip
         for axis, beta in zip(panels[0], betas, strict=False):
             _curves(axis, lines, f"beta {beta:g}")
+            if axis is not panels[0][0]:
+                axis.sharey(panels[0][0])
         _ends(panels[0][-1], lines)
         for axis in panels[0]:
             axis.spines[["top", "right"]].set_visible(False)
@@ -64,7 +66,7 @@ def _curves(axis: Any, lines: list[dict[str, Any]], beta: str) -> None:
         axis.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
     axis.set_title(f"held-out accuracy, {beta}", loc="left")
     axis.set_xlabel("step")
-    axis.legend(frameon=False, fontsize=11, loc="lower right")
+    axis.legend(frameon=False, fontsize=11, loc="best")
 
 
 def _ends(axis: Any, lines: list[dict[str, Any]]) -> None:
