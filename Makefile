@@ -46,6 +46,7 @@ bench: setup  ## the loss against its bounds and its peers; minutes, on a quiet 
 	$(BIN)/python -m benchmarks.cache
 	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.scoring
+	$(BIN)/python -m benchmarks.server
 
 bench-vllm: .venv-vllm/.installed  ## the vLLM engine against vLLM's own prompt_logprobs, on the CPU
 	$(VLLM)/python -m benchmarks.vllm_engine
