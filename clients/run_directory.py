@@ -7,7 +7,8 @@
     environment.json  what the newest attempt runs on
     metrics.jsonl   one object a step; after a resume it holds no step twice
     logs/attempt-N/ rank-0.log, and the files of the attempt's shim
-    checkpoints/step-000050/   samples/   tb/   export/ (a Hugging Face directory)
+    checkpoints/step-000050/   samples/   tb/
+    export/         a Hugging Face directory; in it adapter/ and anchor/, if there are any
     store/          the rows of a capture
 
 JSON files are replaced as a whole: a reader never sees half of one.
