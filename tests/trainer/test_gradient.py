@@ -66,7 +66,7 @@ def trainer(
             Examination(held_out, accelerator, words, rollouts),
             tokens_per_micro_batch=48,
         ),
-        metrics=open_metrics(run, attempt=1, last_step=None, tensorboard=False) if log else None,
+        metrics=open_metrics(run, attempt=1, last_step=None, track=config.track) if log else None,
     )
     progress = Progress(
         run, attempt=1, max_steps=config.max_steps, main=True, terminated=lambda: False
