@@ -125,10 +125,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # do we; Python would complain at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.JOB_FAILED)
-    except BrokenPipeError:
-        # Whoever read has enough (`distill logs JOB | head`). Python would complain at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(ExitCode.OK)
     except OSError as error:
         # A full disk or a forbidden directory is no defect of ours, and needs no traceback.
         what = f"{error.filename}: " if error.filename else ""
