@@ -40,7 +40,7 @@ def _curve(axis: Any, result: dict[str, Any]) -> None:
     axis.set_ylim(-0.02, 1.02)
     axis.set_xlabel("step")
     axis.set_title("exact match", loc="left")
-    axis.legend(frameon=False, loc="upper left")
+    axis.legend(frameon=False, loc="center right")
 
 
 def _ends(axis: Any, found: dict[str, Any]) -> None:
@@ -52,6 +52,6 @@ def _ends(axis: Any, found: dict[str, Any]) -> None:
                       textcoords="offset points", va="center", color=TEXT)  # fmt: skip
     axis.set_yticks(range(len(found)), [name.replace(", ", ",\n") for name in found])
     axis.set_ylim(len(found) - 0.5, -0.5)
-    axis.set_xlim(0, 1.45)
+    axis.set_xlim(0, 1.6)
     axis.set_xticks([0, 0.25, 0.5, 0.75, 1])
     axis.set_title("exact match on people never met", loc="left")
