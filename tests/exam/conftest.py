@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,7 @@ import pytest
 from clients.config import DataConfig
 from clients.exam_config import ExamConfig
 from clients.reward_config import RewardConfig
-from student_trainer.tasks import addition
 from tests.trainer import tiny
-
-# A random model begins with a digit now and then; more often it says its prompt's last character.
-PATTERN = r"^\d"
 
 
 @dataclass(frozen=True)
@@ -27,9 +24,11 @@ class Material:
 @pytest.fixture(scope="session")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
     root = tmp_path_factory.mktemp("exam")
-    addition.write(root, seed=0)
+    # The model is random, and often says the last character of its prompt again.
+    lines = [json.dumps({"prompt": f"{n}+{n}=", "answer": "=="}) for n in range(30)]
+    (root / "prompts.jsonl").write_text("\n".join(lines))
     tiny.save(tiny.model(seed=1, layers=2, spread=0.07), tiny.tokenizer(), root / "model")
-    return Material(root / "model", root / "heldout.jsonl")
+    return Material(root / "model", root / "prompts.jsonl")
 
 
 def exam(material: Material, out: Path, **changes: Any) -> ExamConfig:
@@ -37,7 +36,7 @@ def exam(material: Material, out: Path, **changes: Any) -> ExamConfig:
     values: dict[str, Any] = {
         "models": {"tiny": str(material.model)},
         "out": str(out),
-        "reward": RewardConfig(type="regex", pattern=PATTERN),
+        "reward": RewardConfig(type="exact_match"),
         "data": DataConfig(path=str(material.prompts)),
         "prompts": 10,
         "samples": 24,

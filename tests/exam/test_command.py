@@ -53,8 +53,8 @@ def test_answers_are_the_seed_s_and_judged_again_without_being_asked_again(
     assert all(texts[one["prompt"], one["sample"]] == one["text"] for one in few)
     assert sum(one["reward"] for one in table) / 240 == pytest.approx(row["pass@1"]["mean"])
     before = (tmp_path / "one" / "tiny" / "part-000001.parquet").stat().st_mtime_ns
-    exact = exam(material, tmp_path / "one", reward={"type": "exact_match"})
-    assert run(exact)[0]["pass@1"]["mean"] < row["pass@1"]["mean"]
+    looser = exam(material, tmp_path / "one", reward={"type": "regex", "pattern": "="})
+    assert run(looser)[0]["pass@1"]["mean"] > row["pass@1"]["mean"]
     assert (tmp_path / "one" / "tiny" / "part-000001.parquet").stat().st_mtime_ns == before
 
 

@@ -24,7 +24,7 @@ from protos.errors import (
 from student_trainer.exam import endpoint
 from student_trainer.exam.__main__ import run
 from student_trainer.exam.endpoint import seed_of
-from tests.exam.conftest import PATTERN, Material, exam
+from tests.exam.conftest import Material, exam
 from tests.exam.openai_server import OpenAIServer, answered
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:httpx")
@@ -147,8 +147,8 @@ def killed_once(material: Material, out: Path, *, after: int) -> None:
             *(sys.executable, "-m", "clients", "--json", "eval", "tiny", "--out", str(out)),
             *("--endpoint", server.endpoint, "--api", "completions"),
             *("--in-flight", str(in_flight), "--data", str(material.prompts)),
-            *("--reward", "regex", "--set", f"reward.pattern='{PATTERN}'"),
-            *("--prompts", str(prompts), "--samples", str(samples), "--max-tokens", "2"),
+            *("--reward", "exact_match", "--prompts", str(prompts)),
+            *("--samples", str(samples), "--max-tokens", "2"),
         ]
         first = subprocess.Popen(command)
         while server.requests < after:
