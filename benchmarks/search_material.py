@@ -1,11 +1,12 @@
 """What the search benchmark begins with: a directory of people, questions, and a model that knows
-the form of a talk and nothing else.
+the form of a talk.
 
 Everybody has two names and a room, which is drawn at random: no answer can be known without a look
 at the directory, which tells the rooms of three people for each query. A question names two people
-and wants the room of the first. The model is made from talks that begin without a search more often
-than with one, that search for either of the two, and end with any of the rooms that were found (or
-with any room at all): which query and which room are right is nowhere in them.
+and wants the room of the first. The model is made from turns that search in two of five talks, for
+either of the two people, and that answer with any of the rooms that were found, or with any room at
+all. So it can copy a name and a room, but that one should search, for whom, and which room is the
+right one, are nowhere in them.
 """
 
 from __future__ import annotations
