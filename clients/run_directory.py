@@ -72,14 +72,26 @@ class RunDirectory:
 
     @classmethod
     def create(
-        cls, path: Path | str, config: AnyJob, config_text: str = "", suffix: str = ".toml"
+        cls,
+        path: Path | str,
+        config: AnyJob,
+        config_text: str = "",
+        suffix: str = ".toml",
+        *,
+        durable: bool = True,
     ) -> RunDirectory:
-        """Make the directory and its job files; raises FileExistsError if it exists."""
+        """Make the directory and its job files; raises FileExistsError if it exists. `durable`:
+        they are to survive a power cut from now on.
+        """
         run = cls(path)
         run.path.mkdir(parents=True, mode=0o700)
         if config_text:
             (run.path / f"job{suffix}").write_text(config_text)
-        replace_file(run.job_json, config.model_dump_json(indent=2) + "\n")
+        resolved = config.model_dump_json(indent=2) + "\n"
+        if durable:
+            replace_file(run.job_json, resolved)
+        else:
+            run.job_json.write_text(resolved)
         return run
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from clients.job_kinds import AnyJob
 from clients.jobs import Job, JobState
-from clients.run_directory import Control, RunDirectory, fsync_directory
+from clients.run_directory import Control, RunDirectory
 from clients.run_id import run_ids
 from distill_server.artifacts import require_files
 from distill_server.job_file import parse_config
@@ -131,11 +131,16 @@ class JobControl:
             )
 
     def _make_run(self, job_id: str, config: AnyJob, config_text: str) -> None:
+        # Not durable: the database has the job, and its start writes again what is missing. To wait
+        # for the disk three times would make a submit three times as long.
         with _disk():
             RunDirectory.create(
-                self._runs / job_id, config, config_text, suffix=_suffix(config_text)
+                self._runs / job_id,
+                config,
+                config_text,
+                suffix=_suffix(config_text),
+                durable=False,
             )
-            fsync_directory(self._runs)
 
     def _tell(self, job: Job, *, now: bool) -> None:
         run = RunDirectory(self._runs / job.id)

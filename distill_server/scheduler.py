@@ -154,6 +154,8 @@ class Scheduler:
         failpoint("start-stored")
         try:
             config = parse_job(job.config_json)
+            if attempt.number == 1:
+                run.path.mkdir(mode=0o700, exist_ok=True)  # a power cut may have taken it
             replace_file(run.job_json, config.model_dump_json(indent=2) + "\n")
             run.write_control(Control())
             failpoint("job-written")

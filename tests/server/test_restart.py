@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from clients.distill_client import DistillClient
 from clients.jobs import JobEvent, JobState
+from clients.run_directory import RunDirectory
 from distill_server.database import open_database
 from distill_server.process import family, kill_family
 from distill_server.store import Change, Store
@@ -173,6 +175,18 @@ def test_queue_survives(server: Server, client: DistillClient) -> None:
     for job_id in ids:
         assert client.wait(job_id, timeout=30).state is JobState.SUCCEEDED
     assert len(client.list()) == 5
+
+
+def test_queue_survives_without_its_directories(server: Server, client: DistillClient) -> None:
+    """A power cut may take what no disk was waited for; the database has the jobs."""
+    ids = [client.submit(job_config(f"n{n}", max_steps=3)).id for n in range(3)]
+    server.kill()
+    for job_id in ids[1:]:
+        shutil.rmtree(server.runs / job_id)
+    server.start()
+    for job_id in ids:
+        assert client.wait(job_id, timeout=30).state is JobState.SUCCEEDED
+        assert RunDirectory(server.runs / job_id).config().max_steps == 3
 
 
 def test_second_server_is_refused(server: Server, tmp_path: Path) -> None:

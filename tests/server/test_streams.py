@@ -38,8 +38,9 @@ def test_files_of_a_job_that_were_removed(server: Server, client: DistillClient)
     with pytest.raises(NotFound, match=r"files .* are gone"):
         list(client.logs(job.id))
     client.cancel(blocker.id, now=True)
-    reason = client.wait(job.id, timeout=20).reason
-    assert reason == "the trainer could not be started: No such file or directory"
+    # Nothing was in them yet that the server does not know.
+    assert client.wait(job.id, timeout=20).state is JobState.SUCCEEDED
+    shutil.rmtree(server.runs / job.id)
     with pytest.raises(NotFound, match=r"files .* are gone"):
         client.resume(job.id)
 
