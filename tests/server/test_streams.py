@@ -42,7 +42,7 @@ def test_files_of_a_job_that_were_removed(server: Server, client: DistillClient)
     assert client.wait(job.id, timeout=20).state is JobState.SUCCEEDED
     shutil.rmtree(server.runs / job.id)
     with pytest.raises(NotFound, match=r"files .* are gone"):
-        client.resume(job.id)
+        client.resume(job.id, max_steps=8)
 
 
 def test_a_running_job_whose_files_were_removed_can_be_cancelled(
