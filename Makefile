@@ -8,14 +8,14 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # editables is what hatchling's editable install imports, of which uv does not learn.
 INSTALL = uv pip install -q -c constraints.txt editables --python
 
-demo: setup  ## teacher, server, job, table: the whole line on this machine
+demo: .venv/.demo  ## teacher, server, job, table: the whole line on this machine
 	$(BIN)/distill demo
 
-demo-rl: setup  ## a model that adds badly learns from rewards alone
+demo-rl: .venv/.demo  ## a model that adds badly learns from rewards alone
 	$(BIN)/distill demo-rl
 
-demo-search: setup  ## a small model learns to search a directory that it cannot know; minutes
-	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
+demo-search: .venv/.demo  ## a small model learns to search a directory that it cannot know; minutes
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[plot,rl]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.search
 
 test: setup  ## every test that runs without a GPU
@@ -65,10 +65,15 @@ bench-gpu: setup  ## the loss and the teacher's scoring head on this machine's G
 
 setup: .venv/.installed
 
-.venv/.installed: pyproject.toml constraints.txt
+# What a demo needs, and no compiler; the rest is for tests.
+.venv/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	command -v nvidia-smi >/dev/null || $(BIN)/pip install -q --retries 0 -c constraints.txt --extra-index-url $(TORCH_CPU_INDEX) torch
 	$(BIN)/pip install -q uv
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[teacher,train]'
+	touch $@
+
+.venv/.installed: .venv/.demo
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[dev]'
 	touch $@
 

@@ -81,7 +81,7 @@ class Task:
         except ImportError:
             from student_trainer.rewards.scorers import missing
 
-            raise missing("reasoning-gym", f"reasoning_gym:{self._name}") from None
+            raise missing("reasoning-gym", f"reasoning_gym:{self._name}", "gym") from None
         if self._name not in DATASETS:
             raise InvalidInput(
                 f"reasoning-gym has no task {self._name!r}",

@@ -58,12 +58,12 @@ def _words(sample: Answered) -> str:
     return normalized(conclusion(sample.text))
 
 
-def missing(package: str, kind: str) -> InvalidInput:
+def missing(package: str, kind: str, extra: str = "rl") -> InvalidInput:
     """The refusal of a reward whose package is not installed."""
     return InvalidInput(
         f"{kind} needs the package {package}, which is not installed",
         field="reward.type",
-        hint="pip install 'distill-service[rl]'",
+        hint=f"pip install 'distill-service[{extra}]'",
     )
 
 
