@@ -132,6 +132,7 @@ class Trainer:
     def _train_step(self, step: int) -> dict[str, float]:
         started = time.monotonic()
         made = self._steps(step)
+        self._within_step = self._values is not None  # a critic has learned by now
         written = time.monotonic()
         rate = learning_rate(self._config.train, step, self._config.max_steps)
         updates = []

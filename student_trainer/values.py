@@ -129,8 +129,11 @@ class Values:
         with torch.no_grad():
             for name, parameter in self._critic.named_parameters():
                 parameter.copy_(tensor(name))
-                kinds = ("step", "exp_avg", "exp_avg_sq")
-                self._optimizer.state[parameter] = {k: tensor(f"{name}/{k}") for k in kinds}
+                moments = {k: tensor(f"{name}/{k}") for k in ("exp_avg", "exp_avg_sq")}
+                self._optimizer.state[parameter] = {
+                    "step": tensor(f"{name}/step"),  # AdamW counts its steps on the CPU
+                    **{kind: value.to(parameter.device) for kind, value in moments.items()},
+                }
 
 
 def _no_rows(rollout: Rollout) -> RowBlock:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from clients.run_directory import RunDirectory
 from clients.run_progress import Progress
+from protos.errors import Unavailable
 from student_trainer.assembly import assemble
 from student_trainer.rewards import make_rewards
 from student_trainer.rl import PendingRollout
@@ -91,3 +93,38 @@ def test_a_resume_goes_on_with_the_same_critic(material: tiny.Material, tmp_path
         assert all(torch.equal(value, second[name]) for name, value in first.items())
     losses = [line["critic/loss"] for line in metrics_of(run) if line["step"] > 0]
     assert len(set(losses)) == len(losses)
+
+
+@pytest.mark.parametrize("advantages", ["group", "gae"])
+def test_a_fault_after_the_critic_has_learned_leaves_no_checkpoint(
+    material: tiny.Material, tmp_path: Path, advantages: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The critic would be a step ahead of the student. Without one there is nothing to lose."""
+    config = tiny.rl_job(material, method__advantages=advantages, checkpoint__every=50)
+    with trainer_of(tmp_path / "run", config) as made:
+        learn = made._learn
+
+        def lost_in_step_2(pending: Any) -> Any:
+            if made._step == 1:
+                raise Unavailable("no teacher")
+            return learn(pending)
+
+        monkeypatch.setattr(made, "_learn", lost_in_step_2)
+        with pytest.raises(Unavailable):
+            made.train()
+    saved = sorted(path.name for path in (tmp_path / "run").glob("**/step-*") if path.is_dir())
+    assert saved == ([] if advantages == "gae" else ["step-000001"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_critic_goes_on_where_its_weights_are(material: tiny.Material, tmp_path: Path) -> None:
+    """Its file is read on the CPU."""
+    config = tiny.rl_job(material, method__advantages="gae")
+    with trainer_of(tmp_path / "run", config) as made:
+        values = made._values
+        assert values is not None
+        made._steps(1)
+        saved = {name: tensor.cpu() for name, tensor in values.state().items()}
+        values.load_state(saved.__getitem__)
+        made._steps(2)
