@@ -33,6 +33,7 @@ from student_trainer.preflight import (
     check_length,
     check_stored_length,
     check_stored_vocabulary,
+    check_top_k,
     check_vocabulary,
 )
 from student_trainer.processes import largest, make_accelerator
@@ -146,6 +147,7 @@ def _prepared(
         check_vocabulary(connection, tokens, shape.vocab_size)
     check_length(config.method.max_prompt_tokens + config.method.max_new_tokens, "student", most)
     if isinstance(config, RLJob):
+        check_top_k(config.method.top_k, shape.vocab_size)
         asked = load_rl_prompts(config, tokenizer)
         _check_shares(config, len(asked.held_out))
         environment = config.environment

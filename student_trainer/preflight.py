@@ -113,6 +113,16 @@ def check_length(longest: int, model: str, most: int | None) -> None:
         )
 
 
+def check_top_k(top_k: int, width: int) -> None:
+    """Refuse a head with more ids than the student has; `width`: of its logits."""
+    if top_k > width:
+        raise InvalidInput(
+            f"{top_k} is more than the student's {width} ids",
+            field="method.top_k",
+            hint=f"lower it; at {width} the KL is exact",
+        )
+
+
 def check_stored_length(store: Store, most: int | None) -> None:
     """Refuse sequences that the student cannot read."""
     if most is not None and store.longest > most:

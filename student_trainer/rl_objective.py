@@ -120,16 +120,13 @@ class RLObjective:
         in_head = batch.token_in_head
 
         def loss(rows: Rows, index: slice) -> Tensor:
-            advantages = batch.advantages[index]
             terms = []
-            for pull, theirs in zip(self.pulls, _pulled(batch), strict=False):
-                if self.method.kl_in == "loss":
+            if self._has_policy_gradient:
+                terms.append(self._policy_gradient(rows, batch, index))
+            if self.method.kl_in == "loss":
+                for pull, theirs in zip(self.pulls, _pulled(batch), strict=False):
                     kl = self._kl(rows, theirs[index], in_head[index], batch.sampled[index])
                     terms.append(pull.weight * kl)
-                else:
-                    advantages = advantages + pull.weight * kl_reward(rows, theirs[index])
-            if self._has_policy_gradient:
-                terms.insert(0, self._policy_gradient(rows, batch, index, advantages))
             return torch.stack(terms).sum(0) * batch.weights[index]
 
         return loss
@@ -140,10 +137,11 @@ class RLObjective:
         assert isinstance(batch, RLBatch)
         rows, everything = out.rows, slice(0, len(batch))
         log_ratio = self._log_ratio(rows, batch, everything)
+        advantages = self._advantages(rows, batch, everything)
         clips = {"clip_low": self.method.clip_low, "clip_high": self.method.clip_high}
         found = {
             "ratio/mean": counted(token_log_ratio(rows.token_logprobs, batch.sampled).exp()),
-            "ratio/clipped": counted(is_clipped(log_ratio, batch.advantages, **clips).float()),
+            "ratio/clipped": counted(is_clipped(log_ratio, advantages, **clips).float()),
             "entropy": counted(out.metrics["entropy"]),
             "topk/student_mass": counted(rows.head_logprobs.exp().sum(1)),
         }
@@ -164,12 +162,18 @@ class RLObjective:
     def _has_policy_gradient(self) -> bool:
         return self.rewarded or self.method.kl_in == "reward"
 
-    def _policy_gradient(
-        self, rows: Rows, batch: RLBatch, index: slice, advantages: Tensor
-    ) -> Tensor:
+    def _advantages(self, rows: Rows, batch: RLBatch, index: slice) -> Tensor:
+        """With the pulls, where they are rewards."""
+        advantages = batch.advantages[index]
+        if self.method.kl_in == "reward":
+            for pull, theirs in zip(self.pulls, _pulled(batch), strict=False):
+                advantages = advantages + pull.weight * kl_reward(rows, theirs[index])
+        return advantages
+
+    def _policy_gradient(self, rows: Rows, batch: RLBatch, index: slice) -> Tensor:
         return clipped_surrogate(
             self._log_ratio(rows, batch, index),
-            advantages,
+            self._advantages(rows, batch, index),
             clip_low=self.method.clip_low,
             clip_high=self.method.clip_high,
         )

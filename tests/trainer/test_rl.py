@@ -16,6 +16,7 @@ from torch import Tensor
 from clients.rl_config import RLJob
 from clients.run_directory import RunDirectory
 from clients.run_progress import Progress
+from protos.errors import InvalidInput
 from student_trainer import metrics
 from student_trainer.assembly import assemble
 from student_trainer.losses import exact_kl
@@ -220,6 +221,32 @@ def test_a_pull_that_is_a_reward(material: tiny.Material, tmp_path: Path) -> Non
             losses.append(-log_ratio.exp() * advantage)
         torch.cat(losses).mean().backward()
         assert_near(found, gradient_of(made), 2e-3)
+
+
+def test_a_pull_that_is_a_reward_is_clipped_as_one(material: tiny.Material, tmp_path: Path) -> None:
+    """Nobody else rewards, and yet ratios meet their clips."""
+    config = tiny.rl_job(
+        material,
+        reward=None,
+        method__kl_in="reward",
+        method__clip_low=0.0,
+        method__clip_high=0.0,
+        train__learning_rate=0.05,
+    )
+    with trainer_of(tmp_path / "run", config) as made:
+        with torch.no_grad():
+            made._student.trained.model.get_output_embeddings().weight.mul_(1.5)
+        assert made._train_step(1)["ratio/clipped"] > 0
+
+
+def test_a_head_of_more_ids_than_there_are(material: tiny.Material, tmp_path: Path) -> None:
+    config = tiny.rl_job(material, method__top_k=VOCABULARY + 1)
+    with (
+        pytest.raises(InvalidInput, match=f"the student's {VOCABULARY} ids") as caught,
+        trainer_of(tmp_path / "run", config),
+    ):
+        pass
+    assert caught.value.field == "method.top_k"
 
 
 @pytest.mark.parametrize(
