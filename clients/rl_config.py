@@ -87,6 +87,14 @@ class RLConfig(_Table):
                 raise ValueError(f"estimates the other KL; it needs divergence = '{meant}'")
         return estimator
 
+    @field_validator("tail", "estimator", "importance_clip")
+    @classmethod
+    def _is_of_the_loss(cls, value: object, info: ValidationInfo) -> object:
+        said = value not in (None, "bucket+sampled")
+        if said and info.data.get("kl_in") == "reward":
+            raise ValueError("kl_in = 'reward' has no use for it; leave it out")
+        return value
+
     @field_validator("rollouts_per_prompt")
     @classmethod
     def _is_a_group(cls, count: int, info: ValidationInfo) -> int:
@@ -103,9 +111,13 @@ class RLConfig(_Table):
 
     @field_validator("importance_clip")
     @classmethod
-    def _is_a_range(cls, clip: tuple[float, float] | None) -> tuple[float, float] | None:
+    def _is_a_range_in_use(
+        cls, clip: tuple[float, float] | None, info: ValidationInfo
+    ) -> tuple[float, float] | None:
         if clip is not None and clip[0] > clip[1]:
             raise ValueError("must be [LEAST, GREATEST]")
+        if clip is not None and info.data.get("updates_per_step") == 1:
+            raise ValueError("needs updates_per_step of 2 or more: with one, every weight is 1")
         return clip
 
     @property
@@ -144,9 +156,18 @@ class RLJob(TrainingJob):
     def _leaves_a_loss(cls, reward: RewardConfig | None, info: ValidationInfo) -> object:
         method = info.data.get("method")
         rewarded = reward is not None and method is not None and method.reward_weight > 0
-        if method and not (rewarded or method.beta or info.data.get("teacher")):
+        taught = method is not None and method.teacher_beta > 0 and info.data.get("teacher")
+        if method and not (rewarded or method.beta or taught):
             raise ValueError("without a reward the job needs method.beta > 0 or a teacher")
         return reward
+
+    @field_validator("anchor")
+    @classmethod
+    def _is_asked(cls, anchor: AnchorConfig, info: ValidationInfo) -> AnchorConfig:
+        method = info.data.get("method")
+        if method and not method.beta and anchor.context is not None:
+            raise ValueError("method.beta = 0 has no anchor to read `context`; raise it")
+        return anchor
 
     @field_validator("data")
     @classmethod

@@ -45,6 +45,7 @@ def test_a_task_brings_its_own_prompts(tmp_path: Path) -> None:
         ("method.rollouts_per_prompt=1", "method.rollouts_per_prompt", "take 2 or more"),
         ("method.estimator=k3", "method.estimator", "needs top_k = 0"),
         ("method.importance_clip=[2.0, 0.5]", "method.importance_clip", "[LEAST, GREATEST]"),
+        ("method.importance_clip=[0.5, 2.0]", "method.importance_clip", "needs updates_per_step"),
         ("method.clip_low=1.5", "method.clip_low", "less than or equal to 1"),
         ("method.tail=bucket+teacher_samples", "method.tail", "expected one of"),
         ("method.updates_per_step=33", "method", "raise train.prompts_per_step"),
@@ -76,6 +77,27 @@ def test_refusals(tmp_path: Path, override: str, where: str, said: str) -> None:
             JOB + 'method.kl_in = "reward"\nmethod.divergence = "forward_kl"\n',
             "method.divergence",
             "is the reverse KL",
+        ),
+        (
+            JOB.replace('reward.type = "exact_match"', "method.beta = 0\nmethod.teacher_beta = 0")
+            + 'teacher.address = "localhost:1"\n',
+            "reward",
+            "needs method.beta",
+        ),
+        (
+            JOB + 'method.beta = 0\nanchor.context = "{answer}"\n',
+            "anchor",
+            "has no anchor",
+        ),
+        (
+            JOB + 'method.kl_in = "reward"\nmethod.tail = "none"\n',
+            "method.tail",
+            "has no use for it",
+        ),
+        (
+            JOB + 'method.kl_in = "reward"\nmethod.top_k = 0\nmethod.estimator = "k3"\n',
+            "method.estimator",
+            "has no use for it",
         ),
         (
             JOB + 'method.top_k = 0\nmethod.estimator = "k5"\n',
