@@ -25,7 +25,7 @@ class SearchConfig(_Table):
     """For one query."""
     max_passage_tokens: Count = 500
     """Of one query's passages together; `method.max_new_tokens` counts them too."""
-    timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 30.0
     """For one request to a retriever, which is made four times at most."""
 
     @field_validator("retriever")

@@ -45,7 +45,7 @@ class RewardConfig(_Table):
     """reasoning_gym: settings of the task, as its own documentation names them."""
     template: str = "{prompt}"
     """reasoning_gym: as `data.template`, around each generated prompt."""
-    timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 10.0
     """For one answer; one that takes longer has no reward."""
     length: LengthPenalty | None = None
     """A table `length` takes reward from long answers."""

@@ -31,7 +31,7 @@ def privileged_prompt(
     """
 
     def prompt(rollout: Rollout) -> Tensor:
-        columns = {"prompt": rollout.text, "answer": rollout.answer, **rollout.fields}
+        columns = {**rollout.fields, "prompt": rollout.text, "answer": rollout.answer}
 
         def value(match: re.Match[str]) -> str:
             if match[1] not in columns:

@@ -67,10 +67,15 @@ class StabilityWatch:
         self._tau, self._period = config.anchor.tau, config.anchor.update_period
         self._beta = config.method.beta
         self._size, self._reach = anchor.size(), math.sqrt(anchor.elements)
+        self._version = float(anchor.version)
         self._told = False
 
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
         distance = metrics["anchor/gap"] * self._size
+        if metrics["anchor/version"] != self._version:
+            # The KL was of the gap before the anchor moved, which left tau of it.
+            self._version = metrics["anchor/version"]
+            distance = distance / self._tau if self._tau else 0.0
         gradient = metrics["grad_norm"]
         if self._told or not (distance and gradient):
             return

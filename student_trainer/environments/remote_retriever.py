@@ -52,12 +52,17 @@ class RemoteRetriever:
             return list(self._asked(queries, count))
         except _Refused as error:
             log.warning("%d queries were refused together: %s", len(queries), error)
-            return [self._alone(query, count) for query in queries]
+            # Other processes wait meanwhile: all of them have no longer than one would.
+            deadline = time.monotonic() + _ATTEMPTS * self._timeout
+            return [self._alone(query, count, deadline) for query in queries]
         except (OSError, HTTPException) as error:
             log.warning("the retriever at %s failed: %s", self._url, error)
             return [None] * len(queries)
 
-    def _alone(self, query: str, count: int) -> list[str] | None:
+    def _alone(self, query: str, count: int, deadline: float) -> list[str] | None:
+        if time.monotonic() > deadline:
+            log.warning("the retriever was not asked %r: the others took too long", query)
+            return None
         try:
             return self._request([query], count)[0]
         except (_Refused, OSError, HTTPException) as error:

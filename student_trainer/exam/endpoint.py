@@ -89,7 +89,7 @@ class Endpoint:
                 response = await client.post(self._url, json=body)
             except httpx.InvalidURL as error:
                 raise InvalidInput(f"is no address: {error}", field="--endpoint") from error
-            except httpx.TransportError as error:
+            except (httpx.TransportError, httpx.DecodingError) as error:
                 fault = self._unreachable(error)
             else:
                 if response.status_code == 200:
@@ -136,7 +136,7 @@ class Endpoint:
                 hint="it must be that of an OpenAI-compatible server",
             ) from error
 
-    def _unreachable(self, error: httpx.TransportError) -> DistillError:
+    def _unreachable(self, error: httpx.RequestError) -> DistillError:
         what = str(error) or type(error).__name__
         if isinstance(error, httpx.TimeoutException):
             return TimedOut(

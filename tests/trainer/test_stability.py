@@ -82,7 +82,8 @@ def metrics(anchor: Anchor, *, kl: float) -> dict[str, float]:
     """Of a step whose gradient is as long as its update: the rate is 1."""
     rate, reach = 1e-3, math.sqrt(anchor.elements)
     gap = anchor.gap()
-    return {"lr": rate, "grad_norm": rate * reach, "anchor/gap": gap, "kl/anchor": kl}
+    of_anchor = {"anchor/gap": gap, "anchor/version": float(anchor.version), "kl/anchor": kl}
+    return {"lr": rate, "grad_norm": rate * reach, **of_anchor}
 
 
 def test_the_watch_warns_once(job: RLJob, caplog: pytest.LogCaptureFixture) -> None:
@@ -102,7 +103,12 @@ def test_the_watch_warns_once(job: RLJob, caplog: pytest.LogCaptureFixture) -> N
         watch.see(1, metrics(anchor, kl=0.99 * most))
         watch.see(2, metrics(anchor, kl=-1.0))
         watch.see(3, metrics(anchor, kl=most) | {"anchor/gap": 0.0})
+        # A step in which the anchor moves: 0.8 of the gap is left, the KL was of all of it.
+        moved = {"anchor/gap": 0.8 * anchor.gap(), "anchor/version": anchor.version + 1.0}
+        watch.see(3, metrics(anchor, kl=0.99 * most) | moved)
+        watch.see(3, metrics(anchor, kl=0.0) | {"anchor/version": anchor.version + 1.0})
         assert not caplog.records
+        watch = StabilityWatch(job, anchor)
         watch.see(4, metrics(anchor, kl=1.01 * most))
         watch.see(5, metrics(anchor, kl=9.0 * most))
     (record,) = caplog.records
