@@ -6,7 +6,7 @@ VLLM := .venv-vllm/bin
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # uv installs in seconds what takes pip minutes. torch comes by pip, which knows this machine's wheels;
 # editables is what hatchling's editable install imports, of which uv does not learn.
-INSTALL = uv pip install -q -c constraints.txt editables --python
+INSTALL = uv pip install -q --compile-bytecode -c constraints.txt editables --python
 
 demo: .venv/.demo  ## teacher, server, job, table: the whole line on this machine
 	$(BIN)/distill demo

@@ -150,7 +150,7 @@ def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
 
 def _interval(value: tuple[float, float]) -> str:
     mean, half = value
-    return f"{mean:.3f} ± {half:.3f}" if math.isfinite(half) else f"{mean:.3f}"
+    return f"{mean:.3f} +- {half:.3f}" if math.isfinite(half) else f"{mean:.3f}"
 
 
 def _cell(value: float | None, form: str = "{:.3f}") -> str:

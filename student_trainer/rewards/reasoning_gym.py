@@ -8,6 +8,7 @@ of a held-out one. Imports no torch.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -76,8 +77,9 @@ class Task:
 
     def _made(self, seed: int, chunk: int) -> Any:
         try:
-            from reasoning_gym import create_dataset
-            from reasoning_gym.factory import DATASETS
+            with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of its parts
+                from reasoning_gym import create_dataset
+                from reasoning_gym.factory import DATASETS
         except ImportError:
             from student_trainer.rewards.scorers import missing
 

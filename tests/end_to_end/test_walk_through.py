@@ -48,7 +48,9 @@ def shape(line: str) -> str:
     """What must be the same: not the numbers, ids, places and phases, nor the curve's dots."""
     line = re.sub(r"\|.*", "|", line)
     line = re.sub(r"on-policy-addition-[0-9a-f]+", "ID", line)
-    line = re.sub(r"(RUNNING|CANCELLING) \w+", r"\1 PHASE", line)
+    # How far it has come when somebody looks is not for the test to say.
+    line = re.sub(r"RUNNING \w+ .*eval/kl.*", "RUNNING MEASURED", line)
+    line = re.sub(r"(RUNNING|CANCELLING) [a-z]\w*", r"\1 PHASE", line)
     line = re.sub(r"/\S+/", "/", line)
     line = re.sub(r"(localhost|127[.0-9]+):\d+", "ADDRESS", line)
     return " ".join(re.sub(r"\d[-+:.e\d]*", "N", line).split())
@@ -119,6 +121,7 @@ def assert_same(found: list[str], shown: list[str], command: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_everything_typed_is_answered_as_shown(
     material: Material, teacher: str, make_server: MakeServer, tmp_path: Path
 ) -> None:
