@@ -36,7 +36,8 @@ paper's 0.001, and 0.1 so that it is felt.
 *Sampled*: the mean reward of the answers sampled in the last tenth of the steps. Mean over seeds
 and its 95% interval (Student's t). *Head*: what the student's {head} likeliest tokens hold (at the
 first step {first_mass}). *Seconds*: the median step, with all that the
-machine did besides; what an anchor costs is told below. *Memory*: the most the process had resident.
+machine did besides; what an anchor costs is told below. *Memory*: the most that the process had
+resident.
 
 | | held out | sampled | entropy | head | KL to the anchor | seconds | memory, MiB |
 |---|---|---|---|---|---|---|---|
