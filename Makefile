@@ -19,10 +19,10 @@ demo-search: .venv/.demo  ## a small model learns to search a directory that it 
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.search
 
 test: setup  ## every test that runs without a GPU
-	$(BIN)/pytest -n 3 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-vllm: .venv-vllm/.installed  ## the vLLM engine with a real vLLM, on the CPU
-	$(VLLM)/pytest -n 3 --dist worksteal tests/vllm
+	$(VLLM)/pytest -n 2 --dist worksteal tests/vllm
 
 soak: setup  ## every injected fault and fuzzed request 15 times as often as in the tests; an hour
 	DISTILL_REPEATS=300 $(BIN)/pytest -n 2 --timeout 7200 tests/faults tests/teacher/test_bad_requests.py
