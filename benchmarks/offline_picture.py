@@ -6,6 +6,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.picture_style import unadorned
+
 # In the order of the ways.
 COLORS = ("#9aa0a6", "#d93025", "#f9ab00", "#1a73e8", "#12b5cb", "#202124")
 
@@ -35,9 +37,7 @@ def draw(result: dict[str, Any], path: Path) -> str:
         left.legend(frameon=False, fontsize=11)
         _ends(right, lines)
         for axis in (left, right):
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.grid(True, color="#e8eaed")
-            axis.set_axisbelow(True)
+            unadorned(axis)
         figure.savefig(path, dpi=110)
         plt.close(figure)
     return f"wrote {path}"

@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from benchmarks.picture_style import unadorned
+
 # Of the first words of an arm's name.
 COLORS = {
     "no KL": "#202124",
@@ -37,9 +39,7 @@ def draw(result: dict[str, Any], path: Path) -> str:
                 axis.sharey(panels[0][0])
         _ends(panels[0][-1], lines)
         for axis in panels[0]:
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.grid(True, color="#e8eaed")
-            axis.set_axisbelow(True)
+            unadorned(axis)
         figure.savefig(path, dpi=100)
         plt.close(figure)
     return f"wrote {path}"

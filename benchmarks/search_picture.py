@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.picture_style import unadorned
+
 LEARNED, GONE, TEXT = "#1a73e8", "#d93025", "#202124"
 
 
@@ -22,9 +24,7 @@ def draw(result: dict[str, Any], path: Path) -> str:
         _curve(curve, result)
         _ends(ends, result["examined"])
         for axis in (curve, ends):
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.grid(True, color="#e8eaed")
-            axis.set_axisbelow(True)
+            unadorned(axis)
         figure.savefig(path, dpi=100)
         plt.close(figure)
     return f"wrote {path}"
