@@ -24,37 +24,6 @@ def contraction(
     return float(tau * abs(1 - learning_rate * beta * curvature) ** update_period)
 
 
-def steady_gap(
-    *,
-    tau: float,
-    update_period: int,
-    learning_rate: float,
-    beta: float,
-    curvature: float,
-    gradient: float,
-) -> float:
-    """Of a constant gradient g: alpha g (1 - rho^P) / ((1 - rho) (1 - tau rho^P)), to which the gap
-    before an update of the anchor tends, rho = 1 - alpha beta lambda. Infinite where it grows on.
-    """
-    rho = 1 - learning_rate * beta * curvature
-    left = tau * rho**update_period
-    if abs(left) >= 1:
-        return float("inf")
-    steps = sum(rho**step for step in range(update_period))  # also where rho is 1
-    return float(learning_rate * gradient * steps / (1 - left))
-
-
-def largest_curvature(
-    *, tau: float, update_period: int, learning_rate: float, beta: float
-) -> float:
-    """The lambda from which on a gap grows: (1 + tau^(-1/P)) / (alpha beta); infinite without pull
-    or memory.
-    """
-    if not (tau and learning_rate and beta):
-        return float("inf")
-    return float((1 + tau ** (-1 / update_period)) / (learning_rate * beta))
-
-
 class StabilityWatch:
     """Warns once, when what a step measured says that the gap to the anchor would grow by itself.
 
