@@ -7,9 +7,10 @@ import os
 import pytest
 
 from tests.faults.history import History, record
+from tests.server.conftest import make_server
 from tests.teacher.conftest import start_teacher
 
-__all__ = ["start_teacher"]
+__all__ = ["make_server", "start_teacher"]
 
 REPEATS = int(os.environ.get("DISTILL_REPEATS", "20"))
 

@@ -6,8 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -19,21 +18,6 @@ from tests.server.history import History
 
 KILLS = int(os.environ.get("DISTILL_REPEATS", "3"))
 JOBS = 8
-
-
-@pytest.fixture
-def make_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
-
-    def make(slots: int, **options: object) -> Server:
-        server = Server(tmp_path / "runs", slots, **options)
-        servers.append(server)
-        server.start()
-        return server
-
-    yield make
-    for server in servers:
-        server.clean_up()
 
 
 class Watcher(threading.Thread):
