@@ -1,5 +1,5 @@
 """`kill -9` of one of two processes that learn from rewards, anywhere, as often as DISTILL_REPEATS
-says (2): curve, weights and anchor come to the same bits.
+says (2): curve, weights, anchor and critic come to the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from tests.trainer.tiny import Material
 
 REPEATS = int(os.environ.get("DISTILL_REPEATS", "2"))
-SHARDINGS = ["none", "fsdp2"]
+# With a critic there is more to lose. One case for every two kills.
+CASES = [("none", "gae"), ("fsdp2", "gae"), ("none", "group"), ("fsdp2", "group")]
 # Moments of a step, and how many of each an attempt may live to see: at most two steps' worth.
 IN_STEPS = {"gradients-ready": 4, "anchor-moved": 4, "step-done": 2}
 # Only the first process writes.
@@ -28,8 +29,10 @@ IN_SAVES = {"metrics-written": 2, "checkpoint-filled": 1, "checkpoint-renamed": 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", SHARDINGS[: REPEATS // 2])
-def test_killed_as_often_as_one_likes(material: Material, sharding: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sharding", "advantages"), CASES[: REPEATS // 2])
+def test_killed_as_often_as_one_likes(
+    material: Material, sharding: str, advantages: str, tmp_path: Path
+) -> None:
     from tests.trainer.tiny import curve, rl_job
 
     config = rl_job(
@@ -38,6 +41,7 @@ def test_killed_as_often_as_one_likes(material: Material, sharding: str, tmp_pat
         train__processes=2,
         train__sharding=sharding,
         checkpoint__every=2,
+        method__advantages=advantages,
     )
     undisturbed = finish(new_run(tmp_path / "undisturbed", config))
     run = new_run(tmp_path / "run", config)
@@ -57,6 +61,7 @@ def test_killed_as_often_as_one_likes(material: Material, sharding: str, tmp_pat
     assert files(run) == files(undisturbed)
     newest = f"step-{config.max_steps:06d}"
     assert Path(newest, "anchor.safetensors") in files(run)
+    assert (Path(newest, "critic.safetensors") in files(run)) == (advantages == "gae")
     assert Path("anchor", "model.safetensors") in files(run)
 
 
