@@ -20,8 +20,10 @@ from typing import Any, TypeVar
 
 import grpc
 
+from clients.artifacts import Checkpoint, checkpoint_step
 from clients.download import Download
 from clients.job_kinds import AnyJob
+from clients.job_record import points_of
 from clients.jobs import TERMINAL, Job, JobEvent, JobState
 from protos import distill_pb2 as pb
 from protos.channel import SERVER_TOKEN, open_channel
@@ -167,12 +169,20 @@ class DistillClient:
             request.after_offset, request.tail_lines = chunk.next_offset, 0
             yield chunk.data
 
-    def pull(self, job_id: str, destination: Path | str, *, checkpoint: int | None = None) -> Path:
-        """Download a job's export, or the checkpoint of a step, into a new directory.
+    def pull(
+        self, job_id: str, destination: Path | str, *, checkpoint: Checkpoint | None = None
+    ) -> Path:
+        """Download a job's export, or a checkpoint: of a step, "best" or "last"; into a new
+        directory. `clients.artifacts` says which is the best, and `pull_run` there does the same
+        from a run directory.
 
         All of it or nothing. Raises WrongState with the reason when the job failed, InvalidInput
         when `destination` has content, Corrupt when bytes do not match their checksum.
         """
+        if isinstance(checkpoint, str):
+            job = self.get(job_id)
+            job_id = job.id
+            checkpoint = checkpoint_step(job, checkpoint, lambda: points_of(self.history(job_id)))
         request = pb.GetArtifactRequest(job_id=job_id, checkpoint_step=checkpoint or 0)
         return self._pull(request, Path(destination))
 
@@ -287,6 +297,7 @@ def _job_of(job: pb.Job) -> Job:
         last_seq=job.last_seq,
         metrics=dict(job.metrics),
         config_json=job.config_json,
+        checkpoints=tuple(job.checkpoints),
     )
 
 

@@ -1,4 +1,4 @@
-"""Receive the files of an artifact: verified, and complete or not there at all."""
+"""Take the files of an artifact in: verified, and complete or not there at all."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import BinaryIO
 from clients.run_directory import fsync_directory
 from protos import distill_pb2 as pb
 from protos.errors import Corrupt, InvalidInput
+
+_COPIED_BYTES = 8 << 20
 
 
 class Download:
@@ -62,6 +64,15 @@ class Download:
         if chunk.last:
             self._close(chunk.sha256)
 
+    def copy(self, root: Path) -> None:
+        """Every file under `root`, a directory of this machine."""
+        for source in sorted(path for path in root.rglob("*") if path.is_file()):
+            self._open(source.relative_to(root).as_posix())
+            assert self._file is not None
+            with source.open("rb") as file:
+                shutil.copyfileobj(file, self._file, _COPIED_BYTES)
+            self._sync()
+
     def finish(self) -> Path:
         """Put the directory in its place."""
         if self._file is not None or self._files == 0:
@@ -82,11 +93,15 @@ class Download:
         self._digest = hashlib.sha256()
 
     def _close(self, sha256: str) -> None:
+        self._sync()
+        if self._digest.hexdigest() != sha256:
+            raise Corrupt(f"{self._path} does not match its checksum", hint="try again")
+
+    def _sync(self) -> None:
+        """The file is whole, and on disk."""
         assert self._file is not None
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
-        if self._digest.hexdigest() != sha256:
-            raise Corrupt(f"{self._path} does not match its checksum", hint="try again")
         self._files += 1

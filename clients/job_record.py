@@ -87,6 +87,7 @@ def record_of_run(path: Path | str) -> JobRecord:
         last_seq=0,
         metrics=points[-1].metrics if points else {},
         config_json=config.model_dump_json(),
+        checkpoints=run.checkpoint_steps(),
     )
     return JobRecord(job, points, notes_in(run.path))
 

@@ -64,6 +64,8 @@ class Job:
     last_seq: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     config_json: str = ""
+    # Steps of those that are there, in order; as config_json, only of a job that was asked for.
+    checkpoints: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

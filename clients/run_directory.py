@@ -106,6 +106,14 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:06d}"
+
+    def checkpoint_steps(self) -> tuple[int, ...]:
+        """Of the checkpoints that are there, in order; unverified."""
+        names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
+        return tuple(sorted(int(name) for name in names if name.isdecimal()))
+
     @property
     def samples(self) -> Path:
         return self.path / "samples"

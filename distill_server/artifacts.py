@@ -1,4 +1,4 @@
-"""The files a job leaves: its export or store, or one of its checkpoints."""
+"""The files of a job, in the pieces that travel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from clients.jobs import Job, JobState
+from clients.artifacts import require_files
+from clients.jobs import Job
 from clients.run_directory import NOTES, RunDirectory
 from protos.errors import Corrupt, NotFound, WrongState
 from protos.transport import MAX_CHUNK_BYTES
@@ -49,43 +50,6 @@ async def pieces_of(root: Path, only: Collection[str] = ()) -> AsyncIterator[Pie
                 raise WrongState(f"{relative} became a link, which is not followed")
             async for piece in _pieces(file, relative):
                 yield piece
-
-
-def require_files(job: Job, run: RunDirectory) -> None:
-    """Raises NotFound when somebody removed the run directory."""
-    if not run.path.is_dir():
-        raise NotFound(
-            f"the files of job {job.id} are gone",
-            field="job_id",
-            hint="they were removed from the server; submit the job again",
-        )
-
-
-def artifact_root(job: Job, run: RunDirectory, checkpoint_step: int) -> Path:
-    """The directory to send; raises NotFound, or WrongState when the job has no export."""
-    require_files(job, run)
-    if checkpoint_step:
-        root = run.checkpoints / f"step-{checkpoint_step:06d}"
-        if not root.is_dir():
-            known = sorted(path.name for path in run.checkpoints.glob("step-*"))
-            raise NotFound(
-                f"job {job.id} has no checkpoint of step {checkpoint_step}",
-                field="checkpoint_step",
-                hint=f"it has {', '.join(known)}" if known else "it has none",
-            )
-        return root
-    if job.state is JobState.FAILED:
-        raise WrongState(f"job {job.id} failed: {job.reason}", field="job_id")
-    if job.state is not JobState.SUCCEEDED:
-        raise WrongState(
-            f"job {job.id} is {job.state} and has no export",
-            field="job_id",
-            hint="wait for its end, or ask for a checkpoint",
-        )
-    made = run.store if job.kind == "capture" else run.export
-    if not made.is_dir():
-        raise NotFound(f"the {made.name} of job {job.id} is gone", field="job_id")
-    return made
 
 
 def notes_root(job: Job, run: RunDirectory) -> Path:

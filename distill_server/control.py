@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from clients.artifacts import checkpoint_root, require_files
 from clients.job_kinds import AnyJob
 from clients.jobs import Job, JobState
 from clients.run_directory import Control, RunDirectory
 from clients.run_id import run_ids
-from distill_server.artifacts import require_files
 from distill_server.job_file import parse_config
 from distill_server.machine import ONE_JOB, Machine
 from distill_server.store import Attempt, Change, Store
-from protos.errors import InvalidInput, NotFound, Overloaded, Unavailable, WrongState
+from protos.errors import InvalidInput, Overloaded, Unavailable, WrongState
 from protos.failpoints import failpoint
 
 _KEY_CHARS = 200
@@ -106,10 +106,11 @@ class JobControl:
                 field="max_steps",
                 hint="resume it with more steps",
             )
-        require_files(job, RunDirectory(self._runs / job.id))
+        run = RunDirectory(self._runs / job.id)
+        require_files(job, run)
         config = self._extended(job, max_steps) if max_steps else None
         if from_step:
-            self._require_checkpoint(job, from_step)
+            checkpoint_root(job, run, from_step)
         self._require_place()
         resumed = self._store.queue_again(
             job.id,
@@ -157,11 +158,6 @@ class JobControl:
                 f"the job has already made {job.step} steps", field="max_steps", hint="give more"
             )
         return parse_config(json.dumps({**json.loads(job.config_json), "max_steps": max_steps}))
-
-    def _require_checkpoint(self, job: Job, step: int) -> None:
-        checkpoints = RunDirectory(self._runs / job.id).checkpoints
-        if not (checkpoints / f"step-{step:06d}").is_dir():
-            raise NotFound(f"job {job.id} has no checkpoint of step {step}", field="from_step")
 
     def _new_id(self, kind: str, name: str) -> str:
         return next(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from clients.jobs import Job, JobEvent, JobState
 from protos import distill_pb2 as pb
 from protos.errors import InvalidInput
 
 
-def encode_job(job: Job, *, with_config: bool = False) -> pb.Job:
+def encode_job(job: Job, *, with_config: bool = False, checkpoints: Sequence[int] = ()) -> pb.Job:
     return pb.Job(
         id=job.id,
         name=job.name,
@@ -24,6 +26,7 @@ def encode_job(job: Job, *, with_config: bool = False) -> pb.Job:
         ended_at=job.ended_at,
         config_json=job.config_json if with_config else "",
         last_seq=job.last_seq,
+        checkpoints=checkpoints,
     )
 
 

@@ -8,8 +8,9 @@ from typing import TypeAlias
 
 import grpc.aio
 
+from clients.artifacts import artifact_root
 from clients.run_directory import NOTES, RunDirectory
-from distill_server.artifacts import artifact_root, notes_root, pieces_of
+from distill_server.artifacts import notes_root, pieces_of
 from distill_server.control import JobControl
 from distill_server.encode import decode_state, encode_event, encode_job
 from distill_server.store import Store
@@ -41,7 +42,9 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         return encode_job(job)
 
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.Job:
-        return encode_job(self._store.resolve(request.job_id), with_config=True)
+        job = self._store.resolve(request.job_id)
+        checkpoints = RunDirectory(self._runs / job.id).checkpoint_steps()
+        return encode_job(job, with_config=True, checkpoints=checkpoints)
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
         before = self._store.resolve(request.before_id).id if request.before_id else ""
@@ -87,7 +90,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         if request.notes:
             pieces = pieces_of(notes_root(job, run), only=NOTES)
         else:
-            pieces = pieces_of(artifact_root(job, run, request.checkpoint_step))
+            pieces = pieces_of(artifact_root(job, run, request.checkpoint_step or None))
         async for piece in pieces:
             yield pb.ArtifactChunk(
                 path=piece.path,

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from clients.artifacts import require_files
 from clients.jobs import TERMINAL, Job, JobEvent
 from clients.run_directory import RunDirectory
-from distill_server.artifacts import require_files
 from distill_server.bells import Bells
 from distill_server.store import Store
 from protos.errors import InvalidInput, NotFound

@@ -85,6 +85,7 @@ class Job(_message.Message):
     ENDED_AT_FIELD_NUMBER: _builtins.int
     CONFIG_JSON_FIELD_NUMBER: _builtins.int
     LAST_SEQ_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     kind: _builtins.str
@@ -109,6 +110,10 @@ class Job(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """of the newest step"""
 
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """steps of those that are there; only in GetJob's answer"""
+
     def __init__(
         self,
         *,
@@ -127,10 +132,11 @@ class Job(_message.Message):
         ended_at: _builtins.float = ...,
         config_json: _builtins.str = ...,
         last_seq: _builtins.int = ...,
+        checkpoints: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config_json", b"config_json", "created_at", b"created_at", "ended_at", b"ended_at", "id", b"id", "kind", b"kind", "last_seq", b"last_seq", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "phase", b"phase", "reason", b"reason", "started_at", b"started_at", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoints", b"checkpoints", "config_json", b"config_json", "created_at", b"created_at", "ended_at", b"ended_at", "id", b"id", "kind", b"kind", "last_seq", b"last_seq", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "phase", b"phase", "reason", b"reason", "started_at", b"started_at", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -94,10 +94,12 @@ def max_steps_of(sets: list[str]) -> int | None:
 
 
 def facts_of(job: Job) -> Mapping[str, Any]:
-    """A job for a program: its fields, the configuration as an object."""
+    """A job for a program: its fields; of one that was asked for, checkpoints and configuration."""
     record = asdict(job)
-    config = record.pop("config_json")
-    return {**record, **({"config": json.loads(config)} if config else {})}
+    config, checkpoints = record.pop("config_json"), record.pop("checkpoints")
+    if not config:
+        return record
+    return {**record, "checkpoints": checkpoints, "config": json.loads(config)}
 
 
 def _row(job: Job, now: float) -> Mapping[str, Any]:
@@ -120,6 +122,7 @@ def _described(job: Job) -> str:
         ("created", _clock(job.created_at)),
         ("started", _clock(job.started_at)),
         ("ended", _clock(job.ended_at)),
+        ("checkpoints", ", ".join(map(str, job.checkpoints))),
         *((name, f"{value:.6g}") for name, value in sorted(job.metrics.items())),
     ]
     return "\n".join(f"{name:<20} {value}" for name, value in lines if value)

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from clients.cli.output import Output
+from clients.cli.plot import JobOrRunArgument
 from clients.cli.settings import JobArgument, settings_of
-from protos.errors import ExitCode
+from protos.errors import ExitCode, InvalidInput
+
+if TYPE_CHECKING:
+    from clients.artifacts import Checkpoint
+    from clients.jobs import Job
+    from clients.metrics_tail import Point
 
 
 def logs(
@@ -52,18 +60,56 @@ def whole_lines(chunks: Iterable[bytes]) -> Iterator[str]:
 
 def pull(
     context: typer.Context,
-    job: JobArgument,
+    job: JobOrRunArgument,
     checkpoint: Annotated[
-        int | None, typer.Option(metavar="STEP", min=1, help="This checkpoint, not the export.")
-    ] = None,
+        str,
+        typer.Option(
+            metavar="best|last|STEP",
+            help="This checkpoint, not the export; best: by its evaluation.",
+        ),
+    ] = "",
     destination: Annotated[
         str, typer.Option("-o", metavar="DIR", help="By default a directory named as the job.")
     ] = "",
 ) -> None:
-    """Fetch the trained model, a Hugging Face directory."""
+    """Fetch the trained model, a Hugging Face directory, or a checkpoint with one in `model/`."""
+    from clients.artifacts import pull_run
+    from clients.job_record import is_run_directory, points_of, record_of_run
+
     settings = settings_of(context)
+    fetch = partial(_fetch, settings.output, _wanted(checkpoint), destination)
+    if is_run_directory(job):
+        record = record_of_run(job)
+        fetch(record.job, lambda: record.points, partial(pull_run, job))
+        return
     with settings.client() as client:
-        job_id = client.get(job).id
-        with settings.output.stage(f"pulling {job_id}"):
-            path = client.pull(job_id, Path(destination or job_id), checkpoint=checkpoint)
-    settings.output.result({"path": str(path)}, str(path))
+        found = client.get(job)
+        fetch(found, lambda: points_of(client.history(found.id)), partial(client.pull, found.id))
+
+
+def _wanted(checkpoint: str) -> Checkpoint | None:
+    match checkpoint:
+        case "":
+            return None
+        case "best" | "last":
+            return checkpoint
+    if not checkpoint.isdecimal() or int(checkpoint) == 0:
+        raise InvalidInput(f"{checkpoint!r} is no step, best or last", field="--checkpoint")
+    return int(checkpoint)
+
+
+def _fetch(
+    output: Output,
+    wanted: Checkpoint | None,
+    destination: str,
+    job: Job,
+    points: Callable[[], Sequence[Point]],
+    pull: Callable[..., Path],
+) -> None:
+    from clients.artifacts import checkpoint_step
+
+    step = None if wanted is None else checkpoint_step(job, wanted, points)
+    what = job.id if step is None else f"{job.id}, checkpoint of step {step}"
+    with output.stage(f"pulling {what}"):
+        path = pull(Path(destination or job.id), checkpoint=step)
+    output.result({"path": str(path), "checkpoint": step}, str(path))

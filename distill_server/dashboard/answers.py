@@ -29,6 +29,7 @@ def job_record(job: Job, *, with_config: bool = False) -> dict[str, Any]:
     """A job as the pages read it; `config` is an object."""
     record = asdict(job)
     config = json.loads(record.pop("config_json"))
+    del record["checkpoints"]
     return {**record, "config": config} if with_config else record
 
 

@@ -168,7 +168,13 @@ def test_show_cancel_resume_pull(capsys: Capture, client: type[ScriptedClient]) 
     assert main(["resume", "x", "--set", "max_steps=9", "--from", "4"]) == 0
     assert main(["pull", "x", "--checkpoint", "4"]) == 0
     assert main(["--json", "pull", "x", "-o", "out"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"path": "out"}
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {
+        "path": "out",
+        "checkpoint": None,
+    }
+    assert main(["pull", "x", "--checkpoint", "bets"]) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert said == "error: --checkpoint: 'bets' is no step, best or last\n"
     assert client.asked == [
         ("cancel", "x", True),
         ("resume", "x", 9, 4),
@@ -256,7 +262,7 @@ def test_submit_under_a_key(
     assert main(["--json", "submit", job_file(), "--key", "mine"]) == 0
     assert client.asked[0][3] == "mine"
     facts = json.loads(capsys.readouterr().out)
-    assert set(facts) == {field.name for field in fields(Job)} - {"config_json"}
+    assert set(facts) == {field.name for field in fields(Job)} - {"checkpoints", "config_json"}
 
 
 @pytest.mark.parametrize("as_json", [False, True])

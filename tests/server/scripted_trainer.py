@@ -8,6 +8,7 @@ What it does is told in the job's name, as `key=value` words:
     hang_at=STEP       make no step any more, and look at no control.json
     hangs=N            only in the first N attempts
     every=STEPS        between checkpoints (default 5)
+    best=STEP          evaluate at each checkpoint but the last: eval/kl is how far it is from STEP
     deaf=1             ignore SIGTERM
     orphan=1           leave a process in a session of its own
     tells_gpus=1       print which GPUs it may use
@@ -112,6 +113,8 @@ class Trainer:
                     self.say("failed", reason="the loss is not finite")
                     return 1
                 line = {"attempt": self.attempt, "step": self.step, "loss": 1 / self.step}
+                if "best" in self.script and not self.step % 5 and self.step < self.max_steps:
+                    line["eval/kl"] = abs(self.step - self.number("best", 0))
                 metrics.write(json.dumps(line) + "\n")
                 print(f"step {self.step}", flush=True)
                 self.say("running", "training")

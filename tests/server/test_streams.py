@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -11,8 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from clients.artifacts import Checkpoint, checkpoint_step, pull_run
+from clients.cli.app import main
 from clients.distill_client import DistillClient
+from clients.job_record import record_of_run
 from clients.jobs import JobState
+from clients.run_directory import RunDirectory
 from distill_server.process import family
 from distill_server.streams import _tail_offset
 from protos.errors import InvalidInput, NotFound, TimedOut, Unavailable, WrongState
@@ -116,6 +121,62 @@ def test_pull(server: Server, client: DistillClient, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     weights = client.pull(job.id, tmp_path / "empty", checkpoint=5) / "weights.bin"
     assert weights.read_bytes() == bytes([5]) * 1000
+
+
+def test_pull_of_a_checkpoint_by_its_evaluation(
+    server: Server, client: DistillClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same from the server and from the run directory, by Python and on the command line."""
+    monkeypatch.chdir(tmp_path)
+    job = client.submit(job_config("best=10", max_steps=20))
+    assert client.wait(job.id, timeout=20).checkpoints == (5, 10, 15, 20)
+    run = server.runs / job.id
+    choices: tuple[tuple[Checkpoint, int], ...] = (("best", 10), ("last", 20))
+    for wanted, step in choices:
+        weights = bytes([step]) * 1000
+        paths = [
+            client.pull(job.id, f"client-{wanted}", checkpoint=wanted),
+            pull_run(run, f"run-{wanted}", checkpoint=wanted),
+        ]
+        for source in (job.id, str(run)):
+            out = f"{wanted}-{len(source)}"
+            options = ["pull", source, "--checkpoint", str(wanted), "-o", out]
+            assert main(["-q", "--server", server.address, *options]) == 0
+            paths.append(tmp_path / out)
+        assert [(path / "weights.bin").read_bytes() for path in paths] == [weights] * 4
+    exported = pull_run(run, "export") / "nested" / "model.bin"
+    assert exported.read_bytes() == (run / "export" / "nested" / "model.bin").read_bytes()
+    shutil.rmtree(run / "checkpoints" / "step-000010")
+    client.pull(job.id, "next", checkpoint="best")  # of two that are as good, the later one
+    assert (tmp_path / "next" / "weights.bin").read_bytes() == bytes([15]) * 1000
+    for step in (5, 15):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
+    with pytest.raises(NotFound, match=r"was evaluated; .*, or one of 20"):
+        client.pull(job.id, "none", checkpoint="best")
+    with pytest.raises(NotFound, match="no checkpoint of step 5; there are: 20"):
+        pull_run(run, "none", checkpoint=5)
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "best"),
+    [
+        ({5: {"eval/kl": 2.0}, 10: {"eval/kl": 3.0}, 7: {"eval/kl": 0.0}}, 5),
+        ({5: {"eval/kl_bound": 2.0}, 10: {"eval/kl_bound": 1.0}}, 10),
+        ({5: {"eval/reward": 0.6, "eval/kl": 9.0}, 10: {"eval/reward": 0.5, "eval/kl": 1.0}}, 5),
+        ({10: {"eval/kl": 9.0}, 5: {"eval/accuracy": 1.0}}, 10),
+        ({5: {"eval/kl": 1.0}, 10: {"eval/kl": 1.0}}, 10),
+    ],
+)
+def test_which_checkpoint_is_the_best(
+    evaluated: dict[int, dict[str, float]], best: int, tmp_path: Path
+) -> None:
+    run = RunDirectory.create(tmp_path / "run", job_config())
+    for step in (5, 10):
+        run.checkpoint(step).mkdir(parents=True)
+    lines = ({"attempt": 1, "step": step, **found} for step, found in evaluated.items())
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = record_of_run(run.path)
+    assert checkpoint_step(record.job, "best", lambda: record.points) == best
 
 
 def test_pull_of_what_is_not_there(client: DistillClient, tmp_path: Path) -> None:
