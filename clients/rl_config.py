@@ -66,7 +66,7 @@ class RLConfig(_Table):
     estimator: Annotated[
         Literal["k1", "k2", "k3", "k3++", "k4", "k5"] | None, Field(validate_default=True)
     ] = None
-    """Of the KL where top_k = 0; by default k4, or k5 (forward_kl): those with its gradient."""
+    """Of the KL where top_k = 0; by default k4, or k5 (forward_kl). k1 has no gradient of a KL."""
     importance_clip: tuple[Weight, Weight] | None = None
     """Least and greatest weight p/mu of a sampled KL, where a step has several updates."""
     max_prompt_tokens: Count = 512
@@ -132,9 +132,9 @@ class RLJob(TrainingJob):
     method: RLConfig
     teacher: TeacherLink | None = None
     """A table `teacher` adds the KL to a service, weighed by `method.teacher_beta`."""
+    anchor: AnchorConfig = AnchorConfig()
     reward: Annotated[RewardConfig | None, Field(validate_default=True)] = None
     """Without it only the KL is learned from."""
-    anchor: AnchorConfig = AnchorConfig()
     environment: SearchConfig | None = None
     """What the student may ask while it answers."""
     data: Annotated[DataConfig | None, Field(validate_default=True)] = None
@@ -154,11 +154,24 @@ class RLJob(TrainingJob):
     @field_validator("reward")
     @classmethod
     def _leaves_a_loss(cls, reward: RewardConfig | None, info: ValidationInfo) -> object:
-        method = info.data.get("method")
-        rewarded = reward is not None and method is not None and method.reward_weight > 0
-        taught = method is not None and method.teacher_beta > 0 and info.data.get("teacher")
-        if method and not (rewarded or method.beta or taught):
+        if not {"method", "teacher", "anchor"} <= info.data.keys():
+            return reward
+        method, teacher, anchor = (info.data[name] for name in ("method", "teacher", "anchor"))
+        if reward is not None and method.reward_weight > 0:
+            return reward
+        if method.estimator == "k1":
+            raise ValueError(
+                "without a reward nothing is learned: the gradient of method.estimator = 'k1' has "
+                "a mean of zero; take 'k4', the default"
+            )
+        taught = teacher is not None and method.teacher_beta > 0
+        if not (method.beta or taught):
             raise ValueError("without a reward the job needs method.beta > 0 or a teacher")
+        if not taught and anchor.context is None:
+            raise ValueError(
+                "without a reward nothing is learned: the anchor begins as the student, and reads "
+                "what it reads; give a reward, a teacher, or anchor.context"
+            )
         return reward
 
     @field_validator("anchor")
@@ -168,6 +181,35 @@ class RLJob(TrainingJob):
         if method and not method.beta and anchor.context is not None:
             raise ValueError("method.beta = 0 has no anchor to read `context`; raise it")
         return anchor
+
+    @field_validator("anchor")
+    @classmethod
+    def _is_another_than_the_student(
+        cls, anchor: AnchorConfig, info: ValidationInfo
+    ) -> AnchorConfig:
+        method = info.data.get("method")
+        if not (method and method.beta) or anchor.context is not None:
+            return anchor
+        if anchor.tau == 0 and anchor.update_period == method.updates_per_step == 1:
+            raise ValueError(
+                "with tau = 0 and update_period = 1 it is the student itself, and its KL nothing; "
+                "raise one of them, or set method.beta = 0"
+            )
+        return anchor
+
+    @field_validator("environment")
+    @classmethod
+    def _leaves_room(
+        cls, environment: SearchConfig | None, info: ValidationInfo
+    ) -> SearchConfig | None:
+        method = info.data.get("method")
+        if environment and method and environment.max_passage_tokens >= method.max_new_tokens:
+            raise ValueError(
+                f"max_passage_tokens = {environment.max_passage_tokens} leave no word of "
+                f"method.max_new_tokens = {method.max_new_tokens}, which counts them: an answer "
+                "would end with its first query; lower the one or raise the other"
+            )
+        return environment
 
     @field_validator("data")
     @classmethod

@@ -53,6 +53,12 @@ def test_a_task_brings_its_own_prompts(tmp_path: Path) -> None:
         ("anchor.period=3", "anchor.period", "did you mean 'update_period'?"),
         ("reward.type=taste", "reward.type", "must be one of exact_match"),
         ("reward.type=reasoning_gym:x", "data", "leave it out"),
+        ("anchor={tau = 0.0, update_period = 1}", "anchor", "it is the student itself"),
+        (
+            "environment={retriever = 'c.jsonl', max_passage_tokens = 1024}",
+            "environment",
+            "lower the one or raise the other",
+        ),
         ("teacher.top_k=3", "teacher.top_k", "only a job with method.type = 'on_policy'"),
     ],
 )
@@ -85,6 +91,22 @@ def test_refusals(tmp_path: Path, override: str, where: str, said: str) -> None:
             "needs method.beta",
         ),
         (
+            JOB.replace('reward.type = "exact_match"', 'method.top_k = 0\nmethod.estimator = "k1"')
+            + 'teacher.address = "localhost:1"\n',
+            "reward",
+            "take 'k4'",
+        ),
+        (
+            JOB.replace('reward.type = "exact_match"', "method.beta = 0.5"),
+            "reward",
+            "the anchor begins as the student",
+        ),
+        (
+            JOB + "method.reward_weight = 0\n",
+            "reward",
+            "give a reward, a teacher, or anchor.context",
+        ),
+        (
             JOB + 'method.beta = 0\nanchor.context = "{answer}"\n',
             "anchor",
             "has no anchor",
@@ -114,6 +136,21 @@ def test_refusals_of_what_does_not_go_together(
     assert f": {where}: " in caught.value.message
     assert said in caught.value.message
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("method.top_k=0", "method.estimator=k1"),  # the reward is learned from
+        ("method.reward_weight=0", "teacher.address=localhost:1"),
+        ("method.reward_weight=0", "anchor.context={answer}"),
+        ("anchor.tau=0.0", "anchor.update_period=1", "method.updates_per_step=2"),
+        ("anchor.tau=0.0", "anchor.update_period=1", "method.beta=0"),
+        ("environment.retriever=c.jsonl", "environment.max_passage_tokens=1023"),
+    ],
+)
+def test_what_is_near_a_refusal_and_learns(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    loaded(tmp_path, JOB, *overrides)
 
 
 def test_files_are_looked_for_and_servers_are_not(tmp_path: Path) -> None:

@@ -228,6 +228,7 @@ def test_a_pull_that_is_a_reward_is_clipped_as_one(material: tiny.Material, tmp_
     config = tiny.rl_job(
         material,
         reward=None,
+        anchor__context="{answer} {prompt}",
         method__kl_in="reward",
         method__clip_low=0.0,
         method__clip_high=0.0,
@@ -254,7 +255,12 @@ def test_a_head_of_more_ids_than_there_are(material: tiny.Material, tmp_path: Pa
     [
         {"method__top_k": 0, "method__estimator": "k3"},
         {"method__divergence": "forward_kl", "method__importance_clip": (0.5, 2.0)},
-        {"method__ratio": "sequence", "method__tail": "published", "reward": None},
+        {
+            "method__ratio": "sequence",
+            "method__tail": "published",
+            "anchor__context": "{answer}=",
+            "reward": None,
+        },
         {"method__beta": 0.0, "method__aggregate": "seq-mean-token-mean"},
         {"method__advantages": "gae"},
     ],
