@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from clients.config import TrainConfig, TrainingJob
 from clients.metrics_log import MetricsLog
+from clients.metrics_tail import read_points
 from clients.rl_config import RLJob
 from clients.run_directory import RunDirectory, Verdict
 from clients.run_progress import Progress
@@ -30,7 +31,7 @@ from student_trainer import checkpoint
 from student_trainer.anchor import Anchor
 from student_trainer.batches import ScoredSequence
 from student_trainer.evaluate import Evaluation
-from student_trainer.head_watch import HeadWatch
+from student_trainer.head_watch import HeadWatch, learns_from_a_head
 from student_trainer.packing import micro_batches
 from student_trainer.parallel import Replicated, Sharded, whole
 from student_trainer.processes import largest, raise_together
@@ -80,7 +81,9 @@ class Trainer:
         self._anchor = parts.anchor
         self._values = parts.values
         self._facts = parts.facts
-        self._head = HeadWatch()
+        self._head = None
+        if parts.metrics is not None and learns_from_a_head(config):
+            self._head = HeadWatch(read_points(run.metrics))
         self._stability = None
         if isinstance(config, RLJob) and parts.anchor is not None:
             self._stability = StabilityWatch(config, parts.anchor)
@@ -106,7 +109,8 @@ class Trainer:
             metrics = self._train_or_save(self._step + 1)
             failpoint("step-done")
             self._step += 1
-            self._head.see(self._step, metrics)
+            if self._head is not None:
+                self._head.see(self._step, metrics)
             if self._stability is not None:
                 self._stability.see(self._step, metrics)
             last = self._step == config.max_steps
