@@ -30,7 +30,7 @@ from protos.channel import SERVER_TOKEN, open_channel
 from protos.distill_pb2_grpc import DistillStub
 from protos.errors import DistillError, TimedOut, Unavailable
 from protos.statuses import fault_of
-from protos.transport import STREAM_OPEN
+from protos.transport import MAX_PAGE_JOBS, STREAM_OPEN
 
 _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
@@ -97,8 +97,16 @@ class DistillClient:
     ) -> list[Job]:
         """Jobs, newest first; the next page starts before the last one's id."""
         number = pb.JobState.Value(state) if state else pb.JOB_STATE_UNSPECIFIED
-        request = pb.ListJobsRequest(state=number, limit=limit, before_id=before_id)
-        return [_job_of(job) for job in self._call(self._stub.ListJobs, request).jobs]
+        jobs: list[Job] = []
+        while len(jobs) < limit:
+            asked = min(limit - len(jobs), MAX_PAGE_JOBS)
+            request = pb.ListJobsRequest(state=number, limit=asked, before_id=before_id)
+            page = self._call(self._stub.ListJobs, request).jobs
+            jobs += map(_job_of, page)
+            if len(page) < asked:
+                break
+            before_id = page[-1].id
+        return jobs
 
     def cancel(self, job_id: str, *, now: bool = False) -> Job:
         """Stop a job after a last checkpoint, or `now`. Returns at once; `wait` for the end."""

@@ -17,12 +17,10 @@ from distill_server.store import Store
 from distill_server.streams import Streams
 from protos import distill_pb2 as pb
 from protos import distill_pb2_grpc
-from protos.transport import STREAM_OPEN
+from protos.transport import MAX_PAGE_JOBS, STREAM_OPEN
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Distill"].full_name
 _PAGE_JOBS = 50
-# Answers stay far below the largest message.
-_MAX_PAGE_JOBS = 500
 
 # grpc's stubs give the context two more type parameters, which the class at run time does not have.
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
@@ -36,7 +34,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         self._streams = streams
 
     async def SubmitJob(self, request: pb.SubmitJobRequest, context: _Context) -> pb.Job:
-        job = self._control.submit(
+        job = await self._control.submit_checked(
             request.config_json, request.config_text, request.idempotency_key
         )
         return encode_job(job)
@@ -48,7 +46,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
         before = self._store.resolve(request.before_id).id if request.before_id else ""
-        limit = min(request.limit or _PAGE_JOBS, _MAX_PAGE_JOBS)
+        limit = min(request.limit or _PAGE_JOBS, MAX_PAGE_JOBS)
         jobs = self._store.page(state=decode_state(request.state), limit=limit, before_id=before)
         return pb.ListJobsResponse(jobs=[encode_job(job) for job in jobs])
 
@@ -77,7 +75,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         return encode_job(self._control.cancel(request.job_id, now=request.now))
 
     async def ResumeJob(self, request: pb.ResumeJobRequest, context: _Context) -> pb.Job:
-        job = self._control.resume(
+        job = await self._control.resume_checked(
             request.job_id, max_steps=request.max_steps, from_step=request.from_step
         )
         return encode_job(job)

@@ -7,6 +7,8 @@ import ipaddress
 MAX_MESSAGE_BYTES = 4 << 20
 # Rows are cut into messages of at most this: one long sequence never stalls a stream's others.
 MAX_CHUNK_BYTES = 1 << 20
+# Of one answer to ListJobs: it stays far below the largest message.
+MAX_PAGE_JOBS = 500
 # Initial metadata of a stream that may stay quiet: its client knows that the connection stands.
 STREAM_OPEN = ("stream", "open")
 _MAX_METADATA_BYTES = 8 << 10

@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _usage(error: typer.TyperException, output: Output) -> int:
-    message = error.format_message()
+    message = error.format_message().replace("Value error, ", "")  # pydantic's, and no news
     context: typer.Context | None = getattr(error, "ctx", None)
     if context is not None and message == context.get_help():
         print(message, file=sys.stderr)

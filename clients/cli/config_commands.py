@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +13,16 @@ from clients.cli.settings import JobFileArgument, SetOption, settings_of
 
 if TYPE_CHECKING:
     from clients.config_file import JobFile
+
+
+class MethodName(StrEnum):
+    """Names of clients.job_kinds.KINDS; that module is slow to import."""
+
+    ON_POLICY = "on_policy"
+    OFFLINE = "offline"
+    RL = "rl"
+    CAPTURE = "capture"
+
 
 app = typer.Typer(help="Check and explain job files.", no_args_is_help=True)
 
@@ -34,13 +45,18 @@ def show(context: typer.Context, job: JobFileArgument, sets: SetOption = None) -
 
 
 @app.command()
-def schema() -> None:
+def schema(
+    method: Annotated[
+        MethodName | None, typer.Option(help="Of job files with this method.type only.")
+    ] = None,
+) -> None:
     """Print the JSON Schema of job files, for editors."""
     from pydantic import TypeAdapter
 
-    from clients.job_kinds import AnyJob
+    from clients.job_kinds import KINDS, AnyJob
 
-    print(json.dumps(TypeAdapter(AnyJob).json_schema(), indent=2))
+    kind: Any = KINDS[method] if method else AnyJob
+    print(json.dumps(TypeAdapter(kind).json_schema(), indent=2))
 
 
 def print_values(output: Output, file: JobFile) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from clients.cli.app import EXIT_CODE_MEANINGS, main
+from clients.job_kinds import KINDS
 from protos.errors import ExitCode
 
 Capture = pytest.CaptureFixture[str]
@@ -40,6 +41,7 @@ def test_no_command_is_help_and_usage(capsys: Capture) -> None:
             "error: No such option: --server; global options stand before the",
         ),
         (["ls", "--limit", "0"], "error: Invalid value for '--limit': "),
+        (["ls", "--state", "x"], "error: Invalid value for '--state': 'x' is not one of 'queued'"),
         (["run"], "error: give a job file or --resume DIR; see distill run --help\n"),
         (["resume", "x", "--set", "seed=3"], "error: --set seed: a resumed job can only change"),
         (["resume", "x", "--set", "max_steps=0"], "error: max_steps: must be a whole number"),
@@ -112,6 +114,9 @@ def test_config_commands(capsys: Capture, job_file: Callable[..., str]) -> None:
     kinds = json.loads(capsys.readouterr().out)["$defs"]
     assert kinds["JobConfig"]["properties"]["max_steps"]["description"] == "Optimizer steps."
     assert "max_steps" not in kinds["CaptureJob"]["properties"]
+    for method, kind in KINDS.items():
+        assert main(["config", "schema", "--method", method]) == 0
+        assert json.loads(capsys.readouterr().out)["title"] == kind.__name__
 
 
 def test_dry_run_needs_no_server(capsys: Capture, job_file: Callable[..., str]) -> None:

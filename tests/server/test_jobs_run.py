@@ -295,13 +295,16 @@ def test_names_of_jobs(client: DistillClient) -> None:
         client.get("nope")
 
 
-def test_list(client: DistillClient) -> None:
+def test_list(client: DistillClient, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = [client.submit(job_config(f"n{n}")).id for n in range(5)]
     client.wait(ids[-1], timeout=30)
     newest = client.list(limit=2)
     assert [job.id for job in newest] == [ids[4], ids[3]]
     assert [job.id for job in client.list(before_id=ids[3])] == ids[2::-1]
     assert len(client.list(state=JobState.SUCCEEDED)) == 5
+    monkeypatch.setattr("clients.distill_client.MAX_PAGE_JOBS", 2)
+    assert [job.id for job in client.list(limit=3)] == ids[:1:-1]
+    assert [job.id for job in client.list()] == ids[::-1]
     assert client.list(state=JobState.RUNNING) == []
     assert newest[0].config_json == ""
 
