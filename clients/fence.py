@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from clients.run_directory import replace_file
 from protos.errors import WrongState
 
 VARIABLE = "DISTILL_FENCE"
@@ -19,6 +18,8 @@ VARIABLE = "DISTILL_FENCE"
 
 def raise_fence(run: Path, attempt: int) -> str:
     """No attempt before `attempt` may write to `run` from now on; returns $DISTILL_FENCE for it."""
+    from clients.run_directory import replace_file  # a shim, which only asks, stays light
+
     path = run / ".attempt"
     if _newest(path) != attempt:
         replace_file(path, f"{attempt}\n")
@@ -31,13 +32,25 @@ def require_unfenced() -> None:
     Raises WrongState when this process is of an attempt that has a successor. A run without a
     server has no fence.
     """
-    attempt, _, path = os.environ.get(VARIABLE, "").partition(":")
-    newest = _newest(Path(path)) if path else None
-    if newest is not None and newest > int(attempt):
+    attempt, newest = _attempts()
+    if newest > attempt:
         raise WrongState(
             f"attempt {attempt} was given up, and attempt {newest} has begun",
             hint="this process writes nothing more",
         )
+
+
+def is_fenced() -> bool:
+    """Whether this process is of an attempt that has a successor."""
+    attempt, newest = _attempts()
+    return newest > attempt
+
+
+def _attempts() -> tuple[int, int]:
+    """This process's, and the newest; equal where there is no fence."""
+    attempt, _, path = os.environ.get(VARIABLE, "").partition(":")
+    newest = _newest(Path(path)) if path else None
+    return (0, 0) if newest is None else (int(attempt), newest)
 
 
 def _newest(path: Path) -> int | None:

@@ -51,6 +51,13 @@ BackoffOption = Annotated[
     float,
     typer.Option(help="Seconds before the first retry; doubled each time, to 360.", min=0),
 ]
+DatabaseOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="The job database; RUNS/server.sqlite without it. Never on a network file system.",
+    ),
+]
 DashboardPortOption = Annotated[
     int | None,
     typer.Option(
@@ -82,6 +89,7 @@ def serve(
     retries: RetriesOption = 3,
     backoff: BackoffOption = 10.0,
     dashboard: DashboardPortOption = None,
+    database: DatabaseOption = None,
 ) -> None:
     """Accept distillation jobs, run them, and tell how they fare."""
     from distill_server.machine import Machine, visible_gpus
@@ -106,6 +114,7 @@ def serve(
         asyncio.run(
             run_server(
                 runs,
+                database=database,
                 dashboard=None if dashboard is None else _dashboard(dashboard, tls),
                 endpoint=endpoint,
                 runner=LocalRunner(),

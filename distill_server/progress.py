@@ -16,12 +16,17 @@ def status_of(run: RunDirectory, attempt: int) -> Status | None:
     return status if status is not None and status.attempt == attempt else None
 
 
-def progress_changes(job: Job, status: Status | None, points: Sequence[Point]) -> list[Change]:
-    """The events of a look at an attempt that was PREPARING, RUNNING or CANCELLING."""
+def progress_changes(
+    job: Job, status: Status | None, points: Sequence[Point], waits: str = ""
+) -> list[Change]:
+    """The events of a look at an attempt that was PREPARING, RUNNING or CANCELLING.
+
+    `waits`: what a runner says in place of the trainer.
+    """
     changes = []
     if status is not None and status.max_steps and not job.max_steps:
         changes.append(Change(max_steps=status.max_steps))
-    phase = status.phase if status is not None else job.phase
+    phase = waits or (status.phase if status is not None else job.phase)
     started = bool(points) or (status is not None and bool(status.phase or status.step))
     if job.state is JobState.PREPARING and started:
         changes.append(Change(JobState.RUNNING, phase=phase))

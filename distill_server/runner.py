@@ -11,79 +11,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from clients.fence import VARIABLE as FENCE
 from clients.fence import raise_fence
 from clients.launch import trainer_command
 from clients.run_directory import RunDirectory
+from distill_server.attempts import CommandFactory, Exited, Lost, Outcome, Running
 from distill_server.machine import Share
-from distill_server.process import (
-    Identity,
-    boot_id,
-    claim,
-    identity_of,
-    kill_family,
-    read_json,
-    send_signal,
-)
+from distill_server.process import boot_id, claim, identity_of, kill_family, send_signal
+from distill_server.shim_files import Card, card_of, exit_code_of
+from distill_server.trainer_environment import trainer_environment
 
-_ALLOWED = frozenset(
-    {"PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"}
-    | {"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "XDG_CACHE_HOME"}
-    | {"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"}
-    | {"TOKENIZERS_PARALLELISM"}
-    # What a trainer needs to reach its teacher; never the tokens of this server.
-    | {"DISTILL_TEACHER_TOKEN", "DISTILL_TEACHER_TOKEN_FILE"}
-    | {"DISTILL_TLS_CA", "DISTILL_TLS_CERT", "DISTILL_TLS_KEY"}
-)
-_ALLOWED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "HF_", "TORCH_", "PYTORCH_", "WANDB_")
 # From SIGTERM to SIGKILL. The trainer was asked politely long before, through control.json.
 _KILL_GRACE_SECONDS = 5.0
 # From the shim's claim to its shim.json: milliseconds, but the machine may be very busy.
 _START_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Running:
-    """The attempt goes on."""
-
-
-@dataclass(frozen=True)
-class Exited:
-    """The trainer ended with `code`; minus the signal's number when a signal killed it."""
-
-    code: int
-
-
-@dataclass(frozen=True)
-class Lost:
-    """Nobody runs the attempt and nobody wrote how it ended.
-
-    `blameless`: it never started, or the machine was rebooted under it.
-    """
-
-    blameless: bool
-
-
-Outcome = Running | Exited | Lost
-
-
-@dataclass(frozen=True)
-class _Card:
-    """A shim.json: who watches the attempt, and the mark of its processes."""
-
-    shim: Identity
-    mark: str
-
-
-class CommandFactory(Protocol):
-    def __call__(
-        self, run: Path, *, attempt: int, processes: int, from_step: int | None = None
-    ) -> list[str]: ...
 
 
 class LocalRunner:
@@ -129,7 +72,7 @@ class LocalRunner:
         self._reap()
         if ended := _exit_of(directory):
             return ended
-        card = _card_of(directory)
+        card = card_of(directory)
         if card is None:
             return self._starting(directory)
         if identity_of(card.shim.pid) == card.shim:
@@ -141,7 +84,7 @@ class LocalRunner:
         """SIGTERM for the trainer, and SIGKILL after a grace; `now`: SIGKILL. Safe to repeat."""
         directory = run.logs(attempt)
         signum = signal.SIGQUIT if now else signal.SIGTERM
-        if card := _card_of(directory):
+        if card := card_of(directory):
             send_signal(card.shim, signum)
         elif child := self._children.get(directory):
             child.send_signal(signum)
@@ -161,35 +104,12 @@ class LocalRunner:
         self._children = {d: c for d, c in self._children.items() if c.poll() is None}
 
 
-def trainer_environment(
-    environment: Mapping[str, str], share: Share, processes: int
-) -> dict[str, str]:
-    """What of the server's environment a trainer may see, and its share of the machine."""
-    allowed = {
-        name: value
-        for name, value in environment.items()
-        if name in _ALLOWED or name.startswith(_ALLOWED_PREFIXES)
-    }
-    if share.gpus is not None:
-        allowed["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
-    threads = max(1, share.cpus // processes)
-    return {**allowed, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-
-
 def _exit_of(directory: Path) -> Exited | None:
-    code = (read_json(directory / "exit.json") or {}).get("code")
-    return Exited(code) if isinstance(code, int) else None
+    code = exit_code_of(directory)
+    return None if code is None else Exited(code)
 
 
-def _card_of(directory: Path) -> _Card | None:
-    found = read_json(directory / "shim.json")
-    match found:
-        case {"boot_id": str(boot), "pid": int(pid), "start_time": int(start), "mark": str(mark)}:
-            return _Card(Identity(boot, pid, start), mark)
-    return None
-
-
-def _abandoned(card: _Card) -> Lost:
+def _abandoned(card: Card) -> Lost:
     """The shim was killed: end what it left, so that no two trainers share a run directory."""
     if card.shim.boot_id != boot_id():
         return Lost(blameless=True)

@@ -19,9 +19,9 @@ from clients.job_kinds import parse_job, processes_of
 from clients.jobs import Job, JobState
 from clients.metrics_tail import MetricsTail, Point
 from clients.run_directory import Control, RunDirectory, Status, replace_file
+from distill_server.attempts import Runner, Running
 from distill_server.machine import ONE_JOB, Machine, Share
 from distill_server.progress import progress_changes, status_of
-from distill_server.runner import LocalRunner, Running
 from distill_server.store import ACTIVE, Attempt, Change, Store
 from distill_server.verdict import Died, Ended, verdict_of
 from protos.errors import InvalidInput
@@ -53,7 +53,7 @@ class Policy:
 class Scheduler:
     """The one task that moves jobs. `wake` makes it look at once."""
 
-    def __init__(self, store: Store, runs: Path, runner: LocalRunner, policy: Policy) -> None:
+    def __init__(self, store: Store, runs: Path, runner: Runner, policy: Policy) -> None:
         self._store = store
         self._runs = runs
         self._runner = runner
@@ -178,7 +178,8 @@ class Scheduler:
         outcome = self._runner.poll(run, job.attempt)
         status = status_of(run, job.attempt)
         points = self._points(job, run, complete=not isinstance(outcome, Running))
-        changes = progress_changes(job, status, points)
+        waits = outcome.phase if isinstance(outcome, Running) else ""
+        changes = progress_changes(job, status, points, waits)
         if changes:
             job = self._store.change(job.id, *changes)
             failpoint("progress-stored")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
+from distill_server.attempts import Runner
 from distill_server.bells import Bells
 from distill_server.control import JobControl
 from distill_server.database import open_database
-from distill_server.runner import LocalRunner
 from distill_server.scheduler import Policy, Scheduler
 from distill_server.service import SERVICE, DistillService
 from distill_server.store import Store
@@ -32,19 +32,20 @@ async def run_server(
     runs: Path,
     *,
     endpoint: Endpoint,
-    runner: LocalRunner,
+    runner: Runner,
     policy: Policy,
     on_ready: Callable[[int], None],
     dashboard: Dashboard | None = None,
+    database: Path | None = None,
 ) -> None:
     """Serve the jobs under `runs` until SIGTERM; trainers go on, and the next server finds them.
 
-    `on_ready` gets the port. Raises WrongState when another server has `runs`, InvalidInput for a
-    port that is taken.
+    `on_ready` gets the port; `database` is RUNS/server.sqlite unless it is told. Raises WrongState
+    when another server has that, InvalidInput for a port that is taken.
     """
     runs = _directory(runs)
     bells = Bells()
-    with open_database(runs / "server.sqlite") as connection:
+    with open_database(database or runs / "server.sqlite") as connection:
         store = Store(connection, on_change=bells.ring)
         scheduler = Scheduler(store, runs, runner, policy)
         control = JobControl(store, runs, scheduler.wake, policy.machine, policy.most_queued)

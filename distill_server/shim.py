@@ -1,10 +1,13 @@
 """Between a server and a trainer: it outlives the server and tells how the trainer ended.
 
-    python -m distill_server.shim LOG_FILE GRACE_SECONDS -- argv...
+    python -m distill_server.shim LOG_FILE GRACE_SECONDS [--rank DIRECTORY] -- argv...
 
 Beside the log it writes shim.json (who runs), touches `heartbeat` every second, and writes
 exit.json (how it ended). SIGTERM: the trainer's group gets SIGTERM, and SIGKILL after the grace.
-SIGQUIT: SIGKILL at once.
+SIGQUIT, or that another attempt has begun: SIGKILL.
+
+With --rank it is one of several shims of an attempt: its files go to DIRECTORY, and it outlives
+nobody: whoever has the other end of its stdin is the one who wants it.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import signal
 import sys
 import time
 from pathlib import Path
 
+from clients.fence import is_fenced
 from distill_server.process import MARK, boot_id, claim, identity_of, kill_family, write_json
 
 _WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGQUIT}
@@ -26,30 +31,33 @@ _CANNOT_RUN = 127
 
 
 def main() -> None:
-    log_file, grace, separator, *argv = sys.argv[1:]
-    assert separator == "--"
+    log_file, grace, *rest = sys.argv[1:]
+    options, argv = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
     log = Path(log_file)
+    directory = Path(options[1]) if options else log.parent
+    if options and os.fork():
+        os._exit(0)  # no child of a worker of Ray, which kills its children when it ends
     # Blocked signals wait for sigtimedwait: no handlers, no races between a check and a wait.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*_WATCHED, signal.SIGHUP, signal.SIGINT})
-    if claim(log.parent):
-        _run(log, float(grace), argv)
+    if claim(directory):
+        _run(directory, log, float(grace), argv, owned=bool(options))
 
 
-def _run(log: Path, grace_seconds: float, argv: list[str]) -> None:
+def _run(directory: Path, log: Path, grace_seconds: float, argv: list[str], *, owned: bool) -> None:
     mark = secrets.token_hex(16)
     try:
         child = _spawn(log, mark, argv)
     except OSError as error:
         print(f"cannot run {argv[0]}: {error}", file=sys.stderr, flush=True)
-        _write_exit(log.parent, _CANNOT_RUN)
+        _write_exit(directory, _CANNOT_RUN)
         return
     try:
-        _introduce(log.parent, mark, child)
-        code = _follow(child, mark, log.parent / "heartbeat", grace_seconds)
+        _introduce(directory, mark, child)
+        code = _follow(child, mark, directory / "heartbeat", grace_seconds, owned=owned)
     finally:
         # Ranks and workers that were left behind would keep memory, ports and the run directory.
         kill_family(mark)
-    _write_exit(log.parent, code)
+    _write_exit(directory, code)
 
 
 def _write_exit(directory: Path, code: int) -> None:
@@ -91,9 +99,9 @@ def _introduce(directory: Path, mark: str, child: int) -> None:
     write_json(directory / "shim.json", card)
 
 
-def _follow(child: int, mark: str, heartbeat: Path, grace_seconds: float) -> int:
+def _follow(child: int, mark: str, heartbeat: Path, grace_seconds: float, *, owned: bool) -> int:
     """Wait for the trainer's end: its exit code, or minus the signal that killed it."""
-    kill_at = float("inf")
+    kill_at, unwanted = float("inf"), False
     while True:
         with contextlib.suppress(OSError):
             heartbeat.touch()
@@ -106,11 +114,19 @@ def _follow(child: int, mark: str, heartbeat: Path, grace_seconds: float) -> int
         if told == signal.SIGTERM and not ended and kill_at == float("inf"):
             _signal_group(child, signal.SIGTERM)
             kill_at = time.monotonic() + grace_seconds
-        if ended or told == signal.SIGQUIT or time.monotonic() >= kill_at:
+        # At the second look: a trainer that sees the fence itself says so.
+        still_unwanted, unwanted = unwanted, is_fenced() or (owned and _hung_up())
+        killed = told == signal.SIGQUIT or time.monotonic() >= kill_at or still_unwanted
+        if ended or killed:
             _signal_group(child, signal.SIGKILL)
             kill_family(mark)
         if ended:
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _hung_up() -> bool:
+    """Nobody has the other end of stdin any more; nobody ever writes to it."""
+    return bool(select.select([0], [], [], 0)[0])
 
 
 def _signal_group(leader: int, signum: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from clients.jobs import JobState
 from clients.run_directory import Status
-from distill_server.runner import Exited, Lost
+from distill_server.attempts import Exited, Lost
 
 
 @dataclass(frozen=True)

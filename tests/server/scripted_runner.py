@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clients.run_directory import RunDirectory, Status, Verdict
+from distill_server.attempts import Exited, Lost, Outcome, Running
 from distill_server.control import JobControl
 from distill_server.database import open_database
 from distill_server.machine import Share
-from distill_server.runner import Exited, LocalRunner, Lost, Outcome, Running
+from distill_server.runner import LocalRunner
 from distill_server.scheduler import Policy, Scheduler
 from distill_server.store import Store
 

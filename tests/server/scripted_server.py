@@ -14,8 +14,10 @@ import sys
 import time
 from pathlib import Path
 
+from distill_server.attempts import CommandFactory
 from distill_server.machine import Machine
-from distill_server.runner import CommandFactory, LocalRunner
+from distill_server.preflight import unchecked
+from distill_server.runner import LocalRunner
 from distill_server.scheduler import Policy
 from distill_server.server import run_server
 from protos.errors import DistillError
@@ -68,6 +70,7 @@ def main() -> int:
                     command=launching(options["ranks"]) if "ranks" in options else command
                 ),
                 policy=Policy(Machine(slots=slots, gpus=gpus), retries=1, **POLICY),
+                preflight=unchecked,
                 on_ready=lambda bound: print(f"server listening on {host}:{bound}", flush=True),
             )
         )

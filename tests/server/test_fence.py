@@ -10,8 +10,9 @@ import pytest
 from clients.fence import VARIABLE, raise_fence, require_unfenced
 from clients.run_directory import RunDirectory
 from clients.run_progress import Progress
+from distill_server.attempts import Exited
 from distill_server.machine import Share
-from distill_server.runner import Exited, LocalRunner
+from distill_server.runner import LocalRunner
 from protos.errors import WrongState
 
 from .conftest import eventually, job_config

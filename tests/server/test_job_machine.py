@@ -23,8 +23,8 @@ from hypothesis.stateful import (
 
 from clients.jobs import TERMINAL, JobState
 from clients.run_directory import Verdict
+from distill_server.attempts import Exited, Lost
 from distill_server.machine import Machine
-from distill_server.runner import Exited, Lost
 from distill_server.scheduler import Policy
 from protos.errors import InvalidInput, Overloaded, WrongState
 

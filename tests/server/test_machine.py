@@ -12,9 +12,10 @@ import pytest
 from clients.distill_client import DistillClient
 from clients.jobs import Job, JobState
 from distill_server import scheduler
+from distill_server.attempts import Exited
 from distill_server.machine import Machine, Share, visible_gpus
-from distill_server.runner import Exited, trainer_environment
 from distill_server.scheduler import Policy
+from distill_server.trainer_environment import trainer_environment
 from protos.errors import InvalidInput, Overloaded
 
 from .conftest import Server, job_config

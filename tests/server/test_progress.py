@@ -8,8 +8,8 @@ import pytest
 from clients.jobs import Job, JobState
 from clients.metrics_tail import MetricsTail, Point
 from clients.run_directory import RunDirectory, Status
+from distill_server.attempts import Exited, Lost
 from distill_server.progress import progress_changes, status_of
-from distill_server.runner import Exited, Lost
 from distill_server.store import Change
 from distill_server.verdict import Died, Ended, verdict_of
 

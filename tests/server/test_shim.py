@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 
 from clients.run_directory import RunDirectory
+from distill_server.attempts import Exited, Lost, Running
 from distill_server.machine import Share
 from distill_server.process import claim, family, identity_of, kill_family, send_signal
-from distill_server.runner import Exited, LocalRunner, Lost, Running, trainer_environment
+from distill_server.runner import LocalRunner
+from distill_server.trainer_environment import trainer_environment
 
 from .conftest import eventually
 
