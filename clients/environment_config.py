@@ -26,7 +26,7 @@ class SearchConfig(_Table):
     max_passage_tokens: Count = 500
     """Of one query's passages together; `method.max_new_tokens` counts them too."""
     timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 30.0
-    """For one request to a retriever, which is made four times at most."""
+    """For one whole answer of a retriever, which is asked four times at most."""
 
     @field_validator("retriever")
     @classmethod

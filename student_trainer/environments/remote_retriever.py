@@ -6,15 +6,15 @@ POST URL {"queries": [...], "topk": 3, "return_scores": true}
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import random
 import time
-from collections.abc import Sequence
-from http.client import HTTPException
+from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+
+import httpx
 
 from protos.errors import Unavailable
 
@@ -30,6 +30,10 @@ class _Refused(Exception):
     """The server answered, and not with passages."""
 
 
+class _Lost(Exception):
+    """There was no whole answer."""
+
+
 class RemoteRetriever:
     """Asks once for all queries of a turn; a request that fails is repeated, not for ever."""
 
@@ -37,9 +41,10 @@ class RemoteRetriever:
         """Raises Unavailable where nothing answers like a retrieval server."""
         self._url = url
         self._timeout = timeout_seconds
+        self._tls = httpx.create_ssl_context()  # once: it reads all authorities
         try:
             self._asked(["test"], 1)
-        except (_Refused, OSError, HTTPException) as error:
+        except (_Refused, _Lost) as error:
             raise Unavailable(
                 f"no retriever at {url}: {error}",
                 field="environment.retriever",
@@ -55,7 +60,7 @@ class RemoteRetriever:
             # Other processes wait meanwhile: all of them have no longer than one would.
             deadline = time.monotonic() + _ATTEMPTS * self._timeout
             return [self._alone(query, count, deadline) for query in queries]
-        except (OSError, HTTPException) as error:
+        except _Lost as error:
             log.warning("the retriever at %s failed: %s", self._url, error)
             return [None] * len(queries)
 
@@ -65,7 +70,7 @@ class RemoteRetriever:
             return None
         try:
             return self._request([query], count)[0]
-        except (_Refused, OSError, HTTPException) as error:
+        except (_Refused, _Lost) as error:
             log.warning("the retriever failed on %r: %s", query, error)
             return None
 
@@ -73,24 +78,37 @@ class RemoteRetriever:
         for attempt in range(_ATTEMPTS - 1):
             try:
                 return self._request(queries, count)
-            except (_Refused, OSError, HTTPException):
+            except (_Refused, _Lost):
                 time.sleep(_FIRST_PAUSE_SECONDS * 2**attempt * _jitter.uniform(0.5, 1.5))
         return self._request(queries, count)
 
     def _request(self, queries: Sequence[str], count: int) -> list[list[str]]:
         question = {"queries": list(queries), "topk": count, "return_scores": True}
-        request = Request(
-            self._url, json.dumps(question).encode(), {"Content-Type": "application/json"}
-        )
         try:
-            with urlopen(request, timeout=self._timeout) as response:
-                answer = json.loads(response.read(_MOST_BYTES))
-        except HTTPError as error:
-            with error:
-                raise _Refused(f"it answered {error.code} {error.reason}") from error
+            answer = json.loads(asyncio.run(self._posted(question)))
+        except TimeoutError:
+            raise _Lost(f"it timed out: no whole answer in {self._timeout:g} s") from None
+        except httpx.HTTPError as error:
+            raise _Lost(str(error) or type(error).__name__) from error
         except ValueError as error:
             raise _Refused(f"its answer is no JSON: {error}") from error
         return _passages(answer, len(queries), count)
+
+    async def _posted(self, question: Mapping[str, Any]) -> bytes:
+        """One deadline for all of it: who drips bytes is given up like who says nothing."""
+        async with (
+            asyncio.timeout(self._timeout),
+            httpx.AsyncClient(timeout=None, verify=self._tls) as client,
+            client.stream("POST", self._url, json=question) as response,
+        ):
+            if response.status_code != 200:
+                raise _Refused(f"it answered {response.status_code} {response.reason_phrase}")
+            body = bytearray()
+            async for part in response.aiter_bytes():
+                body += part
+                if len(body) > _MOST_BYTES:
+                    raise _Refused(f"its answer is longer than {_MOST_BYTES >> 20} MiB")
+            return bytes(body)
 
 
 def _passages(answer: Any, queries: int, count: int) -> list[list[str]]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from clients.environment_config import SearchConfig
+from protos.errors import InvalidInput
 from student_trainer.environments.local_retriever import LocalRetriever
-from student_trainer.environments.remote_retriever import RemoteRetriever
 
 
 class Retriever(Protocol):
@@ -20,12 +20,20 @@ class Retriever(Protocol):
 
 
 def make_retriever(config: SearchConfig) -> Retriever:
-    """Raises InvalidInput for a corpus that cannot be read, Unavailable for a server that does not
-    answer as one.
+    """Raises InvalidInput for a corpus that cannot be read, or where a package is not installed,
+    Unavailable for a server that does not answer as one.
     """
-    if config.remote:
-        return RemoteRetriever(config.retriever, timeout_seconds=config.timeout_seconds)
-    return LocalRetriever(config.retriever)
+    if not config.remote:
+        return LocalRetriever(config.retriever)
+    try:
+        from student_trainer.environments.remote_retriever import RemoteRetriever
+    except ImportError:
+        raise InvalidInput(
+            "a retrieval server needs the package httpx, which is not installed",
+            field="environment.retriever",
+            hint="pip install 'distill-service[rl]'",
+        ) from None
+    return RemoteRetriever(config.retriever, timeout_seconds=config.timeout_seconds)
 
 
 def as_text(passages: Sequence[str]) -> str:
