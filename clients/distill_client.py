@@ -220,13 +220,15 @@ class DistillClient:
         *,
         again: bool = True,
     ) -> _Answer:
-        """A unary call within the timeout; `again`: once more if the server was not there."""
+        """A unary call within the timeout; `again`: once more if the server was not there (what
+        names a field is its answer: the teacher of a job was not there).
+        """
         deadline = time.monotonic() + self._timeout
         try:
             return method(request, timeout=self._timeout)
         except grpc.RpcError as error:
             fault = fault_of(error, self._server)
-            if not again or not isinstance(fault, Unavailable):
+            if not again or not isinstance(fault, Unavailable) or fault.field:
                 raise fault from error
         patience = max(0.001, min(_RESTART_SECONDS, deadline - time.monotonic()))
         try:

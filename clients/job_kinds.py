@@ -12,7 +12,8 @@ from clients.config import JobConfig, TrainingJob
 from clients.offline_config import OfflineJob
 from clients.rl_config import RLJob
 
-AnyJob: TypeAlias = JobConfig | OfflineJob | RLJob | CaptureJob
+AnyTraining: TypeAlias = JobConfig | OfflineJob | RLJob
+AnyJob: TypeAlias = AnyTraining | CaptureJob
 Kind: TypeAlias = type[JobConfig] | type[OfflineJob] | type[RLJob] | type[CaptureJob]
 KINDS: Mapping[str, Kind] = {
     "on_policy": JobConfig,

@@ -93,6 +93,7 @@ def serve(
 ) -> None:
     """Accept distillation jobs, run them, and tell how they fare."""
     from distill_server.machine import Machine, visible_gpus
+    from distill_server.preflight import JobPreflight
     from distill_server.runner import LocalRunner
     from distill_server.scheduler import Policy
     from distill_server.server import run_server
@@ -119,6 +120,7 @@ def serve(
                 endpoint=endpoint,
                 runner=LocalRunner(),
                 policy=Policy(machine, most_queued, retries, backoff),
+                preflight=JobPreflight(),
                 on_ready=lambda bound: print(
                     f"server listening on {endpoint.address(bound)}", flush=True
                 ),

@@ -15,6 +15,7 @@ from clients.run_directory import Control, RunDirectory
 from clients.run_id import run_ids
 from distill_server.job_file import parse_config
 from distill_server.machine import ONE_JOB, Machine
+from distill_server.preflight import Preflight, unchecked
 from distill_server.store import Attempt, Change, Store
 from protos.errors import InvalidInput, Overloaded, Unavailable, WrongState
 from protos.failpoints import failpoint
@@ -34,41 +35,37 @@ class JobControl:
         wake: Callable[[], None],
         machine: Machine = ONE_JOB,
         most_queued: int = 10_000,
+        preflight: Preflight = unchecked,
     ) -> None:
+        """`preflight`: what submits and resumes wait for before they change anything."""
         self._store = store
         self._runs = runs
         self._wake = wake
         self._machine = machine
         self._most_queued = most_queued
+        self._preflight = preflight
+
+    async def submit_checked(self, config_json: str, config_text: str, idempotency_key: str) -> Job:
+        """`submit`, once the preflight has found nothing wrong; a known key needs none."""
+        config = self._read(config_json, config_text, idempotency_key)
+        if known := self._known(config, idempotency_key):
+            return known
+        self._require_place(config)
+        await self._preflight(config, self._runs)
+        # Somebody may have used the key meanwhile, or taken the last place.
+        return self._known(config, idempotency_key) or self._queue(
+            config, config_text, idempotency_key
+        )
 
     def submit(self, config_json: str, config_text: str, idempotency_key: str) -> Job:
         """Queue a job; the same key returns the same job.
 
         Raises InvalidInput with the field, Overloaded when the queue is full.
         """
-        for field, text in (("config_json", config_json), ("config_text", config_text)):
-            if len(text) > _TEXT_CHARS:
-                raise InvalidInput(f"longer than {_TEXT_CHARS} characters", field=field)
-        config = parse_config(config_json)
-        resolved = config.model_dump_json()
-        if len(idempotency_key) > _KEY_CHARS:
-            raise InvalidInput(f"longer than {_KEY_CHARS} characters", field="idempotency_key")
-        if idempotency_key and (known := self._store.submitted(idempotency_key, resolved)):
-            return known
-        self._machine.require_room(config)
-        self._require_place()
-        job_id = self._new_id(config.method.type, config.name)
-        try:
-            # The directory first: a job that was acknowledged always has one.
-            self._make_run(job_id, config, config_text)
-            failpoint("run-made")
-            job = self._store.add(job_id, config, idempotency_key)
-        except Exception:
-            shutil.rmtree(self._runs / job_id, ignore_errors=True)
-            raise
-        failpoint("job-stored")
-        self._wake()
-        return job
+        config = self._read(config_json, config_text, idempotency_key)
+        return self._known(config, idempotency_key) or self._queue(
+            config, config_text, idempotency_key
+        )
 
     def cancel(self, text: str, *, now: bool) -> Job:
         """Stop a job, after a last checkpoint unless `now`. Repeating it is harmless."""
@@ -93,8 +90,57 @@ class JobControl:
         self._wake()
         return job
 
+    async def resume_checked(self, text: str, *, max_steps: int, from_step: int) -> Job:
+        """`resume`, once the preflight has found nothing wrong."""
+        job, config = self._resumable(text, max_steps, from_step)
+        await self._preflight(config or parse_config(job.config_json), self._runs / job.id)
+        return self.resume(text, max_steps=max_steps, from_step=from_step)
+
     def resume(self, text: str, *, max_steps: int, from_step: int) -> Job:
         """A further attempt of a job that ended; 0 means: as before, and the newest checkpoint."""
+        job, config = self._resumable(text, max_steps, from_step)
+        resumed = self._store.queue_again(
+            job.id,
+            Attempt(job.attempt + 1, from_step=from_step or None),
+            Change(JobState.QUEUED, reason="", phase=""),
+            last=True,
+            config=config,
+        )
+        failpoint("resume-stored")
+        self._wake()
+        return resumed
+
+    def _read(self, config_json: str, config_text: str, idempotency_key: str) -> AnyJob:
+        for field, text in (("config_json", config_json), ("config_text", config_text)):
+            if len(text) > _TEXT_CHARS:
+                raise InvalidInput(f"longer than {_TEXT_CHARS} characters", field=field)
+        config = parse_config(config_json)
+        if len(idempotency_key) > _KEY_CHARS:
+            raise InvalidInput(f"longer than {_KEY_CHARS} characters", field="idempotency_key")
+        return config
+
+    def _known(self, config: AnyJob, idempotency_key: str) -> Job | None:
+        if not idempotency_key:
+            return None
+        return self._store.submitted(idempotency_key, config.model_dump_json())
+
+    def _queue(self, config: AnyJob, config_text: str, idempotency_key: str) -> Job:
+        self._require_place(config)
+        job_id = self._new_id(config.method.type, config.name)
+        try:
+            # The directory first: a job that was acknowledged always has one.
+            self._make_run(job_id, config, config_text)
+            failpoint("run-made")
+            job = self._store.add(job_id, config, idempotency_key)
+        except Exception:
+            shutil.rmtree(self._runs / job_id, ignore_errors=True)
+            raise
+        failpoint("job-stored")
+        self._wake()
+        return job
+
+    def _resumable(self, text: str, max_steps: int, from_step: int) -> tuple[Job, AnyJob | None]:
+        """The job, and what it is to be from now on, if it changes."""
         job = self._store.resolve(text)
         if job.state not in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED):
             raise WrongState(
@@ -112,18 +158,12 @@ class JobControl:
         if from_step:
             checkpoint_root(job, run, from_step)
         self._require_place()
-        resumed = self._store.queue_again(
-            job.id,
-            Attempt(job.attempt + 1, from_step=from_step or None),
-            Change(JobState.QUEUED, reason="", phase=""),
-            last=True,
-            config=config,
-        )
-        failpoint("resume-stored")
-        self._wake()
-        return resumed
+        return job, config
 
-    def _require_place(self) -> None:
+    def _require_place(self, config: AnyJob | None = None) -> None:
+        """For one job more; of a new one, for `config` on this machine."""
+        if config is not None:
+            self._machine.require_room(config)
         if self._store.queue_length() >= self._most_queued:
             raise Overloaded(
                 f"{self._most_queued} jobs are queued, and the server takes no more",

@@ -14,6 +14,7 @@ from distill_server.attempts import Runner
 from distill_server.bells import Bells
 from distill_server.control import JobControl
 from distill_server.database import open_database
+from distill_server.preflight import Preflight
 from distill_server.scheduler import Policy, Scheduler
 from distill_server.service import SERVICE, DistillService
 from distill_server.store import Store
@@ -34,6 +35,7 @@ async def run_server(
     endpoint: Endpoint,
     runner: Runner,
     policy: Policy,
+    preflight: Preflight,
     on_ready: Callable[[int], None],
     dashboard: Dashboard | None = None,
     database: Path | None = None,
@@ -48,7 +50,9 @@ async def run_server(
     with open_database(database or runs / "server.sqlite") as connection:
         store = Store(connection, on_change=bells.ring)
         scheduler = Scheduler(store, runs, runner, policy)
-        control = JobControl(store, runs, scheduler.wake, policy.machine, policy.most_queued)
+        control = JobControl(
+            store, runs, scheduler.wake, policy.machine, policy.most_queued, preflight
+        )
         streams = Streams(store, runs, bells)
         service = DistillService(store, runs, control, streams)
         tasks: list[asyncio.Task[None]] = []

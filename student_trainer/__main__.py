@@ -13,25 +13,19 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from clients.capture_config import CaptureJob
-from clients.config import JobConfig
+from clients.job_kinds import AnyTraining
 from clients.offline_config import OfflineJob
+from clients.preflight import check_here
 from clients.rl_config import RLJob
 from clients.run_directory import RunDirectory, Verdict
 from clients.run_progress import Progress, run_to_verdict
+from clients.teacher_checks import check_length, check_teachers
 from protos.errors import WrongState
-from student_trainer.connections import AnyTraining, connect
+from student_trainer.connections import connect
 from student_trainer.launcher import end_with_launcher, is_main_process
-from student_trainer.preflight import (
-    check_data,
-    check_hub,
-    check_live_teacher,
-    check_processes,
-    check_student,
-    check_teacher,
-)
+from student_trainer.preflight import check_hub
 from student_trainer.rewards import Rewards, make_rewards
 from student_trainer.stores import open_stores
-from student_trainer.trackers import check_trackers
 
 
 def main() -> int:
@@ -83,23 +77,15 @@ def _attempt(
 ) -> Verdict:
     """From what is cheap to check to the verdict."""
     progress.say("preflight", 0)
-    if config.data is not None:
-        check_data(config.data)
-    check_student(config.student)
-    check_processes(config)
-    check_trackers(config.track)
+    check_here(config, run.path)
     stores = open_stores(config) if isinstance(config, OfflineJob) else None
     check_hub(config)
     with connect(config) as teachers:
-        for teacher in teachers.values():
-            match config:
-                case JobConfig():
-                    check_teacher(teacher, config, config.teacher.top_k, "teacher.top_k")
-                case RLJob():
-                    check_teacher(teacher, config, config.method.top_k, "method.top_k")
-                case OfflineJob():
-                    assert stores is not None
-                    check_live_teacher(teacher, config, stores.training)
+        check_teachers(config, {name: teacher.info for name, teacher in teachers.items()})
+        if stores is not None:
+            longest = stores.training.longest + config.method.max_new_tokens
+            for teacher in teachers.values():
+                check_length(longest, teacher.label, teacher.info.max_length)
         with _rewards(config) as rewards:
             from student_trainer.assembly import assemble
 

@@ -12,13 +12,15 @@ from accelerate import Accelerator
 from transformers.utils.logging import disable_progress_bar
 
 from clients.config import JobConfig, StudentConfig
+from clients.job_kinds import AnyTraining
 from clients.offline_config import OfflineJob
 from clients.rl_config import RLJob
 from clients.run_directory import RunDirectory
 from clients.run_progress import Progress
+from clients.teacher_checks import check_length
 from protos.errors import DistillError, InvalidInput
 from student_trainer import checkpoint
-from student_trainer.connections import AnyTraining, Connection
+from student_trainer.connections import Connection
 from student_trainer.courses import (
     Course,
     load_examined,
@@ -30,7 +32,6 @@ from student_trainer.metrics import open_metrics
 from student_trainer.model import Student, load_config, load_model, load_tokenizer, vocabulary
 from student_trainer.parallel import Replicated, Sharded, spread
 from student_trainer.preflight import (
-    check_length,
     check_stored_length,
     check_stored_vocabulary,
     check_top_k,

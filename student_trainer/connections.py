@@ -6,12 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from clients.config import JobConfig
-from clients.offline_config import OfflineJob
-from clients.rl_config import RLJob
+from clients.job_kinds import AnyTraining
+from clients.teacher_checks import field_of, label_of, services_of
 from clients.teacher_client import TeacherClient, TeacherInfo
 
-AnyTraining = JobConfig | OfflineJob | RLJob
 _MIB = 1 << 20
 
 
@@ -27,7 +25,7 @@ class Connection:
 @contextmanager
 def connect(config: AnyTraining) -> Iterator[Mapping[str, Connection]]:
     """Every teacher of the job by its name; raises Unavailable for one that does not answer."""
-    addresses = config.teacher_addresses
+    addresses = services_of(config)
     if config.teacher is None:
         yield {}
         return
@@ -38,12 +36,12 @@ def connect(config: AnyTraining) -> Iterator[Mapping[str, Connection]]:
                     address,
                     patience_seconds=config.teacher.patience_seconds,
                     max_prefetch_bytes=config.teacher.prefetch_mib * _MIB // len(addresses),
-                    field=f"teachers.{name}" if name else "teacher.address",
+                    field=field_of(name),
                 )
             )
             for name, address in addresses.items()
         }
         yield {
-            name: Connection(client, client.info(), f"teacher {name}".strip())
+            name: Connection(client, client.info(), label_of(name))
             for name, client in clients.items()
         }

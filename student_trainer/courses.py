@@ -12,9 +12,10 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 
 from clients.config import DataConfig, JobConfig
+from clients.job_kinds import AnyTraining
 from clients.offline_config import OfflineJob
 from student_trainer.anchor import Anchor
-from student_trainer.connections import AnyTraining, Connection
+from student_trainer.connections import Connection
 from student_trainer.distillation import Objective
 from student_trainer.evaluate import Evaluation, Examination
 from student_trainer.on_policy import Answers, OnPolicySteps

@@ -6,13 +6,9 @@ which the training never waits for, and the first thing that it raises is told a
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
-import netrc
-import os
 import threading
-import urllib.parse
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any
@@ -20,14 +16,12 @@ from typing import Any
 from clients.config import TrackConfig
 from clients.metrics_log import Tracker
 from clients.run_directory import RunDirectory
-from protos.errors import InvalidInput
 
 log = logging.getLogger(__name__)
 
 # What a tracker gets to send its last numbers before the trainer ends without it.
 SECONDS_TO_CLOSE = 30.0
 _SECONDS_TO_START = 30.0
-_WANDB = "https://api.wandb.ai"
 
 
 class Apart:
@@ -142,32 +136,3 @@ def start_trackers(track: TrackConfig, run: RunDirectory, last_step: int | None)
     if trackio is not None:
         found.append(Apart("trackio", lambda: Trackio(run, trackio.project)))
     return found
-
-
-def check_trackers(track: TrackConfig) -> None:
-    """Refuse a tracker that is not installed, and W&B without a key. Imports none of them."""
-    for name in ("wandb", "trackio"):
-        if getattr(track, name) is not None and importlib.util.find_spec(name) is None:
-            raise InvalidInput(
-                f"{name} is not installed",
-                field=f"track.{name}",
-                hint="pip install 'distill-service[track]', or leave the table out",
-            )
-    if track.wandb is not None and not _wandb_may_start(os.environ):
-        raise InvalidInput(
-            "there is no key of Weights & Biases",
-            field="track.wandb",
-            hint="set WANDB_API_KEY, or run `wandb login`, or set WANDB_MODE=offline",
-        )
-
-
-def _wandb_may_start(environment: Mapping[str, str]) -> bool:
-    if environment.get("WANDB_MODE") in ("offline", "dryrun", "disabled"):
-        return True
-    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urllib.parse.urlsplit(environment.get("WANDB_BASE_URL", _WANDB)).netloc
-    try:
-        return netrc.netrc(environment.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False

@@ -84,12 +84,13 @@ def _made_by(run: RunDirectory) -> dict[str, Path]:
 
 def _made(job: str, chosen: list[str], runs: Path) -> RunDirectory:
     from clients.config_file import load_job, localized
+    from clients.preflight import check_files
     from clients.run_directory import RunDirectory
     from clients.run_id import run_ids
 
     file = load_job(job, chosen)
     config = _stored_absolute(localized(judged_beside(file.path, file.config)))
-    require_files(config)
+    check_files(config)
     for name in run_ids(config.method.type, config.name):
         with suppress(FileExistsError):
             return RunDirectory.create(runs / name, config, file.text, file.path.suffix.lower())
@@ -153,20 +154,6 @@ def _new_attempt(run: RunDirectory, status: Status | None) -> int:
     attempt = max([*made, status.attempt if status else 0]) + 1
     run.logs(attempt).mkdir(parents=True)
     return attempt
-
-
-def require_files(config: AnyJob) -> None:
-    """What is a path by its looks must exist; the rest may be hub ids. Raises InvalidInput."""
-    from clients.config_file import named_files
-
-    for key, name in named_files(config):
-        data_file = name.endswith((".jsonl", ".parquet", ".py"))
-        # A hub id has one slash at most.
-        of_a_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
-        looks_local = of_a_path or data_file
-        if looks_local and not Path(name).exists():
-            hint = "relative paths start at the current directory"
-            raise InvalidInput(f"no such file: {name}", field=key, hint=hint)
 
 
 def _refused(status: Status) -> bool:

@@ -124,7 +124,7 @@ class Pages:
 
     async def resume(self, request: Request) -> Response:
         wish = await _wish(request, _Resume)
-        job = self.control.resume(
+        job = await self.control.resume_checked(
             request.path_params["job"], max_steps=wish.max_steps, from_step=wish.from_step
         )
         return JSONResponse(job_record(job))

@@ -12,9 +12,10 @@ from clients.capture_config import CaptureJob
 from clients.config_file import named_files
 from clients.hub import use_caches_if_away
 from clients.metrics_log import MetricsLog
-from clients.records import FILE_SUFFIXES
+from clients.preflight import check_here
 from clients.run_directory import RunDirectory, Verdict
 from clients.run_progress import Progress
+from clients.teacher_checks import check_capture
 from clients.teacher_client import TeacherClient
 from protos.errors import InvalidInput
 from teacher_service.capture.facts import facts_of
@@ -34,11 +35,12 @@ MakeSource = Callable[[Plan], RowSource]
 def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int) -> Verdict:
     """Raises DistillError for what cannot be captured, also where a disk takes no more."""
     progress.say("preflight", 0)
-    _check_data(job)
+    check_here(job, run.path)
+    _check_hub(job)
     tokenizer = _load_tokenizer(job)
     ask = Ask.of(job)
     with _teacher(job, ask) as (teacher, make_source):
-        teacher.require_able(job)
+        check_capture(teacher, job)
         teacher.require_same_tokens(tokenizer)
         progress.say("reading data", 0)
         reader = SequenceReader(job.data, tokenizer, job.method.max_tokens)
@@ -60,10 +62,7 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
                 return fill(writer, make_source(plan), plan, missing, recorder, ask.encode)
 
 
-def _check_data(job: CaptureJob) -> None:
-    path = Path(job.data.path)
-    if job.data.path.endswith(FILE_SUFFIXES) and not path.is_file():
-        raise InvalidInput(f"no such file: {path}", field="data.path", hint="check the path")
+def _check_hub(job: CaptureJob) -> None:
     if not all(Path(name).exists() for key, name in named_files(job) if key != "teacher.model"):
         use_caches_if_away()
 

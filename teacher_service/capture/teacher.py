@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from clients.capture_config import CaptureJob, CaptureTeacher
+from clients.capture_config import CaptureTeacher
 from clients.score_query import MAX_TAIL_SAMPLES, tokenizer_fingerprint
 from clients.teacher_client import TeacherClient
 from clients.token_ids import first_difference, tokens_of
@@ -62,29 +62,6 @@ class TeacherFacts:
             True,  # the batches are the same ones each time
             lambda: info.vocabulary,
         )
-
-    def require_able(self, job: CaptureJob) -> None:
-        """Raises InvalidInput for a k, a length or a number of samples that it does not do."""
-        if job.teacher.top_k > self.max_top_k:
-            raise InvalidInput(
-                f"{job.teacher.top_k} is more than this teacher gives ({self.max_top_k})",
-                field="teacher.top_k",
-                hint=f"lower it to {self.max_top_k}",
-            )
-        if job.method.tail_samples > self.max_tail_samples:
-            raise InvalidInput(
-                f"{job.method.tail_samples} is more than this teacher draws"
-                f" ({self.max_tail_samples})",
-                field="method.tail_samples",
-                hint=f"lower it to {self.max_tail_samples}",
-            )
-        if job.method.max_tokens > self.max_length:
-            raise InvalidInput(
-                f"the teacher takes sequences of {self.max_length} tokens, not of"
-                f" {job.method.max_tokens}",
-                field="method.max_tokens",
-                hint=f"lower it to {self.max_length}",
-            )
 
     def require_same_tokens(self, tokenizer: Any) -> None:
         """Raises WrongState with the first id that means two things."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from clients.cli.run import require_files
 from clients.config_file import load_job
+from clients.preflight import check_files
 from clients.rl_config import RLJob
 from protos.errors import InvalidInput
 
@@ -157,11 +157,11 @@ def test_files_are_looked_for_and_servers_are_not(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").touch()
     text = JOB.replace("d.jsonl", str(tmp_path / "d.jsonl"))
     served = "environment.retriever=http://127.0.0.1:1/retrieve"
-    require_files(loaded(tmp_path, text, served))
+    check_files(loaded(tmp_path, text, served))
     for override, field in (
         ("environment.retriever=passages.jsonl", "environment.retriever"),
         ("data.path=e.jsonl", "data.path"),
     ):
         with pytest.raises(InvalidInput, match="no such file") as caught:
-            require_files(loaded(tmp_path, text, override))
+            check_files(loaded(tmp_path, text, override))
         assert caught.value.field == field

@@ -13,6 +13,7 @@ from pathlib import Path
 from distill_server.dashboard import listen
 from distill_server.dashboard.serve import Dashboard
 from distill_server.machine import Machine
+from distill_server.preflight import unchecked
 from distill_server.runner import LocalRunner
 from distill_server.scheduler import Policy
 from distill_server.server import run_server
@@ -30,6 +31,7 @@ def main() -> None:
             endpoint=Endpoint(tokens=read_tokens(None)),
             runner=LocalRunner(command=command),
             policy=Policy(Machine(slots=4), retries=1, **POLICY),
+            preflight=unchecked,
             on_ready=lambda bound: print(bound, flush=True),
             dashboard=Dashboard(int(sys.argv[3]), on_ready=lambda url: print(url, flush=True)),
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from distill_server.dashboard.serve import Dashboard
+from distill_server.preflight import unchecked
 from distill_server.runner import LocalRunner
 from distill_server.scheduler import Policy
 from distill_server.server import run_server
@@ -179,6 +180,7 @@ async def serve_once(runs: Path, endpoint: Endpoint, port: int) -> None:
         endpoint=endpoint,
         runner=LocalRunner(),
         policy=Policy(),
+        preflight=unchecked,
         on_ready=lambda bound: pytest.fail("it serves"),
         dashboard=Dashboard(port),
     )

@@ -12,12 +12,13 @@ import pytest
 
 from clients import run_progress as progress_module
 from clients.config import TrainConfig
+from clients.preflight import check_processes, check_student
 from clients.run_directory import Control, RunDirectory
 from clients.run_progress import Progress
 from clients.token_ids import first_difference
 from protos.errors import InvalidInput
 from student_trainer.answers import exact_match
-from student_trainer.preflight import check_hub, check_processes, check_student
+from student_trainer.preflight import check_hub
 from student_trainer.trainer import learning_rate
 from tests.trainer import tiny
 

@@ -18,9 +18,10 @@ import pytest
 from clients.config import TrackConfig, TrackerConfig
 from clients.metrics_log import MetricsLog
 from clients.run_directory import RunDirectory
+from clients.tracker_checks import check_trackers
 from protos.errors import InvalidInput
 from student_trainer import trackers
-from student_trainer.trackers import Apart, check_trackers
+from student_trainer.trackers import Apart
 from tests.trainer import tiny
 
 NAME = "on-policy-x-7f3a"

@@ -1,0 +1,115 @@
+"""What a job's program would refuse at its start, asked before the job is queued."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+from clients.config import TrainingJob
+from clients.job_kinds import AnyJob
+from clients.preflight import check_here
+from clients.teacher_checks import check_teachers, field_of, label_of, services_of
+from clients.teacher_client import TeacherClient, TeacherInfo
+from protos.errors import Forbidden, Unauthenticated, WrongState
+
+log = logging.getLogger(__name__)
+
+# Raises a DistillError. The path: of the run directory, or what it will be made in.
+Preflight: TypeAlias = Callable[[AnyJob, Path], Awaitable[None]]
+
+# A teacher has 5 s to answer, a caller waits 10 s for us.
+_MOST_SECONDS = 8.0
+# So many submits a second must not be as many questions to a teacher.
+_FRESH_SECONDS = 3.0
+_THREADS = 16
+_REMEDY = "name one that the machine of the distill server has"
+
+_T = TypeVar("_T")
+
+
+async def unchecked(config: AnyJob, run: Path) -> None:
+    """For trainers that are none: whatever they are given is right."""
+
+
+class JobPreflight:
+    """Looks at files in threads of its own, and asks each teacher once for all who submit."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, "preflight")
+        # By addresses and the job's key for them: who asks, and when it began.
+        self._asked: dict[tuple[tuple[str, ...], str], tuple[asyncio.Task[TeacherInfo], float]] = {}
+
+    async def __call__(self, config: AnyJob, run: Path) -> None:
+        """Refuse a job that cannot run, as its program would. What a hanging disk does not tell in
+        time is left to that program.
+        """
+        try:
+            async with asyncio.timeout(_MOST_SECONDS):
+                await self._apart(lambda: check_here(config, run, hint=_REMEDY))
+                names = services_of(config)
+                asked = (self._info(names[name], field_of(name)) for name in names)
+                infos = dict(zip(names, await asyncio.gather(*asked), strict=True))
+                await self._apart(lambda: _hold_against(config, infos))
+        except TimeoutError:
+            log.warning("a job was not looked at within %g s: its start will tell", _MOST_SECONDS)
+
+    async def _info(self, addresses: str | list[str], field: str) -> TeacherInfo:
+        key = (tuple([addresses] if isinstance(addresses, str) else addresses), field)
+        task, began = self._asked.get(key, (None, 0.0))
+        now = time.monotonic()
+        if task is None or (task.done() and (now - began > _FRESH_SECONDS or task.exception())):
+            task = asyncio.create_task(self._apart(lambda: _ask(addresses, field)))
+            task.add_done_callback(lambda done: done.exception())  # perhaps nobody waits any more
+            fresh = {k: v for k, v in self._asked.items() if now - v[1] <= _FRESH_SECONDS}
+            self._asked = {**fresh, key: (task, now)}
+        # Others wait for it too, whoever gives up.
+        return await asyncio.shield(task)
+
+    async def _apart(self, look: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, look)
+
+
+def _ask(addresses: str | list[str], field: str) -> TeacherInfo:
+    with TeacherClient(addresses, field=field) as client:
+        try:
+            return client.info()
+        except (Unauthenticated, Forbidden) as error:
+            # The caller's own token is another one, and is good.
+            raise WrongState(
+                f"the teacher at {addresses} does not take the token of the distill server",
+                field=field,
+                hint="start the server with the teacher's $DISTILL_TEACHER_TOKEN",
+            ) from error
+
+
+def _hold_against(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
+    check_teachers(config, infos)
+    if not isinstance(config, TrainingJob):
+        return
+    width = _width(Path(config.student.model))
+    for name, info in infos.items():
+        if width is not None and width != info.vocab_size:
+            # Which token is the first to differ needs a tokenizer: the trainer would name it.
+            raise WrongState(
+                f"the student has logits for {width} ids, the {label_of(name)} for"
+                f" {info.vocab_size}",
+                field="student.model",
+                hint=f"give a student with the {label_of(name)}'s tokenizer, or pad or trim its"
+                " embeddings to the teacher's size",
+            )
+
+
+def _width(model: Path) -> int | None:
+    """Of a student directory's logits; None where its config does not say."""
+    try:
+        config = json.loads((model / "config.json").read_bytes())
+        width = config.get("text_config", config)["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return width if isinstance(width, int) else None
