@@ -21,6 +21,7 @@ from clients.cli.listen_options import (
 from protos.errors import DistillError
 
 if TYPE_CHECKING:
+    from distill_server.attempts import Runner
     from distill_server.dashboard.serve import Dashboard
     from protos.tls import TlsFiles
 
@@ -58,6 +59,14 @@ DatabaseOption = Annotated[
         help="The job database; RUNS/server.sqlite without it. Never on a network file system.",
     ),
 ]
+RayOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Run the jobs on the Ray cluster with this dashboard, http://HOST:8265; --gpus and"
+        " --cpus are what they may hold of it together.",
+    ),
+]
 DashboardPortOption = Annotated[
     int | None,
     typer.Option(
@@ -90,11 +99,11 @@ def serve(
     backoff: BackoffOption = 10.0,
     dashboard: DashboardPortOption = None,
     database: DatabaseOption = None,
+    ray: RayOption = None,
 ) -> None:
     """Accept distillation jobs, run them, and tell how they fare."""
-    from distill_server.machine import Machine, visible_gpus
+    from distill_server.machine import Machine, gpus_of_cluster, visible_gpus
     from distill_server.preflight import JobPreflight
-    from distill_server.runner import LocalRunner
     from distill_server.scheduler import Policy
     from distill_server.server import run_server
     from protos.server import read_endpoint
@@ -102,14 +111,15 @@ def serve(
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     jobs = slots or gpus or 1
-    share = max(1, (cpus or (os.cpu_count() or 1) // 2) // jobs)
+    here = (os.cpu_count() or 1) // 2 if ray is None else 0
+    share = max(1, (cpus or here) // jobs)
     tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
     try:
         machine = Machine(
             slots=jobs,
             cpus_per_job=threads_per_job or share,
             cpus=cpus,
-            gpus=None if gpus is None else visible_gpus(gpus),
+            gpus=None if gpus is None else gpus_of_cluster(gpus) if ray else visible_gpus(gpus),
         )
         endpoint = read_endpoint(host, port, token_file, tls, insecure=insecure)
         asyncio.run(
@@ -118,7 +128,7 @@ def serve(
                 database=database,
                 dashboard=None if dashboard is None else _dashboard(dashboard, tls),
                 endpoint=endpoint,
-                runner=LocalRunner(),
+                runner=_runner(ray),
                 policy=Policy(machine, most_queued, retries, backoff),
                 preflight=JobPreflight(),
                 on_ready=lambda bound: print(
@@ -129,6 +139,19 @@ def serve(
     except (DistillError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+def _runner(ray: str | None) -> Runner:
+    if ray is None:
+        from distill_server.runner import LocalRunner
+
+        return LocalRunner()
+    # Ray is imported only where it is wanted.
+    from distill_server.ray_cluster import RayCluster
+    from distill_server.ray_jobs import RayJobs
+    from distill_server.ray_runner import RayRunner
+
+    return RayRunner(RayCluster(RayJobs(ray)))
 
 
 def _dashboard(port: int, tls: TlsFiles) -> Dashboard:

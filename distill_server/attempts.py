@@ -9,6 +9,9 @@ from typing import Protocol
 from clients.run_directory import RunDirectory
 from distill_server.machine import Share
 
+# From SIGTERM to SIGKILL. The trainer was asked politely long before, through control.json.
+KILL_GRACE_SECONDS = 5.0
+
 
 @dataclass(frozen=True)
 class Running:

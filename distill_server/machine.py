@@ -87,3 +87,8 @@ def visible_gpus(count: int) -> tuple[str, ...]:
             hint="give fewer, or change the variable",
         )
     return tuple(names[:count])
+
+
+def gpus_of_cluster(count: int) -> tuple[str, ...]:
+    """So many GPUs to count by; the cluster says which they are."""
+    return tuple(str(number) for number in range(count))

@@ -17,14 +17,19 @@ from clients.fence import VARIABLE as FENCE
 from clients.fence import raise_fence
 from clients.launch import trainer_command
 from clients.run_directory import RunDirectory
-from distill_server.attempts import CommandFactory, Exited, Lost, Outcome, Running
+from distill_server.attempts import (
+    KILL_GRACE_SECONDS,
+    CommandFactory,
+    Exited,
+    Lost,
+    Outcome,
+    Running,
+)
 from distill_server.machine import Share
 from distill_server.process import boot_id, claim, identity_of, kill_family, send_signal
 from distill_server.shim_files import Card, card_of, exit_code_of
 from distill_server.trainer_environment import trainer_environment
 
-# From SIGTERM to SIGKILL. The trainer was asked politely long before, through control.json.
-_KILL_GRACE_SECONDS = 5.0
 # From the shim's claim to its shim.json: milliseconds, but the machine may be very busy.
 _START_SECONDS = 30.0
 
@@ -54,7 +59,7 @@ class LocalRunner:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._started.add(log.parent)
         argv = self._command(run.path, attempt=attempt, processes=processes, from_step=from_step)
-        shim = [sys.executable, "-m", "distill_server.shim", str(log), str(_KILL_GRACE_SECONDS)]
+        shim = [sys.executable, "-m", "distill_server.shim", str(log), str(KILL_GRACE_SECONDS)]
         with log.open("ab") as output:
             self._children[log.parent] = subprocess.Popen(
                 [*shim, "--", *argv],

@@ -3,69 +3,28 @@
 from __future__ import annotations
 
 import os
-import shutil
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from clients.launch import trainer_command
 from clients.run_directory import RunDirectory
 from protos.errors import ExitCode
 from tests.capture.material import digests, job
+from tests.ray_cluster import Cluster
 
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
 
-class Cluster:
-    """A Ray of three CPUs: one more than two engines take."""
-
-    def __init__(self, log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.address = f"127.0.0.1:{port}"
-        # Short: sockets live there, whose names have a limit.
-        self._place = Path(f"/tmp/ray-{os.getpid()}")
-        options = [f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={self._place}"]
-        quiet = ["--include-dashboard=false", "--disable-usage-stats"]
-        ray = str(Path(sys.executable).with_name("ray"))
-        with log.open("w") as output:
-            self._head = subprocess.Popen(
-                [ray, "start", "--head", "--block", "--num-cpus=3", *options, *quiet],
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        deadline = time.monotonic() + 60
-        while "Ray runtime started" not in log.read_text():
-            assert self._head.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-
-    def engines(self) -> list[psutil.Process]:
-        return [one for one in self._processes() if "FileScorer" in " ".join(one.cmdline())]
-
-    def close(self) -> None:
-        for process in [*self._processes(), psutil.Process(self._head.pid)]:
-            process.kill()
-        self._head.wait(20)
-        shutil.rmtree(self._place, ignore_errors=True)
-
-    def _processes(self) -> list[psutil.Process]:
-        return psutil.Process(self._head.pid).children(recursive=True)
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Of three CPUs: one more than two engines take."""
     made = Cluster(tmp_path_factory.mktemp("ray") / "log")
     yield made
-    made.close()
+    made.kill()
 
 
 def start(run: RunDirectory, cluster: Cluster) -> subprocess.Popen[bytes]:
@@ -93,7 +52,7 @@ def test_an_engine_is_killed(
         assert process.poll() is None, run.log_file(1).read_text()
         assert time.monotonic() < deadline, run.log_file(1).read_text()
         time.sleep(0.05)
-    first, _ = cluster.engines()
+    first, _ = cluster.processes("FileScorer")
     first.kill()
     assert len(list(run.store.glob("*.arrow"))) < len(list(whole.glob("*.arrow")))
     assert process.wait(120) == 0, run.log_file(1).read_text()

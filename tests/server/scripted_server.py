@@ -1,7 +1,8 @@
 """The real server with the scripted trainer, and less patience: RUNS HOST PORT SLOTS [OPTIONS].
 
 OPTIONS are JSON: `gpus`, how many to divide; `clock`, "jumps" or "fast": what becomes of time.time;
-`ranks`, a program of which torch's launcher runs two, with the number of the attempt.
+`ranks`, a program of which torch's launcher runs two, with the number of the attempt; `ray`, the
+address of a cluster to run on.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import logging
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from distill_server.attempts import CommandFactory
+from distill_server.attempts import CommandFactory, Runner
 from distill_server.machine import Machine
 from distill_server.preflight import unchecked
 from distill_server.runner import LocalRunner
@@ -55,6 +57,16 @@ def spoil_clock(how: str) -> None:
         time.time = lambda: start + 60 * (wall() - start)
 
 
+def runner_of(options: dict[str, Any]) -> Runner:
+    if "ray" in options:
+        from distill_server.ray_cluster import RayCluster
+        from distill_server.ray_jobs import RayJobs
+        from distill_server.ray_runner import RayRunner
+
+        return RayRunner(RayCluster(RayJobs(options["ray"])), command=command)
+    return LocalRunner(command=launching(options["ranks"]) if "ranks" in options else command)
+
+
 def main() -> int:
     runs, host, port, slots = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     options = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
@@ -66,9 +78,7 @@ def main() -> int:
             run_server(
                 runs,
                 endpoint=Endpoint(host, port),
-                runner=LocalRunner(
-                    command=launching(options["ranks"]) if "ranks" in options else command
-                ),
+                runner=runner_of(options),
                 policy=Policy(Machine(slots=slots, gpus=gpus), retries=1, **POLICY),
                 preflight=unchecked,
                 on_ready=lambda bound: print(f"server listening on {host}:{bound}", flush=True),

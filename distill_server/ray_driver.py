@@ -1,0 +1,149 @@
+"""One attempt at a job on a Ray cluster: what Ray's Jobs API runs for the server.
+
+    python -m distill_server.ray_driver ORDER_FILE
+
+It asks the cluster for a place for every process, as close together as can be, and runs them
+there. One that fails ends all; they end with the driver, however it ends. Then it writes exit.json.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from clients.fence import VARIABLE as FENCE
+from clients.fence import is_fenced
+from clients.run_directory import RunDirectory, Status
+from distill_server.process import claim, write_json
+from distill_server.ray_order import Order, take_order
+from distill_server.ray_places import rank_variables
+from distill_server.ray_predecessors import Predecessors
+from distill_server.ray_rank import Rank
+
+_LOOK_SECONDS = 0.5
+# For the others to end by themselves, and say why, when one has failed.
+_PATIENCE_SECONDS = 5.0
+# What the nodes wrote must be seen by the server before it hears of the end.
+_STORAGE_SECONDS = 1.0
+
+
+def main() -> int:
+    path = Path(sys.argv[1])
+    order = take_order(path)
+    os.environ[FENCE] = order.environment[FENCE]
+    if is_fenced() or not claim(path.parent):
+        return 0  # the server gave the attempt up before it began
+    code = Driver(order, path.parent).run()
+    time.sleep(_STORAGE_SECONDS)
+    write_json(path.parent / "exit.json", {"code": code, "ended_at": time.time()})
+    return code if code >= 0 else 128 - code
+
+
+class Driver:
+    """The processes of one attempt, from the wish to the end. `directory` has its logs."""
+
+    def __init__(self, order: Order, directory: Path) -> None:
+        ray.init(log_to_driver=False)
+        self._order = order
+        self._directory = directory
+        self._run = RunDirectory(order.run)
+        self._terminated = False
+        self._ranks: list[Any] = []
+        signal.signal(signal.SIGTERM, self._on_sigterm)  # after Ray's own
+
+    def run(self) -> int:
+        """The first code that is not 0; minus a signal's number where that was the end."""
+        old = Predecessors(self._directory)
+        bundle = {"CPU": self._order.cpus, "GPU": self._order.gpus}
+        group = placement_group([bundle] * self._order.processes, strategy="PACK")
+        if not (self._comes(old.are_gone) and self._comes(lambda: group.wait(_LOOK_SECONDS))):
+            if not is_fenced():
+                self._run.write_status(Status(self._order.attempt, "cancelled"))
+            return 0
+        running = self._start(group)
+        codes = self._follow(running)
+        failed = next(((rank, code) for rank, code in codes.items() if code), None)
+        if failed and self._order.processes > 1:
+            with self._log(0).open("a") as log:  # nobody else writes there any more
+                log.write(f"process {failed[0]} ended first, with code {failed[1]}\n")
+        return failed[1] if failed else 0
+
+    def _on_sigterm(self, *_: object) -> None:
+        self._terminated = True
+
+    def _comes(self, ready: Callable[[], bool]) -> bool:
+        """Wait until it is ready; False when nobody wants the attempt any more."""
+        while not ready():
+            if self._terminated or is_fenced() or self._run.read_control().stop:
+                return False
+        return True
+
+    def _start(self, group: Any) -> dict[Any, int]:
+        """Ranks by what stands for their codes; those of a node follow each other."""
+        options = {"num_cpus": self._order.cpus, "num_gpus": self._order.gpus}
+        # Two threads: one waits for the process, one may stop it.
+        actor = ray.remote(**options, max_concurrency=2)(Rank)
+        placed = [
+            actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, n)).remote()
+            for n in range(self._order.processes)
+        ]
+        places = ray.get([rank.place.remote() for rank in placed])
+        nodes = [place.node for place in places]
+        by_node = sorted(range(len(places)), key=lambda n: nodes.index(nodes[n]))
+        variables = rank_variables([places[n] for n in by_node])
+        self._ranks = [placed[n] for n in by_node]
+        how = (self._order.arguments, self._order.environment)
+        return {
+            actor.run.remote(
+                self._place(rank), self._log(rank), *how, variables[rank], self._order.folder
+            ): rank
+            for rank, actor in enumerate(self._ranks)
+        }
+
+    def _follow(self, running: dict[Any, int]) -> dict[int, int]:
+        """The codes of all ranks, in the order of their ends."""
+        codes: dict[int, int] = {}
+        kill_at, told = float("inf"), False
+        while running:
+            done, _ = ray.wait(list(running), timeout=_LOOK_SECONDS)
+            for one in done:
+                codes[running.pop(one)] = _code(one)
+            if any(codes.values()):
+                kill_at = min(kill_at, time.monotonic() + _PATIENCE_SECONDS)
+            if self._terminated and not told:
+                told = True
+                self._stop(now=self._run.read_control().stop == "now")
+            if time.monotonic() >= kill_at:
+                self._stop(now=True)
+        return codes
+
+    def _stop(self, *, now: bool) -> None:
+        for rank, actor in enumerate(self._ranks):
+            actor.stop.remote(self._place(rank), now=now)
+
+    def _place(self, rank: int) -> Path:
+        return self._directory / f"rank-{rank}"
+
+    def _log(self, rank: int) -> Path:
+        return self._directory / f"rank-{rank}.log"
+
+
+def _code(done: Any) -> int:
+    try:
+        code: int = ray.get(done)
+    except ray.exceptions.RayError:
+        return -signal.SIGKILL  # the actor, or its node, is gone, and the process with it
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
