@@ -61,8 +61,11 @@ class TeacherClient:
         max_in_flight: int = MAX_IN_FLIGHT,
         max_prefetch_bytes: int = MAX_PREFETCH_BYTES,
         field: str = "teacher.address",
+        scope: str = "",
     ) -> None:
-        """`max_in_flight`: requests on one stream; `field`: what faults name."""
+        """`max_in_flight`: requests on one stream; `field`: what faults name; `scope`: ask with a
+        token that is derived for it, as `open_channel` tells.
+        """
         addresses = [address] if isinstance(address, str) else [*address]
         several = len(addresses) > 1
         self._name = f"{'teachers' if several else 'teacher'} at {', '.join(addresses)}"
@@ -71,7 +74,7 @@ class TeacherClient:
         self._window = ScoreWindow(max_in_flight, max_prefetch_bytes)
         self._identity = SharedIdentity(field)
         self._lanes = [
-            TeacherLane(one, self._window, self._identity, self._on_wrong_teacher)
+            TeacherLane(one, self._window, self._identity, self._on_wrong_teacher, scope)
             for one in addresses
         ]
         self._watcher = threading.Thread(target=self._watch, name="teacher-watch", daemon=True)

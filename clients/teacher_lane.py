@@ -88,6 +88,7 @@ class TeacherLane:
         window: ScoreWindow,
         identity: SharedIdentity,
         on_wrong_teacher: Callable[[DistillError], None],
+        scope: str = "",
     ) -> None:
         self.address = address
         self.name = f"teacher at {address}"
@@ -96,7 +97,7 @@ class TeacherLane:
         self._window = window
         self._identity = identity
         self._on_wrong_teacher = on_wrong_teacher
-        self._channel = open_channel(address, token=TEACHER_TOKEN)
+        self._channel = open_channel(address, token=TEACHER_TOKEN, scope=scope)
         self.stub = teacher_pb2_grpc.TeacherStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._call: Any = None

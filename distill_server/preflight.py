@@ -76,7 +76,8 @@ class JobPreflight:
 
 
 def _ask(addresses: str | list[str], field: str) -> TeacherInfo:
-    with TeacherClient(addresses, field=field) as client:
+    # Whoever submits names the address: it must not get a token that can do more than a trainer's.
+    with TeacherClient(addresses, field=field, scope="preflight") as client:
         try:
             return client.info()
         except (Unauthenticated, Forbidden) as error:

@@ -28,6 +28,7 @@ from distill_server.attempts import (
 from distill_server.machine import Share
 from distill_server.process import boot_id, claim, identity_of, kill_family, send_signal
 from distill_server.shim_files import Card, card_of, exit_code_of
+from distill_server.teacher_token import teacher_token
 from distill_server.trainer_environment import trainer_environment
 
 # From the shim's claim to its shim.json: milliseconds, but the machine may be very busy.
@@ -60,10 +61,12 @@ class LocalRunner:
         self._started.add(log.parent)
         argv = self._command(run.path, attempt=attempt, processes=processes, from_step=from_step)
         shim = [sys.executable, "-m", "distill_server.shim", str(log), str(KILL_GRACE_SECONDS)]
+        environment = trainer_environment(os.environ, share, processes)
+        environment |= {**teacher_token(run.path.name, attempt), FENCE: fence}
         with log.open("ab") as output:
             self._children[log.parent] = subprocess.Popen(
                 [*shim, "--", *argv],
-                env={**trainer_environment(os.environ, share, processes), FENCE: fence},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -11,8 +11,7 @@ _ALLOWED = frozenset(
     | {"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "XDG_CACHE_HOME"}
     | {"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"}
     | {"TOKENIZERS_PARALLELISM"}
-    # What a trainer needs to reach its teacher; never the tokens of this server.
-    | {"DISTILL_TEACHER_TOKEN", "DISTILL_TEACHER_TOKEN_FILE"}
+    # Never a token of this server: see teacher_token.py.
     | {"DISTILL_TLS_CA", "DISTILL_TLS_CERT", "DISTILL_TLS_KEY"}
 )
 _ALLOWED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "HF_", "TORCH_", "PYTORCH_", "WANDB_")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -18,6 +19,7 @@ import grpc
 import grpc.aio
 
 from protos.errors import Forbidden, InvalidInput, Unauthenticated
+from protos.scoped_token import is_signed, parts_of, signing_key
 from protos.tls import read_file
 
 
@@ -54,6 +56,9 @@ MIN_TOKEN_CHARS = 43
 MAX_TOKEN_CHARS = 512
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
 _BEARER = "Bearer "
+_TEACHER = "/distill.v1.Teacher/"
+
+log = logging.getLogger(__name__)
 
 
 class Tokens:
@@ -62,6 +67,7 @@ class Tokens:
     def __init__(self, roles: Mapping[str, Role] | None = None) -> None:
         """`roles`: by token."""
         self._roles = [(_digest(token), role) for token, role in (roles or {}).items()]
+        self._keys = [signing_key(token) for token in roles or {}]
 
     def __bool__(self) -> bool:
         return bool(self._roles)
@@ -75,14 +81,34 @@ class Tokens:
                 found = role
         return found
 
-    def role_in(self, metadata: Any) -> Role | None:
-        """The role of the one `authorization: Bearer TOKEN` in a call's metadata."""
-        given = [value for key, value in metadata or () if key == "authorization"]
-        # Of two tokens, a proxy before us may have checked the other one.
-        if len(given) != 1 or not isinstance(given[0], str) or not given[0].startswith(_BEARER):
+    def scope_of(self, presented: str) -> str | None:
+        """`JOB.ATTEMPT` of a token that was derived from one of ours; as long for a wrong tag."""
+        parts = parts_of(presented)
+        if parts is None:
             return None
-        token = given[0].removeprefix(_BEARER)
-        return self.role_of(token) if len(token) <= MAX_TOKEN_CHARS else None
+        text, scope, tag = parts
+        signed = [is_signed(key, text, tag) for key in self._keys]
+        return scope if any(signed) else None
+
+    def role_in(self, metadata: Any) -> Role | None:
+        """The role of the token in a call's metadata."""
+        token = _bearer(metadata)
+        return None if token is None else self.role_of(token)
+
+    def scope_in(self, metadata: Any) -> str | None:
+        """The scope of the token in a call's metadata."""
+        token = _bearer(metadata)
+        return None if token is None else self.scope_of(token)
+
+
+def _bearer(metadata: Any) -> str | None:
+    """The token of the one `authorization: Bearer TOKEN` in a call's metadata."""
+    given = [value for key, value in metadata or () if key == "authorization"]
+    # Of two tokens, a proxy before us may have checked the other one.
+    if len(given) != 1 or not isinstance(given[0], str) or not given[0].startswith(_BEARER):
+        return None
+    token = given[0].removeprefix(_BEARER)
+    return token if len(token) <= MAX_TOKEN_CHARS else None
 
 
 def read_tokens(file: Path | None) -> Tokens:
@@ -156,13 +182,26 @@ class AccessControl(grpc.aio.ServerInterceptor):
             return handler
         role = Role.ADMIN
         if self._tokens:
-            found = self._tokens.role_in(handler_call_details.invocation_metadata)
+            found = self._role(method, handler_call_details.invocation_metadata)
             if found is None:
                 return _refusing(_unauthenticated)
             role = found
         if handler is not None and (method not in NEEDED or role < needed):
             return _refusing(lambda: _forbidden(method, role))
         return handler
+
+    def _role(self, method: str, metadata: Any) -> Role | None:
+        """A trainer's token is good for reading from teachers; elsewhere nobody knows it."""
+        role = self._tokens.role_in(metadata)
+        if role is not None or not method.startswith(_TEACHER):
+            return role
+        scope = self._tokens.scope_in(metadata)
+        if scope is None:
+            return None
+        job, _, attempt = scope.rpartition(".")
+        called = {"method": method.removeprefix(_TEACHER), "job": job, "attempt": attempt}
+        log.info("called by a job", extra={"fields": called})
+        return Role.READ
 
 
 def _refusing(fault: Callable[[], Exception]) -> grpc.RpcMethodHandler[Any, Any]:

@@ -17,6 +17,7 @@ import grpc
 
 from protos.access import require_token
 from protos.errors import InvalidInput
+from protos.scoped_token import scoped_token
 from protos.tls import client_credentials, read_file
 from protos.transport import CHANNEL_OPTIONS, is_loopback
 
@@ -24,14 +25,17 @@ SERVER_TOKEN = "DISTILL_TOKEN"
 TEACHER_TOKEN = "DISTILL_TEACHER_TOKEN"
 
 
-def open_channel(address: str, *, token: str) -> grpc.Channel:
+def open_channel(address: str, *, token: str, scope: str = "") -> grpc.Channel:
     """A channel that connects when it is first used. `token`: name of the variable with it.
 
+    With a `scope`, what travels is a token derived for it, which can do no more than ask teachers.
     Raises InvalidInput for files that cannot be read, and for a token that would be sent in the
     clear to another machine.
     """
     scheme, _, rest = address.rpartition("://")
-    secret = _token(token)
+    secret = token_of(token)
+    if scope and secret:
+        secret = scoped_token(secret, scope, 0)
     if scheme == "https":
         return _secure(rest, client_credentials(*_tls_files()), secret)
     if scheme not in ("", "http"):
@@ -60,7 +64,11 @@ def _host(target: str) -> str:
     return target.rpartition(":")[0].strip("[]")
 
 
-def _token(variable: str) -> str:
+def token_of(variable: str) -> str:
+    """The token in the variable, or in the file that VARIABLE_FILE names; "" without either.
+
+    Raises InvalidInput for a file that cannot be read, and for what is no token.
+    """
     token = os.environ.get(variable, "").strip()
     file = _path(f"{variable}_FILE")
     if not token and file is not None:

@@ -77,7 +77,7 @@ def _addresses(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _ask(address: str) -> dict[str, Any]:
     try:
-        with open_channel(address, token=TEACHER_TOKEN) as channel:
+        with open_channel(address, token=TEACHER_TOKEN, scope="dashboard") as channel:
             stub = teacher_pb2_grpc.TeacherStub(channel)
             said = stub.GetInfo(teacher_pb2.GetInfoRequest(), timeout=_ANSWER_SECONDS)
     except grpc.RpcError as error:
