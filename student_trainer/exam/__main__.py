@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from clients.exam_config import ExamConfig
-from protos.errors import DistillError, ExitCode
+from protos.errors import DistillError, ExitCode, InvalidInput
 from student_trainer.exam.answer_store import Answer, AnswerStore
+from student_trainer.exam.asking import Refusals
 from student_trainer.exam.questions import Question, fingerprint, load_questions
 from student_trainer.exam.report import Judged, cells, columns_of, judge, save, summary
 from student_trainer.launcher import end_with_parent
@@ -64,27 +65,42 @@ def run(config: ExamConfig) -> list[dict[str, Any]]:
     return rows
 
 
-def _answered(config: ExamConfig, name: str, questions: list[Question]) -> list[list[Answer]]:
-    """All answers of a model; asks for those that its directory does not have yet."""
+def _answered(
+    config: ExamConfig, name: str, questions: list[Question]
+) -> list[list[Answer | None]]:
+    """All answers of a model, None where it refused; asks for those that its directory does not
+    have yet. Raises DistillError where it refuses everything.
+    """
     model = config.models[name]
     with AnswerStore(Path(config.out) / name, _settings(config, model)) as store:
         every = [(question, n) for question in questions for n in range(config.samples)]
         missing = [(q, n) for q, n in every if (q.number, n) not in store]
         if missing:
-            progress = _Progress(name, len(every) - len(missing), len(every))
+            there = len(every) - len(missing)
+            progress = _Progress(name, there, len(every))
+            refusals = Refusals(answered=there > 0)
 
             def keep(answer: Answer) -> None:
                 store.add(answer)
+                refusals.answered = True
                 progress.step()
 
-            _examinee(config, model).answer(missing, keep)
+            _examinee(config, model).answer(missing, keep, refusals)
             store.write_part()
-        return [[store[q.number, n] for n in range(config.samples)] for q in questions]
+            refusals.conclude(name)
+        return [[store.get(q.number, n) for n in range(config.samples)] for q in questions]
 
 
 def _examinee(config: ExamConfig, model: str) -> Any:
     if config.endpoint is not None:
-        from student_trainer.exam.endpoint import Endpoint
+        try:
+            from student_trainer.exam.endpoint import Endpoint
+        except ImportError:
+            raise InvalidInput(
+                "needs the package httpx, which is not installed",
+                field="--endpoint",
+                hint="pip install 'distill-service[rl]'",
+            ) from None
 
         return Endpoint(config, model)
     from student_trainer.exam.local_model import LocalModel

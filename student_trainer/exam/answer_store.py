@@ -84,8 +84,8 @@ class AnswerStore:
         """Whether (prompt, sample) was answered."""
         return key in self._answers
 
-    def __getitem__(self, key: tuple[int, int]) -> Answer:
-        return self._answers[key]
+    def get(self, prompt: int, sample: int) -> Answer | None:
+        return self._answers.get((prompt, sample))
 
     def add(self, answer: Answer) -> None:
         """Keep it: after this returns, no kill of this process loses it."""

@@ -1,7 +1,8 @@
 """Answers of an OpenAI-compatible server, many requests at once.
 
 A request is made again, after a growing and jittered pause, where another try may help: no
-connection, an answer cut short, 408, 429 or 5xx. Anything else ends the evaluation.
+connection, an answer cut short, 408, 429 or 5xx. A server that cannot be reached at all, does not
+know the model or wants another key ends the evaluation; any other fault is that of its prompt.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -25,6 +26,7 @@ from protos.errors import (
     Unavailable,
 )
 from student_trainer.exam.answer_store import Answer
+from student_trainer.exam.asking import Ask, Keep, Refusals, seed_of
 from student_trainer.exam.questions import Question
 
 API_KEY = "OPENAI_API_KEY"
@@ -36,59 +38,74 @@ _REFUSALS: Mapping[int, type[DistillError]] = {
     403: Forbidden,
     404: NotFound,
 }
-
-Keep = Callable[[Answer], None]
-Ask = tuple[Question, int]
+# So many refused prompts, and not an answer: it is the server, or the model, and not the prompts.
+_TELLING = 3
 
 
 class Endpoint:
     """One model of the server."""
 
     def __init__(self, config: ExamConfig, model: str) -> None:
-        """The key, if there is one, is the environment's: $OPENAI_API_KEY."""
+        """The key, if there is one, is the environment's: $OPENAI_API_KEY. Raises InvalidInput for
+        what is no address.
+        """
         assert config.endpoint is not None, "the command asks for it"
         self._config = config
         self._model = model
         self._chat = config.api == "chat"
         path = "/chat/completions" if self._chat else "/completions"
         self._url = config.endpoint.rstrip("/") + path
+        try:
+            httpx.URL(self._url)
+        except httpx.InvalidURL as error:
+            raise InvalidInput(f"is no address: {error}", field="--endpoint") from error
 
-    def answer(self, asked: Sequence[Ask], keep: Keep) -> None:
+    def answer(self, asked: Sequence[Ask], keep: Keep, refusals: Refusals) -> None:
         """Hands each answer to `keep` as it comes. Raises DistillError; what was kept is kept."""
         try:
-            asyncio.run(self._answer(asked, keep))
+            asyncio.run(self._answer(asked, keep, refusals))
         except ExceptionGroup as group:
             # Several requests may find the same fault at once: one of them tells it.
             faults = group.subgroup(DistillError)
             raise (faults or group).exceptions[0] from None
 
-    async def _answer(self, asked: Sequence[Ask], keep: Keep) -> None:
+    async def _answer(self, asked: Sequence[Ask], keep: Keep, refusals: Refusals) -> None:
         waiting = iter(asked)
         width = min(self._config.in_flight, len(asked))
         key = os.environ.get(API_KEY)
         async with (
             httpx.AsyncClient(
                 headers={"Authorization": f"Bearer {key}"} if key else None,
-                timeout=httpx.Timeout(self._config.patience_seconds, pool=None),
+                timeout=None,  # of a whole answer, below
                 limits=httpx.Limits(max_connections=width, max_keepalive_connections=width),
             ) as client,
             asyncio.TaskGroup() as tasks,
         ):
             for _ in range(width):
-                tasks.create_task(self._work(client, waiting, keep))
+                tasks.create_task(self._work(client, waiting, keep, refusals))
 
-    async def _work(self, client: httpx.AsyncClient, waiting: Iterator[Ask], keep: Keep) -> None:
+    async def _work(
+        self, client: httpx.AsyncClient, waiting: Iterator[Ask], keep: Keep, refusals: Refusals
+    ) -> None:
         for question, sample in waiting:
-            keep(await self._asked(client, question, sample))
+            if question in refusals:
+                continue
+            try:
+                keep(await self._asked(client, question, sample))
+            except InvalidInput as fault:
+                refusals.add(question, fault)
+                if len(refusals) >= _TELLING and not refusals.answered:
+                    raise
 
     async def _asked(self, client: httpx.AsyncClient, question: Question, sample: int) -> Answer:
         body = self._body(question, sample)
         for attempt in range(TRIES):
             pause = min(FIRST_PAUSE_SECONDS * 2**attempt, LONGEST_PAUSE_SECONDS)
             try:
-                response = await client.post(self._url, json=body)
-            except httpx.InvalidURL as error:
-                raise InvalidInput(f"is no address: {error}", field="--endpoint") from error
+                async with asyncio.timeout(self._config.patience_seconds):
+                    response = await client.post(self._url, json=body)
+            except TimeoutError:
+                fault = self._late()
             except (httpx.TransportError, httpx.DecodingError) as error:
                 fault = self._unreachable(error)
             else:
@@ -136,13 +153,14 @@ class Endpoint:
                 hint="it must be that of an OpenAI-compatible server",
             ) from error
 
+    def _late(self) -> DistillError:
+        return TimedOut(
+            f"{self._url} gave no answer in {self._config.patience_seconds:g} s",
+            hint="raise --patience, or lower --in-flight; the same command goes on",
+        )
+
     def _unreachable(self, error: httpx.RequestError) -> DistillError:
         what = str(error) or type(error).__name__
-        if isinstance(error, httpx.TimeoutException):
-            return TimedOut(
-                f"{self._url} gave no answer in {self._config.patience_seconds:g} s",
-                hint="raise --patience, or lower --in-flight; the same command goes on",
-            )
         return Unavailable(
             f"{self._url} cannot be reached: {what}", hint="the same command goes on"
         )
@@ -160,11 +178,6 @@ class Endpoint:
             )
         hint = "a model without a chat template needs --api completions" if self._chat else ""
         return InvalidInput(told, field="--endpoint", hint=hint)
-
-
-def seed_of(seed: int, prompt: int, sample: int) -> int:
-    """Another one for each answer; within 31 bits, which every server takes."""
-    return (seed * 1_000_003 + prompt * 8191 + sample) % (1 << 31)
 
 
 def _retry_after(response: httpx.Response) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -11,8 +11,7 @@ from clients.exam_config import ExamConfig
 from clients.token_ids import prompt_ids
 from protos.errors import InvalidInput
 from student_trainer.exam.answer_store import Answer
-from student_trainer.exam.endpoint import seed_of
-from student_trainer.exam.questions import Question
+from student_trainer.exam.asking import Ask, Keep, Refusals, seed_of
 from student_trainer.model import load_model, load_tokenizer
 from student_trainer.sampling import Sampler, noise_of
 
@@ -31,6 +30,8 @@ class LocalModel:
             loaded = load_model(student).eval()
         except InvalidInput as error:
             raise InvalidInput(error.message, field="MODEL", hint=error.hint) from error
+        shape = loaded.config.get_text_config()
+        self._positions: int | None = getattr(shape, "max_position_embeddings", None)
         if torch.cuda.is_available():
             loaded = loaded.to("cuda", torch.bfloat16)
         self._sampler = Sampler(
@@ -41,17 +42,13 @@ class LocalModel:
             top_p=config.top_p,
         )
 
-    def answer(self, asked: Sequence[tuple[Question, int]], keep: Callable[[Answer], None]) -> None:
+    def answer(self, asked: Sequence[Ask], keep: Keep, refusals: Refusals) -> None:
         """Hands each answer to `keep` as its batch is done. What is sampled for an answer is
         decided by the seed and its numbers, whatever else is in the batch.
         """
-        encoded: dict[int, torch.Tensor] = {}
-        for question, _ in asked:
-            if question.number not in encoded:
-                encoded[question.number] = torch.tensor(
-                    prompt_ids(self._tokenizer, question.text), dtype=torch.long
-                )
-        waiting = sorted(asked, key=lambda one: -len(encoded[one[0].number]))
+        encoded = self._encoded(asked, refusals)
+        waiting = [one for one in asked if one[0] not in refusals]
+        waiting.sort(key=lambda one: -len(encoded[one[0].number]))
         most = self._config.max_tokens
         while waiting:
             longest = len(encoded[waiting[0][0].number]) + most
@@ -59,11 +56,34 @@ class LocalModel:
             batch, waiting = waiting[:size], waiting[size:]
             self._batch(batch, [encoded[question.number] for question, _ in batch], keep)
 
+    def _encoded(self, asked: Sequence[Ask], refusals: Refusals) -> dict[int, torch.Tensor]:
+        """The token ids of each question, by its number. Refuses what has no room for an answer, as
+        servers do: beyond its positions a model writes nonsense, or fails.
+        """
+        most, positions = self._config.max_tokens, self._positions
+        encoded: dict[int, torch.Tensor] = {}
+        for question, _ in asked:
+            if question.number in encoded:
+                continue
+            ids = prompt_ids(self._tokenizer, question.text)
+            encoded[question.number] = torch.tensor(ids, dtype=torch.long)
+            if positions is not None and len(ids) + most > positions:
+                told = f"{len(ids)} tokens of a prompt and {most} of its answer are more than the "
+                refusals.add(
+                    question,
+                    InvalidInput(
+                        f"{told}{positions} that the model can read",
+                        field="--max-tokens",
+                        hint="lower it, or leave long prompts out",
+                    ),
+                )
+        return encoded
+
     def _batch(
         self,
-        asked: Sequence[tuple[Question, int]],
+        asked: Sequence[Ask],
         before: Sequence[torch.Tensor],
-        keep: Callable[[Answer], None],
+        keep: Keep,
     ) -> None:
         most = self._config.max_tokens
         noise = None

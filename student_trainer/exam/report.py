@@ -22,36 +22,41 @@ RIGHT = 1.0
 
 @dataclass(frozen=True, eq=False)
 class Judged:
-    """The answers to P prompts, n to each. reward [P, n] float64, NaN where there is none."""
+    """The answers to P prompts, n to each, None where the model refused. reward [P, n] float64, NaN
+    where there is none.
+    """
 
     questions: Sequence[Question]
-    answers: Sequence[Sequence[Answer]]
+    answers: Sequence[Sequence[Answer | None]]
     reward: NDArray[np.float64]
     votes: Sequence[Sequence[str]]
 
     @property
     def right(self) -> NDArray[np.bool_]:
-        """[P, n]; an answer that could not be judged is not right."""
+        """[P, n]; what was refused or could not be judged is not right."""
         return np.nan_to_num(self.reward) >= RIGHT
 
 
 def judge(
-    questions: Sequence[Question], answers: Sequence[Sequence[Answer]], rewards: Rewards
+    questions: Sequence[Question], answers: Sequence[Sequence[Answer | None]], rewards: Rewards
 ) -> Judged:
     """answers[i] are those to questions[i], equally many."""
     samples = [
         Answered(question.text, answer.text, question.reference, question.fields, answer.tokens)
         for question, those in zip(questions, answers, strict=True)
         for answer in those
+        if answer is not None
     ]
-    values = rewards(samples).values.reshape(len(questions), -1)
+    given = np.array([[answer is not None for answer in those] for those in answers])
+    values = np.full(given.shape, np.nan)
+    values[given] = rewards(samples).values
     said = iter(rewards.said(samples))
-    votes = [[next(said) for _ in those] for those in answers]
+    votes = [["" if answer is None else next(said) for answer in those] for those in answers]
     return Judged(questions, answers, values, votes)
 
 
 def save(judged: Judged, file: Path) -> None:
-    """Every answer with its reward, as Parquet."""
+    """Every answer that was given with its reward, as Parquet."""
     rows = [
         {
             "prompt": question.number,
@@ -68,6 +73,7 @@ def save(judged: Judged, file: Path) -> None:
             judged.questions, judged.answers, judged.votes, judged.reward, strict=True
         )
         for answer, vote, reward in zip(those, votes, values, strict=True)
+        if answer is not None
     ]
     write_parquet(pyarrow.Table.from_pylist(rows), file)
 
@@ -76,8 +82,9 @@ def summary(name: str, judged: Judged, first: Judged | None) -> dict[str, Any]:
     """The row of a model. `first`: the model it is compared with, on the same prompts."""
     right = judged.right
     n = right.shape[1]
-    tokens = np.array([[answer.tokens for answer in those] for those in judged.answers], float)
-    cut = np.array([[answer.truncated for answer in those] for those in judged.answers], float)
+    given = [[one for one in those if one is not None] for those in judged.answers]
+    tokens = [np.mean([one.tokens for one in those]) for those in given if those]
+    cut = [one.truncated for those in given for one in those]
     passed = {f"pass@{k}": asdict(estimate(pass_at_k(right, k))) for k in _ks(n)}
     row: dict[str, Any] = {
         "model": name,
@@ -86,9 +93,10 @@ def summary(name: str, judged: Judged, first: Judged | None) -> dict[str, Any]:
         **passed,
         f"maj@{n}": asdict(estimate(majority(judged.votes, right))),
         "reward": asdict(estimate(np.nan_to_num(judged.reward).mean(1))),
-        "tokens": asdict(estimate(tokens.mean(1))),
-        "truncated": float(cut.mean()),
+        "tokens": asdict(estimate(np.array(tokens))),
+        "truncated": float(np.mean(cut)),
         "errors": int(np.isnan(judged.reward).sum()),
+        "refused": judged.reward.size - len(cut),
     }
     if first is not None:
         gain = pass_at_k(right, 1) - pass_at_k(first.right, 1)

@@ -1,10 +1,14 @@
-"""A retrieval server as Search-R1's: what its clients may rely on, and faults when asked for."""
+"""A retrieval server as Search-R1's: what its clients may rely on, and faults when asked for; and
+one of no kind, that never ends an answer.
+"""
 
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -62,3 +66,29 @@ def serving(library: Library) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def dripping(text: bytes) -> Iterator[str]:
+    """The address of a server that answers everybody at once with `text`, and goes on, a byte at a
+    time, for as long as the client stays.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = Thread(target=_drip, args=(server, text))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def _drip(server: socket.socket, text: bytes) -> None:
+    with suppress(OSError):
+        while True:
+            client, _ = server.accept()
+            with client, suppress(OSError):
+                client.sendall(text)
+                while True:
+                    client.sendall(b" ")
+                    time.sleep(0.01)

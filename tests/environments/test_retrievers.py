@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +17,7 @@ from student_trainer.environments import remote_retriever
 from student_trainer.environments.local_retriever import LocalRetriever
 from student_trainer.environments.remote_retriever import RemoteRetriever
 from student_trainer.environments.retriever import as_text, make_retriever
-from tests.environments.server import Library, serving
+from tests.environments.server import Library, dripping, serving
 
 CORPUS = [
     "Paris\nThe capital of France, on the Seine.",
@@ -137,18 +134,6 @@ def test_a_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch)
             RemoteRetriever(url, timeout_seconds=0.05)
 
 
-def drip(server: socket.socket, text: bytes) -> None:
-    """Answers at once, and goes on a byte at a time until the client leaves; the next one then."""
-    with suppress(OSError):
-        while True:
-            client, _ = server.accept()
-            with client, suppress(OSError):
-                client.sendall(text)
-                while True:
-                    client.sendall(b" ")
-                    time.sleep(0.01)
-
-
 HEAD = b"HTTP/1.1 200 OK\r\n"
 
 
@@ -158,11 +143,8 @@ def test_a_server_that_drips_bytes_is_given_up(
 ) -> None:
     """Each byte comes in time, and the answer never does. Without a deadline this does not end."""
     monkeypatch.setattr(remote_retriever, "_FIRST_PAUSE_SECONDS", 0.001)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        dripping = Thread(target=drip, args=(server, text))
-        dripping.start()
-        url = f"http://127.0.0.1:{server.getsockname()[1]}/retrieve"
-        with pytest.raises(Unavailable, match=r"no whole answer in 0\.2 s"):
-            RemoteRetriever(url, timeout_seconds=0.2)
-        server.shutdown(socket.SHUT_RDWR)
-        dripping.join()
+    with (
+        dripping(text) as url,
+        pytest.raises(Unavailable, match=r"no whole answer in 0\.2 s"),
+    ):
+        RemoteRetriever(f"{url}/retrieve", timeout_seconds=0.2)

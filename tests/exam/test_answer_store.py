@@ -36,7 +36,7 @@ def test_answers_come_back(tmp_path: Path) -> None:
                 store.add(answer(number))
                 store.add(answer(number))  # told twice, kept once
     with opened(tmp_path) as store:
-        assert [store[n // 4, n % 4] for n in range(24)] == [answer(n) for n in range(24)]
+        assert [store.get(n // 4, n % 4) for n in range(24)] == [answer(n) for n in range(24)]
         assert (6, 0) not in store
         store.write_part()
         assert (tmp_path / "journal.jsonl").read_bytes() == b""
@@ -53,12 +53,12 @@ def test_half_a_line_is_no_answer(tmp_path: Path, cut: int) -> None:
     journal.write_bytes(journal.read_bytes()[: len(first) + cut])
     for _ in range(2):  # what is left is whole, and stays so
         with opened(tmp_path) as store:
-            assert store[0, 0] == answer(0)
+            assert store.get(0, 0) == answer(0)
             assert (0, 1) not in store
     with opened(tmp_path) as store:
         store.add(answer(1))
     with opened(tmp_path) as store:
-        assert (store[0, 0], store[0, 1]) == (answer(0), answer(1))
+        assert (store.get(0, 0), store.get(0, 1)) == (answer(0), answer(1))
 
 
 class Killed(BaseException):
@@ -85,9 +85,9 @@ def test_kills_while_a_part_is_written(
     with opened(tmp_path) as store:
         for number in range(4, 12):
             store.add(answer(number))
-        assert [store[n // 4, n % 4] for n in range(12)] == [answer(n) for n in range(12)]
+        assert [store.get(n // 4, n % 4) for n in range(12)] == [answer(n) for n in range(12)]
     with opened(tmp_path) as store:
-        assert [store[n // 4, n % 4] for n in range(12)] == [answer(n) for n in range(12)]
+        assert [store.get(n // 4, n % 4) for n in range(12)] == [answer(n) for n in range(12)]
     rows = [row for part in tmp_path.glob("part-*.parquet") for row in read(part)]
     assert len(rows) == len({(row.prompt, row.sample) for row in rows})
 

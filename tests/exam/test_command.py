@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 
 from clients.cli.app import main
-from protos.errors import ExitCode
+from protos.errors import ExitCode, InvalidInput
 from student_trainer.exam.__main__ import run
+from tests.documents import blocks
 from tests.exam.conftest import Material, exam
+from tests.exam.openai_server import OpenAIServer
 
 Capture = pytest.CaptureFixture[str]
+
+
+def test_the_readme_s_commands(
+    material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    """Of other models, and fewer answers: the first of a directory and a run, then of a server."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "student").symlink_to(material.model)
+    (tmp_path / "jobs" / "trained").mkdir(parents=True)
+    (tmp_path / "jobs" / "trained" / "export").symlink_to(material.model)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "heldout.jsonl").symlink_to(material.prompts)
+    prompts = material.prompts.read_text().replace('"prompt"', '"question"')
+    (tmp_path / "test.jsonl").write_text(prompts)
+    (block,) = blocks("README.md", "eval")
+    here, served = (shlex.split(command)[1:] for command in block.commands)
+    fewer = ["--prompts", "4", "--samples", "16", "--max-tokens", "2"]
+    assert main(["-q", *here, *fewer]) == ExitCode.OK
+    shown, printed = block.body.splitlines()[2:4], capfd.readouterr().out.splitlines()
+    assert printed[0].split() == shown[0].split()  # the columns
+    assert [row.split()[0] for row in printed[1:]] == ["student", "trained"]
+    monkeypatch.setenv("NO_PROXY", "*")
+    with OpenAIServer(material.model) as server:
+        served[served.index("http://localhost:8000/v1")] = server.endpoint
+        assert main(["-q", *served, *fewer, "--out", "served"]) == ExitCode.OK
+    assert server.paths == {"/v1/chat/completions"}
+    assert capfd.readouterr().out.splitlines()[1].startswith("Qwen/Qwen3-0.6B ")
 
 
 def test_two_models_side_by_side(material: Material, tmp_path: Path, capfd: Capture) -> None:
@@ -68,6 +99,24 @@ def test_prompts_of_a_task(material: Material, tmp_path: Path) -> None:
     config = exam(material, tmp_path, data=None, reward=reward, prompts=5, samples=2)
     (row,) = run(config)
     assert (row["prompts"], row["samples"], row["errors"]) == (5, 2, 0)
+
+
+def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_path: Path) -> None:
+    """`0+0=` and two tokens are six; `10+10=` and two are eight."""
+    model = tmp_path / "model"
+    shutil.copytree(material.model, model)
+    shape = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 7}
+    (model / "config.json").write_text(json.dumps(shape))
+    short = {"models": {"tiny": str(model)}, "prompts": None, "samples": 2}
+    (row,) = run(exam(material, tmp_path / "out", **short))
+    assert (row["prompts"], row["refused"], row["errors"]) == (30, 20 * 2, 20 * 2)
+    assert 0 < row["pass@2"]["mean"] <= 1 / 3
+    with pytest.raises(InvalidInput, match="more than the 7 that the model can read") as caught:
+        run(exam(material, tmp_path / "long", **short, max_tokens=4))
+    assert (caught.value.field, caught.value.hint) == (
+        "--max-tokens",
+        "lower it, or leave long prompts out",
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,14 @@ from protos.errors import (
     Forbidden,
     InvalidInput,
     NotFound,
+    TimedOut,
     Unauthenticated,
     Unavailable,
 )
 from student_trainer.exam import endpoint
 from student_trainer.exam.__main__ import run
-from student_trainer.exam.endpoint import seed_of
+from student_trainer.exam.asking import seed_of
+from tests.environments.server import dripping
 from tests.exam.conftest import Material, exam
 from tests.exam.openai_server import OpenAIServer, answered
 
@@ -120,7 +123,44 @@ def test_faults_that_stay_end_it(
         config = exam(material, tmp_path, endpoint=server.endpoint, api="chat")
         with pytest.raises(category, match=said):
             run(config)
-    assert server.requests <= config.in_flight
+    # Three prompts tell what a server says to every one of them.
+    assert server.requests <= (3 if category is InvalidInput else 1) * config.in_flight
+
+
+def test_a_refused_prompt_is_counted_and_asked_again(
+    material: Material, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a server with too short a context, say, until it has another one."""
+    long = answered(400, {"error": "the context is 8 tokens"})
+    shape = {"prompts": 3, "samples": 4, "in_flight": 1}
+    with OpenAIServer(material.model, {1: long, 6: long}.get) as server:
+        config = exam(material, tmp_path, endpoint=server.endpoint, **shape)
+        (row,) = run(config)
+        assert server.requests == 2 + 4, "a refused prompt is not asked for its other answers"
+        assert (row["prompts"], row["samples"], row["refused"], row["errors"]) == (3, 4, 8, 8)
+        assert "refused 2 prompts" in caplog.text
+        assert "the context is 8 tokens" in caplog.text
+        assert row["pass@1"]["mean"] <= 1 / 3
+        (whole,) = run(config)
+        assert (whole["refused"], whole["errors"], server.requests) == (0, 0, 6 + 8)
+        assert set(server.asked.values()) == {1, 2}
+    (undisturbed,) = run_served(material, tmp_path / "undisturbed", **shape)
+    assert whole == undisturbed
+
+
+def run_served(material: Material, out: Path, **shape: int) -> list[dict[str, Any]]:
+    with OpenAIServer(material.model) as server:
+        return run(exam(material, out, endpoint=server.endpoint, **shape))
+
+
+def test_an_answer_that_drips_is_given_up(
+    material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "TRIES", 1)
+    with dripping(b"HTTP/1.1 200 OK\r\n\r\n{") as url:
+        config = exam(material, tmp_path, endpoint=url, patience_seconds=0.2)
+        with pytest.raises(TimedOut, match=r"gave no answer in 0\.2 s"):
+            run(config)
 
 
 def test_the_key_is_the_environment_s(
