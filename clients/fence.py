@@ -27,7 +27,8 @@ def raise_fence(run: Path, attempt: int) -> str:
 
 
 def require_unfenced() -> None:
-    """Asked before a status or a checkpoint is published.
+    """Asked before anything of a run is published or deleted: a status, a line of metrics, samples,
+    a checkpoint, a file of a capture. Once for each, and not for a row: it reads a small file.
 
     Raises WrongState when this process is of an attempt that has a successor. A run without a
     server has no fence.

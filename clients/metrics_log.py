@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from clients.fence import require_unfenced
 from clients.run_directory import RunDirectory, replace_file
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,10 @@ class Tracker(Protocol):
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl, and to trackers; one line a step, never twice."""
+    """Appends to metrics.jsonl, and to trackers; one line a step, never twice.
+
+    Raises WrongState when the attempt was given up.
+    """
 
     def __init__(
         self,
@@ -34,6 +38,7 @@ class MetricsLog:
         trackers: Sequence[Tracker] = (),
     ) -> None:
         """Steps after `last_step`, from where it goes on, are dropped: they come again."""
+        require_unfenced()
         self._attempt = attempt
         self._path = run.metrics
         kept = _lines_to(run, last_step)
@@ -46,6 +51,7 @@ class MetricsLog:
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         for name in values.keys() - finite.keys():
             log.warning("step %d: %s is %s and was not written", step, name, values[name])
+        require_unfenced()
         record = {"attempt": self._attempt, "step": step, **finite}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()

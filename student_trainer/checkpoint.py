@@ -163,7 +163,11 @@ def _seal(partial: Path) -> None:
 
 
 def delete_old(root: Path, keep: int) -> None:
-    """Keep the newest `keep` checkpoints, and no leftovers of interrupted saves."""
+    """Keep the newest `keep` checkpoints, and no leftovers of interrupted saves.
+
+    Raises WrongState when the attempt was given up: what lies there is its successor's.
+    """
+    require_unfenced()
     for path in _by_step(root)[:-keep]:
         shutil.rmtree(path)
         failpoint("old-checkpoint-deleted")
@@ -172,7 +176,11 @@ def delete_old(root: Path, keep: int) -> None:
 
 
 def delete_after(root: Path, step: int) -> None:
-    """Forget what came after `step`: a run that goes back to it goes another way from there."""
+    """Forget what came after `step`: a run that goes back to it goes another way from there.
+
+    Raises WrongState when the attempt was given up.
+    """
+    require_unfenced()
     for path in _by_step(root):
         if _step(path) > step:
             shutil.rmtree(path)

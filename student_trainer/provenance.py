@@ -10,6 +10,7 @@ import time
 
 import torch
 
+from clients.fence import require_unfenced
 from clients.run_directory import RunDirectory, replace_file
 
 _PACKAGES = ("distill-service", "torch", "transformers", "accelerate", "peft", "numpy", "grpcio")
@@ -29,6 +30,7 @@ def write_environment(run: RunDirectory, *, attempt: int, processes: int) -> Non
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
     }
+    require_unfenced()
     replace_file(run.path / "environment.json", json.dumps(facts, indent=2) + "\n")
 
 

@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from clients.config import TrainConfig, TrainingJob
+from clients.fence import require_unfenced
 from clients.metrics_log import MetricsLog
 from clients.metrics_tail import read_points
 from clients.rl_config import RLJob
-from clients.run_directory import RunDirectory, Verdict
+from clients.run_directory import RunDirectory, Verdict, replace_file
 from clients.run_progress import Progress
 from protos.errors import Corrupt, DistillError
 from protos.failpoints import failpoint
@@ -249,9 +250,7 @@ class Trainer:
                 found, _ = self._evaluation(self._student.whole)
             metrics |= {name.replace("eval/", "eval/anchor/"): of for name, of in found.items()}
         if transcripts and self._metrics is not None:
-            self._run.samples.mkdir(exist_ok=True)
-            path = self._run.samples / f"step-{self._step:06d}.jsonl"
-            path.write_text("".join(json.dumps(t) + "\n" for t in transcripts))
+            write_samples(self._run, self._step, transcripts)
         return metrics
 
     def _log(self, metrics: dict[str, float]) -> None:
@@ -293,6 +292,14 @@ class Trainer:
             main=self._accelerator.is_main_process,
         )
         self._accelerator.wait_for_everyone()
+
+
+def write_samples(run: RunDirectory, step: int, transcripts: Sequence[Mapping[str, Any]]) -> None:
+    """What the student answered at `step`, for people to read."""
+    run.samples.mkdir(exist_ok=True)
+    require_unfenced()
+    text = "".join(json.dumps(transcript) + "\n" for transcript in transcripts)
+    replace_file(run.samples / f"step-{step:06d}.jsonl", text)
 
 
 def _lengths(pending: Sequence[PendingRows]) -> dict[str, Tensor]:

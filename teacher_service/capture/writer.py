@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from clients.capture_facts import require_same
+from clients.fence import require_unfenced
 from clients.logit_checks import damage_of
 from clients.logit_manifest import (
     Manifest,
@@ -33,7 +34,8 @@ class StoreWriter:
     """One file a call, each as large as the plan says. The files and the manifest are the same
     bytes however often the writer was killed. A damaged file is made again, with all after it.
 
-    Raises WrongState when another process writes there, or the store is of something else.
+    Raises WrongState when another process writes there, the store is of something else, or the
+    attempt was given up.
     """
 
     def __init__(self, path: Path, metadata: Mapping[str, str], counts: Sequence[int]) -> None:
@@ -41,6 +43,7 @@ class StoreWriter:
         self.path = path
         self._lock: int | None = lock_store(path)
         try:
+            require_unfenced()
             found = read_manifest(path)
             if found is not None:
                 require_same(path, found.metadata, metadata)
@@ -79,8 +82,10 @@ class StoreWriter:
         """
         name = shard_name(len(self._shards))
         data, facts = encode_shard(name, entries)
+        require_unfenced()
         write_synced(self.path / name, data)
         failpoint("capture-file-written")
+        require_unfenced()
         write_manifest(self.path, Manifest(self._metadata, [*self._shards, facts]))
         failpoint("capture-file-named")
         self._shards.append(facts)

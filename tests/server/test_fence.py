@@ -1,19 +1,25 @@
-"""A trainer that outlives its attempt can write neither status nor checkpoint."""
+"""A trainer that outlives its attempt writes nothing more into its run directory."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from clients.capture_facts import key_of
 from clients.fence import VARIABLE, raise_fence, require_unfenced
+from clients.logit_shards import StoredRows
+from clients.metrics_log import MetricsLog
 from clients.run_directory import RunDirectory
 from clients.run_progress import Progress
 from distill_server.attempts import Exited
 from distill_server.machine import Share
 from distill_server.runner import LocalRunner
 from protos.errors import WrongState
+from protos.rows import RowBlock, encode_rows
 
 from .conftest import eventually, job_config
 
@@ -64,6 +70,79 @@ def test_an_old_attempt_publishes_no_checkpoint(
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 2))
     write_whole(step, lambda partial: None)
     assert step.is_dir()
+
+
+def test_an_old_attempt_deletes_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it takes for leftovers is what its successor is writing."""
+    from student_trainer.checkpoint import delete_after, delete_old
+
+    made = ["step-000004", "step-000008", "step-000012", ".step-000016.tmp"]
+    for name in made:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 1))
+    raise_fence(tmp_path, 2)
+    for delete in (delete_old, delete_after):
+        with pytest.raises(WrongState, match="attempt 1 was given up"):
+            delete(tmp_path / "checkpoints", 2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted(made)
+    monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 2))
+    delete_old(tmp_path / "checkpoints", 2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == made[1:3]
+
+
+def test_an_old_attempt_adds_no_metrics_and_no_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from student_trainer.trainer import write_samples
+
+    run = RunDirectory.create(tmp_path / "run", job_config())
+    monkeypatch.setenv(VARIABLE, raise_fence(run.path, 1))
+    metrics = MetricsLog(run, attempt=1, last_step=None)
+    metrics.write(1, {"loss": 1.0})
+    write_samples(run, 1, [{"answer": "2"}])
+    raise_fence(run.path, 2)
+    for speak in (
+        lambda: metrics.write(2, {"loss": 0.5}),
+        lambda: write_samples(run, 1, [{"answer": "3"}]),
+        # One that begins only now would drop the lines of its successor.
+        lambda: MetricsLog(run, attempt=1, last_step=None),
+    ):
+        with pytest.raises(WrongState, match="attempt 1 was given up"):
+            speak()
+    metrics.close()
+    (line,) = run.metrics.read_text().splitlines()
+    assert json.loads(line) == {"attempt": 1, "step": 1, "loss": 1.0}
+    assert (run.samples / "step-000001.jsonl").read_text() == '{"answer": "2"}\n'
+    monkeypatch.setenv(VARIABLE, raise_fence(run.path, 2))
+    MetricsLog(run, attempt=2, last_step=1).close()
+
+
+def test_an_old_attempt_adds_no_file_to_a_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one more, nor an older manifest."""
+    from teacher_service.capture.writer import StoreWriter
+
+    none = np.zeros(2, np.float32)
+    block = RowBlock(np.zeros((2, 1), np.int32), np.zeros((2, 1), np.float32), none, none)
+    ids, made = np.arange(3, dtype="<i4").tobytes(), encode_rows(block)
+    rows = [StoredRows(key=key_of(n), token_ids=ids, start=1, rows=made) for n in range(8)]
+    monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 1))
+    with StoreWriter(tmp_path / "store", {}, [4, 4]) as writer:
+        writer.append(rows[:4])
+        raise_fence(tmp_path, 2)
+        before = {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()}
+        with pytest.raises(WrongState, match="attempt 1 was given up"):
+            writer.append(rows[4:])
+    with pytest.raises(WrongState, match="attempt 1 was given up"):
+        StoreWriter(tmp_path / "store", {}, [4, 4])
+    assert {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()} == before
+    monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 2))
+    with StoreWriter(tmp_path / "store", {}, [4, 4]) as writer:
+        assert writer.files == 1
+        writer.append(rows[4:])
 
 
 def test_a_process_of_an_old_attempt_stops_at_its_next_word(tmp_path: Path) -> None:
