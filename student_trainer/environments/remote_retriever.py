@@ -7,22 +7,27 @@ POST URL {"queries": [...], "topk": 3, "return_scores": true}
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 import random
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 
-from protos.errors import Unavailable
+from protos.errors import InvalidInput, Unavailable
 
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 4
 _FIRST_PAUSE_SECONDS = 0.25  # doubled each time, times a random number from 0.5 to 1.5
 _MOST_BYTES = 64 << 20
+_FIELD = "environment.retriever"
+# Where AWS and Alibaba give a machine its credentials, besides the link-local 169.254.169.254.
+_OF_CLOUDS = ("fd00:ec2::254", "100.100.100.200")
 _jitter = random.Random()  # of its own: the global one decides what others draw
 
 
@@ -38,7 +43,10 @@ class RemoteRetriever:
     """Asks once for all queries of a turn; a request that fails is repeated, not for ever."""
 
     def __init__(self, url: str, *, timeout_seconds: float) -> None:
-        """Raises Unavailable where nothing answers like a retrieval server."""
+        """Raises InvalidInput for an address that none may have, Unavailable where nothing answers
+        like a retrieval server.
+        """
+        _require_ordinary(url)
         self._url = url
         self._timeout = timeout_seconds
         self._tls = httpx.create_ssl_context()  # once: it reads all authorities
@@ -47,7 +55,7 @@ class RemoteRetriever:
         except (_Refused, _Lost) as error:
             raise Unavailable(
                 f"no retriever at {url}: {error}",
-                field="environment.retriever",
+                field=_FIELD,
                 hint="start it, or correct the address; Search-R1's ends in /retrieve",
             ) from error
 
@@ -109,6 +117,28 @@ class RemoteRetriever:
                 if len(body) > _MOST_BYTES:
                     raise _Refused(f"its answer is longer than {_MOST_BYTES >> 20} MiB")
             return bytes(body)
+
+
+def _require_ordinary(url: str) -> None:
+    """A job may come from somebody else, and this machine's network is not theirs to ask."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise InvalidInput(f"is no address: {error}", field=_FIELD) from error
+    try:
+        found = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
+    except OSError:
+        return  # a proxy may know it; otherwise asking it says so
+    for *_, address in found:
+        ip = ipaddress.ip_address(str(address[0]).partition("%")[0])
+        if isinstance(ip, ipaddress.IPv6Address):
+            ip = ip.ipv4_mapped or ip
+        if ip.is_link_local or str(ip) in _OF_CLOUDS:
+            raise InvalidInput(
+                f"{ip} is an address of the machine's own network, where clouds keep credentials",
+                field=_FIELD,
+                hint="serve passages at another one",
+            )
 
 
 def _passages(answer: Any, queries: int, count: int) -> list[list[str]]:

@@ -148,3 +148,34 @@ def test_a_server_that_drips_bytes_is_given_up(
         pytest.raises(Unavailable, match=r"no whole answer in 0\.2 s"),
     ):
         RemoteRetriever(f"{url}/retrieve", timeout_seconds=0.2)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "169.254.169.254",
+        "2852039166",  # the same
+        "0xa9fea9fe:80",  # likewise
+        "[::ffff:169.254.169.254]",
+        "[fe80::1]:8000",
+        "[fd00:ec2::254]",
+        "100.100.100.200",
+    ],
+)
+def test_where_clouds_keep_credentials_nobody_is_asked(host: str) -> None:
+    with pytest.raises(InvalidInput, match="where clouds keep credentials") as raised:
+        RemoteRetriever(f"http://{host}/retrieve", timeout_seconds=5)
+    assert raised.value.field == "environment.retriever"
+
+
+def test_what_is_no_address_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="is no address"):
+        RemoteRetriever("http://127.0.0.1:port/retrieve", timeout_seconds=5)
+
+
+def test_no_redirect_is_followed(library: Library) -> None:
+    """It could lead to any address."""
+    moved = b"HTTP/1.1 307 Moved\r\nContent-Length: 0\r\nLocation: " + library.url.encode()
+    with dripping(moved + b"\r\n\r\n") as url, pytest.raises(Unavailable, match="answered 307"):
+        RemoteRetriever(f"{url}/retrieve", timeout_seconds=5)
+    assert not library.asked
