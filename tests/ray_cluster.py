@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+_START_SECONDS = 180.0  # seven on a quiet machine
+
 
 class Cluster:
     """A head of so many CPUs on free ports of 127.0.0.1; `dashboard`: with its Jobs API."""
@@ -45,7 +47,14 @@ class Cluster:
                 stderr=output,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + 60
+        try:
+            self._wait_for_head()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _wait_for_head(self) -> None:
+        deadline = time.monotonic() + _START_SECONDS
         while "Ray runtime started" not in self._log.read_text():
             assert self._head.poll() is None, self._log.read_text()
             assert time.monotonic() < deadline, self._log.read_text()

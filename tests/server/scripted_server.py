@@ -1,8 +1,8 @@
 """The real server with the scripted trainer, and less patience: RUNS HOST PORT SLOTS [OPTIONS].
 
 OPTIONS are JSON: `gpus`, how many to divide; `clock`, "jumps" or "fast": what becomes of time.time;
-`ranks`, a program of which torch's launcher runs two, with the number of the attempt; `ray`, the
-address of a cluster to run on.
+`ranks`, a program of which two run, with the number of the attempt; `ray`, the address of a cluster
+that runs them in place of torch's launcher.
 """
 
 from __future__ import annotations
@@ -34,18 +34,20 @@ def command(run: Path, *, attempt: int, processes: int, from_step: int | None = 
     return [sys.executable, "-S", str(trainer), str(run), str(attempt), step]
 
 
-def launching(program: str) -> CommandFactory:
-    """Jobs are two processes of `program`, and do nothing of a trainer's work."""
+def launching(program: str, *launcher: str) -> CommandFactory:
+    """Jobs are processes of `program`, and do nothing of a trainer's work."""
 
     def command(
         run: Path, *, attempt: int, processes: int, from_step: int | None = None
     ) -> list[str]:
         script = run / "ranks.py"
         script.write_text(program)
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
         return [sys.executable, *launcher, str(script), str(attempt)]
 
     return command
+
+
+TORCH = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
 
 
 def spoil_clock(how: str) -> None:
@@ -58,13 +60,15 @@ def spoil_clock(how: str) -> None:
 
 
 def runner_of(options: dict[str, Any]) -> Runner:
-    if "ray" in options:
-        from distill_server.ray_cluster import RayCluster
-        from distill_server.ray_jobs import RayJobs
-        from distill_server.ray_runner import RayRunner
+    ranks, ray = options.get("ranks"), options.get("ray")
+    if ray is None:
+        return LocalRunner(command=launching(ranks, *TORCH) if ranks else command)
+    from distill_server.ray_cluster import RayCluster
+    from distill_server.ray_jobs import RayJobs
+    from distill_server.ray_runner import RayRunner
 
-        return RayRunner(RayCluster(RayJobs(options["ray"])), command=command)
-    return LocalRunner(command=launching(options["ranks"]) if "ranks" in options else command)
+    cluster = RayCluster(RayJobs(ray))
+    return RayRunner(cluster, command=launching(ranks) if ranks else command)
 
 
 def main() -> int:
