@@ -122,7 +122,7 @@ class JobControl:
     def _known(self, config: AnyJob, idempotency_key: str) -> Job | None:
         if not idempotency_key:
             return None
-        return self._store.submitted(idempotency_key, config.model_dump_json())
+        return self._store.submitted(idempotency_key, config)
 
     def _queue(self, config: AnyJob, config_text: str, idempotency_key: str) -> Job:
         self._require_place(config)

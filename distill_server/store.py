@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from clients.job_kinds import AnyJob
+from pydantic import ValidationError
+
+from clients.job_kinds import AnyJob, parse_job
 from clients.jobs import TERMINAL, TRANSITIONS, Job, JobEvent, JobState
 from distill_server.database import transaction
 from distill_server.machine import Share
@@ -69,20 +71,21 @@ class Store:
         self._on_change = on_change
         self._now = now or steady_clock()
 
-    def submitted(self, idempotency_key: str, config_json: str) -> Job | None:
+    def submitted(self, idempotency_key: str, config: AnyJob) -> Job | None:
         """The job that was submitted under this key; raises InvalidInput if it was another one."""
         row = self._db.execute(
             "SELECT * FROM submissions WHERE idempotency_key = ?", (idempotency_key,)
         ).fetchone()
         if row is None:
             return None
-        if row["config_sha256"] != _digest(config_json):
+        job = self.job(row["job_id"])
+        if row["config_sha256"] != _digest(config) and not _means(job.config_json, config):
             raise InvalidInput(
-                f"this key was used to submit another job, {row['job_id']}",
+                f"this key was used to submit another job, {job.id}",
                 field="idempotency_key",
                 hint="use a new key for a new job",
             )
-        return self.job(row["job_id"])
+        return job
 
     def add(self, job_id: str, config: AnyJob, idempotency_key: str) -> Job:
         """Put a new job at the end of the queue; an empty key is none."""
@@ -101,7 +104,7 @@ class Store:
             if idempotency_key:
                 self._db.execute(
                     "INSERT INTO submissions VALUES (?, ?, ?)",
-                    (idempotency_key, job_id, _digest(config_json)),
+                    (idempotency_key, job_id, _digest(config)),
                 )
             self._write(job_id, Change())
         self._on_change(job_id)
@@ -332,5 +335,16 @@ def _typed(row: sqlite3.Row) -> dict[str, Any]:
     }
 
 
-def _digest(text: str) -> str:
-    return sha256(text.encode()).hexdigest()
+def _digest(config: AnyJob) -> str:
+    """Of what the job says itself: a server with more keys than this one makes the same of it."""
+    return sha256(config.model_dump_json(exclude_defaults=True).encode()).hexdigest()
+
+
+def _means(config_json: str, config: AnyJob) -> bool:
+    """Whether the text is of this job, whatever keys there were when it was written. Digests were
+    once of every key, so an upgrade changed them.
+    """
+    try:
+        return parse_job(config_json) == config
+    except ValidationError:
+        return False

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sqlite3
 from pathlib import Path
 
 import pytest
 
+from clients.config import JobConfig
 from clients.jobs import JobState
 from distill_server import database
 from distill_server.database import open_database
 from distill_server.machine import Share
 from distill_server.store import Attempt, Change, Store
-from protos.errors import Unavailable
+from protos.errors import InvalidInput, Unavailable
 
 from .conftest import job_config
 
@@ -70,6 +72,50 @@ def test_jobs_attempts_and_events_are_all_there(old: Path) -> None:
     with open_database(old.with_name("new.sqlite")) as connection:
         new = connection.execute("SELECT sql FROM sqlite_master ORDER BY name").fetchall()
         assert [tuple(row) for row in schema] == [tuple(row) for row in new]
+
+
+def test_a_key_of_before_the_upgrade_is_the_same_job(old: Path) -> None:
+    """The first server took a digest of every key that there was; there are more by now."""
+    first = json.loads(job_config().model_dump_json())
+    del first["resources"], first["priority"]
+    digest = hashlib.sha256(json.dumps(first, separators=(",", ":")).encode()).hexdigest()
+    with sqlite3.connect(old) as connection:
+        connection.execute("UPDATE submissions SET config_sha256 = ?", (digest,))
+    connection.close()
+    with open_database(old) as connection:
+        store = Store(connection, on_change=lambda job_id: None)
+        for number in (1, 2):
+            known = store.submitted(f"key {number}", job_config())
+            assert known is not None
+            assert known.id == f"job-{number}"
+        others = ({"name": "x"}, {"priority": 1}, {"max_steps": 6}, {"seed": 1})
+        for change in others:
+            with pytest.raises(InvalidInput, match="another job, job-1"):
+                store.submitted("key 1", job_config().model_copy(update=change))
+
+
+def test_a_key_of_today_outlives_new_keys_and_a_resume(old: Path) -> None:
+    """The next server has a key more, and the job has been given more steps meanwhile."""
+
+    class Next(JobConfig):
+        """The job of a later version."""
+
+        surprise: int = 7
+
+    with open_database(old) as connection:
+        store = Store(connection, on_change=lambda job_id: None)
+        store.add("job-3", job_config(), "key 3")
+        for state in (JobState.PREPARING, JobState.RUNNING, JobState.SUCCEEDED):
+            store.change("job-3", Change(state))
+        longer = job_config(max_steps=50)
+        store.queue_again("job-3", Attempt(2), Change(JobState.QUEUED), last=True, config=longer)
+        asked = json.loads(job_config().model_dump_json())
+        for config in (job_config(), Next.model_validate(asked)):
+            known = store.submitted("key 3", config)
+            assert known is not None
+            assert (known.id, known.max_steps) == ("job-3", 50)
+        with pytest.raises(InvalidInput, match="another job, job-3"):
+            store.submitted("key 3", Next.model_validate({**asked, "surprise": 8}))
 
 
 def test_a_step_that_fails_leaves_the_old_one(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
