@@ -4,7 +4,7 @@
     job.json        the resolved job
     status.json     the trainer's word: phase, step, and at the end the verdict
     control.json    the owner's word: stop, please
-    environment.json  what the newest attempt runs on
+    environment.json, code.diff  what the newest attempt runs on
     metrics.jsonl   one object a step; after a resume it holds no step twice
     logs/attempt-N/ rank-0.log, and the files of the attempt's shim
     checkpoints/step-000050/   samples/   tb/
@@ -125,6 +125,10 @@ class RunDirectory:
     @property
     def store(self) -> Path:
         return self.path / "store"
+
+    @property
+    def code_diff(self) -> Path:
+        return self.path / "code.diff"
 
     @property
     def tensorboard(self) -> Path:

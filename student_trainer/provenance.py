@@ -1,4 +1,4 @@
-"""environment.json: what an attempt ran on, for whoever asks later."""
+"""environment.json and code.diff: what an attempt ran on, for whoever asks later."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import json
 import os
 import platform
 import time
+from pathlib import Path
 
 import torch
 
 from clients.fence import require_unfenced
 from clients.run_directory import RunDirectory, replace_file
+from student_trainer.source_code import source_code
 
+_ROOT = Path(__file__).parents[1]
 _PACKAGES = ("distill-service", "torch", "transformers", "accelerate", "peft", "numpy", "grpcio")
 
 
 def write_environment(run: RunDirectory, *, attempt: int, processes: int) -> None:
-    """Of the newest attempt; the ones before it are in their logs."""
+    """Of the newest attempt; the ones before it are in their logs. Raises WrongState when the
+    attempt was given up.
+    """
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     facts = {
         "attempt": str(attempt),
@@ -30,7 +35,14 @@ def write_environment(run: RunDirectory, *, attempt: int, processes: int) -> Non
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
     }
+    code = source_code(_ROOT)
+    if code is not None:
+        facts["commit"] = code.commit + (", and code.diff" if code.diff else "")
     require_unfenced()
+    if code is not None and code.diff:
+        replace_file(run.code_diff, code.diff)
+    else:
+        run.code_diff.unlink(missing_ok=True)  # of an earlier attempt
     replace_file(run.path / "environment.json", json.dumps(facts, indent=2) + "\n")
 
 

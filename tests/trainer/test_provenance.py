@@ -1,0 +1,90 @@
+"""What a run directory tells of the code that an attempt ran."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from clients.run_directory import RunDirectory
+from student_trainer import provenance
+from student_trainer.provenance import write_environment
+from student_trainer.source_code import MOST_BYTES, source_code
+
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git here")
+
+
+def git(root: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=x", "-c", "user.email=x@localhost", "-c", "commit.gpgsign=false")
+    done = subprocess.run(
+        ["git", "-C", str(root), *who, *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    root = tmp_path / "checkout"
+    (root / "package").mkdir(parents=True)
+    (root / "package" / "code.py").write_text("one = 1\n")
+    git(root, "init", "-q")
+    git(root, "add", ".")
+    git(root, "commit", "-q", "-m", "first")
+    return root
+
+
+def environment(run: RunDirectory) -> dict[str, str]:
+    write_environment(run, attempt=1, processes=1)
+    found: dict[str, str] = json.loads((run.path / "environment.json").read_text())
+    return found
+
+
+def test_commit_and_changes(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provenance, "_ROOT", checkout)
+    run = RunDirectory(tmp_path)
+    commit = git(checkout, "rev-parse", "HEAD")
+    assert environment(run)["commit"] == commit
+    assert not run.code_diff.exists()
+    (checkout / "package" / "code.py").write_text("one = 2\n")
+    assert environment(run)["commit"] == f"{commit}, and code.diff"
+    diff = run.code_diff.read_text()
+    assert "-one = 1\n+one = 2\n" in diff
+    # It is whole: who has the commit has the code.
+    git(checkout, "checkout", "-q", ".")
+    subprocess.run(["git", "-C", str(checkout), "apply"], input=diff, text=True, check=True)
+    assert (checkout / "package" / "code.py").read_text() == "one = 2\n"
+    git(checkout, "commit", "-q", "-a", "-m", "second")
+    assert environment(run)["commit"] == git(checkout, "rev-parse", "HEAD") != commit
+    assert not run.code_diff.exists()
+
+
+def test_no_checkout_of_its_own(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An environment in somebody's checkout, a repository without a commit, no git."""
+    assert source_code(checkout / "package") is None
+    assert source_code(tmp_path) is None
+    (tmp_path / "empty").mkdir()
+    git(tmp_path / "empty", "init", "-q")
+    assert source_code(tmp_path / "empty") is None
+    assert source_code(tmp_path / "nowhere") is None
+    monkeypatch.setattr(provenance, "_ROOT", checkout / "package")
+    assert "commit" not in environment(RunDirectory(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert source_code(checkout) is None
+
+
+def test_a_diff_is_bounded_and_runs_nothing(checkout: Path, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    git(checkout, "config", "diff.external", f"touch {canary}")
+    (checkout / "package" / "code.py").write_text("line\n" * MOST_BYTES)
+    found = source_code(checkout)
+    assert found is not None
+    assert found.diff.endswith("\n... cut\n")
+    assert len(found.diff) < MOST_BYTES + 100
+    assert not canary.exists()
