@@ -1,67 +1,67 @@
-"""The README's commands work.
+"""The documents' commands work.
 
-A block after the comment `<!-- test: fast -->` is run from the repository's root and must exit 0.
-In every other block each `distill` command must parse: its options and arguments exist.
+Every block of them is run by the test that its mark names, or its mark says what it needs that no
+test has. In all of them each `distill` command must parse, and each target and module must exist.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import typer
 
 from clients.cli.app import app
+from distill_server.__main__ import app as server_app
+from teacher_service.__main__ import app as teacher_app
 from tests.architecture.reference import with_table
-
-ROOT = Path(__file__).parents[2]
-MARK = "<!-- test: fast -->"
-BLOCK = re.compile(
-    r"(?P<mark><!-- test: fast -->\s*\n)?^```(?P<kind>console|bash|sh)\n(?P<body>.*?)^```",
-    re.MULTILINE | re.DOTALL,
-)
-
-
-@dataclass(frozen=True)
-class Block:
-    line: int
-    fast: bool
-    commands: tuple[str, ...]
-
-
-def blocks_of(text: str) -> Iterator[Block]:
-    for found in BLOCK.finditer(text):
-        # A backslash continues a line; in a console, only what follows "$ " is typed.
-        lines = found["body"].replace("\\\n", " ").splitlines()
-        if found["kind"] == "console":
-            lines = [line[2:] for line in lines if line.startswith("$ ")]
-        line = text.count("\n", 0, found.start("body"))
-        yield Block(line, found["mark"] is not None, tuple(lines))
-
+from tests.documents import DOCUMENTS, ROOT, TYPED, Block, blocks, blocks_in
 
 README = (ROOT / "README.md").read_text()
-BLOCKS = list(blocks_of(README))
+# Of this package's documents; a quarter of an hour and more is for benchmarks.
+NEEDS = {"gpu", "hub", "root", "three minutes", "a quarter of an hour", "half an hour"}
+SHOWN = [
+    block
+    for document in DOCUMENTS
+    for block in blocks_in((ROOT / document).read_text(), document)
+    if block.kind in TYPED
+]
+PROGRAMS = {"distill": app, "distill-server": server_app, "distill-teacher": teacher_app}
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def parse(command: str) -> None:
-    """Raises typer.TyperException when `distill` would not take it."""
-    words = shlex.split(command, comments=True)
-    if "distill" not in words:
-        return
-    words = words[words.index("distill") + 1 :]
+    """Raises typer.TyperException when `distill` would not take it, LookupError for a target of
+    make or a module that is not there.
+    """
+    words = [word.removeprefix(".venv/bin/") for word in shlex.split(command, comments=True)]
     for end in ("|", "&&", "||", ";", ">", "&"):
-        words = words[: words.index(end)] if end in words else words
+        if end in words:
+            parse(shlex.join(words[words.index(end) + 1 :]))
+            words = words[: words.index(end)]
+    if words[:1] == ["make"] and words[1] not in TARGETS:
+        raise LookupError(f"make {words[1]}")
+    if words[:2] == ["python", "-m"] and importlib.util.find_spec(words[2]) is None:
+        raise LookupError(words[2])
+    while words and re.match(r"\w+=", words[0]):
+        del words[0]
+    if words and words[0] in PROGRAMS:
+        parse_ours(words[0], words[1:])
+
+
+def parse_ours(program: str, words: list[str]) -> None:
     if words and words[-1] in ("--help", "-h"):
         return
-    group = typer.main.get_command(app)
-    with group.make_context("distill", words) as context:
+    group = typer.main.get_command(PROGRAMS[program])
+    with group.make_context(program, words) as context:
+        if not hasattr(context.command, "resolve_command"):
+            return
         rest = [*context._protected_args, *context.args]
         while rest:
             name, inner, rest = context.command.resolve_command(context, rest)
@@ -70,15 +70,39 @@ def parse(command: str) -> None:
                 rest = [*context._protected_args, *context.args] if inner_group else []
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"line {block.line}")
+def named(block: Block) -> str:
+    return f"{block.document}:{block.line}"
+
+
+@pytest.mark.parametrize("block", SHOWN, ids=named)
 def test_commands_parse(block: Block) -> None:
     for command in block.commands:
         parse(command)
 
 
-@pytest.mark.parametrize(
-    "block", [block for block in BLOCKS if block.fast], ids=lambda block: f"line {block.line}"
-)
+def test_every_block_is_run_or_says_what_it_needs() -> None:
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    for block in SHOWN:
+        runs = f'blocks("{block.document}", "{block.test}")'
+        assert bool(block.test) != bool(block.needs), f"{named(block)} has no mark"
+        assert not block.test or runs in tests, f"{named(block)}: no test runs it"
+        assert set(filter(None, block.needs.split(", "))) <= NEEDS, named(block)
+
+
+def test_every_fence_is_a_block_that_was_looked_at() -> None:
+    """A mark that is spelt wrongly, or a block in a list, would be passed over."""
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text()
+        fences = re.findall(r"^ *```\w+$", text, re.MULTILINE)
+        found = list(blocks_in(text, document))
+        assert len(fences) == len(found), document
+        marks = re.findall(r"<!-- (?:test|needs)\b", text)
+        assert len(marks) == sum(bool(block.test or block.needs) for block in found), document
+        untold = re.findall(r"^```\n(?:\$ |distill|make)", text, re.MULTILINE)
+        assert not untold, f"{document}: commands in a block without a language"
+
+
+@pytest.mark.parametrize("block", blocks("README.md", "fast"), ids=named)
 def test_fast_blocks_run(block: Block, tmp_path: Path) -> None:
     binaries = Path(sys.executable).parent
     done = subprocess.run(
@@ -96,10 +120,6 @@ def test_fast_blocks_run(block: Block, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_mark_belongs_to_a_block() -> None:
-    assert README.count(MARK) == sum(block.fast for block in BLOCKS)
-
-
 SAMPLE = """
 <!-- test: fast -->
 ```console
@@ -108,6 +128,7 @@ $ distill config check \\
 job.toml: ok
 ```
 
+<!-- needs: gpu, hub -->
 ```bash
 DISTILL_SERVER=x distill --json ls --state FAILED | head  # comment
 ```
@@ -115,8 +136,8 @@ DISTILL_SERVER=x distill --json ls --state FAILED | head  # comment
 
 
 def test_blocks() -> None:
-    first, second = blocks_of(SAMPLE)
-    assert (first.fast, second.fast, first.line) == (True, False, 3)
+    first, second = blocks_in(SAMPLE, "SAMPLE")
+    assert (first.test, second.needs, first.line) == ("fast", "gpu, hub", 3)
     assert [shlex.split(command) for command in first.commands] == [
         ["distill", "config", "check", "job.toml"]
     ]
@@ -125,10 +146,21 @@ def test_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["distill lss", "distill ls --lmit 3", "distill config chek x", "distill show"]
+    "command",
+    [
+        *("distill lss", "distill ls --lmit 3", "distill config chek x", "distill show"),
+        *("distill-teacher --modle x", "distill-server --port many"),
+    ],
 )
 def test_a_wrong_command_is_found(command: str) -> None:
-    with pytest.raises(typer.TyperException):
+    for shown in (command, f".venv/bin/{command}", f"true && {command}"):
+        with pytest.raises(typer.TyperException):
+            parse(shown)
+
+
+@pytest.mark.parametrize("command", ["make dmo", "python -m benchmarks.los", "true ; make dmo"])
+def test_what_is_not_there_is_found(command: str) -> None:
+    with pytest.raises(LookupError):
         parse(command)
 
 

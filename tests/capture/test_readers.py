@@ -11,9 +11,7 @@ import pytest
 
 from clients.logit_dataset import LogitDataset
 from tests.capture.material import capture_here, job, pairs, write_lines
-
-DOCS = Path(__file__).parents[2] / "docs" / "capture.md"
-MARK = "<!-- test: trainer -->\n```python\n"
+from tests.documents import blocks
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -70,8 +68,8 @@ def test_the_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     changes = {"teacher__model": str(teacher), "teacher__engine": "hf", "teacher__top_k": 8}
     _, store = capture_here(tmp_path / "run", job(data, teacher, **changes))
     store.rename(tmp_path / "store")
-    text = DOCS.read_text()
-    example = text[text.index(MARK) + len(MARK) :].split("```")[0]
+    (block,) = blocks("docs/capture.md", "trainer")
+    example = block.body
     # A model of 32 dimensions learns faster.
     assert example.count("learning_rate=1e-5") == example.count("num_train_epochs=3") == 1
     example = example.replace("rate=1e-5", "rate=1e-2").replace("epochs=3", "epochs=6")

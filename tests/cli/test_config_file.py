@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from clients.cli.app import main
 from clients.config import JobConfig, LoraConfig
 from clients.config_file import MAX_BYTES, load_job, localized
-from protos.errors import InvalidInput
+from protos.errors import ExitCode, InvalidInput
+from tests.documents import blocks
 
 Write = Callable[..., str]
 HEAD = '[student]\nmodel = "m"\n[data]\npath = "d"\n'
@@ -216,3 +218,15 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
 def test_names_are_not_empty(job_file: Callable[..., str], key: str) -> None:
     with pytest.raises(InvalidInput, match=f"--set: {key}: .*at least 1"):
         load_job(job_file(), [f'{key}=""'])
+
+
+def test_the_readme_s_problems(job_file: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    """To the letter, of the file that it is about."""
+    (block,) = blocks("README.md", "config")
+    job_file(
+        'student.model = "m"\ndata.path = "d"\n\n[teacher]\ntopk = 8\ntop_k = 0\n'
+        '[method]\ntype = "on-policy"\ntemprature = 0.7\n'
+    )
+    (command,) = block.commands
+    assert main(command.split()[1:]) == ExitCode.USAGE
+    assert block.body == f"$ {command}\n{capsys.readouterr().err}"

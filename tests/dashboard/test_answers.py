@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,11 +18,29 @@ from clients.config import DataConfig, JobConfig, StudentConfig, TeacherConfig
 from distill_server.database import open_database
 from distill_server.store import Store
 from tests.dashboard.site import Site
-from tests.security.processes import teacher
+from tests.documents import blocks
+from tests.security.processes import environment, teacher
 from tests.server.conftest import eventually, job_config
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "dashboard.md"
 MANY = 10_000
+
+
+def test_the_command_of_the_document(tmp_path: Path) -> None:
+    """At other ports."""
+    (block,) = blocks("docs/dashboard.md", "dashboard")
+    (command,) = block.commands
+    assert command.endswith(" --dashboard 8080")
+    words = [sys.executable, "-m", "distill_server", *command.split()[1:-1], "0", "--port", "0"]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment()
+    ) as process:
+        assert process.stdout is not None
+        _, line = process.stdout.readline(), process.stdout.readline()
+        with urllib.request.urlopen(line.removeprefix("dashboard at ").strip()) as answer:
+            assert b"<title>distill</title>" in answer.read()
+        process.terminate()
+        assert process.wait(20) == 0
 
 
 def test_ten_thousand_jobs_are_paged(tmp_path: Path, make_site: Callable[..., Site]) -> None:

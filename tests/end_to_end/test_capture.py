@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,10 @@ from clients.distill_client import DistillClient
 from clients.jobs import JobState
 from protos.errors import InvalidInput
 from tests.capture.material import capture_here, digests, job, pairs, save_words, write_pairs
+from tests.documents import blocks
 from tests.end_to_end.processes import ENVIRONMENT, MakeServer
 
+JOB_FILE = "deploy/jobs/gsm8k_capture.toml"
 JOB = """
 data.path = "data.jsonl"
 data.tokenizer = "words"
@@ -28,7 +31,8 @@ method = { shard_bytes = 2000, max_tokens = 64 }
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_words(tmp_path / "words")
     write_pairs(tmp_path / "data.jsonl", pairs(100))
-    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / JOB_FILE).parent.mkdir(parents=True)
+    (tmp_path / JOB_FILE).write_text(JOB)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -39,26 +43,32 @@ def distill(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_commands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = distill("capture", "job.toml", "--store", "rows")
+    """README's, of another data set and teacher."""
+    (block,) = blocks("README.md", "capture")
+    capture, *looks = (shlex.split(command)[1:] for command in block.commands)
+    done = distill(*capture)
     assert done.returncode == 0, done.stderr
+    for look in looks:
+        assert main(look) == 0
     assert done.stdout.split()[1:4] == ["SUCCEEDED", "100/100", "steps"]
-    assert done.stdout.split()[-2:] == ["store", str(place / "rows")]
+    assert done.stdout.split()[-2:] == ["store", str(place / "rows" / "gsm8k")]
     _, undisturbed = capture_here(place / "run", job(place / "data.jsonl", place / "words"))
-    assert digests(place / "rows") == digests(undisturbed)
+    assert digests(place / "rows" / "gsm8k") == digests(undisturbed)
     (run,) = Path("runs").glob("capture-distill-*")
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 100
     assert {"tokens", "tokens_per_sec", "bytes"} <= last.keys()
 
-    refused = distill("capture", "job.toml", "--store", "rows", "--set", "teacher.top_k=5")
+    refused = distill("capture", JOB_FILE, "--store", "rows/gsm8k", "--set", "teacher.top_k=5")
     assert refused.returncode != 0
     assert "holds rows with top_k = 4, not 5; use another directory" in refused.stderr
 
     capsys.readouterr()
-    assert main(["--json", "store", "info", "rows"]) == 0
+    assert main(["--json", "store", "info", "rows/gsm8k"]) == 0
     info = json.loads(capsys.readouterr().out)
     assert (info["sequences"], info["top_k"], info["complete"]) == (100, "4", True)
-    assert main(["store", "sample", "rows", "--sequence", "-1", "--rows", "2", "--head", "1"]) == 0
+    options = ["--sequence", "-1", "--rows", "2", "--head", "1"]
+    assert main(["store", "sample", "rows/gsm8k", *options]) == 0
     first, prompt, scored, *rows = capsys.readouterr().out.splitlines()
     asked, answer = pairs(100)[-1]
     assert first == f"sequence -1: {len(asked + answer) + 1} tokens, scored from {len(asked)}"
@@ -67,13 +77,13 @@ def test_the_commands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row.split()[:2] for row in rows] == [
         [str(len(asked) + i), f"'t{token}'"] for i, token in enumerate([*answer, 0][:2])
     ]
-    assert main(["store", "verify", "rows"]) == 0
-    assert capsys.readouterr().out == "rows: sound\n"
-    Path("rows/00000001.arrow").unlink()
-    assert main(["--json", "store", "verify", "rows"]) == 1
+    assert main(["store", "verify", "rows/gsm8k"]) == 0
+    assert capsys.readouterr().out == "rows/gsm8k: sound\n"
+    Path("rows/gsm8k/00000001.arrow").unlink()
+    assert main(["--json", "store", "verify", "rows/gsm8k"]) == 1
     assert json.loads(capsys.readouterr().out)["damages"][0].startswith("shard 00000001.arrow: ")
 
-    done = distill("capture", "job.toml", "--store", "half", "--shard", "1/2")
+    done = distill("capture", JOB_FILE, "--store", "half", "--shard", "1/2")
     assert done.returncode == 0, done.stderr
     manifest = Path("half/shard-1-of-2/manifest.json")
     whole = json.loads(manifest.read_text())

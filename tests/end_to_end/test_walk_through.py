@@ -19,14 +19,13 @@ import pytest
 
 from clients.distill_client import DistillClient
 from clients.job_record import record_of_run
+from tests.documents import blocks
 from tests.end_to_end.processes import ENVIRONMENT, MakeServer, RealServer
 
 if TYPE_CHECKING:
     from tests.trainer.tiny import Material
 
-ROOT = Path(__file__).parents[2]
-SECTION = (ROOT / "README.md").read_text().split("## A walk-through\n")[1].split("\n## ")[0]
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SERVERS, *SHOWN = blocks("README.md", "walk-through")
 STEPS_AFTER_RESUME = 20
 
 
@@ -126,22 +125,18 @@ def assert_same(found: list[str], shown: list[str], command: str) -> None:
 def test_everything_typed_is_answered_as_shown(
     material: Material, teacher: str, make_server: MakeServer, tmp_path: Path
 ) -> None:
-    place = tmp_path / "clone"
-    (place / "runs" / "demo").mkdir(parents=True)
-    for name, made in (("teacher", material.teacher), ("student", material.student)):
-        (place / "runs" / "demo" / name).symlink_to(made)
-    (place / "runs" / "demo" / "data").symlink_to(material.prompts.parent)
+    place = clone(tmp_path, material)
     server = make_server()
     terminal = Terminal(place, server, teacher)
     count = 0
-    for kind, block in BLOCK.findall(SECTION):
-        if kind == "toml":
-            name = block.splitlines()[0].removeprefix("# ")
-            text = terminal.localized(block).replace("max_steps = 200", "max_steps = 100000")
+    for block in SHOWN:
+        if block.kind == "toml":
+            name = block.body.splitlines()[0].removeprefix("# ")
+            text = terminal.localized(block.body).replace("max_steps = 200", "max_steps = 100000")
             (place / name).write_text(text)
-        elif kind == "python":
-            run_python(block, place)
-        for line in typed(block) if kind == "console" else ():
+        elif block.kind == "python":
+            run_python(block.body, place)
+        for line in typed(block.body) if block.kind == "console" else ():
             interrupted = line.answer.index("^C") if "^C" in line.answer else 0
             stop_at = shape(line.answer[interrupted - 1]) if interrupted else ""
             assert_same(terminal.type(line.command, stop_at), line.answer, line.command)
@@ -154,6 +149,42 @@ def test_everything_typed_is_answered_as_shown(
     for word in ("SUCCEEDED", "<svg", "waiting for the teacher", "torch"):
         assert word in page
     assert not any(place.glob("runs/on-policy-*")), "refused runs leave nothing"
+
+
+def clone(root: Path, material: Material) -> Path:
+    """A checkout after `make demo`, as far as the walk-through sees it."""
+    demo = root / "clone" / "runs" / "demo"
+    demo.mkdir(parents=True)
+    for name, made in (("teacher", material.teacher), ("student", material.student)):
+        (demo / name).symlink_to(made)
+    (demo / "data").symlink_to(material.prompts.parent)
+    (root / "clone" / ".venv").symlink_to(Path(sys.executable).parents[1])
+    return root / "clone"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1], ids=["teacher", "server"])
+def test_the_servers_start_as_shown(number: int, material: Material, tmp_path: Path) -> None:
+    """On a free port; the third line finds the commands."""
+    *starts, source = SERVERS.commands
+    command = re.sub(r"--port \d+ &$", "--port 0", starts[number])
+    assert command.endswith("--port 0")
+    program = Path(command.split()[0]).name
+    place = clone(tmp_path, material)
+    script = f"{source} && type -P {program} >&2 && exec {command}"
+    with subprocess.Popen(
+        ["bash", "-euc", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=place,
+        env={**ENVIRONMENT, "HOME": str(tmp_path)},
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        process.terminate()
+        assert line.startswith(f"{program.removeprefix('distill-')} listening on 127.0.0.1:")
+        assert process.wait(60) == 0
 
 
 def run_python(code: str, place: Path) -> None:

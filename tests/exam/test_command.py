@@ -44,7 +44,7 @@ def test_the_readme_s_commands(
         served[served.index("http://localhost:8000/v1")] = server.endpoint
         assert main(["-q", *served, *fewer, "--out", "served"]) == ExitCode.OK
     assert server.paths == {"/v1/chat/completions"}
-    assert capfd.readouterr().out.splitlines()[1].startswith("Qwen/Qwen3-0.6B ")
+    assert capfd.readouterr().out.splitlines()[1].startswith("Qwen3-0.6B ")
 
 
 def test_two_models_side_by_side(material: Material, tmp_path: Path, capfd: Capture) -> None:

@@ -14,6 +14,7 @@ from student_trainer.losses import (
     topk_kl,
 )
 from student_trainer.losses.sampled import Kind
+from tests.documents import blocks
 from tests.losses.enumeration import (
     Case,
     expectation,
@@ -248,3 +249,20 @@ def test_bucket_sampled_has_less_variance_than_sampled(direction):
         return total
 
     assert variance("bucket+sampled") < variance("sampled")
+
+
+def test_the_example_of_the_readme():
+    """Where the vocabulary is the head, it is the exact KL, and its gradient with it."""
+    torch.manual_seed(0)
+    student, teacher = torch.randn(2, 7, 32, dtype=torch.float64)
+    student.requires_grad_()
+    ids = torch.randint(32, (7,))
+    (block,) = blocks("README.md", "losses")
+    known = {"student_logits": student, "teacher_logits": teacher, "token_ids": ids}
+    exec(block.body, known)
+    p, q = student.log_softmax(1), teacher.log_softmax(1)
+    expected = (p.exp() * (p - q)).sum(1).mean()
+    assert abs(known["loss"] - expected) < 1e-6
+    (found,) = torch.autograd.grad(known["loss"], student)
+    (wanted,) = torch.autograd.grad(expected, student)
+    assert (found - wanted).abs().max() < 1e-6

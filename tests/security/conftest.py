@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import subprocess
 from collections.abc import Iterator
@@ -10,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents import ROOT, blocks
 from tests.security.processes import Program, server, teacher
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
-BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+DOCUMENT = ROOT / "docs" / "security.md"
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     """Made with the commands of docs/security.md; beside them, some that nobody should trust."""
     path = tmp_path_factory.mktemp("certificates")
-    [commands] = [block for block in BLOCK.findall(DOCUMENT.read_text()) if "openssl" in block]
-    _run(commands, path)
+    (commands,) = blocks("docs/security.md", "certificates")
+    _run(commands.body, path)
     new = "openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=x"
     here = "subjectAltName=DNS:localhost,IP:127.0.0.1"
     _run(

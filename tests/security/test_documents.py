@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from clients.teacher_client import TeacherClient
-from tests.security.conftest import BLOCK, DOCUMENT, Certificates
+from tests.documents import ROOT, blocks
+from tests.security.conftest import DOCUMENT, Certificates
 from tests.security.processes import environment
 
-ROOT = Path(__file__).parents[2]
 FLOORS = re.compile(
     r"^\| (torch|transformers|pyarrow|vllm|starlette|h11|grpcio) \| ([\d.]+) \|", re.MULTILINE
 )
@@ -53,17 +53,13 @@ def test_the_table_of_variables_is_the_code() -> None:
     assert set(words.findall(DOCUMENT.read_text())) == set(words.findall(sources))
 
 
-def section(title: str) -> str:
-    return (ROOT / "README.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
-
-
 def test_the_readme_beyond_this_machine(
     certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both its blocks, with a teacher that needs no download, and this machine as the other one."""
     for name in ("server.pem", "server.key", "ca.pem"):
         shutil.copy(certificates.path / name, tmp_path)
-    there, here = BLOCK.findall(section("Beyond this machine"))
+    there, here = (block.body for block in blocks("README.md", "beyond"))
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
     there = there.replace("--model Qwen/Qwen3-4B", "--engine fake --model vocab=64 --no-cache")

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from clients.distill_client import DistillClient
 from clients.jobs import JobState
+from tests.documents import blocks
 
 from .conftest import Server
 
@@ -41,3 +44,19 @@ def test_quickstart(server: Server, client: DistillClient, tmp_path: Path) -> No
     assert 10 <= int(stopped.split()[-1]) < 60
     assert ended == "SUCCEEDED at step 60"
     assert (Path(path) / "config.json").is_file()
+
+
+def test_the_readme_s_client(
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(JOB.replace("pause=0.02", "best=20"))
+    (block,) = blocks("README.md", "client")
+    assert block.body.count("localhost:50051") == 1
+    exec(block.body.replace("localhost:50051", server.address), {})
+    assert capsys.readouterr().out.splitlines()[-1] == "60 None"
+    assert (tmp_path / "trained" / "config.json").is_file()
+    assert (tmp_path / "best" / "weights.bin").read_bytes() == bytes([20]) * 1000

@@ -1,0 +1,59 @@
+"""The commands and programs that the documents show, and who runs each of them.
+
+Before every block of them stands a comment: `<!-- test: NAME -->`, and a test that asks for
+`blocks(DOCUMENT, NAME)` runs it; or `<!-- needs: WHAT -->`, where it needs what no test has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md"))))
+DOCUMENTS += ("deploy/README.md",)
+TYPED = ("bash", "console", "sh", "python")
+_BLOCK = re.compile(
+    r"^(?:<!-- (?P<verb>test|needs): (?P<mark>[^\n]*?) -->\n+)?"
+    r"```(?P<kind>\w+)\n(?P<body>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """What stands between two fences; `line` is that of the first one, from 1."""
+
+    document: str
+    line: int
+    kind: str
+    body: str
+    test: str
+    needs: str
+
+    @property
+    def commands(self) -> list[str]:
+        """A backslash continues a line; in a console, only what follows "$ " is typed."""
+        lines = self.body.replace("\\\n", " ").splitlines()
+        if self.kind == "console":
+            return [line[2:] for line in lines if line.startswith("$ ")]
+        return lines if self.kind in ("bash", "sh") else []
+
+
+def blocks_in(text: str, document: str) -> Iterator[Block]:
+    """Every block that names its language."""
+    for found in _BLOCK.finditer(text):
+        line = text.count("\n", 0, found.start("body"))
+        marks = {"test": "", "needs": "", found["verb"] or "": found["mark"] or ""}
+        kind, body = found["kind"], found["body"]
+        yield Block(document, line, kind, body, marks["test"], marks["needs"])
+
+
+def blocks(document: str, test: str) -> list[Block]:
+    """Those that are marked for `test`, in order; there is one at least."""
+    found = blocks_in((ROOT / document).read_text(), document)
+    marked = [block for block in found if block.test == test]
+    assert marked, f"{document} has no block for {test}"
+    return marked

@@ -1,0 +1,72 @@
+"""The dashboard's port asks for what gRPC's does: a certificate, and then a token."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import ssl
+from collections.abc import Iterator
+
+import pytest
+
+from tests.security.conftest import Certificates, Secrets
+from tests.security.processes import server
+
+
+@pytest.fixture(scope="module")
+def port(
+    certificates: Certificates, tokens: Secrets, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[int]:
+    """Of a dashboard only for clients that `ca` certified."""
+    options = ("--tls-client-ca", certificates.pem("ca"), "--dashboard", 0)
+    runs = tmp_path_factory.mktemp("certified") / "runs"
+    arguments = ("--token-file", tokens.file, *certificates.tls(), *options)
+    with server(runs, *arguments) as program:
+        found = re.fullmatch(
+            r"dashboard at https://127\.0\.0\.1:(\d+)\n", program.output.readline()
+        )
+        assert found
+        yield int(found[1])
+
+
+def status(port: int, certificates: Certificates, *, ca: str = "ca", own: str, token: str) -> int:
+    """Of an answer to a browser that trusts `ca` and shows its `own` certificate."""
+    context = ssl.create_default_context(cafile=certificates.pem(ca))
+    if own:
+        context.load_cert_chain(certificates.pem(own), certificates.key(own))
+    connection = http.client.HTTPSConnection("localhost", port, timeout=20, context=context)
+    try:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        connection.request("GET", "/api/jobs", headers=headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_certified_browsers_are_served(
+    port: int, certificates: Certificates, tokens: Secrets
+) -> None:
+    assert status(port, certificates, own="client", token=tokens.read) == 200
+    assert status(port, certificates, own="client", token="") == 401
+
+
+@pytest.mark.parametrize("own", ["", "foreign", "expired"])
+def test_others_are_not(port: int, certificates: Certificates, tokens: Secrets, own: str) -> None:
+    """TLS 1.3 lets a client write before it is refused: a pipe may break, but nothing is read."""
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        status(port, certificates, own=own, token=tokens.read)
+
+
+def test_a_browser_finds_a_server_out(
+    port: int, certificates: Certificates, tokens: Secrets
+) -> None:
+    with pytest.raises(ssl.SSLCertVerificationError):
+        status(port, certificates, ca="foreign-ca", own="client", token=tokens.read)
+
+
+def test_there_is_no_way_around_tls(port: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("GET", "/")
+    with pytest.raises((http.client.HTTPException, ConnectionError)):
+        connection.getresponse()
+    connection.close()
