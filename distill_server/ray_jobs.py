@@ -134,9 +134,11 @@ def _impatient(client: Any) -> Any:
 
 
 def _shown(error: Exception) -> str:
-    """The last line that says something: above it there is a traceback of Ray's."""
+    """The line that says something: of a traceback of Ray's the last, of a sentence the first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip().strip(".")]
-    return lines[-1][:_SHOWN_CHARS] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    return lines[-1 if "Traceback" in str(error) else 0][:_SHOWN_CHARS]
 
 
 def _is_loopback(host: str) -> bool:

@@ -45,6 +45,8 @@ class Cluster:
                 [ray, "start", "--head", "--block", f"--num-cpus={self._cpus}", *options],
                 stdout=output,
                 stderr=output,
+                # Workers are made when they are needed: of those made before, none would be.
+                env={**os.environ, "RAY_prestart_worker_first_driver": "0"},
                 start_new_session=True,
             )
         try:

@@ -25,7 +25,7 @@ from tests.documents import DOCUMENTS, ROOT, TYPED, Block, blocks, blocks_in
 
 README = (ROOT / "README.md").read_text()
 # Of this package's documents; a quarter of an hour and more is for benchmarks.
-NEEDS = {"gpu", "hub", "root", "three minutes", "a quarter of an hour", "half an hour"}
+NEEDS = {"a cluster", "gpu", "hub", "root", "three minutes", "a quarter of an hour", "half an hour"}
 SHOWN = [
     block
     for document in DOCUMENTS

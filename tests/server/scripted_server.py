@@ -1,8 +1,8 @@
 """The real server with the scripted trainer, and less patience: RUNS HOST PORT SLOTS [OPTIONS].
 
 OPTIONS are JSON: `gpus`, how many to divide; `clock`, "jumps" or "fast": what becomes of time.time;
-`ranks`, a program of which two run, with the number of the attempt; `ray`, the address of a cluster
-that runs them in place of torch's launcher.
+`retries`; `ranks`, a program of which torch's launcher runs two, with the number of the attempt;
+`ray`, the address of a cluster that runs the jobs, with no launcher.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def main() -> int:
                 runs,
                 endpoint=Endpoint(host, port),
                 runner=runner_of(options),
-                policy=Policy(Machine(slots=slots, gpus=gpus), retries=1, **POLICY),
+                policy=Policy(
+                    Machine(slots=slots, gpus=gpus), retries=options.get("retries", 1), **POLICY
+                ),
                 preflight=unchecked,
                 on_ready=lambda bound: print(f"server listening on {host}:{bound}", flush=True),
             )

@@ -44,7 +44,7 @@ class ScriptedJobs:
         self.jobs: dict[str, Present] = {}
         self.submitted: list[tuple[str, str]] = []
         self.stopped: list[str] = []
-        self.looks = 0
+        self.open = False
         self.silent = threading.Event()
         self.silent.set()
 
@@ -59,11 +59,10 @@ class ScriptedJobs:
 
     def look(self, name: str) -> Answer:
         self._speak()
-        self.looks += 1
         return self.jobs.get(name, Absent())
 
     def is_open(self) -> bool:
-        return False
+        return self.open
 
     def _speak(self) -> None:
         self.silent.wait()
@@ -268,6 +267,26 @@ def test_what_ended_is_asked_about_no_more(run: RunDirectory, jobs: ScriptedJobs
     write_json(run.logs(1) / "exit.json", {"code": 0})
     assert runner.poll(run, 1) == Exited(0)
     assert runner._cluster._followed == {}
+
+
+def test_a_cluster_that_is_open_to_all_is_warned_of_once(
+    run: RunDirectory, jobs: ScriptedJobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As are its comings and goings, once each."""
+    jobs.open = True
+    runner = runner_of(jobs)
+    start(runner, run)
+    eventually(lambda: jobs.submitted)
+    jobs.trouble = AWAY
+    comes(runner, run, Running(AWAY.message))
+    jobs.trouble = None
+    comes(runner, run, Running("waiting for the Ray cluster"))
+    eventually(lambda: len(caplog.messages) == 3)
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "whoever reaches the Ray cluster can run any program on it",
+        "the Ray cluster cannot be reached",
+        "the Ray cluster can be reached again",
+    ]
 
 
 @pytest.mark.parametrize("address", ["", "auto", "10.0.0.1:8265", "ray://head:10001", "http://"])
