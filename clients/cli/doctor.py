@@ -45,7 +45,7 @@ def doctor(
     """Look at versions, packages, devices and connections."""
     settings = settings_of(context)
     output = settings.output
-    checks = [*_versions(), *_packages(), _sqlite(), _torch()]
+    checks = [*_versions(), *_packages(), _sqlite(), _torch(), _ray()]
     with output.stage("asking the servers"):
         server = _reachable("server", settings.server)
         if settings.server == DEFAULT_SERVER and server.problem:
@@ -108,6 +108,16 @@ def _torch() -> Check:
         last = (probe.stderr.strip().splitlines() or ["no output"])[-1]
         return Check("torch", "broken", problem=f"cannot be imported: {last}")
     return Check("torch", probe.stdout.strip().splitlines()[-1])
+
+
+def _ray() -> Check:
+    try:
+        version = importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        return Check("ray", "not installed; only --ray needs it")
+    whole = importlib.util.find_spec("aiohttp") is not None
+    lacking = "without its Jobs API: pip install 'distill-service[ray]'"
+    return Check("ray", version, warning="" if whole else lacking)
 
 
 def _reachable(name: str, address: str) -> Check:
