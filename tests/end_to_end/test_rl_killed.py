@@ -4,6 +4,7 @@ says (2): curve, weights, anchor and critic come to the same bits.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -63,6 +64,50 @@ def test_killed_as_often_as_one_likes(
     assert Path(newest, "anchor.safetensors") in files(run)
     assert (Path(newest, "critic.safetensors") in files(run)) == (advantages == "gae")
     assert Path("anchor", "model.safetensors") in files(run)
+
+
+@pytest.mark.slow
+def test_a_killed_student_that_searches(material: Material, tmp_path: Path) -> None:
+    """In the second step, and from the checkpoint of the first: the bits of one that nobody killed.
+    Prompts end with `=`; to a random student the tags and two digits are the same, and so likely.
+    """
+    import torch
+
+    from tests.trainer.tiny import curve, model, rl_job, save, tokenizer
+
+    characters = "0123456789+=\nDoc(Title): "
+    tags = ["<search>", "</search>", "<answer>", "</answer>"]
+    words = tokenizer(characters)
+    words.add_tokens(tags)
+    student = model(seed=2, spread=0.2, characters=characters)
+    student.resize_token_embeddings(len(words), mean_resizing=False)
+    with torch.no_grad():
+        rows = student.get_input_embeddings().weight
+        rows[words.convert_tokens_to_ids([*tags, "1", "2"])] = rows[words.vocab["="]].clone()
+    corpus = tmp_path / "corpus.jsonl"
+    facts = [{"contents": f"{n}\n{n}+{n}={2 * n}"} for n in range(10, 100)]
+    corpus.write_text("".join(json.dumps(fact) + "\n" for fact in facts))
+    config = rl_job(
+        material,
+        student={"model": str(save(student, words, tmp_path / "student"))},
+        environment={"retriever": str(corpus), "max_turns": 2, "max_passage_tokens": 30},
+        method__max_new_tokens=64,
+        method__temperature=2.0,
+        max_steps=2,
+        eval__prompts=4,
+        checkpoint__every=1,
+    )
+    undisturbed = finish(new_run(tmp_path / "undisturbed", config))
+    run = new_run(tmp_path / "run", config)
+    assert attempt(run, 1, 0, "gradients-ready:kill:4") == [-signal.SIGKILL]
+    assert [line["step"] for line in metrics_of(run)] == [0, 1]
+    finish(run, 2)
+    lines = metrics_of(run)
+    assert curve(lines) == curve(metrics_of(undisturbed))
+    assert files(run) == files(undisturbed)
+    assert [line["attempt"] for line in lines] == [1, 1, 2]
+    assert lines[-1]["search/queries"] > 0, "nobody asked"
+    assert lines[-1]["grad_norm"] > 0, "nothing was learned"
 
 
 def files(run: RunDirectory) -> dict[Path, bytes]:
