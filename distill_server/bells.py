@@ -6,9 +6,12 @@ import asyncio
 
 from protos.errors import Unavailable
 
+# In place of an id: the bell that every change of a job rings.
+ANY_JOB = ""
+
 
 class Bells:
-    """One bell per job that somebody waits for.
+    """One bell per job that somebody waits for, and one for all of them.
 
     Take the bell first, look second, wait third: then no ring is lost.
     """
@@ -24,9 +27,10 @@ class Bells:
         return self._bells.setdefault(job_id, asyncio.Event())
 
     def ring(self, job_id: str) -> None:
-        bell = self._bells.pop(job_id, None)
-        if bell is not None:
-            bell.set()
+        for name in (job_id, ANY_JOB):
+            bell = self._bells.pop(name, None)
+            if bell is not None:
+                bell.set()
 
     def close(self) -> None:
         """Wake everybody for the last time."""

@@ -147,19 +147,27 @@ class Store:
             )
         return self.job(found[0]["id"] if found else text)
 
-    def page(self, *, state: JobState | None = None, limit: int, before_id: str = "") -> list[Job]:
-        """Jobs from the newest on, those submitted before `before_id` only."""
+    def page(
+        self, *, state: JobState | None = None, limit: int, before_id: str = "", search: str = ""
+    ) -> list[Job]:
+        """Jobs from the newest on, those submitted before `before_id` only; and only those whose
+        id, name and state have every word of `search` in them.
+        """
+        found, words = _having(search)
         rows = self._db.execute(
-            "SELECT * FROM jobs WHERE (:state IS NULL OR state = :state) AND (:before = '' OR"
-            " number < (SELECT number FROM jobs WHERE id = :before))"
+            f"SELECT * FROM jobs WHERE {found} AND (:state IS NULL OR state = :state) AND"
+            " (:before = '' OR number < (SELECT number FROM jobs WHERE id = :before))"
             " ORDER BY number DESC LIMIT :limit",
-            {"state": state, "before": before_id, "limit": limit},
+            {"state": state, "before": before_id, "limit": limit, **words},
         )
         return [_job_of(row) for row in rows]
 
-    def counts(self) -> dict[JobState, int]:
-        """How many jobs are in each state; all seven are there."""
-        rows = self._db.execute("SELECT state, count(*) FROM jobs GROUP BY state")
+    def counts(self, search: str = "") -> dict[JobState, int]:
+        """How many jobs are in each state, of those that a page finds; all seven are there."""
+        having, words = _having(search)
+        rows = self._db.execute(
+            f"SELECT state, count(*) FROM jobs WHERE {having} GROUP BY state", words
+        )
         found = {JobState(state): count for state, count in rows}
         return {state: found.get(state, 0) for state in JobState}
 
@@ -313,6 +321,13 @@ class Store:
     def _last_place(self) -> int:
         place: int = self._db.execute("SELECT coalesce(max(place), 0) + 1 FROM jobs").fetchone()[0]
         return place
+
+
+def _having(search: str) -> tuple[str, dict[str, str]]:
+    """A condition on jobs, and its values; both cases of ASCII are one."""
+    words = {f"word{number}": word for number, word in enumerate(search.split())}
+    text = "lower(id || ' ' || name || ' ' || state)"
+    return " AND ".join(["1", *(f"instr({text}, lower(:{name}))" for name in words)]), words
 
 
 def _job_of(row: sqlite3.Row) -> Job:

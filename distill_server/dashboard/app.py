@@ -22,7 +22,7 @@ from clients.run_directory import RunDirectory
 from distill_server.bells import Bells
 from distill_server.control import JobControl
 from distill_server.dashboard.answers import job_record, on_error
-from distill_server.dashboard.feeds import feed, job_messages, log_messages
+from distill_server.dashboard.feeds import feed, job_messages, list_messages, log_messages
 from distill_server.dashboard.gate import STATIC, Gate
 from distill_server.dashboard.samples import sample_steps, samples_of
 from distill_server.dashboard.teachers import Teachers
@@ -33,6 +33,7 @@ from protos.errors import DistillError, InvalidInput, NotFound
 
 _PAGE_JOBS = 50
 _LOG_LINES = 500
+_MOST_SEARCH_CHARS = 100
 _MOST_BODY_BYTES = 4 << 10
 
 
@@ -77,11 +78,25 @@ class Pages:
         )
 
     async def jobs(self, request: Request) -> Response:
+        return JSONResponse(self._lister(request)())
+
+    async def jobs_events(self, request: Request) -> Response:
+        return feed(list_messages(self.bells, self._lister(request)))
+
+    def _lister(self, request: Request) -> Callable[[], Mapping[str, Any]]:
+        """What gives the page that is asked for, as it is by then."""
         given = request.query_params
         before = self.store.resolve(given["before"]).id if given.get("before") else ""
-        jobs = self.store.page(state=_state(given.get("state")), limit=_PAGE_JOBS, before_id=before)
-        records = [job_record(job) for job in jobs]
-        return JSONResponse({"jobs": records, "counts": self.store.counts(), "page": _PAGE_JOBS})
+        state, search = _state(given.get("state")), given.get("search", "")
+        if len(search) > _MOST_SEARCH_CHARS:
+            raise InvalidInput(f"longer than {_MOST_SEARCH_CHARS} characters", field="search")
+
+        def page() -> Mapping[str, Any]:
+            jobs = self.store.page(state=state, limit=_PAGE_JOBS, before_id=before, search=search)
+            counts = self.store.counts(search)
+            return {"jobs": [job_record(job) for job in jobs], "counts": counts, "page": _PAGE_JOBS}
+
+        return page
 
     async def job(self, request: Request) -> Response:
         job = self.store.resolve(request.path_params["job"])
@@ -145,6 +160,7 @@ def make_app(pages: Pages, *, tokens: Tokens, host: str) -> ASGIApp:
     routes = [
         Route("/api/access", pages.access),
         Route("/api/jobs", pages.jobs),
+        Route("/api/events", pages.jobs_events),
         Route(a_job, pages.job),
         Route(f"{a_job}/events", pages.events),
         Route(f"{a_job}/log", pages.log),

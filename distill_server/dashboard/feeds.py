@@ -1,6 +1,6 @@
-"""Server-sent events: a job's steps and an attempt's log, from where a reader left off.
-
-Each message carries an id, and a reader that comes back sends the last one as `Last-Event-ID`.
+"""Server-sent events: the list of jobs; a job's steps and an attempt's log, from where a reader
+left off: their messages carry ids, and a reader that comes back sends the last one as
+`Last-Event-ID`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ import asyncio
 import codecs
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from starlette.responses import StreamingResponse
 
 from clients.jobs import JobEvent
-from distill_server.bells import Bells
+from distill_server.bells import ANY_JOB, Bells
 from distill_server.dashboard.answers import event_record, fault_record
 from distill_server.store import Store
 from distill_server.streams import LogPiece
 from protos.errors import DistillError
 
 _PAGE_EVENTS = 200
+_SECONDS_BETWEEN_LOOKS = 1.0
 # What a page needs for its curves of what is past, however long the job is.
 _MOST_POINTS = 1500
 _HEARTBEAT_SECONDS = 15.0
@@ -57,6 +58,22 @@ async def job_messages(store: Store, bells: Bells, job_id: str, after_seq: int) 
         yield message("steps", records, str(seq))
         # A long history is many pages, and others use this loop.
         await asyncio.sleep(0)
+
+
+async def list_messages(bells: Bells, look: Callable[[], Any]) -> Messages:
+    """`page`: what `look` sees, whenever that is something else; it ends with the server only.
+
+    Running jobs change with every step: looks are a second apart.
+    """
+    seen: Any = None
+    while True:
+        bell = bells.of(ANY_JOB)
+        found = look()
+        if found != seen:
+            seen = found
+            yield message("page", found)
+        await bell.wait()
+        await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
 async def log_messages(pieces: AsyncIterator[LogPiece]) -> Messages:

@@ -72,6 +72,16 @@ class Browser:
     def type(self, selector: str, text: str) -> None:
         self._driver.find_element("css selector", selector).send_keys(text)
 
+    def clear(self, selector: str) -> None:
+        self._driver.find_element("css selector", selector).clear()
+        self.run("document.querySelector(arguments[0]).dispatchEvent(new Event('input'))", selector)
+
+    def tab(self) -> None:
+        from selenium.webdriver.common.action_chains import ActionChains
+        from selenium.webdriver.common.keys import Keys
+
+        ActionChains(self._driver).send_keys(Keys.TAB).perform()
+
     def press(self, selector: str, key: str) -> None:
         """A key by its name: `HOME`."""
         from selenium.webdriver.common.keys import Keys

@@ -7,6 +7,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,42 @@ def test_the_command_of_the_document(tmp_path: Path) -> None:
             assert b"<title>distill</title>" in answer.read()
         process.terminate()
         assert process.wait(20) == 0
+
+
+def test_a_search_is_for_every_word_of_id_name_and_state(site: Site) -> None:
+    """In either case; what is special to a database is not special here."""
+    ids = [site.submit(name=f"fail_at=1 {name}", max_steps=1) for name in ("Al%pha", "be_ta")]
+    eventually(lambda: all(site.job(job)["state"] == "FAILED" for job in ids))
+
+    def found(search: str, state: str = "") -> set[str]:
+        asked = urllib.parse.urlencode({"search": search, "state": state})
+        answer = site.ask(f"/api/jobs?{asked}").json()
+        assert sum(answer["counts"].values()) >= len(answer["jobs"])
+        return {job["id"] for job in answer["jobs"]} & set(ids)
+
+    assert found("") == found("fail") == found("on-policy FAILED") == set(ids)
+    assert found("al%PHA") == found(f"{ids[0]} alpha".replace("alpha", "l%p")) == {ids[0]}
+    assert found("e_t") == found("be_ta", "FAILED") == {ids[1]}
+    assert found("al_pha") == found("%") - {ids[0]} == found("' OR 1 --") == set()
+    assert found("be_ta", "RUNNING") == found("be_ta al%pha") == set()
+    answer = site.ask(f"/api/jobs?search={'x' * 101}")
+    assert (answer.status, answer.json()["error"]["field"]) == (400, "search")
+
+
+def test_the_list_of_jobs_is_told_as_it_changes(site: Site) -> None:
+    messages = site.messages("/api/events?search=listed")
+    assert next(messages)[2]["jobs"] == []
+    job = site.submit(name="pause=0.05 listed", max_steps=1000)
+    site.submit(name="another", max_steps=1)
+    steps = []
+    for kind, _, page in messages:
+        assert kind == "page"
+        assert {record["id"] for record in page["jobs"]} <= {job}
+        steps += [record["step"] for record in page["jobs"]]
+        if len(set(steps)) > 3:
+            break
+    assert steps == sorted(steps)
+    messages.close()
 
 
 def test_ten_thousand_jobs_are_paged(tmp_path: Path, make_site: Callable[..., Site]) -> None:

@@ -55,6 +55,45 @@ def test_a_curve_grows_while_its_job_runs(site: Site, browser: Browser) -> None:
     assert f"of {1000}" in browser.text(".progress")
 
 
+def test_the_list_is_live_and_searched(site: Site, browser: Browser) -> None:
+    browser.open(f"{site.url}/#/")
+    eventually(lambda: browser.count(".filters button") > 0)
+    job = site.submit(name="pause=0.1 wanted", max_steps=1000)
+    row = f"[data-job='{job}']"
+    eventually(lambda: browser.count(row) == 1)
+    browser.type("[type=search]", "WANTED running")
+    eventually(lambda: browser.count(".jobs tbody tr") == 1 == browser.count(row))
+    earlier = browser.text(f"{row} td:nth-child(3)")
+    eventually(lambda: browser.text(f"{row} td:nth-child(3)") != earlier)
+    assert browser.text(f"{row} td:nth-child(8)") not in ("", "-")  # how long it will take
+    assert browser.run("return document.activeElement.type") == "search", "typing goes on"
+    browser.type("[type=search]", " nothing")
+    eventually(lambda: "No job has all of these words" in browser.text(".notice"))
+    browser.clear("[type=search]")
+    eventually(lambda: browser.count(row) == 1)
+
+
+@pytest.mark.parametrize("page", ["#/", "#/jobs/{job}", "#/teachers"])
+def test_who_has_the_focus_is_seen(site: Site, browser: Browser, page: str) -> None:
+    """Everything that the tab key comes to, once around."""
+    job = site.submit(name="pause=0", max_steps=5)
+    eventually(lambda: site.job(job)["state"] == "SUCCEEDED")
+    browser.open(f"{site.url}/{page.format(job=job)}")
+    eventually(lambda: browser.count("main *") > 3)
+    seen = set()
+    for _ in range(12):
+        browser.tab()
+        name, style, width = browser.run(
+            "const e = document.activeElement, s = getComputedStyle(e);"
+            " return [e.outerHTML.slice(0, 60), s.outlineStyle, parseFloat(s.outlineWidth)]"
+        )
+        if name.startswith("<body"):
+            break
+        seen.add(name)
+        assert (style, width >= 2) == ("solid", True), name
+    assert len(seen) >= 3
+
+
 def test_the_keys_read_a_curve(site: Site, browser: Browser) -> None:
     job = site.submit(name="pause=0", max_steps=20)
     eventually(lambda: site.job(job)["state"] == "SUCCEEDED")

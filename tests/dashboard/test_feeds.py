@@ -12,9 +12,10 @@ import pytest
 from clients.jobs import JobEvent, JobState
 from distill_server.bells import Bells
 from distill_server.dashboard import feeds
-from distill_server.dashboard.feeds import job_messages, thinned
+from distill_server.dashboard.feeds import job_messages, list_messages, thinned
 from distill_server.database import open_database
 from distill_server.store import Change, Store
+from protos.errors import Unavailable
 from tests.server.conftest import job_config
 
 EVENT = JobEvent(1, 0.0, JobState.RUNNING, "", "training", 1, 1, 100)
@@ -41,6 +42,52 @@ def test_a_rare_metric_survives() -> None:
 def test_attempts_are_never_mixed() -> None:
     kept = thinned([*events(3), *events(3, attempt=2)], 4)
     assert [(event.attempt, event.metrics["loss"]) for event in kept] == [(1, 2.0), (2, 2.0)]
+
+
+def test_the_list_is_told_when_it_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often its jobs change, there is one look a moment; a look that sees no news is not
+    told.
+    """
+    monkeypatch.setattr(feeds, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    looks = []
+
+    async def follow(store: Store, bells: Bells) -> None:
+        def look() -> list[str]:
+            looks.append(1)
+            return [f"{job.id} {job.step}" for job in store.page(limit=2)]
+
+        messages = list_messages(bells, look)
+        assert told(await anext(messages)) == []
+        store.add("one", job_config(), "")
+        assert told(await anext(messages)) == ["one 0"]
+        for step in range(1, 101):
+            store.change("one", Change(step=step, metrics={"loss": 1.0}))
+        assert told(await anext(messages)) == ["one 100"]
+        for name in ("two", "three"):
+            store.add(name, job_config(), "")
+        assert told(await anext(messages)) == ["three 0", "two 0"]
+        pending = asyncio.ensure_future(anext(messages))
+        before = len(looks)
+        store.change("one", Change(step=101, metrics={"loss": 1.0}))  # on another page
+        while len(looks) == before:
+            await asyncio.sleep(0.01)
+        assert not pending.done()
+        bells.close()
+        with pytest.raises(Unavailable):
+            await pending
+
+    with open_database(tmp_path / "jobs.sqlite") as connection:
+        bells = Bells()
+        asyncio.run(follow(Store(connection, on_change=bells.ring), bells))
+    assert len(looks) < 10
+
+
+def told(message: str) -> list[str]:
+    assert message.startswith("event: page\n")
+    found: list[str] = json.loads(message.split("data: ")[1])
+    return found
 
 
 def test_groups_of_one_change_nothing() -> None:

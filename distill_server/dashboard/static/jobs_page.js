@@ -1,21 +1,30 @@
-// All jobs, newest first, a page at a time; the page is asked for again every two seconds.
+// Jobs, newest first, a page at a time, as they change; of a state, and with words to search for.
 
 import {badge, bar, el, setText} from "./dom.js";
 import {ago, duration, klOf, moment, number, percent, secondsLeft, waitOf} from "./figures.js";
-import {Fault, get, repeat} from "./server.js";
+import {follow} from "./server.js";
 
-const SECONDS = 2;
+// Of a reader who goes on typing.
+const MS_BEFORE_SEARCH = 250;
+// "3m ago" grows old also where nothing else changes.
+const MS_BETWEEN_DRAWINGS = 10000;
 const STATES = ["RUNNING", "QUEUED", "PREPARING", "CANCELLING", "SUCCEEDED", "FAILED", "CANCELLED"];
 const COLUMNS = ["Job", "State", "Progress", "Loss", "KL", "Tokens/s", "Wait", "ETA", "Submitted"];
 
 export function openJobs(root) {
   const page = new JobsPage(root);
-  return repeat(SECONDS, () => page.look());
+  page.look();
+  const clock = setInterval(() => page.answer && page.draw(page.answer), MS_BETWEEN_DRAWINGS);
+  return () => {
+    clearInterval(clock);
+    page.close();
+  };
 }
 
 class JobsPage {
   constructor(root) {
     this.state = "";
+    this.close = () => {};
     // Where each earlier page began: the way back.
     this.cursors = [""];
     this.filters = el("div", {class: "filters", role: "group", "aria-label": "Jobs by state"});
@@ -27,21 +36,33 @@ class JobsPage {
     this.newer = el("button", {type: "button", click: () => this.turn(-1)}, "Newer");
     this.older = el("button", {type: "button", click: () => this.turn(1)}, "Older");
     this.place = el("span", {role: "status"});
+    this.search = el("input", {
+      type: "search", placeholder: "id, name, state", "aria-label": "Search jobs", maxlength: 100,
+      spellcheck: "false", autocomplete: "off", input: () => this.searchSoon(),
+    });
     root.append(
-      el("h1", {}, "Jobs"), this.filters, this.note, this.table,
+      el("div", {class: "title"}, el("h1", {}, "Jobs"), this.search),
+      this.filters, this.note, this.table,
       el("div", {class: "pager"}, this.newer, this.place, this.older));
   }
 
-  async look() {
-    const cursor = this.cursors.at(-1);
-    const asked = new URLSearchParams({state: this.state, before: cursor});
-    try {
-      const answer = await get(`/api/jobs?${asked}`);
-      // Somebody turned the page meanwhile: that one is on its way.
-      if (cursor === this.cursors.at(-1) && asked.get("state") === this.state) this.draw(answer);
-    } catch (error) {
-      if (error instanceof Fault) this.tell(error.sentence);
-    }
+  look() {
+    this.close();
+    const asked = new URLSearchParams({
+      state: this.state, before: this.cursors.at(-1), search: this.search.value,
+    });
+    this.close = follow(`/api/events?${asked}`, {
+      page: (answer) => this.draw(answer),
+      fault: (error) => this.tell(error.sentence),
+    });
+  }
+
+  searchSoon() {
+    clearTimeout(this.typing);
+    this.typing = setTimeout(() => {
+      this.cursors = [""];
+      this.look();
+    }, MS_BEFORE_SEARCH);
   }
 
   turn(by) {
@@ -56,7 +77,9 @@ class JobsPage {
     this.look();
   }
 
-  draw({jobs, counts, page}) {
+  draw(answer) {
+    const {jobs, counts, page} = answer;
+    this.answer = answer;
     this.drawFilters(counts);
     this.drawRows(jobs);
     this.last = jobs.at(-1)?.id;
@@ -92,6 +115,7 @@ class JobsPage {
   }
 
   emptyNote() {
+    if (this.search.value.trim()) return "No job has all of these words in its id, name or state.";
     return this.state ? `No job is ${this.state.toLowerCase()}.`
       : "No jobs yet. Send one with: distill submit job.toml";
   }
