@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -16,6 +16,7 @@ from clients.job_kinds import AnyJob
 from clients.preflight import check_here
 from clients.teacher_checks import check_teachers, field_of, label_of, services_of
 from clients.teacher_client import TeacherClient, TeacherInfo
+from distill_server.student_tokens import StudentTokens
 from protos.errors import Forbidden, Unauthenticated, WrongState
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ _MOST_SECONDS = 8.0
 # So many submits a second must not be as many questions to a teacher.
 _FRESH_SECONDS = 3.0
 _THREADS = 16
-_REMEDY = "name one that the machine of the distill server has"
+_REMEDY = "give the path of a file or directory that the machine of the distill server has"
 
 _T = TypeVar("_T")
 
@@ -42,6 +43,7 @@ class JobPreflight:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, "preflight")
+        self._tokens = StudentTokens()
         # By addresses and the job's key for them: who asks, and when it began.
         self._asked: dict[tuple[tuple[str, ...], str], tuple[asyncio.Task[TeacherInfo], float]] = {}
 
@@ -55,7 +57,7 @@ class JobPreflight:
                 names = services_of(config)
                 asked = (self._info(names[name], field_of(name)) for name in names)
                 infos = dict(zip(names, await asyncio.gather(*asked), strict=True))
-                await self._apart(lambda: _hold_against(config, infos))
+                await self._apart(lambda: self._hold_against(config, infos))
         except TimeoutError:
             log.warning("a job was not looked at within %g s: its start will tell", _MOST_SECONDS)
 
@@ -71,13 +73,31 @@ class JobPreflight:
         # Others wait for it too, whoever gives up.
         return await asyncio.shield(task)
 
+    def _hold_against(self, config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
+        check_teachers(config, infos)
+        if not isinstance(config, TrainingJob):
+            return
+        student = Path(config.student.model)
+        for name, addresses in services_of(config).items():
+            vocabulary = partial(_vocabulary, addresses, field_of(name))
+            self._tokens.check(student, infos[name], label_of(name), vocabulary)
+
     async def _apart(self, look: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, look)
 
 
-def _ask(addresses: str | list[str], field: str) -> TeacherInfo:
+def _client(addresses: str | list[str], field: str) -> TeacherClient:
     # Whoever submits names the address: it must not get a token that can do more than a trainer's.
-    with TeacherClient(addresses, field=field, scope="preflight") as client:
+    return TeacherClient(addresses, field=field, scope="preflight", patience_seconds=_MOST_SECONDS)
+
+
+def _vocabulary(addresses: str | list[str], field: str) -> Sequence[str]:
+    with _client(addresses, field) as client:
+        return client.vocabulary()
+
+
+def _ask(addresses: str | list[str], field: str) -> TeacherInfo:
+    with _client(addresses, field) as client:
         try:
             return client.info()
         except (Unauthenticated, Forbidden) as error:
@@ -87,30 +107,3 @@ def _ask(addresses: str | list[str], field: str) -> TeacherInfo:
                 field=field,
                 hint="start the server with the teacher's $DISTILL_TEACHER_TOKEN",
             ) from error
-
-
-def _hold_against(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
-    check_teachers(config, infos)
-    if not isinstance(config, TrainingJob):
-        return
-    width = _width(Path(config.student.model))
-    for name, info in infos.items():
-        if width is not None and width != info.vocab_size:
-            # Which token is the first to differ needs a tokenizer: the trainer would name it.
-            raise WrongState(
-                f"the student has logits for {width} ids, the {label_of(name)} for"
-                f" {info.vocab_size}",
-                field="student.model",
-                hint=f"give a student with the {label_of(name)}'s tokenizer, or pad or trim its"
-                " embeddings to the teacher's size",
-            )
-
-
-def _width(model: Path) -> int | None:
-    """Of a student directory's logits; None where its config does not say."""
-    try:
-        config = json.loads((model / "config.json").read_bytes())
-        width = config.get("text_config", config)["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    return width if isinstance(width, int) else None

@@ -13,6 +13,8 @@ import pytest
 
 from clients.distill_client import DistillClient
 from clients.jobs import JobState
+from protos.errors import WrongState
+from protos.scoped_token import scoped_token
 from tests.end_to_end.conftest import teacher_arguments
 from tests.security.conftest import Certificates, Secrets, certificates, tokens
 from tests.security.processes import Program, server
@@ -41,7 +43,7 @@ def test_a_guarded_line(
     certificates: Certificates,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """mTLS and tokens on both servers; the trainer has the teacher's token, and no other."""
+    """mTLS and tokens on both servers; the trainer has one of its own for the teacher, no other."""
     from tests.trainer.tiny import job
 
     of_server = secrets.token_urlsafe(32)
@@ -53,14 +55,14 @@ def test_a_guarded_line(
     }
     for name, value in {**identity, "DISTILL_TOKEN": of_server}.items():
         monkeypatch.setenv(name, str(value))
-    of_trainer = {**identity, "DISTILL_TEACHER_TOKEN": tokens.read}
+    of_jobs = {**identity, "DISTILL_TEACHER_TOKEN": tokens.admin}
     log = tmp_path / "teacher.log"
     with (
         guarded_teacher(material, log, "--token-file", tokens.file, *guard) as teacher,
         server(
             tmp_path / "runs",
             *guard,
-            variables={**of_trainer, "DISTILL_TOKENS": f"submit {of_server}"},
+            variables={**of_jobs, "DISTILL_TOKENS": f"submit {of_server}"},
         ) as jobs,
         DistillClient(jobs.address) as client,
     ):
@@ -74,10 +76,14 @@ def test_a_guarded_line(
         ended = client.get(watched.id)
         assert ended.state is JobState.SUCCEEDED, ended.reason
     given = {name for name in environment if name.startswith("DISTILL_")}
-    assert given >= set(of_trainer)
+    assert given >= set(of_jobs)
+    own = scoped_token(tokens.admin, watched.id, 1)
+    assert environment["DISTILL_TEACHER_TOKEN"] == own
+    assert f"called by a job method=Score job={watched.id} attempt=1" in log.read_text()
     assert "DISTILL_TOKENS" not in given
     assert "DISTILL_TOKEN" not in given
-    known = [tokens.read, tokens.submit, tokens.admin, of_server]
+    known = [tokens.read, tokens.submit, tokens.admin, of_server, own]
+    assert not any(token in environment.values() for token in known[:-1])
     assert not any(token in command for token in known)
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"job.json", "rank-0.log", "metrics.jsonl"} <= {path.name for path in written}
@@ -97,7 +103,7 @@ def trainer_of(job_id: str) -> psutil.Process:
 
 
 @pytest.mark.slow
-def test_a_trainer_without_the_token_says_so(
+def test_a_server_without_the_token_says_so(
     material: Material, tmp_path: Path, tokens: Secrets
 ) -> None:
     from tests.trainer.tiny import job
@@ -105,10 +111,10 @@ def test_a_trainer_without_the_token_says_so(
     log = tmp_path / "teacher.log"
     with (
         guarded_teacher(material, log, "--token-file", tokens.file) as teacher,
-        server(tmp_path / "runs", "--retries", "0") as jobs,
+        server(tmp_path / "runs") as jobs,
         DistillClient(jobs.address) as client,
+        pytest.raises(WrongState, match="does not take the token of the distill server") as told,
     ):
-        ended = client.wait(client.submit(job(material, teacher.address)).id, timeout=120)
-    assert ended.state is JobState.FAILED
-    assert "asks for a token" in ended.reason
-    assert "DISTILL_TEACHER_TOKEN" in ended.reason
+        client.submit(job(material, teacher.address))
+    assert told.value.field == "teacher.address"
+    assert "DISTILL_TEACHER_TOKEN" in told.value.hint

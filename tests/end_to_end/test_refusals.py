@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from clients.distill_client import DistillClient
-from clients.jobs import JobState
-from protos.errors import ExitCode
+from clients.jobs import Job, JobState
+from protos.errors import DistillError, ExitCode
 from tests.end_to_end.processes import ENVIRONMENT, MakeServer
 
 if TYPE_CHECKING:
@@ -168,29 +168,39 @@ def says(sentence: str, case: Refusal) -> bool:
 def test_the_server(
     material: Material, teacher: str, make_server: MakeServer, tmp_path: Path
 ) -> None:
-    """The job is FAILED with the same sentence, and without a second try."""
+    """The same sentence: at once, where it can be known without reading the data; else the job is
+    FAILED with it, and without a second try.
+    """
     from tests.trainer.tiny import job
 
     # What distill run and submit refuse from the looks of the file alone comes to a server as well.
-    chosen = {name: CASES[name] for name in ("another tokenizer", "k > max", "no data file")}
-    chosen |= {name: CASES[name] for name in ("no teacher", "no weights", "bad json")}
+    at_once = ("another tokenizer", "k > max", "no data file", "no student", "no teacher")
+    at_once += ("no weights", "too long")
+    at_start = ("bad json", "no column")
     server = make_server(slots=2)
+
+    def submit(case: Refusal, root: Path) -> Job:
+        root.mkdir()
+        case.make(root)
+        changes = {
+            key.replace(".", "__"): json.loads(value) if value.isdecimal() else value
+            for key, value in ((key, v.format(root=root)) for key, v in case.sets.items())
+        }
+        return client.submit(job(material, teacher, **changes))
+
     with DistillClient(server.address) as client:
-        ids = {}
-        began = time.monotonic()
-        for name, case in chosen.items():
-            root = tmp_path / name.replace(" ", "-")
-            root.mkdir()
-            case.make(root)
-            changes: dict[str, Any] = {
-                key.replace(".", "__"): value.format(root=root) for key, value in case.sets.items()
-            }
-            if "teacher__top_k" in changes:
-                changes["teacher__top_k"] = json.loads(changes["teacher__top_k"])
-            ids[name] = client.submit(job(material, teacher, **changes)).id
+        for number, name in enumerate(at_once):
+            began = time.monotonic()
+            with pytest.raises(DistillError) as caught:
+                submit(CASES[name], tmp_path / str(number))
+            print(f"{time.monotonic() - began:.1f} s: {name}: {caught.value}")
+            assert says(str(caught.value), CASES[name])
+            assert caught.value.exit_code is CASES[name].code
+        assert client.list() == []
+        ids = {name: submit(CASES[name], tmp_path / name.replace(" ", "-")).id for name in at_start}
         for name, job_id in ids.items():
             ended = client.wait(job_id, timeout=60)
-            print(f"{time.monotonic() - began:.1f} s: {name}: {ended.reason}")
+            print(f"{name}: {ended.reason}")
             assert (ended.state, ended.attempt, ended.step) == (JobState.FAILED, 1, 0)
-            assert says(ended.reason, chosen[name])
+            assert says(ended.reason, CASES[name])
             assert "\n" not in ended.reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +19,9 @@ from clients import teacher_lane
 from clients.config import JobConfig
 from clients.disk_space import check_space
 from clients.jobs import JobState
+from clients.score_query import tokenizer_fingerprint
+from clients.token_ids import tokens_of
+from clients.tokenizer_file import tokens_in
 from distill_server import preflight
 from distill_server.control import JobControl
 from distill_server.preflight import JobPreflight
@@ -28,15 +31,17 @@ from protos.errors import DistillError, InvalidInput, Unavailable, WrongState
 from protos.transport import CHANNEL_OPTIONS
 from tests.server.scripted_runner import SmallServer, small_server
 
-VOCABULARY = 13
+TOKENS = ["<end>", *"0123456789+="]
+VOCABULARY = len(TOKENS)
 T = TypeVar("T")
 
 
 class Teacher(teacher_pb2_grpc.TeacherServicer):
-    """It says what it is, and counts how often it was asked."""
+    """It says what it is, and counts how often it was asked. Its rows are not needed here."""
 
     def __init__(self) -> None:
         self.asked = 0
+        self.vocabularies = 0
         self.refuses = False
 
     def GetInfo(self, request: teacher_pb2.GetInfoRequest, context: Any) -> teacher_pb2.TeacherInfo:
@@ -46,12 +51,18 @@ class Teacher(teacher_pb2_grpc.TeacherServicer):
         return teacher_pb2.TeacherInfo(
             model="teacher",
             fingerprint="f",
-            tokenizer_fingerprint="t",
+            tokenizer_fingerprint=tokenizer_fingerprint(TOKENS),
             vocab_size=VOCABULARY,
             max_top_k=VOCABULARY,
             max_length=64,
             max_tail_samples=256,
         )
+
+    def GetVocabulary(
+        self, request: teacher_pb2.GetVocabularyRequest, context: Any
+    ) -> Iterator[teacher_pb2.VocabularyChunk]:
+        self.vocabularies += 1
+        yield teacher_pb2.VocabularyChunk(first_id=0, tokens=TOKENS)
 
 
 @contextmanager
@@ -82,14 +93,31 @@ def address(teacher: Teacher) -> Iterator[str]:
         yield found
 
 
-def write_student(path: Path, *, width: int = VOCABULARY, rows: int = 2) -> Path:
+def write_student(
+    path: Path,
+    *,
+    width: int = VOCABULARY,
+    rows: int = 2,
+    tokens: Sequence[str] = TOKENS,
+    unigram: bool = False,
+) -> Path:
     """A directory that looks like one; its weights are a header."""
     path.mkdir()
+    write_tokens(path, tokens, unigram=unigram)
     (path / "config.json").write_text(json.dumps({"vocab_size": width}))
     header = json.dumps({"w": {"dtype": "F32", "shape": [rows, 1000], "data_offsets": [0, 0]}})
     data = len(header).to_bytes(8, "little") + header.encode()
     (path / "model.safetensors").write_bytes(data)
     return path
+
+
+def write_tokens(path: Path, tokens: Sequence[str], *, unigram: bool = False) -> None:
+    """The first one among what was added, as the end of a text often is."""
+    ids = {token: number for number, token in enumerate(tokens) if number and token}
+    scores = [[token, 0.0] for token in ("<unk>", *tokens[1:])]
+    added = [{"id": 0, "content": tokens[0], "special": True}]
+    document = {"added_tokens": added, "model": {"vocab": scores if unigram else ids}}
+    (path / "tokenizer.json").write_text(json.dumps(document))
 
 
 def job(root: Path, address: object, **changes: Any) -> dict[str, Any]:
@@ -116,7 +144,7 @@ class Refusal:
     changes: Mapping[str, Any]
     says: tuple[str, ...]
     category: type[DistillError] = InvalidInput
-    student: Mapping[str, int] = field(default_factory=dict)
+    student: Mapping[str, Any] = field(default_factory=dict)
 
 
 CASES = {
@@ -156,6 +184,21 @@ CASES = {
     "too long": Refusal(
         {"method__max_new_tokens": 49},
         ("method.max_new_tokens: ", "65 tokens, the teacher takes 64"),
+    ),
+    "another tokenizer": Refusal(
+        {},
+        (
+            "student.model: the tokenizers differ: id 1 is '*' to the student and '0' to",
+            "needs a student with the teacher's tokenizer",
+        ),
+        WrongState,
+        {"tokens": ["<end>", *"*0123456789+="], "width": 14},
+    ),
+    "another tokenizer of the same size": Refusal(
+        {},
+        ("student.model: the tokenizers differ: id 12 is '-' to the student and '=' to",),
+        WrongState,
+        {"tokens": ["<end>", *"0123456789+-"], "unigram": True},
     ),
     "another width": Refusal(
         {},
@@ -225,6 +268,52 @@ def test_many_submits_ask_a_teacher_once(
             server.submit(asked)
         assert server.store.queue_length() == 110
     assert teacher.asked == 1
+
+
+def test_tokens_that_other_files_name_are_no_difference(
+    teacher: Teacher, address: str, tmp_path: Path
+) -> None:
+    """A library may add some behind those of the file; and a student is looked at once, until it
+    changes.
+    """
+    with checking(tmp_path) as server:
+        asked = job(tmp_path, address)
+        for tokens in (TOKENS[:-1], [*TOKENS[:5], "", *TOKENS[6:]]):
+            write_tokens(tmp_path / "student", tokens)
+            before = teacher.vocabularies
+            for _ in range(3):
+                assert server.submit(asked) is JobState.QUEUED
+            assert teacher.vocabularies == before + 1
+        (tmp_path / "student" / "tokenizer.json").write_text("{")
+        assert server.submit(asked) is JobState.QUEUED
+        write_tokens(tmp_path / "student", ["<end>", *"9876543210+="])
+        with pytest.raises(WrongState, match="id 1 is '9' to the student"):
+            server.submit(asked)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        "[]",
+        '{"model": {"vocab": {"a": 1000000000000}}}',
+        '{"model": {"vocab": {"a": "b"}}}',
+        '{"model": {"vocab": [[7, 0.0]]}}',
+        '{"model": {"vocab": [7]}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_tokenizer_file_that_is_none(document: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(document)
+    assert tokens_in(tmp_path) is None
+
+
+def test_the_file_of_a_real_tokenizer(tmp_path: Path) -> None:
+    """As the library reads it."""
+    from tests.trainer import tiny
+
+    words = tiny.tokenizer()
+    words.save_pretrained(tmp_path)
+    assert tokens_in(tmp_path) == tokens_of(words)
 
 
 def test_a_teacher_that_was_started_meanwhile_is_found_at_once(
