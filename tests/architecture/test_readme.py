@@ -80,6 +80,21 @@ def test_commands_parse(block: Block) -> None:
         parse(command)
 
 
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_within_sentences_exist(document: str) -> None:
+    """Their options too; what they work on may be left out."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text(), flags=re.MULTILINE | re.DOTALL)
+    for command in re.findall(r"`((?:distill[a-z-]*|make|python -m) [^`]*)`", text):
+        if "--install-completion" in command:
+            continue  # it would
+        said = ""
+        try:
+            parse(" ".join(command.replace("...", "").split()))
+        except typer.TyperException as error:
+            said = error.format_message()
+        assert "No such" not in said, command
+
+
 def test_every_block_is_run_or_says_what_it_needs() -> None:
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     for block in SHOWN:
