@@ -27,9 +27,9 @@ test-vllm: .venv-vllm/.installed  ## the vLLM engine with a real vLLM, on the CP
 soak: setup  ## every injected fault and fuzzed request 15 times as often as in the tests; an hour
 	DISTILL_REPEATS=300 $(BIN)/pytest -n 2 --timeout 7200 tests/faults tests/teacher/test_bad_requests.py
 
-test-ray: setup  ## the capture on a Ray cluster of this machine, for which `make test` has no Ray
+test-ray: setup  ## captures and jobs on a Ray cluster of this machine; `make test` has no Ray
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[ray]'
-	$(BIN)/pytest tests/capture/test_ray.py
+	$(BIN)/pytest tests/capture/test_ray.py tests/server/test_ray.py
 
 test-track: setup  ## the trackers with a real trackio, which `make test` does not install
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[track]'

@@ -23,10 +23,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from clients.fence import VARIABLE as FENCE
 from clients.fence import is_fenced
 from clients.run_directory import RunDirectory, Status
+from distill_server.living_shims import LivingShims, attempts_before
 from distill_server.process import claim, write_json
 from distill_server.ray_order import Order, take_order
 from distill_server.ray_places import rank_variables
-from distill_server.ray_predecessors import Predecessors
 from distill_server.ray_rank import Rank
 
 _LOOK_SECONDS = 0.5
@@ -62,7 +62,7 @@ class Driver:
 
     def run(self) -> int:
         """The first code that is not 0; minus a signal's number where that was the end."""
-        old = Predecessors(self._directory)
+        old = LivingShims(attempts_before(self._directory))
         bundle = {"CPU": self._order.cpus, "GPU": self._order.gpus}
         group = placement_group([bundle] * self._order.processes, strategy="PACK")
         if not (self._comes(old.are_gone) and self._comes(lambda: group.wait(_LOOK_SECONDS))):
@@ -71,6 +71,9 @@ class Driver:
             return 0
         running = self._start(group)
         codes = self._follow(running)
+        left = LivingShims([self._directory])  # by workers of Ray that died before them
+        while not left.are_gone():
+            pass
         failed = next(((rank, code) for rank, code in codes.items() if code), None)
         if failed and self._order.processes > 1:
             with self._log(0).open("a") as log:  # nobody else writes there any more
@@ -101,7 +104,7 @@ class Driver:
         by_node = sorted(range(len(places)), key=lambda n: nodes.index(nodes[n]))
         variables = rank_variables([places[n] for n in by_node])
         self._ranks = [placed[n] for n in by_node]
-        how = (self._order.arguments, self._order.environment)
+        how = (self._order.arguments, {**self._order.environment, **_cluster()})
         return {
             actor.run.remote(
                 self._place(rank), self._log(rank), *how, variables[rank], self._order.folder
@@ -135,6 +138,12 @@ class Driver:
 
     def _log(self, rank: int) -> Path:
         return self._directory / f"rank-{rank}.log"
+
+
+def _cluster() -> dict[str, str]:
+    """For a capture that asks for engines on the same cluster."""
+    given = {n: os.environ[n] for n in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH") if n in os.environ}
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, **given}
 
 
 def _code(done: Any) -> int:

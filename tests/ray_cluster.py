@@ -35,7 +35,7 @@ class Cluster:
         """A cluster that knows nothing of an earlier one."""
         options = [f"--port={self._port}", "--node-ip-address=127.0.0.1"]
         options += [f"--temp-dir={self._place}", "--disable-usage-stats"]
-        options.append(f"--include-dashboard={str(self._dashboard).lower()}")
+        options += ["--no-monitor", f"--include-dashboard={str(self._dashboard).lower()}"]
         if self._dashboard:
             options += ["--dashboard-host=127.0.0.1", f"--dashboard-port={self._page}"]
             options.append(f"--dashboard-agent-listen-port={self._agent}")

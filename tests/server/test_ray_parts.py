@@ -17,15 +17,15 @@ import pytest
 
 from clients.fence import VARIABLE, raise_fence
 from clients.run_directory import RunDirectory
-from distill_server import ray_predecessors, ray_runner
+from distill_server import living_shims, ray_runner
 from distill_server.attempts import Exited, Lost, Outcome, Running
+from distill_server.living_shims import LivingShims, attempts_before
 from distill_server.machine import Share
 from distill_server.process import claim, family, kill_family, send_signal, write_json
 from distill_server.ray_cluster import RayCluster
 from distill_server.ray_jobs import Absent, Answer, Present, RayJobs
 from distill_server.ray_order import take_order
 from distill_server.ray_places import Place, rank_variables
-from distill_server.ray_predecessors import Predecessors
 from distill_server.ray_runner import RayRunner
 from distill_server.shim_files import card_of, exit_code_of
 from protos.errors import InvalidInput, Unavailable, WrongState
@@ -347,17 +347,17 @@ class Clock:
         self.now += seconds
 
 
-def test_predecessors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waited for until they say that they ended, or have been still for long."""
+def test_earlier_attempts_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until they say that they ended, or have been still for long."""
     clock = Clock()
-    monkeypatch.setattr(ray_predecessors, "time", clock)
+    monkeypatch.setattr(living_shims, "time", clock)
     logs = tmp_path / "logs"
     shims = [logs / "attempt-1", logs / "attempt-2" / "rank-0", logs / "attempt-2" / "rank-1"]
     for shim in [*shims, logs / "attempt-10" / "rank-0", logs / "attempt-3" / "rank-0"]:
         shim.mkdir(parents=True)
         write_json(shim / "shim.json", {})
     write_json(shims[0] / "exit.json", {"code": 0})
-    old = Predecessors(logs / "attempt-3")
+    old = LivingShims(attempts_before(logs / "attempt-3"))
     for beat in range(100):
         for shim in shims[1:]:
             (shim / "heartbeat").touch()
@@ -368,7 +368,7 @@ def test_predecessors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     while not old.are_gone():
         assert clock.now < since + 20
     assert clock.now >= since + 14
-    assert Predecessors(logs / "attempt-1").are_gone()
+    assert LivingShims(attempts_before(logs / "attempt-1")).are_gone()
 
 
 class OwnedShim:

@@ -1,9 +1,10 @@
-"""Waits until nobody runs an earlier attempt at a job any more, on whatever node."""
+"""Waits until shims and what they watch are gone, on whatever nodes that share the directory."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 # A shim touches its heartbeat every second, and what it touches is seen a few seconds later.
@@ -11,17 +12,15 @@ _SILENCE_SECONDS = 15.0
 _LOOK_SECONDS = 0.5
 
 
-class Predecessors:
-    """The shims of the attempts before the one whose logs are in `directory`.
+class LivingShims:
+    """Those with a shim.json under `places` that have not written how it ended.
 
-    They end by themselves when they see the fence, and write exit.json; one whose node is gone is
-    known by a heart that stands still, by this node's clock.
+    One whose node is gone never will: it is known by a heart that stands still, by this node's
+    clock.
     """
 
-    def __init__(self, directory: Path) -> None:
-        attempt = _number(directory)
-        earlier = [path for path in directory.parent.glob("attempt-*") if _number(path) < attempt]
-        cards = [card for path in earlier for card in path.rglob("shim.json")]
+    def __init__(self, places: Iterable[Path]) -> None:
+        cards = [card for place in places for card in place.rglob("shim.json")]
         self._beats = {card.parent: (0, time.monotonic()) for card in cards}
 
     def are_gone(self) -> bool:
@@ -40,6 +39,12 @@ class Predecessors:
         before, since = self._beats[path]
         now = _touched(path / "heartbeat")
         return (before, since) if now == before else (now, time.monotonic())
+
+
+def attempts_before(directory: Path) -> list[Path]:
+    """The log directories of the attempts before the one that has `directory`."""
+    number = _number(directory)
+    return [path for path in directory.parent.glob("attempt-*") if _number(path) < number]
 
 
 def _touched(path: Path) -> int:
