@@ -114,7 +114,10 @@ def _is_kl(metric: str) -> bool:
 def _widened(low: float, high: float, log: bool) -> tuple[float, float]:
     if low < high:
         return low, high
-    return (low / 1.5, high * 1.5) if log else (low - 0.5, high + 0.5)
+    if log:
+        return low / 1.5, high * 1.5
+    # What was never anything but zero is a share, or a count.
+    return (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
