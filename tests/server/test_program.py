@@ -22,10 +22,10 @@ def command(runs: Path, *options: str) -> list[str]:
 
 
 @contextmanager
-def program(runs: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def program(runs: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The program once it is ready, and its line."""
     with subprocess.Popen(
-        command(runs, "--port", "0"), stdout=subprocess.PIPE, text=True
+        command(runs, "--port", "0", *options), stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         try:
@@ -48,6 +48,14 @@ def test_starts_serves_and_stops(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.read() == ""
     assert (tmp_path / "runs" / "server.sqlite").exists()
+
+
+def test_the_database_may_be_elsewhere(tmp_path: Path) -> None:
+    """On a disk of the server, where the runs are on a file server."""
+    with program(tmp_path / "runs", "--database", str(tmp_path / "here.sqlite")) as (_, line):
+        assert line.startswith("server listening on")
+    assert (tmp_path / "here.sqlite").exists()
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_one_server_per_directory(tmp_path: Path) -> None:
