@@ -46,7 +46,12 @@ class Panel:
         """(first step, last step, lowest, highest), never empty in either direction."""
         xs = [x for curve in self.curves for x, _ in curve.points]
         ys = [y for curve in self.curves for _, y in curve.points]
-        return *_widened(min(xs), max(xs), log=False), *_widened(min(ys), max(ys), self.log)
+        first, last, low, high = min(xs), max(xs), min(ys), max(ys)
+        if first == last:
+            first, last = first - 0.5, last + 0.5
+        if low == high:
+            low, high = _around(low, self.log)
+        return first, last, low, high
 
     def heights(self, values: Sequence[float]) -> list[float]:
         """Of each value, 0 at the bottom of the panel and 1 at its top."""
@@ -111,13 +116,12 @@ def _is_kl(metric: str) -> bool:
     return metric.startswith(("kl/", "eval/kl"))
 
 
-def _widened(low: float, high: float, log: bool) -> tuple[float, float]:
-    if low < high:
-        return low, high
+def _around(value: float, log: bool) -> tuple[float, float]:
+    """The heights of a curve that has only one."""
     if log:
-        return low / 1.5, high * 1.5
+        return value / 1.5, value * 1.5
     # What was never anything but zero is a share, or a count.
-    return (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
+    return (value - abs(value) / 2, value + abs(value) / 2) if value else (0.0, 1.0)
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

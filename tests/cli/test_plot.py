@@ -64,6 +64,20 @@ def test_steps_that_were_done_again_count_once() -> None:
     assert found == [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2), (5, 4)]
 
 
+@pytest.mark.parametrize(
+    ("values", "log", "low", "high"),
+    [((0, 0), False, 0, 1), ((4, 4), False, 2, 6), ((-4,), False, -6, -2), ((3, 3), True, 2, 4.5)],
+)
+def test_a_level_curve_has_a_place(
+    values: tuple[float, ...], log: bool, low: float, high: float
+) -> None:
+    curve = Curve("x", 0, list(enumerate(values, start=7)), held_out=True)
+    panel = Panel("x", [curve], log)
+    assert panel.spans()[2:] == (low, high)
+    assert panel.spans()[:2] == ((7, 8) if len(values) > 1 else (6.5, 7.5))
+    assert all(0 <= height <= 1 for height in panel.heights(values))
+
+
 def test_a_plot_of_one_run(capsys: Capture, make_run: MakeRun) -> None:
     run = make_run("one")
     assert main(["plot", str(run.path)]) == 0
