@@ -88,6 +88,11 @@ class DistillClient:
         )
         return _job_of(self._call(self._stub.SubmitJob, request))
 
+    def check(self, config: AnyJob) -> None:
+        """Raises what `submit` would for this job now, and queues nothing."""
+        request = pb.CheckJobRequest(config_json=config.model_dump_json())
+        self._call(self._stub.CheckJob, request, again=False)
+
     def get(self, job_id: str) -> Job:
         """A job by its id, an unambiguous beginning of it, or "@last"; with its config_json."""
         return _job_of(self._call(self._stub.GetJob, pb.GetJobRequest(job_id=job_id)))

@@ -45,13 +45,16 @@ class JobControl:
         self._most_queued = most_queued
         self._preflight = preflight
 
+    async def check(self, config_json: str) -> None:
+        """Raises what `submit_checked` would, and queues nothing."""
+        await self._require_sound(self._read(config_json, "", ""))
+
     async def submit_checked(self, config_json: str, config_text: str, idempotency_key: str) -> Job:
         """`submit`, once the preflight has found nothing wrong; a known key needs none."""
         config = self._read(config_json, config_text, idempotency_key)
         if known := self._known(config, idempotency_key):
             return known
-        self._require_place(config)
-        await self._preflight(config, self._runs)
+        await self._require_sound(config)
         # Somebody may have used the key meanwhile, or taken the last place.
         return self._known(config, idempotency_key) or self._queue(
             config, config_text, idempotency_key
@@ -118,6 +121,10 @@ class JobControl:
         if len(idempotency_key) > _KEY_CHARS:
             raise InvalidInput(f"longer than {_KEY_CHARS} characters", field="idempotency_key")
         return config
+
+    async def _require_sound(self, config: AnyJob) -> None:
+        self._require_place(config)
+        await self._preflight(config, self._runs)
 
     def _known(self, config: AnyJob, idempotency_key: str) -> Job | None:
         if not idempotency_key:

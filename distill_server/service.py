@@ -39,6 +39,10 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         )
         return encode_job(job)
 
+    async def CheckJob(self, request: pb.CheckJobRequest, context: _Context) -> pb.CheckJobResponse:
+        await self._control.check(request.config_json)
+        return pb.CheckJobResponse()
+
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.Job:
         job = self._store.resolve(request.job_id)
         checkpoints = RunDirectory(self._runs / job.id).checkpoint_steps()

@@ -34,6 +34,7 @@ class Role(IntEnum):
 # None: anybody, with or without a token.
 NEEDED: Mapping[str, Role | None] = {
     "/distill.v1.Distill/SubmitJob": Role.SUBMIT,
+    "/distill.v1.Distill/CheckJob": Role.SUBMIT,
     "/distill.v1.Distill/GetJob": Role.READ,
     "/distill.v1.Distill/ListJobs": Role.READ,
     "/distill.v1.Distill/WatchJob": Role.READ,

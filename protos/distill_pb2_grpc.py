@@ -39,6 +39,11 @@ class DistillStub(object):
                 request_serializer=protos_dot_distill__pb2.SubmitJobRequest.SerializeToString,
                 response_deserializer=protos_dot_distill__pb2.Job.FromString,
                 _registered_method=True)
+        self.CheckJob = channel.unary_unary(
+                '/distill.v1.Distill/CheckJob',
+                request_serializer=protos_dot_distill__pb2.CheckJobRequest.SerializeToString,
+                response_deserializer=protos_dot_distill__pb2.CheckJobResponse.FromString,
+                _registered_method=True)
         self.GetJob = channel.unary_unary(
                 '/distill.v1.Distill/GetJob',
                 request_serializer=protos_dot_distill__pb2.GetJobRequest.SerializeToString,
@@ -81,6 +86,13 @@ class DistillServicer(object):
 
     def SubmitJob(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckJob(self, request, context):
+        """Fails as SubmitJob would; queues nothing.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -137,6 +149,11 @@ def add_DistillServicer_to_server(servicer, server):
                     servicer.SubmitJob,
                     request_deserializer=protos_dot_distill__pb2.SubmitJobRequest.FromString,
                     response_serializer=protos_dot_distill__pb2.Job.SerializeToString,
+            ),
+            'CheckJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckJob,
+                    request_deserializer=protos_dot_distill__pb2.CheckJobRequest.FromString,
+                    response_serializer=protos_dot_distill__pb2.CheckJobResponse.SerializeToString,
             ),
             'GetJob': grpc.unary_unary_rpc_method_handler(
                     servicer.GetJob,
@@ -201,6 +218,33 @@ class Distill(object):
             '/distill.v1.Distill/SubmitJob',
             protos_dot_distill__pb2.SubmitJobRequest.SerializeToString,
             protos_dot_distill__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/distill.v1.Distill/CheckJob',
+            protos_dot_distill__pb2.CheckJobRequest.SerializeToString,
+            protos_dot_distill__pb2.CheckJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

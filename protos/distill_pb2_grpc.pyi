@@ -32,6 +32,8 @@ class DistillStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DistillAsyncStub: ...
     SubmitJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.SubmitJobRequest, _distill_pb2.Job]
+    CheckJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.CheckJobRequest, _distill_pb2.CheckJobResponse]
+    """Fails as SubmitJob would; queues nothing."""
     GetJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.GetJobRequest, _distill_pb2.Job]
     ListJobs: _grpc.UnaryUnaryMultiCallable[_distill_pb2.ListJobsRequest, _distill_pb2.ListJobsResponse]
     WatchJob: _grpc.UnaryStreamMultiCallable[_distill_pb2.WatchJobRequest, _distill_pb2.JobEvent]
@@ -47,6 +49,8 @@ class DistillStub:
 class DistillAsyncStub(DistillStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     SubmitJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.SubmitJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
+    CheckJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.CheckJobRequest, _distill_pb2.CheckJobResponse]  # type: ignore[assignment]
+    """Fails as SubmitJob would; queues nothing."""
     GetJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.GetJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
     ListJobs: _aio.UnaryUnaryMultiCallable[_distill_pb2.ListJobsRequest, _distill_pb2.ListJobsResponse]  # type: ignore[assignment]
     WatchJob: _aio.UnaryStreamMultiCallable[_distill_pb2.WatchJobRequest, _distill_pb2.JobEvent]  # type: ignore[assignment]
@@ -65,6 +69,14 @@ class DistillServicer(metaclass=_abc_1.ABCMeta):
         request: _distill_pb2.SubmitJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_distill_pb2.Job, _abc.Awaitable[_distill_pb2.Job]]: ...
+
+    @_abc_1.abstractmethod
+    def CheckJob(
+        self,
+        request: _distill_pb2.CheckJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_distill_pb2.CheckJobResponse, _abc.Awaitable[_distill_pb2.CheckJobResponse]]:
+        """Fails as SubmitJob would; queues nothing."""
 
     @_abc_1.abstractmethod
     def GetJob(

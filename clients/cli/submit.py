@@ -16,10 +16,11 @@ from clients.cli.settings import (
     JobFileArgument,
     NameOption,
     SetOption,
+    Settings,
     overrides,
     settings_of,
 )
-from protos.errors import ExitCode
+from protos.errors import ExitCode, Unavailable
 
 TimeoutOption = Annotated[
     float | None,
@@ -28,6 +29,7 @@ TimeoutOption = Annotated[
 
 if TYPE_CHECKING:
     from clients.distill_client import DistillClient
+    from clients.job_kinds import AnyJob
 
 
 def submit(
@@ -41,7 +43,8 @@ def submit(
         str, typer.Option("--key", help="Submitting again under the same key is the same job.")
     ] = "",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only check the file and print what it means.")
+        bool,
+        typer.Option("--dry-run", help="Print what the file means; ask the server if it would do."),
     ] = False,
 ) -> ExitCode:
     """Hand a job to the server, and return at once."""
@@ -52,6 +55,7 @@ def submit(
     file = load_job(job, overrides(sets, name))
     if dry_run:
         print_values(output, file)
+        _ask_server(settings, localized(file.config))
         return ExitCode.OK
     with settings.client() as client:
         made = client.submit(
@@ -64,6 +68,19 @@ def submit(
     output.say(f"  distill logs -f {made.id}  what it prints")
     output.say(f"  distill cancel {made.id}   stop it after a checkpoint")
     return ExitCode.OK
+
+
+def _ask_server(settings: Settings, config: AnyJob) -> None:
+    """Raises what a submit would; a file may be looked at where there is no server."""
+    try:
+        with settings.client() as client:
+            client.check(config)
+    except Unavailable as error:
+        if error.field:  # its answer: the teacher of the job does not run
+            raise
+        settings.output.say(f"only the file was looked at: {error}")
+    else:
+        settings.output.say("the server would take it")
 
 
 def watch(context: typer.Context, job: JobArgument, timeout: TimeoutOption = None) -> ExitCode:

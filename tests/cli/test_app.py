@@ -119,9 +119,15 @@ def test_config_commands(capsys: Capture, job_file: Callable[..., str]) -> None:
         assert json.loads(capsys.readouterr().out)["title"] == kind.__name__
 
 
-def test_dry_run_needs_no_server(capsys: Capture, job_file: Callable[..., str]) -> None:
-    assert main(["submit", job_file(), "--dry-run", "--name", "7"]) == 0
-    assert '"7"' in capsys.readouterr().out
+def test_dry_run_needs_no_server(
+    capsys: Capture, job_file: Callable[..., str], nowhere: str
+) -> None:
+    assert main(["--server", nowhere, "submit", job_file(), "--dry-run", "--name", "7"]) == 0
+    told = capsys.readouterr()
+    assert '"7"' in told.out
+    assert told.err.startswith(
+        f"only the file was looked at: cannot reach the distill server {nowhere}"
+    )
 
 
 def test_doctor(capsys: Capture, nowhere: str) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from clients.cli.app import main
 from clients.distill_client import DistillClient
 from clients.jobs import Job, JobState
 from protos.errors import DistillError, ExitCode
@@ -166,7 +167,11 @@ def says(sentence: str, case: Refusal) -> bool:
 
 @pytest.mark.slow
 def test_the_server(
-    material: Material, teacher: str, make_server: MakeServer, tmp_path: Path
+    material: Material,
+    teacher: str,
+    make_server: MakeServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The same sentence: at once, where it can be known without reading the data; else the job is
     FAILED with it, and without a second try.
@@ -196,6 +201,14 @@ def test_the_server(
             print(f"{time.monotonic() - began:.1f} s: {name}: {caught.value}")
             assert says(str(caught.value), CASES[name])
             assert caught.value.exit_code is CASES[name].code
+        file = tmp_path / "job.toml"
+        values = {"student": material.student, "prompts": material.prompts, "address": teacher}
+        file.write_text(JOB.format(**values))
+        dry_run = ["--server", server.address, "submit", str(file), "--dry-run"]
+        assert main(dry_run) is ExitCode.OK
+        assert capsys.readouterr().err == "the server would take it\n"
+        assert main([*dry_run, "--set", "teacher.top_k=14"]) is ExitCode.USAGE
+        assert says(capsys.readouterr().err, CASES["k > max"])
         assert client.list() == []
         ids = {name: submit(CASES[name], tmp_path / name.replace(" ", "-")).id for name in at_start}
         for name, job_id in ids.items():

@@ -12,14 +12,16 @@ import pytest
 
 from clients.config_file import MAX_BYTES as MAX_JOB_BYTES
 from clients.config_file import load_job
-from clients.distill_client import DistillClient
 from clients.jobs import JobState
 from clients.run_directory import RunDirectory
 from distill_server.control import JobControl
 from distill_server.database import open_database
+from distill_server.runner import LocalRunner
+from distill_server.scheduler import Policy
 from distill_server.store import Store
 from protos.errors import InvalidInput
-from tests.security.processes import server
+from tests.server.conftest import eventually
+from tests.server.scripted_runner import SmallServer
 
 MAX_SECONDS = 0.1
 MAX_BYTES = 50 << 20
@@ -121,8 +123,12 @@ def test_hostile_json_to_the_server(text: str, tmp_path: Path) -> None:
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_job_that_tries_to_run_commands_runs_none(tmp_path: Path) -> None:
-    """A real server, its real trainer, and every text of a job a command."""
+def test_a_job_that_tries_to_run_commands_runs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every text of a job a command, and the real trainer, which a server starts that did not look
+    at the job first: what it would look at is not there.
+    """
     canaries = tmp_path / "canaries"
     canaries.mkdir()
     site = tmp_path / "site"
@@ -151,14 +157,20 @@ def test_a_job_that_tries_to_run_commands_runs_none(tmp_path: Path) -> None:
     }
     job_file = tmp_path / "job.yaml"
     job_file.write_text(json.dumps(values))
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     runs = tmp_path / "runs"
-    variables = {"PYTHONPATH": site, "LD_PRELOAD": "", "HF_ENDPOINT": "http://127.0.0.1:1"}
-    with (
-        server(runs, "--retries", "0", variables=variables) as program,
-        DistillClient(program.address) as client,
-    ):
-        job = client.submit(load_job(job_file).config, config_text=job_file.read_text())
-        job = client.wait(job.id, timeout=120)
+    runner = LocalRunner()
+    jobs = SmallServer(runs, runner, Policy(retries=0))
+    try:
+        config = load_job(job_file).config
+        job_id = jobs.control.submit(config.model_dump_json(), job_file.read_text(), "").id
+        eventually(lambda: not jobs.look(), 120)
+        job = jobs.store.job(job_id)
+        for shim in runner._children.values():
+            shim.wait(20)
+    finally:
+        jobs.close()
     assert job.state is JobState.FAILED
     # It was the trainer that refused, so it was started.
     assert "no such file" in job.reason

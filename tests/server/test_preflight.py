@@ -331,6 +331,18 @@ def test_a_teacher_that_was_started_meanwhile_is_found_at_once(
             assert server.submit(asked) is JobState.QUEUED
 
 
+def test_a_check_is_a_submit_that_queues_nothing(address: str, tmp_path: Path) -> None:
+    with checking(tmp_path) as server:
+        check = server.control.check
+        server.run(check(json.dumps(job(tmp_path, address))))
+        with pytest.raises(InvalidInput, match="14 is more than the teacher gives"):
+            server.run(check(json.dumps(job(tmp_path, address, teacher__top_k=14))))
+        with pytest.raises(InvalidInput, match="max_steps"):
+            server.run(check(json.dumps({**job(tmp_path, address), "max_steps": 0})))
+        assert server.store.page(limit=1) == []
+        assert [path.name for path in server.runs.iterdir() if path.is_dir()] == []
+
+
 def test_a_known_key_needs_no_preflight(teacher: Teacher, tmp_path: Path) -> None:
     """A submit that is sent again is the same job, also when its teacher is gone by now."""
     with checking(tmp_path) as server:
