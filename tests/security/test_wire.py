@@ -122,7 +122,7 @@ def test_defects_are_told_as_an_id(tmp_path: Path) -> None:
 
 def request_of(method: str) -> bytes:
     """One that gets as far as the database."""
-    if method.endswith("SubmitJob"):
+    if method.endswith(("SubmitJob", "CheckJob")):
         config = CONFIG.model_dump_json()
         return distill_pb2.SubmitJobRequest(config_json=config).SerializeToString()
     if method.endswith("ListJobs"):
