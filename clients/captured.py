@@ -75,6 +75,10 @@ def _read(path: str, field: str) -> Captured:
     except DistillError as error:
         error.field = field
         raise
+    except OSError as error:
+        raise InvalidInput(
+            f"cannot read the store {path}: {error.strerror}", field=field, hint="check its owner"
+        ) from error
     facts = manifest.metadata
     if not {*_FACTS, SEQUENCES, "teacher_fingerprint"} <= facts.keys():
         raise InvalidInput(

@@ -46,8 +46,12 @@ def check_files(config: AnyJob, hint: str = RELATIVE) -> None:
         file = name.endswith((*FILE_SUFFIXES, ".py"))
         # A hub id has one slash at most.
         local = file or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
-        path = Path(name)
-        if local and not (path.is_file() if file else path.exists()):
+        try:
+            there = Path(name).is_file() if file else Path(name).exists()
+        except OSError as error:  # too long a name, or a directory that is not ours
+            what = f"cannot look for {name}: {error.strerror}"
+            raise InvalidInput(what, field=key, hint=hint) from error
+        if local and not there:
             raise InvalidInput(f"no such file: {name}", field=key, hint=hint)
 
 

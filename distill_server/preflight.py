@@ -28,7 +28,7 @@ Preflight: TypeAlias = Callable[[AnyJob, Path], Awaitable[None]]
 _MOST_SECONDS = 8.0
 # So many submits a second must not be as many questions to a teacher.
 _FRESH_SECONDS = 3.0
-_THREADS = 16
+_LOOKERS, _ASKERS = 4, 16
 _REMEDY = "give the path of a file or directory that the machine of the distill server has"
 
 _T = TypeVar("_T")
@@ -42,7 +42,9 @@ class JobPreflight:
     """Looks at files in threads of its own, and asks each teacher once for all who submit."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, "preflight")
+        self._lookers = ThreadPoolExecutor(_LOOKERS, "preflight-files")
+        # Of their own: who looks at files must not wait for teachers that are dead.
+        self._askers = ThreadPoolExecutor(_ASKERS, "preflight-teachers")
         self._tokens = StudentTokens()
         # By addresses and the job's key for them: who asks, and when it began.
         self._asked: dict[tuple[tuple[str, ...], str], tuple[asyncio.Task[TeacherInfo], float]] = {}
@@ -52,13 +54,15 @@ class JobPreflight:
         time is left to that program.
         """
         try:
-            async with asyncio.timeout(_MOST_SECONDS):
-                await self._apart(lambda: check_here(config, run, hint=_REMEDY))
+            async with asyncio.timeout(_MOST_SECONDS) as limit:
+                await _apart(self._lookers, lambda: check_here(config, run, hint=_REMEDY))
                 names = services_of(config)
                 asked = (self._info(names[name], field_of(name)) for name in names)
                 infos = dict(zip(names, await asyncio.gather(*asked), strict=True))
-                await self._apart(lambda: self._hold_against(config, infos))
+                await _apart(self._askers, lambda: self._hold_against(config, infos))
         except TimeoutError:
+            if not limit.expired():  # a teacher's own answer
+                raise
             log.warning("a job was not looked at within %g s: its start will tell", _MOST_SECONDS)
 
     async def _info(self, addresses: str | list[str], field: str) -> TeacherInfo:
@@ -66,7 +70,7 @@ class JobPreflight:
         task, began = self._asked.get(key, (None, 0.0))
         now = time.monotonic()
         if task is None or (task.done() and (now - began > _FRESH_SECONDS or task.exception())):
-            task = asyncio.create_task(self._apart(lambda: _ask(addresses, field)))
+            task = asyncio.create_task(_apart(self._askers, lambda: _ask(addresses, field)))
             task.add_done_callback(lambda done: done.exception())  # perhaps nobody waits any more
             fresh = {k: v for k, v in self._asked.items() if now - v[1] <= _FRESH_SECONDS}
             self._asked = {**fresh, key: (task, now)}
@@ -82,8 +86,9 @@ class JobPreflight:
             vocabulary = partial(_vocabulary, addresses, field_of(name))
             self._tokens.check(student, infos[name], label_of(name), vocabulary)
 
-    async def _apart(self, look: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, look)
+
+async def _apart(threads: ThreadPoolExecutor, look: Callable[[], _T]) -> _T:
+    return await asyncio.get_running_loop().run_in_executor(threads, look)
 
 
 def _client(addresses: str | list[str], field: str) -> TeacherClient:
@@ -102,8 +107,9 @@ def _ask(addresses: str | list[str], field: str) -> TeacherInfo:
             return client.info()
         except (Unauthenticated, Forbidden) as error:
             # The caller's own token is another one, and is good.
+            where = addresses if isinstance(addresses, str) else ", ".join(addresses)
             raise WrongState(
-                f"the teacher at {addresses} does not take the token of the distill server",
+                f"the teacher at {where} does not take the token of the distill server",
                 field=field,
                 hint="start the server with the teacher's $DISTILL_TEACHER_TOKEN",
             ) from error

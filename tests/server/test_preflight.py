@@ -27,7 +27,7 @@ from distill_server.control import JobControl
 from distill_server.preflight import JobPreflight
 from distill_server.scheduler import Policy
 from protos import teacher_pb2, teacher_pb2_grpc
-from protos.errors import DistillError, InvalidInput, Unavailable, WrongState
+from protos.errors import DistillError, InvalidInput, NotFound, Unavailable, WrongState
 from protos.transport import CHANNEL_OPTIONS
 from tests.server.scripted_runner import SmallServer, small_server
 
@@ -158,6 +158,14 @@ CASES = {
     "no student": Refusal(
         {"student__model": "{root}/nobody"}, ("student.model: no such file: ", "/nobody")
     ),
+    "a name too long": Refusal(
+        {"student__model": "a" * 5000}, ("student.model: cannot look for aaa", "File name too long")
+    ),
+    "no store": Refusal(
+        {"method__type": "offline", "data__path": "{root}"},
+        ("data.path: {root} is not a store of rows",),
+        NotFound,
+    ),
     "no weights": Refusal(
         {"student__model": "{root}"}, ("student.model: no config.json in ", "Hugging Face")
     ),
@@ -223,12 +231,14 @@ def test_what_cannot_run_is_refused(
         table, key = name.split("__")
         told = value.format(root=tmp_path) if isinstance(value, str) else value
         asked.setdefault(table, {})[key] = told
+    if asked["method"].get("type") == "offline":
+        del asked["teacher"], asked["method"]["max_prompt_tokens"]
     with checking(tmp_path) as server:
         with pytest.raises(case.category) as caught:
             server.submit(asked)
         assert server.store.page(limit=1) == []
         assert [path.name for path in server.runs.iterdir() if path.is_dir()] == []
-    said = str(caught.value)
+    said = str(caught.value).replace(str(tmp_path), "{root}")
     assert said.startswith(case.says[0])
     assert all(word in said for word in case.says)
 
