@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from protos.errors import DistillError
 from protos.failpoints import failpoint
 from protos.rows import RowBlock
-from student_trainer.batches import ScoredSequence, make_batch
+from student_trainer.batches import NumberedSequence, make_batch, unread
 from student_trainer.packing import micro_batches
 from student_trainer.parallel import Replicated, Sharded, local, share_of
-from student_trainer.processes import raise_together
+from student_trainer.processes import together
 from student_trainer.rollouts import Rollout
 from student_trainer.token_sequence import TokenSequence
 
@@ -131,13 +129,6 @@ class Anchor:
                 learned.copy_(aside)
 
 
-@dataclass(frozen=True)
-class _Asked(ScoredSequence):
-    """What the anchor reads in place of rollout `number`; its rows have only the head ids."""
-
-    number: int
-
-
 class AnchorTeacher:
     """The anchor as a teacher: rows of rollouts, a step's at a time, without gradients."""
 
@@ -169,13 +160,10 @@ class AnchorTeacher:
         Every process must call it, each with its own rollouts, outside `gathered()`; what `prompt`
         raises in one is raised in all.
         """
-        fault: DistillError | None = None
-        asked: list[_Asked] = []
-        try:
-            asked = [self._asked(number, rollout) for number, rollout in enumerate(rollouts)]
-        except DistillError as error:
-            fault = error
-        raise_together(self._accelerator, fault)
+        asked = together(
+            self._accelerator,
+            lambda: [self._asked(number, rollout) for number, rollout in enumerate(rollouts)],
+        )
         blocks: dict[int, RowBlock] = {}
         packs = self._student.whole.packs
         with self._anchor.in_place(), self._student.gathered():
@@ -184,20 +172,19 @@ class AnchorTeacher:
                 blocks |= self._scored(group)
         return [blocks[number] for number in range(len(rollouts))]
 
-    def _asked(self, number: int, rollout: Rollout) -> _Asked:
+    def _asked(self, number: int, rollout: Rollout) -> NumberedSequence:
+        """What the anchor reads in place of the rollout."""
         prompt = rollout.token_ids[: rollout.start]
         if self._prompt is not None:
             prompt = self._prompt(rollout)
-        head = rollout.head_ids.numpy().astype(np.int32)
-        none = np.zeros(len(head), np.float32)
-        return _Asked(
+        return NumberedSequence(
             # Not a rollout: there are rows of what an environment wrote too, as of any teacher.
             TokenSequence(torch.cat([prompt, rollout.completion]), len(prompt)),
-            RowBlock(head, np.zeros((len(head), 0), np.float32), none, none),
+            unread(rollout.head_ids.numpy().astype(np.int32)),
             number,
         )
 
-    def _scored(self, group: Sequence[_Asked]) -> dict[int, RowBlock]:
+    def _scored(self, group: Sequence[NumberedSequence]) -> dict[int, RowBlock]:
         whole = self._student.whole
         batch = make_batch(group, self._student.device, pack=whole.packs)
         ids, rows = whole.rows(batch, self._temperature, self._top_k)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from protos.rows import RowBlock
@@ -28,6 +29,19 @@ class ScoredSequence:
 
     sequence: TokenSequence
     rows: RowBlock
+
+
+@dataclass(frozen=True)
+class NumberedSequence(ScoredSequence):
+    """One of several that are read in another order than theirs."""
+
+    number: int
+
+
+def unread(head_ids: NDArray[np.int32]) -> RowBlock:
+    """Rows that nobody reads, at head ids [n, k] that somebody may."""
+    none = np.zeros(len(head_ids), np.float32)
+    return RowBlock(head_ids, np.zeros((len(head_ids), 0), np.float32), none, none)
 
 
 @dataclass(frozen=True)

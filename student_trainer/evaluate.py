@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clients.config import DataConfig, StudentConfig
-from protos.errors import DistillError
 from student_trainer.answers import exact_match
 from student_trainer.batches import make_batch
 from student_trainer.distillation import Objective, batch_metrics, distillation_loss
 from student_trainer.model import Student, load_model, load_tokenizer
 from student_trainer.packing import micro_batches
-from student_trainer.processes import raise_together
+from student_trainer.processes import together
 from student_trainer.prompts import Prompt, load_prompts
 from student_trainer.rl_rewards import Judged
 from student_trainer.rollouts import HuggingFaceRollouts, Rollout, Rollouts
@@ -106,16 +105,7 @@ class Evaluation:
     def __call__(self, student: Student) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """(metrics, transcripts of a few answers of this process)."""
         student.eval()
-        fault: DistillError | None = None
-        sums = torch.zeros(len(_MEASURED) + 2, 2, dtype=torch.float64)
-        transcripts: list[dict[str, Any]] = []
-        try:
-            sums[:-2] = self._measured(student)
-            if self._examination is not None:
-                sums[-2:], transcripts = self._examination()
-        except DistillError as error:
-            fault = error
-        raise_together(self._accelerator, fault)
+        sums, transcripts = together(self._accelerator, lambda: self._found(student))
         total = self._accelerator.reduce(sums.to(self._accelerator.device)).tolist()
         names = [*_MEASURED.values(), "eval/accuracy", "eval/reward"]
         metrics = {
@@ -124,6 +114,15 @@ class Evaluation:
         if "eval/perplexity" in metrics:
             metrics["eval/perplexity"] = math.exp(min(metrics["eval/perplexity"], _HIGHEST_LOG))
         return metrics, transcripts
+
+    def _found(self, student: Student) -> tuple[Tensor, list[dict[str, Any]]]:
+        """((sum, number) of each metric, transcripts) of this process."""
+        sums = torch.zeros(len(_MEASURED) + 2, 2, dtype=torch.float64)
+        transcripts: list[dict[str, Any]] = []
+        sums[:-2] = self._measured(student)
+        if self._examination is not None:
+            sums[-2:], transcripts = self._examination()
+        return sums, transcripts
 
     @torch.no_grad()
     def _measured(self, student: Student) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +15,7 @@ from protos.errors import DistillError, error_of
 # Longer than a save to a slow disk or one rank's longest answers; a lost rank is noticed at once.
 _COLLECTIVE_TIMEOUT = timedelta(hours=1)
 _TOLD_BYTES = 4096  # of a fault, to the other processes
+Found = TypeVar("Found")
 
 
 def make_accelerator() -> Accelerator:
@@ -28,13 +31,19 @@ def largest(accelerator: Accelerator, number: int) -> int:
     return int(accelerator.gather(mine).max())
 
 
-def raise_together(accelerator: Accelerator, fault: DistillError | None) -> None:
-    """Raise in every process if one has a fault: it must not leave the others in a collective.
+def together(accelerator: Accelerator, work: Callable[[], Found]) -> Found:
+    """What `work` finds; its fault in one process is raised in every one: it must not leave the
+    others in a collective. All must call it.
 
-    Those without one raise the first one's: whoever is heard first tells what happened.
+    Those without a fault raise the first one's: whoever is heard first tells what happened.
     """
+    fault: DistillError | None = None
+    try:
+        found = work()
+    except DistillError as error:
+        fault = error
     if not largest(accelerator, int(fault is not None)):
-        return
+        return found
     told = _first_told(accelerator, fault) if accelerator.num_processes > 1 else None
     raised = fault or told
     assert raised is not None

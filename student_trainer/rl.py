@@ -15,20 +15,20 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from clients.rl_config import RLJob
-from protos.errors import DistillError
 from protos.rows import RowBlock
 from student_trainer.anchor import AnchorTeacher
+from student_trainer.batches import unread
 from student_trainer.losses.advantages import group_advantages
 from student_trainer.losses.aggregate import sequence_weights
 from student_trainer.on_policy import Answers
-from student_trainer.processes import raise_together
+from student_trainer.processes import together
 from student_trainer.prompts import Prompt
 from student_trainer.rl_objective import ScoredRollout
 from student_trainer.rl_prompts import RLPrompts
 from student_trainer.rl_rewards import Judged, reward_metrics, search_metrics
 from student_trainer.rollouts import Rollout
 from student_trainer.step import Step
-from student_trainer.teachers import PendingRows
+from student_trainer.teachers import PendingRows, resolved
 from student_trainer.values import Values
 
 
@@ -57,9 +57,7 @@ class Unscored:
     """A TeacherSource where there is no teacher: rows that nothing is learned from."""
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
-        head = rollout.head_ids.numpy().astype(np.int32)
-        of_rows = np.zeros(len(head), np.float32)
-        return resolved(RowBlock(head, np.zeros(head.shape, np.float32), of_rows, of_rows))
+        return resolved(unread(rollout.head_ids.numpy().astype(np.int32)))
 
 
 class RLSteps:
@@ -100,7 +98,7 @@ class RLSteps:
         first = (step - 1) * len(prompts) * size
         numbers = [first + index * size + n % size for n, index in enumerate(mine)]
         asked = [prompts[index] for index in mine]
-        written = self._written(asked, numbers)
+        written = together(self._accelerator, lambda: self._written(asked, numbers))
         began = time.monotonic()
         rewards = self._rewards(asked, written)
         judged = time.monotonic()
@@ -128,15 +126,9 @@ class RLSteps:
         return [range(first + rank, last, world) for first, last in pairwise(ends)]
 
     def _written(self, asked: Sequence[Prompt], numbers: Sequence[int]) -> list[PendingRows]:
-        fault: DistillError | None = None
-        written: list[PendingRows] = []
-        try:
-            written = self._answers.gathered_to(asked, numbers)
-            if self._taught and self._anchor is not None and self._method.direction == "forward":
-                written = [_at_its_head(item) for item in written]
-        except DistillError as error:
-            fault = error
-        raise_together(self._accelerator, fault)
+        written = self._answers.gathered_to(asked, numbers)
+        if self._taught and self._anchor is not None and self._method.direction == "forward":
+            return [_at_its_head(item) for item in written]
         return written
 
     def _rewards(self, asked: Sequence[Prompt], written: Sequence[PendingRows]) -> Tensor:
@@ -196,10 +188,3 @@ def _at_its_head(item: PendingRows) -> PendingRows:
 
 def _rollouts(written: Sequence[PendingRows]) -> list[Rollout]:
     return [cast(Rollout, item.sequence) for item in written]
-
-
-def resolved(rows: RowBlock) -> Future[RowBlock]:
-    """Rows that are there."""
-    future: Future[RowBlock] = Future()
-    future.set_result(rows)
-    return future

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -71,7 +71,7 @@ def _generated(config: RLJob, tokenizer: Any) -> RLPrompts:
 @dataclass(frozen=True)
 class _Asked:
     questions: Questions
-    prompt: Any  # of a question
+    prompt: Callable[[Question], Prompt]
 
     def of_step(self, step: int, count: int) -> list[Prompt]:
         return [self.prompt(question) for question in self.questions.of_step(step, count)]

@@ -11,13 +11,11 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 
 from clients.logit_dataset import LogitDataset
-from protos.errors import DistillError
-from protos.rows import RowBlock
 from student_trainer.on_policy import Answers
 from student_trainer.order import Order
-from student_trainer.processes import raise_together
+from student_trainer.processes import together
 from student_trainer.prompts import Prompt
-from student_trainer.teachers import PendingRows
+from student_trainer.teachers import PendingRows, resolved
 from student_trainer.token_sequence import TokenSequence
 
 _STEPS_AHEAD = 2
@@ -73,12 +71,7 @@ class StoredSteps:
         for ahead in range(step, min(step + _STEPS_AHEAD, self._last_step) + 1):
             if ahead not in self._reads:
                 self._reads[ahead] = self._thread.submit(self._read, ahead)
-        share, fault = _Share([], [], []), None
-        try:
-            share = self._reads.pop(step).result()
-        except DistillError as error:
-            fault = error
-        raise_together(self._accelerator, fault)
+        share = together(self._accelerator, self._reads.pop(step).result)
         if self._mixture is None:
             return share.stored
         return self._mixture.answers.gathered_to(share.prompts, share.numbers) + share.stored
@@ -99,10 +92,8 @@ class StoredSteps:
 def read(data: LogitDataset, index: int) -> PendingRows:
     """Sequence `index` with its rows. Raises Corrupt, naming it and what to do."""
     entry, block = data.decoded(index)
-    rows: Future[RowBlock] = Future()
-    rows.set_result(block)
     ids = np.frombuffer(entry.token_ids, "<i4").astype(np.int64)
-    return PendingRows(TokenSequence(torch.from_numpy(ids), entry.start), rows)
+    return PendingRows(TokenSequence(torch.from_numpy(ids), entry.start), resolved(block))
 
 
 def prompt_of(data: LogitDataset, index: int) -> Prompt:

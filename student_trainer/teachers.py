@@ -34,6 +34,13 @@ class PendingRows:
         return ScoredSequence(self.sequence, self.sequence.learned_rows(self.rows.result()))
 
 
+def resolved(rows: RowBlock) -> Future[RowBlock]:
+    """Rows that are there."""
+    future: Future[RowBlock] = Future()
+    future.set_result(rows)
+    return future
+
+
 class TeacherSource(Protocol):
     """Scores completions: one row a token of `rollout.completion`."""
 

@@ -35,7 +35,7 @@ from student_trainer.evaluate import Evaluation
 from student_trainer.head_watch import HeadWatch, learns_from_a_head
 from student_trainer.packing import micro_batches
 from student_trainer.parallel import Replicated, Sharded, whole
-from student_trainer.processes import largest, raise_together
+from student_trainer.processes import largest, together
 from student_trainer.rollouts import Rollout
 from student_trainer.stability import StabilityWatch
 from student_trainer.step import Objective, Steps
@@ -210,14 +210,7 @@ class Trainer:
         """Waits for the teacher. No process goes into a micro-batch, where weights or gradients
         cross, before all of them have their rows of it.
         """
-        fault: DistillError | None = None
-        scored: list[ScoredSequence] = []
-        try:
-            scored = [item.wait() for item in group]
-        except DistillError as error:
-            fault = error
-        raise_together(self._accelerator, fault)
-        return scored
+        return together(self._accelerator, lambda: [item.wait() for item in group])
 
     def _update(self, rate: float) -> float:
         for group in self._optimizer.param_groups:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,8 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from clients.rl_config import RLConfig
-from protos.rows import RowBlock
-from student_trainer.batches import ScoredSequence, make_batch
+from student_trainer.batches import NumberedSequence, make_batch, unread
 from student_trainer.critic import Critic, value_loss
 from student_trainer.distillation import counted
 from student_trainer.losses.advantages import at_the_end, gae
@@ -21,13 +19,6 @@ from student_trainer.parallel import Replicated, Sharded
 from student_trainer.rollouts import Rollout
 
 _CLIP = 0.2  # of the critic's own step, as in PPO's code
-
-
-@dataclass(frozen=True)
-class _Read(ScoredSequence):
-    """Rollout `number`, with rows that nobody reads."""
-
-    number: int
 
 
 class Values:
@@ -103,7 +94,10 @@ class Values:
     @torch.no_grad()
     def _states(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """[learned, H] of each, float32, as the head reads them."""
-        read = [_Read(one, _no_rows(one), number) for number, one in enumerate(rollouts)]
+        read = [
+            NumberedSequence(one, unread(np.zeros((one.learned, 0), np.int32)), number)
+            for number, one in enumerate(rollouts)
+        ]
         found: dict[int, Tensor] = {}
         whole = self._student.whole
         with self._student.gathered():
@@ -134,8 +128,3 @@ class Values:
                     "step": tensor(f"{name}/step"),  # AdamW counts its steps on the CPU
                     **{kind: value.to(parameter.device) for kind, value in moments.items()},
                 }
-
-
-def _no_rows(rollout: Rollout) -> RowBlock:
-    none = np.zeros(rollout.learned, np.float32)
-    return RowBlock(np.zeros((rollout.learned, 0), np.int32), none[:, None][:, :0], none, none)
