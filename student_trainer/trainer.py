@@ -82,12 +82,11 @@ class Trainer:
         self._anchor = parts.anchor
         self._values = parts.values
         self._facts = parts.facts
-        self._head = None
-        if parts.metrics is not None and learns_from_a_head(config):
-            self._head = HeadWatch(read_points(run.metrics))
-        self._stability = None
+        self._watches: list[HeadWatch | StabilityWatch] = []
         if isinstance(config, RLJob) and parts.anchor is not None:
-            self._stability = StabilityWatch(config, parts.anchor)
+            self._watches.append(StabilityWatch(config, parts.anchor))
+        if learns_from_a_head(config):
+            self._watches.append(HeadWatch(read_points(run.metrics)))
 
     def train(self) -> Verdict:
         """Returns the verdict; raises what cannot be mended, after saving what is good."""
@@ -110,10 +109,9 @@ class Trainer:
             metrics = self._train_or_save(self._step + 1)
             failpoint("step-done")
             self._step += 1
-            if self._head is not None:
-                self._head.see(self._step, metrics)
-            if self._stability is not None:
-                self._stability.see(self._step, metrics)
+            if self._accelerator.is_main_process:  # one warning of a run is enough
+                for watch in self._watches:
+                    watch.see(self._step, metrics)
             last = self._step == config.max_steps
             if last or self._step % config.eval.every == 0:
                 metrics |= self._evaluate()

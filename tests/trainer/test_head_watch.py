@@ -70,5 +70,5 @@ def test_the_trainer_knows_what_its_run_began_with(material: tiny.Material, tmp_
             before = read_points(run.metrics)
             assert made.train() == "succeeded"
     assert [point.step for point in before] == [0, 1]
-    assert made._head is not None
-    assert made._head._first == before[1].metrics["topk/student_mass"]
+    (watch,) = (one for one in made._watches if isinstance(one, HeadWatch))
+    assert watch._first == before[1].metrics["topk/student_mass"]
