@@ -17,7 +17,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from clients.jobs import JobState
+from clients.cli.progress import WINDOW, Progress
+from clients.jobs import Job, JobState
 from clients.run_directory import RunDirectory
 from distill_server.bells import Bells
 from distill_server.control import JobControl
@@ -94,9 +95,17 @@ class Pages:
         def page() -> Mapping[str, Any]:
             jobs = self.store.page(state=state, limit=_PAGE_JOBS, before_id=before, search=search)
             counts = self.store.counts(search)
-            return {"jobs": [job_record(job) for job in jobs], "counts": counts, "page": _PAGE_JOBS}
+            return {"jobs": [self._row(job) for job in jobs], "counts": counts, "page": _PAGE_JOBS}
 
         return page
+
+    def _row(self, job: Job) -> Mapping[str, Any]:
+        """With the time that is left, as `distill watch` tells it."""
+        progress = Progress(job.id, attempt=job.attempt, max_steps=job.max_steps)
+        if job.state is JobState.RUNNING:
+            for event in self.store.events(job.id, max(0, job.last_seq - WINDOW), WINDOW):
+                progress.add(event)
+        return {**job_record(job), "seconds_left": progress.seconds_left}
 
     async def job(self, request: Request) -> Response:
         job = self.store.resolve(request.path_params["job"])

@@ -49,11 +49,3 @@ export function klOf(metrics) {
 export function waitOf(metrics) {
   return metrics["time/teacher_wait"] / metrics["time/step"];
 }
-
-/** Seconds to the end by the newest step, or by the time since the start. */
-export function secondsLeft(job) {
-  if (job.state !== "RUNNING" || !job.max_steps || !job.step) return null;
-  const elapsed = Date.now() / 1000 - job.started_at;
-  const perStep = job.metrics["time/step"] ?? elapsed / job.step;
-  return perStep * (job.max_steps - job.step);
-}

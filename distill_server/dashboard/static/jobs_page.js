@@ -1,7 +1,7 @@
 // Jobs, newest first, a page at a time, as they change; of a state, and with words to search for.
 
 import {badge, bar, el, setText} from "./dom.js";
-import {ago, duration, klOf, moment, number, percent, secondsLeft, waitOf} from "./figures.js";
+import {ago, duration, klOf, moment, number, percent, waitOf} from "./figures.js";
 import {follow} from "./server.js";
 
 // Of a reader who goes on typing.
@@ -139,7 +139,7 @@ function row(job) {
     [number(klOf(metrics))],
     [number(metrics.tokens_per_sec)],
     [percent(waitOf(metrics))],
-    [running ? duration(secondsLeft(job)) : "-"],
+    [running ? duration(job.seconds_left) : "-"],
     [el("span", {title: moment(job.created_at)}, ago(job.created_at))],
   ];
   return el("tr", {"data-job": job.id}, cells.map((cell, index) =>
