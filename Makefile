@@ -1,6 +1,8 @@
 .PHONY: setup demo demo-rl demo-search test test-ray test-track test-vllm soak lint bench bench-offline bench-rl bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 BIN := .venv/bin
+# Hundreds of processes of the tests import what one has compiled, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 VLLM := .venv-vllm/bin
 # Where CPU builds of torch live; not asked on a machine with an NVIDIA GPU.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
