@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer, ParamWrapper
-from peft.utils import transpose
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -29,6 +26,10 @@ def add_adapters(model: Any, student: StudentConfig) -> None:
     In place: the model stays of its own class, with its decoder, its head and its `generate`.
     Raises InvalidInput for experts stacked in one parameter: `merged` could not undo those.
     """
+    # Half a second of imports, for jobs with adapters only.
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.lora import ParamWrapper
+
     assert student.lora is not None
     settings = LoraConfig(
         task_type="CAUSAL_LM",
@@ -97,6 +98,9 @@ def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 
     `weights`: all of them, whole, by the names of `model`; one tensor may have two names.
     """
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import transpose
+
     wide = {id(weight): _wide(weight) for weight in weights.values()}
     plain = {
         name.replace(".base_layer.", "."): wide[id(weight)]
