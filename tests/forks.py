@@ -1,9 +1,10 @@
-"""Processes of one group over gloo, forked from one that has imported what they need: several
-processes at the price of none.
+"""Processes that are there at once, forked from one that has imported what they need: alone, or
+several as one group over gloo.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -13,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["student_trainer.assembly", "tests.trainer.anchors"])
+_CONTEXT.set_forkserver_preload(["tests.preloaded", "tests.trainer.anchors"])
+_ROOT = Path(__file__).parents[1]
+
+
+def fork(target: Callable[..., object], *arguments: Any) -> BaseProcess:
+    """`target(*arguments)` in a process of its own, started."""
+    process = _CONTEXT.Process(target=target, args=arguments)
+    with contextlib.chdir(_ROOT):  # where `tests` can be imported from
+        process.start()
+    return process
 
 
 class Forks:
@@ -23,25 +33,31 @@ class Forks:
         self, world: int, group: Path, target: Callable[..., object], *arguments: Any
     ) -> None:
         """`group`: a file that is not there yet, and must outlive none of them."""
-        self.processes: list[BaseProcess] = [
-            _CONTEXT.Process(target=_enter, args=(rank, world, group, target, arguments))
-            for rank in range(world)
+        self.processes = [
+            fork(_enter, rank, world, group, target, arguments) for rank in range(world)
         ]
-        for process in self.processes:
-            process.start()
 
-    def wait(self) -> list[int | None]:
+    def poll(self) -> int | None:
+        """None while all run or have ended well; otherwise the worst that is known."""
+        codes = self._codes()
+        failed = next((code for code in codes if code), None)
+        return 0 if failed is None and None not in codes else failed
+
+    def wait(self, seconds: float = 600) -> list[int | None]:
         """Exit codes; when one fails, the others are killed, as by `accelerate launch`."""
-        deadline = time.monotonic() + 600
+        deadline = time.monotonic() + seconds
         try:
-            while any(code is None for code in self._codes()) and not any(self._codes()):
+            while self.poll() is None:
                 assert time.monotonic() < deadline, "they do not end"
                 time.sleep(0.005)
             return self._codes()
         finally:
-            for process in self.processes:
-                process.kill()
-                process.join()
+            self.kill()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
 
     def _codes(self) -> list[int | None]:
         return [process.exitcode for process in self.processes]
@@ -53,7 +69,6 @@ def _enter(
     import torch
     import torch.distributed as dist
 
-    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     if world == 1:
         target(*arguments)

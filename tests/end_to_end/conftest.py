@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from clients.run_directory import RunDirectory
-from tests.end_to_end.processes import MakeServer, RealServer, finish, new_run
-from tests.teacher.processes import TeacherProcess
+from tests.end_to_end.forked_teacher import ForkedTeacher
+from tests.end_to_end.forked_trainer import finish
+from tests.end_to_end.processes import MakeServer, RealServer, new_run
 
 if TYPE_CHECKING:
     from tests.trainer.tiny import Material
@@ -55,7 +56,7 @@ def material(once: Once) -> Material:
 def teacher(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a teacher that nobody may disturb."""
     log = tmp_path_factory.mktemp("teacher") / "teacher.log"
-    process = TeacherProcess(teacher_arguments(material), log=log)
+    process = ForkedTeacher(teacher_arguments(material), log=log)
     yield process.address
     process.close()
 

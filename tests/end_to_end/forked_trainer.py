@@ -1,50 +1,116 @@
-"""The real trainer in forked processes: an attempt costs what it does, and no imports."""
+"""The real trainer in forked processes: an attempt costs what it does, and no imports.
+
+That the command starts the same program is for the tests that say `launched=True`, and for those of
+`distill run` and of the server.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from clients.job_kinds import processes_of
 from clients.run_directory import RunDirectory
 from protos import failpoints
+from tests.end_to_end.processes import Attempt, Launched
 from tests.forks import Forks
+
+# (event, text, n): die at the n-th audit event of Python of this name ("open", "os.rename") that
+# has the text in one of its arguments.
+Death = tuple[str, str, int]
+
+
+class Forked(Attempt):
+    def __init__(
+        self,
+        run: RunDirectory,
+        number: int,
+        *,
+        dying: int = 0,
+        failpoint: str = "",
+        death: Death | None = None,
+    ) -> None:
+        """`failpoint` is armed in the process `dying`, and so is `death`."""
+        super().__init__(run, number)
+        world = processes_of(run.config())
+        group = run.logs(number) / "group"
+        self._forks = Forks(world, group, _train, run.path, number, dying, failpoint, death)
+
+    def poll(self) -> int | None:
+        return self._forks.poll()
+
+    def wait(self) -> int:
+        codes = self.wait_for_all()
+        return next((code for code in codes if code), 0)
+
+    def wait_for_all(self) -> list[int | None]:
+        """Exit codes of its processes; None of those that had to be killed."""
+        return self._forks.wait(120)
+
+    def kill(self) -> None:
+        self._forks.kill()
+
+
+@contextmanager
+def trainer(
+    run: RunDirectory, attempt: int = 1, *, launched: bool = False, **options: Any
+) -> Iterator[Attempt]:
+    started = Launched(run, attempt) if launched else Forked(run, attempt, **options)
+    try:
+        yield started
+    finally:
+        started.kill()
 
 
 def attempt(
     run: RunDirectory, number: int, dying: int = 0, failpoint: str = ""
 ) -> list[int | None]:
     """Exit codes of its processes. `failpoint` is armed in the process `dying`."""
-    run.logs(number).mkdir(parents=True, exist_ok=True)
-    group = run.logs(number) / "group"
-    world = processes_of(run.config())
-    return Forks(world, group, _train, run.path, number, dying, failpoint).wait()
+    return Forked(run, number, dying=dying, failpoint=failpoint).wait_for_all()
 
 
-def finish(run: RunDirectory, number: int = 1) -> RunDirectory:
-    """Train to the end, without a warning."""
-    codes = attempt(run, number)
-    log = run.log_file(number).read_text()
-    assert not any(codes), log
-    assert "Warning" not in log
+def finish(run: RunDirectory, attempt: int = 1, *, launched: bool = False) -> RunDirectory:
+    """Train to the end, undisturbed, without a warning."""
+    with trainer(run, attempt, launched=launched) as process:
+        assert process.wait() == 0, process.log
+        assert "Warning" not in process.log
     status = run.read_status()
     assert status is not None
     assert (status.verdict, status.step) == ("succeeded", run.config().max_steps)
     return run
 
 
-def _train(path: Path, number: int, dying: int, failpoint: str) -> None:
+def _train(path: Path, number: int, dying: int, failpoint: str, death: Death | None) -> None:
     with RunDirectory(path).log_file(number).open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     warnings.simplefilter("error")
     if os.environ.get("RANK", "0") == str(dying):
         failpoints.arm(failpoint)
+        if death is not None:
+            _die_at(*death)
     sys.argv = ["student_trainer", str(path), "--attempt", str(number)]
     from student_trainer.__main__ import main
 
     code = main()
     if code:
         sys.exit(code)
+
+
+def _die_at(event: str, text: str, count: int) -> None:
+    left = count
+
+    def on_event(name: str, values: tuple[Any, ...]) -> None:
+        nonlocal left
+        if name == event and any(text in str(value) for value in values):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(on_event)

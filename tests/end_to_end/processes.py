@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,74 +31,65 @@ ENVIRONMENT = {
 }
 
 
-class TrainerProcess:
-    """One attempt at a run: by default, the command that `distill run` and the server use."""
+class Attempt(ABC):
+    """One attempt at a run, by a process or several that were started for it."""
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        attempt: int,
-        *,
-        command: Sequence[str] | None = None,
-        **options: Any,
-    ) -> None:
-        self.run, self.attempt = run, attempt
-        run.logs(attempt).mkdir(parents=True, exist_ok=True)
-        default = trainer_command(
-            run.path, attempt=attempt, processes=processes_of(run.config()), **options
-        )
-        with run.log_file(attempt).open("ab") as log:
-            self.process = subprocess.Popen(
-                command or default,
+    def __init__(self, run: RunDirectory, number: int) -> None:
+        self.run, self.number = run, number
+        run.logs(number).mkdir(parents=True, exist_ok=True)
+
+    @abstractmethod
+    def poll(self) -> int | None:
+        """The exit code, once there is one; minus the signal that ended it."""
+
+    @abstractmethod
+    def wait(self) -> int: ...
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Every process of it, as a machine that runs out of memory would."""
+
+    def wait_for_step(self, step: int) -> None:
+        """Until this attempt has written a metrics line of `step` or a later one."""
+        deadline = time.monotonic() + 60
+        while not any(
+            line["attempt"] == self.number and line["step"] >= step
+            for line in metrics_of(self.run)[-1:]
+        ):
+            assert self.poll() is None, self.log
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.002)
+
+    @property
+    def log(self) -> str:
+        return self.run.log_file(self.number).read_text()
+
+
+class Launched(Attempt):
+    """By the command that `distill run` and the server use."""
+
+    def __init__(self, run: RunDirectory, number: int) -> None:
+        super().__init__(run, number)
+        processes = processes_of(run.config())
+        with run.log_file(number).open("ab") as log:
+            self._process = subprocess.Popen(
+                trainer_command(run.path, attempt=number, processes=processes),
                 stdout=log,
                 stderr=log,
                 env=ENVIRONMENT,
                 start_new_session=True,
             )
 
-    def wait_for_step(self, step: int) -> None:
-        """Until this attempt has written a metrics line of `step` or a later one."""
-        deadline = time.monotonic() + 60
-        while not any(
-            line["attempt"] == self.attempt and line["step"] >= step
-            for line in metrics_of(self.run)[-1:]
-        ):
-            assert self.process.poll() is None, self.log
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.002)
-
-    def kill(self) -> None:
-        """Every process of it, as a machine that runs out of memory would."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(20)
+    def poll(self) -> int | None:
+        return self._process.poll()
 
     def wait(self) -> int:
-        return self.process.wait(120)
+        return self._process.wait(120)
 
-    @property
-    def log(self) -> str:
-        return self.run.log_file(self.attempt).read_text()
-
-
-@contextmanager
-def trainer(run: RunDirectory, attempt: int = 1, **options: Any) -> Iterator[TrainerProcess]:
-    started = TrainerProcess(run, attempt, **options)
-    try:
-        yield started
-    finally:
-        started.kill()
-
-
-def finish(run: RunDirectory, attempt: int = 1, **options: Any) -> RunDirectory:
-    """Train to the end, undisturbed, without a warning."""
-    with trainer(run, attempt, **options) as process:
-        assert process.wait() == 0, process.log
-        assert "Warning" not in process.log
-    status = run.read_status()
-    assert status is not None
-    assert (status.verdict, status.step) == ("succeeded", run.config().max_steps)
-    return run
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(20)
 
 
 def new_run(path: Path, config: AnyJob) -> RunDirectory:

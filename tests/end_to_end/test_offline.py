@@ -16,7 +16,8 @@ from clients.run_directory import RunDirectory
 from protos.errors import ExitCode
 from tests.capture.material import capture_here
 from tests.end_to_end.conftest import Once
-from tests.end_to_end.processes import MakeServer, finish, metrics_of, new_run, trainer, weights
+from tests.end_to_end.forked_trainer import finish, trainer
+from tests.end_to_end.processes import MakeServer, metrics_of, new_run, weights
 from tests.end_to_end.test_two_processes import assert_close
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def reason_of(run: RunDirectory) -> str:
 
 def assert_refused(run: RunDirectory, code: ExitCode, *says: str, attempt: int = 1) -> None:
     before = os.times()
-    with trainer(run, attempt) as process:
+    with trainer(run, attempt, launched=True) as process:
         assert process.wait() == code, process.log
     after = os.times()
     used = after.children_user + after.children_system

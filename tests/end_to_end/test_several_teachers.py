@@ -13,8 +13,9 @@ from clients.config import JobConfig
 from clients.run_directory import RunDirectory
 from protos.errors import ExitCode
 from tests.end_to_end.conftest import teacher_arguments
-from tests.end_to_end.processes import finish, metrics_of, new_run, trainer, weights
-from tests.teacher.processes import TeacherProcess
+from tests.end_to_end.forked_teacher import ForkedTeacher
+from tests.end_to_end.forked_trainer import finish, trainer
+from tests.end_to_end.processes import metrics_of, new_run, weights
 
 if TYPE_CHECKING:
     from tests.trainer.tiny import Material
@@ -59,7 +60,7 @@ def other_teacher(tmp_path: Path) -> Iterator[str]:
 
     path = save(model(seed=7, layers=2), tokenizer(), tmp_path / "other")
     arguments = ["--model", str(path), "--batch-invariant", "--no-cache"]
-    process = TeacherProcess(arguments, log=tmp_path / "other.log")
+    process = ForkedTeacher(arguments, log=tmp_path / "other.log")
     yield process.address
     process.close()
 
@@ -92,7 +93,7 @@ def test_a_teacher_that_dies_is_replaced_by_another(
     material: Material, plain: RunDirectory, teacher: str, tmp_path: Path
 ) -> None:
     """The same bits, with nobody to start the first one again."""
-    mortal = TeacherProcess(teacher_arguments(material), log=tmp_path / "mortal.log")
+    mortal = ForkedTeacher(teacher_arguments(material), log=tmp_path / "mortal.log")
     addresses = [mortal.address, teacher]
     run = new_run(tmp_path / "run", job_of(material, teacher__address=addresses))
     with trainer(run) as process:
@@ -103,7 +104,7 @@ def test_a_teacher_that_dies_is_replaced_by_another(
 
 
 def test_every_teacher_is_checked(routed: Material, teacher: str, tmp_path: Path) -> None:
-    stranger = TeacherProcess(
+    stranger = ForkedTeacher(
         ["--engine", "fake", "--model", "vocab=13", "--no-cache"], log=tmp_path / "stranger.log"
     )
     addresses = {"sums": teacher, "rest": stranger.address}

@@ -10,7 +10,8 @@ import pytest
 
 from clients.run_directory import RunDirectory, replace_file
 from tests.end_to_end.conftest import Once
-from tests.end_to_end.processes import finish, metrics_of, new_run, trainer, weights
+from tests.end_to_end.forked_trainer import finish, trainer
+from tests.end_to_end.processes import metrics_of, new_run, weights
 from tests.end_to_end.test_two_processes import assert_close
 
 if TYPE_CHECKING:

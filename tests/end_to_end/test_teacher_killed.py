@@ -11,14 +11,15 @@ import pytest
 from clients.run_directory import RunDirectory, Status
 from protos.errors import ExitCode
 from tests.end_to_end.conftest import teacher_arguments
-from tests.end_to_end.processes import finish, metrics_of, new_run, trainer, weights
+from tests.end_to_end.forked_teacher import ForkedTeacher
+from tests.end_to_end.forked_trainer import finish, trainer
+from tests.end_to_end.processes import metrics_of, new_run, weights
 from tests.server.conftest import eventually
-from tests.teacher.processes import TeacherProcess
 
 if TYPE_CHECKING:
     from tests.trainer.tiny import Material
 
-PATIENCE = 1.5
+PATIENCE = 3.5  # as much as a busy machine may need for an evaluation's first answer
 
 
 class MortalTeacher:
@@ -26,14 +27,14 @@ class MortalTeacher:
 
     def __init__(self, material: Material, log: Path) -> None:
         self._arguments, self._log = teacher_arguments(material), log
-        self._process = TeacherProcess(self._arguments, log=log)
+        self._process = ForkedTeacher(self._arguments, log=log)
         self.address = self._process.address
 
     def kill(self) -> None:
         self._process.close()
 
     def start(self) -> None:
-        self._process = TeacherProcess(
+        self._process = ForkedTeacher(
             self._arguments, log=self._log, port=int(self.address.rsplit(":", 1)[1])
         )
 

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import random
 import signal
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from clients.run_directory import RunDirectory
-from tests.end_to_end.processes import finish, metrics_of, new_run, trainer, weights
+from tests.end_to_end.forked_trainer import Death, finish, trainer
+from tests.end_to_end.processes import metrics_of, new_run, weights
 
 if TYPE_CHECKING:
     from tests.trainer.tiny import Material
 
-DYING = str(Path(__file__).with_name("dying_trainer.py"))
-# (event, path, count): where in a save the trainer dies. Several of its files are there by then.
-IN_SAVES = [
+# Where in a save the trainer dies. Several of its files are there by then.
+IN_SAVES: list[Death] = [
     ("open", ".tmp/model/tokenizer_config.json", 1),  # the weights are written, the rest is not
     ("open", ".tmp/manifest.json", 1),  # everything is written but what says so
     ("open", ".tmp/model/model.safetensors", 2),  # nothing of it is synced
     ("os.rename", ".step-", 1),  # the last moment before it counts
 ]
-IN_EXPORT = ("os.rename", ".export.tmp", 1)
+IN_EXPORT: Death = ("os.rename", ".export.tmp", 1)
 
 
-def die_at(run: RunDirectory, attempt: int, event: str, text: str, count: int) -> None:
-    command = [sys.executable, DYING, event, text, str(count), str(run.path)]
-    with trainer(run, attempt, command=[*command, "--attempt", str(attempt)]) as process:
+def die_at(run: RunDirectory, attempt: int, *death: Any) -> None:
+    with trainer(run, attempt, death=death) as process:
         assert process.wait() == -signal.SIGKILL, process.log
 
 

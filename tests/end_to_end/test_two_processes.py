@@ -11,7 +11,8 @@ import pytest
 
 from clients.run_directory import Control, RunDirectory
 from tests.end_to_end.conftest import Once
-from tests.end_to_end.processes import finish, metrics_of, new_run, trainer, weights
+from tests.end_to_end.forked_trainer import finish, trainer
+from tests.end_to_end.processes import metrics_of, new_run, weights
 
 if TYPE_CHECKING:
     from tests.trainer.tiny import Material
@@ -25,11 +26,14 @@ PAIR = {"max_steps": STEPS, "train__processes": 2, "eval__every": 4}
 
 @pytest.fixture(scope="module")
 def pair(material: Material, teacher: str, once: Once) -> RunDirectory:
-    """Two processes, undisturbed."""
+    """Two processes of the launcher, undisturbed."""
     from tests.trainer.tiny import job
 
     run = RunDirectory(
-        once("pair", lambda path: finish(new_run(path, job(material, teacher, **PAIR))))
+        once(
+            "pair",
+            lambda path: finish(new_run(path, job(material, teacher, **PAIR)), launched=True),
+        )
     )
     assert run.log_file(1).read_text().count("INFO student_trainer.assembly") == 2
     return run
@@ -78,7 +82,7 @@ def test_two_processes_stopped_killed_and_resumed(
     assert status.verdict == "cancelled"
     assert (run.checkpoints / f"step-{status.step:06d}").is_dir()
     run.write_control(Control())
-    with trainer(run, 2) as process:
+    with trainer(run, 2, launched=True) as process:
         process.wait_for_step(status.step + 1)
         process.kill()
     finish(run, 3)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from clients.run_directory import RunDirectory
-from tests.end_to_end import processes
 from tests.end_to_end.conftest import material, once, teacher, undisturbed
-from tests.end_to_end.processes import finish, metrics_of, new_run, trainer, weights
+from tests.end_to_end.forked_trainer import finish, trainer
+from tests.end_to_end.processes import metrics_of, new_run, weights
 
 if TYPE_CHECKING:
     from tests.trainer.tiny import Material
@@ -23,20 +23,14 @@ SPECS = ["gradients-ready:kill:6", "step-done:kill:3", "metrics-written:kill:4"]
 
 @pytest.mark.slow
 def test_deaths_within_a_step(
-    material: Material,
-    teacher: str,
-    undisturbed: RunDirectory,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    material: Material, teacher: str, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
     from tests.trainer.tiny import curve, job
 
     run = new_run(tmp_path / "run", job(material, teacher))
     for attempt, spec in enumerate(SPECS, 1):
-        monkeypatch.setitem(processes.ENVIRONMENT, "DISTILL_FAILPOINT", spec)
-        with trainer(run, attempt) as process:
-            assert process.wait() in (-signal.SIGKILL, 128 + signal.SIGKILL), process.log
-    monkeypatch.delitem(processes.ENVIRONMENT, "DISTILL_FAILPOINT")
+        with trainer(run, attempt, failpoint=spec) as process:
+            assert process.wait() == -signal.SIGKILL, process.log
     finish(run, len(SPECS) + 1)
     assert curve(metrics_of(run)) == curve(metrics_of(undisturbed))
     assert weights(run) == weights(undisturbed)

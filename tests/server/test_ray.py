@@ -23,7 +23,8 @@ from clients.run_directory import RunDirectory
 from distill_server.process import Identity, family, identity_of, kill_family
 from distill_server.shim_files import card_of
 from tests.end_to_end.conftest import material, once, teacher
-from tests.end_to_end.processes import ENVIRONMENT, RealServer, finish, metrics_of, new_run, weights
+from tests.end_to_end.forked_trainer import finish
+from tests.end_to_end.processes import ENVIRONMENT, RealServer, metrics_of, new_run, weights
 from tests.ray_cluster import Cluster
 from tests.server import conftest
 from tests.server.conftest import Server, job_config
