@@ -61,14 +61,14 @@ def test_cancelled_resumed_pulled(
             if event.step >= 6:
                 break
         client.cancel(submitted.id)
-        stopped = client.wait(submitted.id, timeout=60)
+        stopped = client.wait(submitted.id, timeout=200)
         assert stopped.state is JobState.CANCELLED, stopped.reason
         run = RunDirectory(server.runs / stopped.id)
         assert metrics_of(run)[-1]["step"] == stopped.step
         assert (run.checkpoints / f"step-{stopped.step:06d}").is_dir()
 
         client.resume(stopped.id)
-        ended = client.wait(stopped.id, timeout=60)
+        ended = client.wait(stopped.id, timeout=200)
         assert (ended.state, ended.attempt, ended.step) == (JobState.SUCCEEDED, 2, 60)
         events = list(client.watch(stopped.id))
         assert_each_once(events, 60)
@@ -111,10 +111,10 @@ def test_the_server_is_killed_under_a_job(
     """The same trainer goes on; a watcher sees every event once."""
     from tests.trainer.tiny import job
 
-    steps = 200
+    steps = 120
     server = make_server()
     with DistillClient(server.address) as client:
-        config = job(material, teacher, max_steps=steps, checkpoint__every=50, eval__every=200)
+        config = job(material, teacher, max_steps=steps, checkpoint__every=50, eval__every=steps)
         submitted = client.submit(config)
         watchers.append(Watcher(server.address, submitted.id))
         eventually(lambda: client.get(submitted.id).step >= 5, 60)
@@ -124,7 +124,7 @@ def test_the_server_is_killed_under_a_job(
         assert client.get(submitted.id).state is JobState.RUNNING
         eventually(lambda: client.get(submitted.id).step > 20, 60)
         assert server.card(submitted.id) == card
-        ended = client.wait(submitted.id, timeout=60)
+        ended = client.wait(submitted.id, timeout=200)
     assert (ended.state, ended.attempt, ended.step) == (JobState.SUCCEEDED, 1, steps)
     assert not (server.runs / submitted.id / "logs" / "attempt-2").exists()
     events = watchers[0].result()
@@ -146,7 +146,7 @@ def test_the_trainer_is_killed_under_the_server(
             if event.step >= 6:
                 os.kill(server.card(submitted.id)["child_pid"], signal.SIGKILL)
                 break
-        ended = client.wait(submitted.id, timeout=60)
+        ended = client.wait(submitted.id, timeout=200)
         assert (ended.state, ended.attempt) == (JobState.SUCCEEDED, 2), ended.reason
     run = RunDirectory(server.runs / submitted.id)
     assert curve(metrics_of(run)) == curve(metrics_of(undisturbed))
