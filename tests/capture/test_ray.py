@@ -22,7 +22,7 @@ pytest.importorskip("ray", reason="needs the extra [ray]")
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Of three CPUs: one more than two engines take."""
-    made = Cluster(tmp_path_factory.mktemp("ray") / "log")
+    made = Cluster(tmp_path_factory.mktemp("ray") / "log", 3)
     yield made
     made.kill()
 

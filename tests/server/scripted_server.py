@@ -1,8 +1,8 @@
 """The real server with the scripted trainer, and less patience: RUNS HOST PORT SLOTS [OPTIONS].
 
-OPTIONS are JSON: `gpus`, how many to divide; `clock`, "jumps" or "fast": what becomes of time.time;
-`retries`; `ranks`, a program of which torch's launcher runs two, with the number of the attempt;
-`ray`, the address of a cluster that runs the jobs, with no launcher.
+OPTIONS are JSON: `gpus`, how many to divide; `threads`, of a job; `retries`; `clock`, "jumps" or
+"fast": what becomes of time.time; `ranks`, a program of which torch's launcher runs two, with the
+number of the attempt; `ray`, the address of a cluster that runs the jobs, with no launcher.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def main() -> int:
     runs, host, port, slots = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     options = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
     gpus = tuple(str(n) for n in range(options["gpus"])) if "gpus" in options else None
+    machine = Machine(slots=slots, cpus_per_job=options.get("threads", 1), gpus=gpus)
     spoil_clock(options.get("clock", ""))
     logging.basicConfig()
     try:
@@ -83,9 +84,7 @@ def main() -> int:
                 runs,
                 endpoint=Endpoint(host, port),
                 runner=runner_of(options),
-                policy=Policy(
-                    Machine(slots=slots, gpus=gpus), retries=options.get("retries", 1), **POLICY
-                ),
+                policy=Policy(machine, retries=options.get("retries", 1), **POLICY),
                 preflight=unchecked,
                 on_ready=lambda bound: print(f"server listening on {host}:{bound}", flush=True),
             )

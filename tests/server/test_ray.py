@@ -49,11 +49,11 @@ def eventually(true: Callable[[], object]) -> None:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Of more CPUs than there are: scripted trainers need none. It asks for a token."""
+    """Two nodes that ask for a token; they claim more CPUs than there are, as scripts need none."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_AUTH_MODE", "token")
         environment.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        made = Cluster(tmp_path_factory.mktemp("ray") / "log", cpus=8, dashboard=True)
+        made = Cluster(tmp_path_factory.mktemp("ray") / "log", 4, 4, dashboard=True)
         yield made
         made.kill()
 
@@ -212,6 +212,25 @@ def test_a_rank_or_its_worker_is_killed(
         for mark in marks:
             eventually(lambda mark=mark: not family(mark))
         check(history, server, client, jobs)
+
+
+PLACES = """
+import os
+print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')))
+"""
+
+
+def test_a_job_of_two_nodes(start_server: Callable[..., Server]) -> None:
+    """No node has eight CPUs."""
+    server, history = start_server(slots=1, ranks=PLACES, retries=0, threads=8), History()
+    with DistillClient(server.address) as client:
+        job = client.submit(pair(job_config("two nodes")))
+        history.submitted("", job.id)
+        ended = client.wait(job.id, timeout=PATIENCE)
+        assert ended.reason.startswith("the trainer exited with code 0 without a verdict")
+        logs = [server.runs / job.id / f"logs/attempt-1/rank-{rank}.log" for rank in (0, 1)]
+        assert [log.read_text() for log in logs] == ["0 2 0 1\n", "1 2 0 1\n"]
+        check(history, server, client, [job])
 
 
 def pair(config: JobConfig) -> JobConfig:
