@@ -102,13 +102,16 @@ class Child:
 
 
 def _serve() -> None:
-    # All that an attempt loads.
+    # All that an attempt loads; an array brings pandas with it.
+    import pyarrow.compute
+    import pyarrow.ipc
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     import teacher_service.capture.program
     import teacher_service.engines.fake
     import teacher_service.engines.hf  # noqa: F401
 
+    pyarrow.array([])
     print("ready", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
