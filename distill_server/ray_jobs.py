@@ -95,10 +95,8 @@ class RayJobs:
 
     def is_open(self) -> bool:
         """Whether others than this machine may run programs there without a token."""
-        if self._host == "localhost" or _is_loopback(self._host):
-            return False
         answer = self._asked(lambda client: client._do_request("GET", "/api/authentication_mode"))
-        return "token" not in answer.text
+        return "token" not in answer.text and not _is_loopback(self._host)
 
     def _asked(self, question: Callable[[Any], _T]) -> _T:
         try:
@@ -145,4 +143,4 @@ def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False
+        return host == "localhost"
