@@ -1,9 +1,4 @@
-"""What can be fetched of a job: its export, a capture's store, or one of its checkpoints.
-
-The best checkpoint is, of those that are there, the one whose evaluation has the greatest
-eval/reward; in a job without rewards the least eval/kl, or eval/kl_bound where a store knows no
-more. Checkpoints of steps that were not evaluated cannot be compared.
-"""
+"""What can be fetched of a job: its export, a capture's store, or one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from clients.best_step import best_step
 from clients.download import Download
 from clients.job_record import record_of_run
 from clients.jobs import Job, JobState
@@ -20,9 +16,6 @@ from protos.errors import InvalidInput, NotFound, WrongState
 
 # A step, or what is meant by it.
 Checkpoint: TypeAlias = int | Literal["best", "last"]
-
-# The first of them that was measured decides: +1, more is better.
-_JUDGES = (("eval/reward", 1.0), ("eval/kl", -1.0), ("eval/kl_bound", -1.0))
 
 
 def checkpoint_step(job: Job, wanted: Checkpoint, points: Callable[[], Sequence[Point]]) -> int:
@@ -38,17 +31,14 @@ def checkpoint_step(job: Job, wanted: Checkpoint, points: Callable[[], Sequence[
         raise NotFound(f"job {job.id} has no checkpoints", field="checkpoint")
     if wanted == "last":
         return job.checkpoints[-1]
-    measured = {p.step: p.metrics for p in points()}
-    for metric, sign in _JUDGES:
-        known = [s for s in job.checkpoints if metric in measured.get(s, {})]
-        if known:
-            # Of equals, the one that has learned for longer.
-            return max(known, key=lambda step: (sign * measured[step][metric], step))
-    raise NotFound(
-        f"no checkpoint of job {job.id} was evaluated",
-        field="checkpoint",
-        hint=f"ask for the last, or one of {_listed(job.checkpoints)}",
-    )
+    best = best_step(points(), job.checkpoints)
+    if best is None:
+        raise NotFound(
+            f"no checkpoint of job {job.id} was evaluated",
+            field="checkpoint",
+            hint=f"ask for the last, or one of {_listed(job.checkpoints)}",
+        )
+    return best
 
 
 def pull_run(

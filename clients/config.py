@@ -164,7 +164,7 @@ class CheckpointConfig(_Table):
     every: Count = 50
     """Steps between checkpoints."""
     keep: Annotated[int, Field(ge=2)] = 2
-    """Newest checkpoints kept; two at least, so that a broken disk never takes the only one."""
+    """Newest checkpoints kept besides the best one; two at least: a disk may break one of them."""
 
 
 class TrackerConfig(_Table):

@@ -23,8 +23,9 @@ def check_space(config: AnyTraining, run: Path) -> None:
     """Refuse a job whose checkpoints cannot be kept. `run`: its directory, or the one that it will
     be made in. Raises WrongState.
 
-    A lower bound: what learns is in float32, whatever it was loaded from; other jobs, logs, rows
-    and adapters are not counted, nor are students of the hub, whose size is not known here.
+    A lower bound: what learns is in float32, whatever it was loaded from; other jobs, logs, rows,
+    adapters and the best checkpoint, where it is none of the newest, are not counted, nor are
+    students of the hub, whose size is not known here.
     """
     checkpoint, export = _sizes(config)
     saves = math.ceil(config.max_steps / config.checkpoint.every)

@@ -162,13 +162,16 @@ def _seal(partial: Path) -> None:
         fsync_directory(directory)
 
 
-def delete_old(root: Path, keep: int) -> None:
-    """Keep the newest `keep` checkpoints, and no leftovers of interrupted saves.
+def delete_old(root: Path, keep: int, *, best: int | None = None) -> None:
+    """Keep the newest `keep` checkpoints and that of step `best`; no leftovers of interrupted
+    saves.
 
     Raises WrongState when the attempt was given up: what lies there is its successor's.
     """
     require_unfenced()
     for path in _by_step(root)[:-keep]:
+        if _step(path) == best:
+            continue
         shutil.rmtree(path)
         failpoint("old-checkpoint-deleted")
     for leftover in root.glob(".step-*.tmp"):

@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from clients.best_step import best_step
 from clients.config import TrainConfig, TrainingJob
 from clients.fence import require_unfenced
 from clients.metrics_log import MetricsLog
@@ -269,7 +270,8 @@ class Trainer:
             main=main,
         )
         if main:
-            checkpoint.delete_old(self._run.checkpoints, self._config.checkpoint.keep)
+            best = best_step(read_points(self._run.metrics), self._run.checkpoint_steps())
+            checkpoint.delete_old(self._run.checkpoints, self._config.checkpoint.keep, best=best)
         self._accelerator.wait_for_everyone()
         self._saved = self._step
 

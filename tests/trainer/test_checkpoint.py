@@ -175,7 +175,10 @@ def test_old_ones_and_leftovers_go(tmp_path: Path) -> None:
         checkpoint.write_whole(path, lambda partial: (partial / "file").touch())
     (tmp_path / ".step-000012.tmp").mkdir()
     (tmp_path / "notes").mkdir()
-    checkpoint.delete_old(tmp_path, 2)
-    assert {p.name for p in tmp_path.iterdir()} == {"step-000011", "step-1000000", "notes"}
+    checkpoint.delete_old(tmp_path, 2, best=2)
+    newest = {"step-000011", "step-1000000"}
+    assert {p.name for p in tmp_path.iterdir()} == {"step-000002", *newest, "notes"}
+    checkpoint.delete_old(tmp_path, 2, best=11)
+    assert {p.name for p in tmp_path.iterdir()} == {*newest, "notes"}
     checkpoint.delete_after(tmp_path, 11)
     assert {p.name for p in tmp_path.iterdir()} == {"step-000011", "notes"}
