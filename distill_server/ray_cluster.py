@@ -76,7 +76,7 @@ class RayCluster:
                 for name, one in followed:
                     self._converse(name, one)
                 self._tell(followed, "")
-            except Unavailable as error:
+            except DistillError as error:  # it is away, or refuses everything
                 self._tell(followed, error.message)
             except Exception:
                 log.exception("cannot talk to the Ray cluster")

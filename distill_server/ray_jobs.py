@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import ipaddress
 import os
 from collections.abc import Callable
@@ -46,15 +45,15 @@ class RayJobs:
     """
 
     def __init__(self, address: str) -> None:
-        parts = urlsplit(address)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        host = _host(address)
+        if not host:
             raise InvalidInput(
                 f"{address!r} is no address of a Ray dashboard",
                 field="--ray",
                 hint="it is like http://127.0.0.1:8265",
             )
         self._address = address
-        self._host = parts.hostname
+        self._host = host
         self._connect = _client_class()
         self._client: Any = None
 
@@ -101,7 +100,7 @@ class RayJobs:
     def _asked(self, question: Callable[[Any], _T]) -> _T:
         try:
             if self._client is None:
-                self._client = _impatient(self._connect(self._address))
+                self._client = self._connect(self._address)
             return question(self._client)
         except OSError as error:  # of `requests`, too
             raise Unavailable("the Ray cluster cannot be reached", hint="is it up?") from error
@@ -121,14 +120,22 @@ def _client_class() -> Callable[[str], Any]:
         )
     from ray.job_submission import JobSubmissionClient
 
-    connect: Callable[[str], Any] = JobSubmissionClient
-    return connect
+    class Impatient(JobSubmissionClient):  # type: ignore[misc]
+        """Ray's client would wait for ever for a machine that is gone, and asks when it is made."""
+
+        def _do_request(self, *arguments: Any, **options: Any) -> Any:
+            return super()._do_request(*arguments, **options, timeout=_TIMEOUT_SECONDS)
+
+    return Impatient
 
 
-def _impatient(client: Any) -> Any:
-    """Ray's client would wait for ever for a machine that is gone."""
-    client._do_request = functools.partial(client._do_request, timeout=_TIMEOUT_SECONDS)
-    return client
+def _host(address: str) -> str:
+    """Of a URL; "" for what is none."""
+    try:
+        parts = urlsplit(address)
+    except ValueError:  # a bracket without its other one
+        return ""
+    return (parts.scheme in ("http", "https") and parts.hostname) or ""
 
 
 def _shown(error: Exception) -> str:

@@ -111,8 +111,11 @@ def _has_begun(directory: Path) -> bool:
 def _ending(answer: Absent | Present, run: RunDirectory, attempt: int) -> Exited | Lost:
     """Of an attempt whose driver wrote no exit.json."""
     directory = run.logs(attempt)
+    if not directory.is_dir():
+        return Lost(blameless=isinstance(answer, Absent))  # somebody removed it
     # So that a driver that comes late starts nothing.
-    never_begun = not directory.is_dir() or claim(directory)
+    never_begun = claim(directory)
+    (directory / "order.json").unlink(missing_ok=True)  # it has secrets, and nobody reads it now
     match answer:
         case Absent():
             return Lost(blameless=True)  # the cluster was made anew, or never asked

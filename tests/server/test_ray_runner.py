@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -56,6 +58,7 @@ class ScriptedJobs:
         return self.jobs.get(name, Absent())
 
     def is_open(self) -> bool:
+        self._speak()
         return self.open
 
     def _speak(self) -> None:
@@ -162,6 +165,16 @@ def test_a_cluster_that_is_silent_holds_nobody_up(run: RunDirectory, jobs: Scrip
     jobs.silent.set()
 
 
+def test_a_dashboard_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when it is first asked: Ray's client does so as it is made."""
+    monkeypatch.setattr("distill_server.ray_jobs._TIMEOUT_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        jobs = RayJobs(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="cannot be reached"):
+                jobs.look("job")
+
+
 @pytest.mark.parametrize("error", [AWAY, WrongState("the Ray cluster refuses: no token")])
 def test_trouble_is_told_and_outlived(
     run: RunDirectory, jobs: ScriptedJobs, error: Unavailable | WrongState
@@ -200,8 +213,32 @@ def test_a_cluster_that_forgot_is_not_the_fault_of_the_job(
     jobs.jobs.clear()
     comes(runner, run, Lost(blameless=True))
     assert not claim(run.logs(1))
+    assert not (run.logs(1) / "order.json").exists()  # it has secrets
     start(runner, run, attempt=2)
     assert (run.path / ".attempt").read_text() == "2\n"
+
+
+def test_a_cluster_that_refuses_from_the_start(
+    run: RunDirectory, jobs: ScriptedJobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The job says why it waits, and the log says it once."""
+    jobs.trouble = WrongState("the Ray cluster refuses: no token")
+    runner = runner_of(jobs)
+    start(runner, run)
+    comes(runner, run, Running("the Ray cluster refuses: no token"))
+    jobs.trouble = None
+    eventually(lambda: jobs.submitted)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert caplog.messages[0].startswith("the Ray cluster refuses: no token: ")
+
+
+def test_a_run_directory_that_somebody_removed(run: RunDirectory, jobs: ScriptedJobs) -> None:
+    runner = runner_of(jobs)
+    start(runner, run)
+    eventually(lambda: jobs.submitted)
+    shutil.rmtree(run.path)
+    jobs.jobs[jobs.submitted[0][0]] = Present(ended=True, code=1)
+    comes(runner, run, Lost(blameless=False))
 
 
 def test_a_server_that_died_before_it_submitted(run: RunDirectory, jobs: ScriptedJobs) -> None:
@@ -283,7 +320,9 @@ def test_a_cluster_that_is_open_to_all_is_warned_of_once(
     ]
 
 
-@pytest.mark.parametrize("address", ["", "auto", "10.0.0.1:8265", "ray://head:10001", "http://"])
+@pytest.mark.parametrize(
+    "address", ["", "auto", "10.0.0.1:8265", "ray://head:10001", "http://", "http://["]
+)
 def test_addresses(address: str) -> None:
     with pytest.raises(InvalidInput, match="no address of a Ray dashboard") as raised:
         RayJobs(address)
