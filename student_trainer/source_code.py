@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,17 +29,25 @@ def source_code(root: Path) -> SourceCode | None:
         if Path(_git(root, "rev-parse", "--show-toplevel").strip()) != root.resolve():
             return None
         commit = _git(root, "rev-parse", "HEAD").strip()
-        # No program of somebody's configuration: it would run in every trainer.
-        diff = _git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv")
+        # For `git apply`, whatever somebody likes better.
+        form = ("--no-color", "--src-prefix=a/", "--dst-prefix=b/")
+        diff = _git(root, "diff", "HEAD", *form, "--no-ext-diff", "--no-textconv")
     except (OSError, subprocess.SubprocessError):
         return None
     return SourceCode(commit, diff)
 
 
 def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
+    # No program of somebody's configuration: it would run in every trainer.
+    command = ["git", "-C", str(root), "-c", "core.fsmonitor=false", *arguments]
     done = subprocess.run(
-        command, capture_output=True, timeout=_SECONDS, check=True, stdin=subprocess.DEVNULL
+        command,
+        # A hook of git's tells whom it starts of its own repository.
+        env={name: of for name, of in os.environ.items() if not name.startswith("GIT_")},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=_SECONDS,
+        check=True,
     )
     cut = "\n... cut\n" if len(done.stdout) > MOST_BYTES else ""
     return done.stdout[:MOST_BYTES].decode(errors="replace") + cut

@@ -79,9 +79,29 @@ def test_no_checkout_of_its_own(
     assert source_code(checkout) is None
 
 
+def test_neither_a_caller_s_repository_nor_its_taste(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook of git tells what it starts of its own repository."""
+    commit = git(checkout, "rev-parse", "HEAD")
+    git(checkout, "config", "diff.noprefix", "true")
+    (checkout / "package" / "code.py").write_text("one = 2\n")
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init", "-q")
+    git(other, "commit", "-q", "--allow-empty", "-m", "another")
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(other / ".git" / "index"))
+    found = source_code(checkout)
+    assert found is not None
+    assert found.commit == commit
+    assert found.diff.startswith("diff --git a/package/code.py b/package/code.py\n")
+
+
 def test_a_diff_is_bounded_and_runs_nothing(checkout: Path, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     git(checkout, "config", "diff.external", f"touch {canary}")
+    git(checkout, "config", "core.fsmonitor", f"touch {canary};:")
     (checkout / "package" / "code.py").write_text("line\n" * MOST_BYTES)
     found = source_code(checkout)
     assert found is not None
