@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 from protos.errors import InvalidInput, Unavailable
+from student_trainer.web_address import web_address
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class RemoteRetriever:
             raise _Lost(f"it timed out: no whole answer in {self._timeout:g} s") from None
         except httpx.HTTPError as error:
             raise _Lost(str(error) or type(error).__name__) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _Refused(f"its answer is no JSON: {error}") from error
         return _passages(answer, len(queries), count)
 
@@ -121,10 +122,7 @@ class RemoteRetriever:
 
 def _require_ordinary(url: str) -> None:
     """A job may come from somebody else, and this machine's network is not theirs to ask."""
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise InvalidInput(f"is no address: {error}", field=_FIELD) from error
+    parsed = web_address(url, _FIELD)
     try:
         found = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
     except OSError:

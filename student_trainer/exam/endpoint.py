@@ -28,6 +28,7 @@ from protos.errors import (
 from student_trainer.exam.answer_store import Answer
 from student_trainer.exam.asking import Ask, Keep, Refusals, seed_of
 from student_trainer.exam.questions import Question
+from student_trainer.web_address import web_address
 
 API_KEY = "OPENAI_API_KEY"
 TRIES = 8
@@ -54,11 +55,7 @@ class Endpoint:
         self._model = model
         self._chat = config.api == "chat"
         path = "/chat/completions" if self._chat else "/completions"
-        self._url = config.endpoint.rstrip("/") + path
-        try:
-            httpx.URL(self._url)
-        except httpx.InvalidURL as error:
-            raise InvalidInput(f"is no address: {error}", field="--endpoint") from error
+        self._url = str(web_address(config.endpoint.rstrip("/") + path, "--endpoint"))
 
     def answer(self, asked: Sequence[Ask], keep: Keep, refusals: Refusals) -> None:
         """Hands each answer to `keep` as it comes. Raises DistillError; what was kept is kept."""
@@ -146,7 +143,7 @@ class Endpoint:
                 tokens=int(document["usage"]["completion_tokens"]),
                 truncated=choice["finish_reason"] == "length",
             )
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise InvalidInput(
                 f"{self._url} gave no completion: {_line(response.text)}",
                 field="--endpoint",

@@ -92,7 +92,12 @@ def test_a_server_is_asked_as_search_r1_asks(library: Library) -> None:
 
 
 @pytest.mark.parametrize(
-    "faults", [[503], [500, 502, 429], [b"<html>"], [b'{"result": [[{"text": "?"}]]}'], [b"[]"]]
+    "faults",
+    [
+        *([503], [500, 502, 429], [b"<html>"], [b'{"result": [[{"text": "?"}]]}'], [b"[]"]),
+        [b"[" * 100_000],
+    ],
+    ids=["503", "three", "html", "shape", "list", "depth"],
 )
 def test_a_fault_that_passes_is_not_noticed(library: Library, faults: list[int | bytes]) -> None:
     retriever = RemoteRetriever(library.url, timeout_seconds=5)
@@ -168,9 +173,12 @@ def test_where_clouds_keep_credentials_nobody_is_asked(host: str) -> None:
     assert raised.value.field == "environment.retriever"
 
 
-def test_what_is_no_address_is_refused() -> None:
+@pytest.mark.parametrize(
+    "place", ["127.0.0.1:port", "127.0.0.1:80800", "a..b:80", "a" * 64 + ".com", "", "user@"]
+)
+def test_what_is_no_address_is_refused(place: str) -> None:
     with pytest.raises(InvalidInput, match="is no address"):
-        RemoteRetriever("http://127.0.0.1:port/retrieve", timeout_seconds=5)
+        RemoteRetriever(f"http://{place}/retrieve", timeout_seconds=5)
 
 
 def test_no_redirect_is_followed(library: Library) -> None:

@@ -127,6 +127,13 @@ def test_faults_that_stay_end_it(
     assert server.requests <= (3 if category is InvalidInput else 1) * config.in_flight
 
 
+def test_a_port_that_cannot_be_is_a_sentence(material: Material, tmp_path: Path) -> None:
+    config = exam(material, tmp_path, endpoint="http://127.0.0.1:80800/v1")
+    with pytest.raises(InvalidInput, match="there is no port 80800") as raised:
+        run(config)
+    assert raised.value.field == "--endpoint"
+
+
 def test_a_refused_prompt_is_counted_and_asked_again(
     material: Material, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
