@@ -44,8 +44,9 @@ def check_files(config: AnyJob, hint: str = RELATIVE) -> None:
     """What is a path by its looks must exist; the rest may be hub ids. Raises InvalidInput."""
     for key, name in named_files(config):
         file = name.endswith((*FILE_SUFFIXES, ".py"))
-        # A hub id has one slash at most.
+        # A hub id has one slash at most, and no NUL, at which Python's own functions would fail.
         local = file or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+        local = local or "\0" in name
         try:
             there = Path(name).is_file() if file else Path(name).exists()
         except OSError as error:  # too long a name, or a directory that is not ours

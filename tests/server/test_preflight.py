@@ -161,6 +161,7 @@ CASES = {
     "a name too long": Refusal(
         {"student__model": "a" * 5000}, ("student.model: cannot look for aaa", "File name too long")
     ),
+    "no name": Refusal({"student__model": "a\0b"}, ("student.model: no such file: a\0b",)),
     "no store": Refusal(
         {"method__type": "offline", "data__path": "{root}"},
         ("data.path: {root} is not a store of rows",),
