@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -23,7 +23,7 @@ from clients.run_directory import RunDirectory
 from distill_server.bells import Bells
 from distill_server.control import JobControl
 from distill_server.dashboard.answers import job_record, on_error
-from distill_server.dashboard.feeds import feed, job_messages, list_messages, log_messages
+from distill_server.dashboard.feeds import Turns, feed, job_messages, list_messages, log_messages
 from distill_server.dashboard.gate import STATIC, Gate
 from distill_server.dashboard.samples import sample_steps, samples_of
 from distill_server.dashboard.teachers import Teachers
@@ -66,6 +66,7 @@ class Pages:
     teachers: Teachers
     exposition: Callable[[], bytes]
     has_tokens: bool
+    turns: Turns = field(default_factory=Turns)
 
     async def access(self, request: Request) -> Response:
         """What the reader may do here."""
@@ -79,10 +80,10 @@ class Pages:
         )
 
     async def jobs(self, request: Request) -> Response:
-        return JSONResponse(self._lister(request)())
+        return JSONResponse(await self.turns.take(self._lister(request)))
 
     async def jobs_events(self, request: Request) -> Response:
-        return feed(list_messages(self.bells, self._lister(request)))
+        return feed(list_messages(self.bells, self.turns, self._lister(request)))
 
     def _lister(self, request: Request) -> Callable[[], Mapping[str, Any]]:
         """What gives the page that is asked for, as it is by then."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from clients.jobs import JobEvent, JobState
 from distill_server.bells import Bells
 from distill_server.dashboard import feeds
-from distill_server.dashboard.feeds import job_messages, list_messages, thinned
+from distill_server.dashboard.feeds import Turns, job_messages, list_messages, thinned
 from distill_server.database import open_database
 from distill_server.store import Change, Store
 from protos.errors import Unavailable
@@ -58,7 +60,7 @@ def test_the_list_is_told_when_it_is_another_one(
             looks.append(1)
             return [f"{job.id} {job.step}" for job in store.page(limit=2)]
 
-        messages = list_messages(bells, look)
+        messages = list_messages(bells, Turns(), look)
         assert told(await anext(messages)) == []
         store.add("one", job_config(), "")
         assert told(await anext(messages)) == ["one 0"]
@@ -82,6 +84,27 @@ def test_the_list_is_told_when_it_is_another_one(
         bells = Bells()
         asyncio.run(follow(Store(connection, on_change=bells.ring), bells))
     assert len(looks) < 10
+
+
+def test_many_readers_leave_half_of_the_time_to_everybody_else() -> None:
+    """However slow a look is: a pause is never shorter than it was asked for."""
+    looks: list[tuple[float, float]] = []
+
+    def look() -> list[str]:
+        began = time.monotonic()
+        while time.monotonic() < began + 0.003:
+            pass
+        looks.append((began, time.monotonic()))
+        return []
+
+    async def read() -> None:
+        turns, bells = Turns(), Bells()
+        await asyncio.gather(*(anext(list_messages(bells, turns, look)) for _ in range(20)))
+
+    asyncio.run(read())
+    assert len(looks) == 20
+    for (began, ended), (next_began, _) in pairwise(looks):
+        assert next_began - ended >= 0.9 * (ended - began)
 
 
 def told(message: str) -> list[str]:
