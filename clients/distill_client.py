@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -278,6 +279,15 @@ class DistillClient:
             finally:
                 call.cancel()
             time.sleep(next(pauses))
+            self._wait_for_server(min(deadline or inf, away_since + self._patience))
+
+    def _wait_for_server(self, until: float) -> None:
+        """A little while, for a connection: one that dies again and again is there for moments."""
+        ready = grpc.channel_ready_future(self._channel)
+        try:
+            ready.result(min(_LONGEST_PAUSE_SECONDS, max(0.0, until - time.monotonic())))
+        except grpc.FutureTimeoutError:
+            ready.cancel()
 
     def _fault_of_stream(self, error: grpc.RpcError) -> DistillError:
         call: Any = error
