@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clients.capture_facts import SEQUENCES
-from clients.logit_manifest import read_manifest
+from clients.logit_manifest import Manifest, read_manifest
 from clients.offline_config import OfflineConfig, OfflineJob
 from protos.errors import DistillError, InvalidInput, NotFound, WrongState
 
 _FACTS = ("tokenizer_fingerprint", "vocab_size", "top_k", "temperature", "tail_samples")
+_NUMBERS = ("vocab_size", "top_k", "tail_samples", SEQUENCES)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def _read(path: str, field: str) -> Captured:
             f"cannot read the store {path}: {error.strerror}", field=field, hint="check its owner"
         ) from error
     facts = manifest.metadata
-    if not {*_FACTS, SEQUENCES, "teacher_fingerprint"} <= facts.keys():
+    if not _is_of_a_capture(manifest):
         raise InvalidInput(
             f"{path} has rows, but no capture made it",
             field=field,
@@ -96,6 +97,20 @@ def _read(path: str, field: str) -> Captured:
     if not count:
         raise InvalidInput(f"{path} has no sequences", field=field, hint="capture some")
     return Captured(path, field, facts, count)
+
+
+def _is_of_a_capture(manifest: Manifest) -> bool:
+    """Whether it says what a capture says, and numbers are numbers."""
+    facts = manifest.metadata
+    if not {*_FACTS, SEQUENCES, "teacher_fingerprint"} <= facts.keys():
+        return False
+    try:
+        for name in _NUMBERS:
+            int(facts[name])
+        float(facts["temperature"])
+    except (TypeError, ValueError):
+        return False
+    return all(isinstance(shard.count, int) for shard in manifest.shards)
 
 
 def _check_count(config: OfflineJob, store: Captured, most: int) -> None:

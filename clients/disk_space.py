@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from clients.job_kinds import AnyTraining
+from clients.regular_file import open_regular, read_document
 from clients.rl_config import RLJob
 from clients.run_directory import RunDirectory
 from protos.errors import WrongState
@@ -65,12 +66,12 @@ def _weight_files(model: Path) -> set[str]:
     """As transformers reads them: a directory may hold the same weights in other files too."""
     if (model / "model.safetensors").is_file():
         return {"model.safetensors"}
-    index = json.loads((model / "model.safetensors.index.json").read_bytes())
+    index = read_document(model / "model.safetensors.index.json")
     return {Path(name).name for name in index["weight_map"].values()}
 
 
 def _parameters_in(file: Path) -> int:
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         size = int.from_bytes(opened.read(8), "little")
         if size > _MOST_HEADER_BYTES:
             raise ValueError(f"{file} has no header")

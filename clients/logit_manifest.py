@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from clients.logit_shards import ShardFacts, write_synced
+from clients.regular_file import open_regular
 from protos.errors import Corrupt, WrongState
 
 SCHEMA_VERSION = 2
@@ -33,7 +34,8 @@ def read_manifest(path: Path) -> Manifest | None:
     another version.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        with open_regular(path / MANIFEST) as file:
+            manifest = json.load(file)
         version = manifest["schema_version"]
         shards = [ShardFacts(**shard) for shard in manifest["shards"]]
         for shard in shards:
@@ -41,7 +43,7 @@ def read_manifest(path: Path) -> Manifest | None:
         metadata = dict(manifest["metadata"])
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Corrupt(
             f"the manifest of {path} is unreadable", hint="delete the directory"
         ) from error

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-# A vocabulary of 262,144 takes half of it.
-MOST_BYTES = 64 << 20
+from clients.regular_file import read_document
 
 
 def tokens_in(model: Path) -> list[str] | None:
@@ -14,11 +12,8 @@ def tokens_in(model: Path) -> list[str] | None:
 
     A library may add tokens behind them that other files name; it changes none.
     """
-    file = model / "tokenizer.json"
     try:
-        if file.stat().st_size > MOST_BYTES:
-            return None
-        document = json.loads(file.read_bytes())
+        document = read_document(model / "tokenizer.json")
         vocabulary = document["model"]["vocab"]
         if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score, in order
             ids = {number: token for number, (token, _) in enumerate(vocabulary)}

@@ -6,11 +6,11 @@ passes here.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from clients.regular_file import read_document
 from clients.score_query import tokenizer_fingerprint
 from clients.teacher_info import TeacherInfo
 from clients.token_ids import first_difference
@@ -82,7 +82,7 @@ def _compared(
 def _width(model: Path) -> int | None:
     """Of a student directory's logits; None where its config does not say."""
     try:
-        config = json.loads((model / "config.json").read_bytes())
+        config = read_document(model / "config.json")
         width = config.get("text_config", config)["vocab_size"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

@@ -1,0 +1,57 @@
+"""Before it queues a job a server reads of directories that may be a stranger's: it neither waits
+for what is no file, nor fills its memory, nor takes what is written there for a defect of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from clients.captured import captured_of
+from clients.disk_space import parameters_of
+from clients.logit_manifest import read_manifest
+from clients.offline_config import OfflineJob
+from clients.regular_file import read_document
+from clients.tokenizer_file import tokens_in
+from protos.errors import Corrupt, DistillError, InvalidInput
+
+# What a capture says of its rows, with words where it has numbers.
+FACTS = {
+    **{"teacher_fingerprint": "t", "tokenizer_fingerprint": "t", "vocab_size": "8"},
+    **{"top_k": "many", "temperature": "1", "tail_samples": "0", "sequences": "0"},
+}
+
+
+def test_pipes_and_holes_are_not_read(tmp_path: Path) -> None:
+    """A thread that waits for a pipe waits for ever, and holds up the end of the server."""
+    for name in ("tokenizer.json", "model.safetensors.index.json", "manifest.json"):
+        os.mkfifo(tmp_path / name)
+    assert tokens_in(tmp_path) is None
+    assert parameters_of(tmp_path) == 0
+    with pytest.raises(OSError, match="not a regular file"):
+        read_manifest(tmp_path)
+    with (tmp_path / "config.json").open("w") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ValueError, match="longer than 64 MiB"):
+        read_document(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("manifest", "category"),
+    [
+        ("[" * 100_000, Corrupt),
+        (json.dumps({"schema_version": 2, "shards": [], "metadata": FACTS}), InvalidInput),
+    ],
+    ids=["depth", "a word for a number"],
+)
+def test_a_hostile_manifest_is_a_sentence(
+    manifest: str, category: type[DistillError], tmp_path: Path
+) -> None:
+    (tmp_path / "manifest.json").write_text(manifest)
+    job = {"student": {"model": "x/y"}, "data": {"path": str(tmp_path)}}
+    with pytest.raises(category) as caught:
+        captured_of(OfflineJob.model_validate({**job, "method": {"type": "offline"}}))
+    assert caught.value.field == "data.path"
