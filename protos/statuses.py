@@ -170,4 +170,7 @@ def fault_of(error: grpc.RpcError, server: str) -> DistillError:
         )
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return error_of(status.name, f"the {server} did not answer in time", hint="try again")
+    if status is grpc.StatusCode.UNIMPLEMENTED:
+        hint = "are client and server of one version?"
+        return error_of(status.name, f"the {server} does not know this call", hint=hint)
     return error_of(status.name, f"the {server} failed: {call.details()}")

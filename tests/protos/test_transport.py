@@ -52,6 +52,15 @@ def test_a_fault_keeps_category_field_and_hint(channel: grpc.Channel) -> None:
     assert (fault.field, fault.hint) == ("name[3]", "shorten it")
 
 
+def test_a_call_that_the_server_does_not_have(channel: grpc.Channel) -> None:
+    """As of a client that is newer than its server."""
+    with pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/distill.v1.Teacher/FutureCall")(b"", timeout=10)
+    fault = fault_of(caught.value, "teacher")
+    assert fault.message == "the teacher does not know this call"
+    assert fault.hint == "are client and server of one version?"
+
+
 def test_overload_says_when_to_come_again(channel: grpc.Channel) -> None:
     stub = teacher_pb2_grpc.TeacherStub(channel)
     with pytest.raises(grpc.RpcError) as caught:
