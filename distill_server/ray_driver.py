@@ -25,6 +25,7 @@ from clients.fence import is_fenced
 from clients.run_directory import RunDirectory, Status
 from distill_server.living_shims import LivingShims, attempts_before
 from distill_server.process import claim, write_json
+from distill_server.ray_jobs import shown
 from distill_server.ray_order import Order, take_order
 from distill_server.ray_places import rank_variables
 from distill_server.ray_rank import Rank
@@ -58,6 +59,7 @@ class Driver:
         self._run = RunDirectory(order.run)
         self._terminated = False
         self._ranks: list[Any] = []
+        self._lost: dict[int, str] = {}  # what Ray says of processes that it lost
         signal.signal(signal.SIGTERM, self._on_sigterm)  # after Ray's own
 
     def run(self) -> int:
@@ -75,10 +77,17 @@ class Driver:
         while not left.are_gone():
             pass
         failed = next(((rank, code) for rank, code in codes.items() if code), None)
-        if failed and self._order.processes > 1:
-            with self._log(0).open("a") as log:  # nobody else writes there any more
-                log.write(f"process {failed[0]} ended first, with code {failed[1]}\n")
+        if failed:
+            self._tell(*failed)
         return failed[1] if failed else 0
+
+    def _tell(self, rank: int, code: int) -> None:
+        """In the log that people look at, what the processes cannot have said there themselves."""
+        why = self._lost.get(rank)
+        if why or self._order.processes > 1:
+            with self._log(0).open("a") as log:  # nobody else writes there any more
+                said = f": {why}" if why else ""
+                log.write(f"process {rank} ended first, with code {code}{said}\n")
 
     def _on_sigterm(self, *_: object) -> None:
         self._terminated = True
@@ -119,7 +128,8 @@ class Driver:
         while running:
             done, _ = ray.wait(list(running), timeout=_LOOK_SECONDS)
             for one in done:
-                codes[running.pop(one)] = _code(one)
+                rank = running.pop(one)
+                codes[rank] = self._code(rank, one)
             if any(codes.values()):
                 kill_at = min(kill_at, time.monotonic() + _PATIENCE_SECONDS)
             if self._terminated and not told:
@@ -128,6 +138,15 @@ class Driver:
             if time.monotonic() >= kill_at:
                 self._stop(now=True)
         return codes
+
+    def _code(self, rank: int, done: Any) -> int:
+        try:
+            code: int = ray.get(done)
+        except ray.exceptions.RayError as error:
+            # The actor, or its node, is gone, and the process with it; or it never began.
+            self._lost[rank] = shown(getattr(error, "cause", None) or error)
+            return -signal.SIGKILL
+        return code
 
     def _stop(self, *, now: bool) -> None:
         for rank, actor in enumerate(self._ranks):
@@ -144,14 +163,6 @@ def _cluster() -> dict[str, str]:
     """For a capture that asks for engines on the same cluster."""
     given = {n: os.environ[n] for n in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH") if n in os.environ}
     return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, **given}
-
-
-def _code(done: Any) -> int:
-    try:
-        code: int = ray.get(done)
-    except ray.exceptions.RayError:
-        return -signal.SIGKILL  # the actor, or its node, is gone, and the process with it
-    return code
 
 
 if __name__ == "__main__":

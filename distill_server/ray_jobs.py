@@ -105,7 +105,7 @@ class RayJobs:
         except OSError as error:  # of `requests`, too
             raise Unavailable("the Ray cluster cannot be reached", hint="is it up?") from error
         except Exception as error:
-            raise WrongState(f"the Ray cluster refuses: {_shown(error)}") from error
+            raise WrongState(f"the Ray cluster refuses: {shown(error)}") from error
 
 
 def _client_class() -> Callable[[str], Any]:
@@ -138,7 +138,7 @@ def _host(address: str) -> str:
     return (parts.scheme in ("http", "https") and parts.hostname) or ""
 
 
-def _shown(error: Exception) -> str:
+def shown(error: Exception) -> str:
     """The line that says something: of a traceback of Ray's the last, of a sentence the first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip().strip(".")]
     if not lines:

@@ -18,10 +18,13 @@ import pytest
 
 from clients.config import JobConfig
 from clients.distill_client import DistillClient
+from clients.fence import VARIABLE as FENCE
+from clients.fence import raise_fence
 from clients.jobs import Job, JobState
 from clients.run_directory import RunDirectory
 from distill_server.process import Identity, family, identity_of, kill_family
-from distill_server.shim_files import card_of
+from distill_server.ray_order import Order, write_order
+from distill_server.shim_files import card_of, exit_code_of
 from tests.end_to_end.conftest import material, once, teacher
 from tests.end_to_end.forked_trainer import finish
 from tests.end_to_end.processes import ENVIRONMENT, RealServer, metrics_of, new_run, weights
@@ -161,6 +164,24 @@ def test_a_stranger_is_refused(cluster: Cluster) -> None:
     assert friend == "Absent() False\n"
 
 
+def test_a_node_that_cannot_begin_says_why(cluster: Cluster, tmp_path: Path) -> None:
+    """As where the run directory is not shared: here a file is in the way."""
+    run = RunDirectory(tmp_path / "run")
+    directory = run.logs(1)
+    directory.mkdir(parents=True)
+    (directory / "rank-0").touch()
+    order = Order(str(run.path), 1, ["-c", "pass"], {FENCE: raise_fence(run.path, 1)}, "/", 1, 1, 0)
+    write_order(directory / "order.json", order)
+    subprocess.run(
+        [sys.executable, "-m", "distill_server.ray_driver", str(directory / "order.json")],
+        env={**os.environ, "RAY_ADDRESS": cluster.address},
+        check=False,
+    )
+    assert exit_code_of(directory) == -signal.SIGKILL
+    log = run.log_file(1).read_text()
+    assert re.fullmatch(r"process 0 ended first, with code -9: .*File exists: .*rank-0'\n", log)
+
+
 def told(question: str, cluster: Cluster, **variables: str) -> str:
     code = (
         "import sys\nfrom distill_server.ray_jobs import RayJobs\n"
@@ -206,7 +227,9 @@ def test_a_rank_or_its_worker_is_killed(
             assert job.state is JobState.FAILED
             assert job.reason.startswith("the trainer was killed by signal 9")
             text = (server.runs / job.id / "logs/attempt-1/rank-0.log").read_text()
-            assert re.fullmatch("rank 0 of 2\nprocess [01] ended first, with code -9\n", text)
+            assert re.fullmatch(
+                "rank 0 of 2\nprocess [01] ended first, with code -9(: .+)?\n", text
+            )
             assert job.reason.endswith(text.strip())
         assert "process 1" in first.reason
         for mark in marks:
