@@ -15,11 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.job_kinds import parse_job, processes_of
+from clients.job_kinds import processes_of
 from clients.jobs import Job, JobState
 from clients.metrics_tail import MetricsTail, Point
 from clients.run_directory import Control, RunDirectory, Status, replace_file
 from distill_server.attempts import Runner, Running
+from distill_server.job_file import parse_config
 from distill_server.machine import ONE_JOB, Machine, Share
 from distill_server.progress import progress_changes, status_of
 from distill_server.store import ACTIVE, Attempt, Change, Store
@@ -122,7 +123,10 @@ class Scheduler:
 
     def _share(self, job: Job, held: Sequence[Share]) -> Share | None:
         """None where the job must wait; for ever, if it is too large for this server."""
-        config = parse_job(job.config_json)
+        try:
+            config = parse_config(job.config_json)
+        except InvalidInput:  # from before an upgrade; its start says so
+            return Share(0, ()) if len(held) < self._policy.machine.slots else None
         try:
             self._policy.machine.require_room(config)
         except InvalidInput as error:
@@ -153,7 +157,7 @@ class Scheduler:
         job = self._store.begin(job, share, change)
         failpoint("start-stored")
         try:
-            config = parse_job(job.config_json)
+            config = parse_config(job.config_json)
             if attempt.number == 1:
                 run.path.mkdir(mode=0o700, exist_ok=True)  # a power cut may have taken it
             replace_file(run.job_json, config.model_dump_json(indent=2) + "\n")

@@ -91,6 +91,23 @@ def test_a_job_too_large_for_a_smaller_server_holds_nobody_up(tmp_path: Path) ->
         assert found.last_seq == 2
 
 
+def test_a_job_that_an_upgrade_refuses_ends_and_holds_nobody_up(tmp_path: Path) -> None:
+    """A key that is gone, or values that are now known to be wrong; it was taken by an old one."""
+    with small_server(tmp_path, Policy(retries=1, backoff=0)) as server:
+        old, new = submit(server), submit(server)
+        server.store._db.execute(
+            "UPDATE jobs SET config_json = json_set(config_json, '$.train.gone', 1) WHERE id = ?",
+            (old.id,),
+        )
+        for _ in range(2):  # its start, and its retry
+            server.look()
+        assert list(running(server)) == [new.id]
+        found = server.store.job(old.id)
+        assert found.state is JobState.FAILED
+        assert found.reason.startswith("the trainer could not be started: train.gone: ")
+        assert server.runner.started == [(new.id, 1)]
+
+
 def test_priorities_first_then_first_come(tmp_path: Path) -> None:
     with small_server(tmp_path, Policy()) as server:
         jobs = [submit(server, priority=p).id for p in (0, -5, 7, 0, 7)]
