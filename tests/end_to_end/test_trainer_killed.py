@@ -21,7 +21,7 @@ IN_SAVES: list[Death] = [
     ("open", ".tmp/model/tokenizer_config.json", 1),  # the weights are written, the rest is not
     ("open", ".tmp/manifest.json", 1),  # everything is written but what says so
     ("open", ".tmp/model/model.safetensors", 2),  # nothing of it is synced
-    ("os.rename", ".step-", 1),  # the last moment before it counts
+    ("os.rename", "checkpoints/.step-", 1),  # the last moment before it counts
 ]
 IN_EXPORT: Death = ("os.rename", ".export.tmp", 1)
 
