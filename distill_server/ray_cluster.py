@@ -71,11 +71,13 @@ class RayCluster:
         while True:
             with self._lock:
                 followed = list(self._followed.items())
+            asks = bool(followed) or not self._greeted
             try:
                 self._greet()
                 for name, one in followed:
                     self._converse(name, one)
-                self._tell(followed, "")
+                if asks:
+                    self._tell(followed, "")
             except DistillError as error:  # it is away, or refuses everything
                 self._tell(followed, error.message)
             except Exception:

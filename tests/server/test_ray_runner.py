@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -290,6 +291,23 @@ def test_what_was_stopped_before_it_was_submitted_never_is(
     jobs.trouble = None
     comes(runner, run, Lost(blameless=True))
     assert not jobs.submitted
+
+
+def test_a_cluster_that_nobody_asks_is_not_said_to_be_back(
+    run: RunDirectory, jobs: ScriptedJobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = runner_of(jobs)
+    start(runner, run)
+    eventually(lambda: jobs.submitted)
+    jobs.trouble = AWAY
+    comes(runner, run, Running(AWAY.message))
+    write_json(run.logs(1) / "exit.json", {"code": 0})
+    assert runner.poll(run, 1) == Exited(0)
+    time.sleep(0.2)  # twenty rounds
+    assert len(caplog.messages) == 1
+    jobs.trouble = None
+    start(runner, run, attempt=2)
+    eventually(lambda: len(caplog.messages) == 2)
 
 
 def test_what_ended_is_asked_about_no_more(run: RunDirectory, jobs: ScriptedJobs) -> None:
