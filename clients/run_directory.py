@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from clients.job_kinds import AnyJob, parse_job
 from protos.errors import NotFound, WrongState
@@ -141,12 +141,21 @@ class RunDirectory:
         return self.logs(attempt) / "rank-0.log"
 
     def config(self) -> AnyJob:
-        """The resolved job; raises NotFound where there is none."""
+        """The resolved job; raises NotFound where there is none, WrongState where it is one of
+        another version.
+        """
         try:
             return parse_job(self.job_json.read_text())
         except FileNotFoundError as error:
             raise NotFound(
                 f"{self.path} is not a run directory", hint="it has no job.json"
+            ) from error
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or self.job_json.name
+            raise WrongState(
+                f"this version does not take the job of {self.path}: {where}: {first['msg']}",
+                hint="use the version that made it",
             ) from error
 
     def read_status(self) -> Status | None:

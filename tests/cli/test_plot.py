@@ -127,6 +127,20 @@ def test_wrong_requests_are_one_sentence(capsys: Capture, make_run: MakeRun) -> 
     assert "nothing is measured yet: one" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("key", "says"), [("gone", "gone: "), ("", "job.json: ")])
+def test_a_run_of_another_version_is_one_sentence(
+    capsys: Capture, make_run: MakeRun, key: str, says: str
+) -> None:
+    run = make_run("one")
+    job = json.loads(run.job_json.read_text())
+    run.job_json.write_text(json.dumps({**job, key: 1}) if key else "")
+    for command in (["plot"], ["pull", "--checkpoint", "best"], ["run", "--resume"]):
+        assert main([*command, str(run.path)]) == ExitCode.WRONG_STATE
+        told = capsys.readouterr().err
+        assert told.startswith(f"error: this version does not take the job of {run.path}: {says}")
+        assert told.count("\n") == 1
+
+
 def test_a_picture(capsys: Capture, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [str(make_run(name, steps).path) for name, steps in (("a", 100), ("b", 20))]
     assert main(["plot", *paths, "-o", "curves/both.svg"]) == 0
