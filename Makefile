@@ -21,7 +21,7 @@ demo-search: .venv/.demo  ## a small model learns to search a directory that it 
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.search
 
 test: setup  ## every test that runs without a GPU
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 test-vllm: .venv-vllm/.installed  ## the vLLM engine with a real vLLM, on the CPU
 	$(VLLM)/pytest -n 2 --dist worksteal tests/vllm
@@ -31,7 +31,7 @@ soak: setup  ## every injected fault and fuzzed request 15 times as often as in 
 
 test-ray: setup  ## captures and jobs on a Ray cluster of this machine; `make test` has no Ray
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[ray]'
-	$(BIN)/pytest tests/capture/test_ray.py tests/server/test_ray.py
+	$(BIN)/pytest tests/capture/test_ray.py tests/server/test_ray.py tests/server/test_ray_runner.py
 
 test-track: setup  ## the trackers with a real trackio, which `make test` does not install
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[track]'

@@ -168,6 +168,7 @@ def test_a_cluster_that_is_silent_holds_nobody_up(run: RunDirectory, jobs: Scrip
 
 def test_a_dashboard_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it is first asked: Ray's client does so as it is made."""
+    pytest.importorskip("ray", reason="needs the extra [ray]")
     monkeypatch.setattr("distill_server.ray_jobs._TIMEOUT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         jobs = RayJobs(f"http://127.0.0.1:{silent.getsockname()[1]}")
