@@ -35,8 +35,7 @@ class StudentTokens:
 
         Raises WrongState. `vocabulary`: asks the teacher, which is done where they may differ.
         """
-        with self._lock:
-            difference = self._difference(model, info.tokenizer_fingerprint, vocabulary)
+        difference = self._difference(model, info.tokenizer_fingerprint, vocabulary)
         if difference:
             raise WrongState(
                 difference,
@@ -61,19 +60,26 @@ class StudentTokens:
         except OSError:
             return ""
         key = (str(model), facts.st_mtime_ns, facts.st_size, fingerprint)
-        if key not in self._seen:
-            if len(self._seen) >= _MOST_SEEN:
-                self._seen.clear()
-            self._seen[key] = _compared(tokens_in(model), fingerprint, vocabulary)
-        return self._seen[key]
+        with self._lock:
+            if key in self._seen:
+                return self._seen[key]
+            tokens = tokens_in(model)
+            if tokens is None or tokenizer_fingerprint(tokens) == fingerprint:
+                return self._remembered(key, "")
+        # Not with the lock: a teacher may take its time, and others ask other teachers.
+        difference = _compared(tokens, vocabulary())
+        with self._lock:
+            return self._remembered(key, difference)
+
+    def _remembered(self, key: tuple[str, int, int, str], difference: str) -> str:
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
+        self._seen[key] = difference
+        return difference
 
 
-def _compared(
-    tokens: Sequence[str] | None, fingerprint: str, vocabulary: Callable[[], Sequence[str]]
-) -> str:
-    if tokens is None or tokenizer_fingerprint(tokens) == fingerprint:
-        return ""
-    theirs = vocabulary()
+def _compared(tokens: Sequence[str], theirs: Sequence[str]) -> str:
+    """A sentence about the first token that certainly differs, or ""."""
     # What the file does not name may be named elsewhere: only an id with two tokens is certain.
     named = [ours or other for ours, other in zip(tokens, theirs, strict=False)]
     return "" if named == [*theirs[: len(named)]] else first_difference(theirs, named)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +18,15 @@ from clients import teacher_lane
 from clients.config import JobConfig
 from clients.disk_space import check_space
 from clients.jobs import JobState
+from clients.score_query import tokenizer_fingerprint
 from clients.token_ids import tokens_of
 from clients.tokenizer_file import tokens_in
 from distill_server import preflight
+from distill_server.student_tokens import StudentTokens
 from protos.errors import DistillError, InvalidInput, NotFound, Unavailable, WrongState
 from tests.server.preflight_site import (
     TOKENS,
+    VOCABULARY,
     Teacher,
     checking,
     job,
@@ -210,6 +215,26 @@ def test_tokens_that_other_files_name_are_no_difference(
         write_tokens(tmp_path / "student", ["<end>", *"9876543210+="])
         with pytest.raises(WrongState, match="id 1 is '9' to the student"):
             server.submit(asked)
+
+
+def test_a_teacher_that_takes_its_time_holds_up_nobody_else(tmp_path: Path) -> None:
+    write_tokens(tmp_path, TOKENS)
+    seen = StudentTokens()
+
+    def info(fingerprint: str) -> Any:
+        return SimpleNamespace(tokenizer_fingerprint=fingerprint, vocab_size=VOCABULARY)
+
+    def slowly() -> list[str]:
+        same = info(tokenizer_fingerprint(TOKENS))
+        other = threading.Thread(
+            target=seen.check, args=(tmp_path, same, "other", TOKENS.copy), daemon=True
+        )
+        other.start()
+        other.join(10)
+        assert not other.is_alive()
+        return TOKENS
+
+    seen.check(tmp_path, info("another"), "teacher", slowly)
 
 
 @pytest.mark.parametrize(
