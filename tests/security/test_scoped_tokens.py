@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import random
 import re
 import secrets
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import grpc
@@ -37,6 +35,7 @@ from tests.security.test_access import (
     bearer,
     call,
 )
+from tests.security.timing import times_in_turns
 from tests.server.conftest import eventually, job_config
 
 JOB = "on-policy-qwen3-0.6b-7f3a"
@@ -233,13 +232,7 @@ def test_the_time_of_a_comparison_tells_nothing(tokens: Secrets) -> None:
     known = read_tokens(tokens.file)
     forged = forgeries(tokens)
     wrong = (forged["first digit"], forged["last digit"])
-    times: tuple[list[int], list[int]] = ([], [])
-    order = random.Random(0)
-    for _ in range(10_000):
-        for which in order.sample((0, 1), 2):
-            began = time.perf_counter_ns()
-            known.scope_of(wrong[which])
-            times[which].append(time.perf_counter_ns() - began)
+    times = times_in_turns(known.scope_of, wrong)
     medians = [statistics.median(one) for one in times]
     print(f"\nmedians {medians} ns")
     assert abs(medians[0] - medians[1]) < 0.05 * max(medians)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import secrets
 import socket
 import statistics
-import time
 from pathlib import Path
 
 import grpc
@@ -20,6 +18,7 @@ from protos.channel import SERVER_TOKEN, open_channel
 from protos.errors import InvalidInput
 from tests.security.conftest import Secrets
 from tests.security.processes import server
+from tests.security.timing import times_in_turns
 
 OLD, NEW = "old" + "a" * 40, "new" + "b" * 40
 
@@ -144,13 +143,7 @@ def test_the_time_of_a_comparison_tells_nothing() -> None:
     tokens = Tokens({secrets.token_urlsafe(32): Role.READ, right: Role.ADMIN})
     other = {char: "A" if char != "A" else "B" for char in (right[0], right[-1])}
     wrong = (other[right[0]] + right[1:], right[:-1] + other[right[-1]])
-    times: tuple[list[int], list[int]] = ([], [])
-    order = random.Random(0)
-    for _ in range(10_000):
-        for which in order.sample((0, 1), 2):
-            began = time.perf_counter_ns()
-            tokens.role_of(wrong[which])
-            times[which].append(time.perf_counter_ns() - began)
+    times = times_in_turns(tokens.role_of, wrong)
     medians = [statistics.median(one) for one in times]
     # Of a median of n: 1.2533 sigma / sqrt(n); sigma from the quartiles, which no pause moves.
     spreads = [statistics.quantiles(one)[2] - statistics.quantiles(one)[0] for one in times]
