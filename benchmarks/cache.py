@@ -42,7 +42,7 @@ from benchmarks.cache_stores import (
 from benchmarks.distillkit_layout import BUDGET, RECOMMENDED, Layout, compress, decompress
 from benchmarks.model_rows import VOCAB, model_rows
 from benchmarks.redis_process import redis_server
-from protos.rows import RowBlock, compress_rows, decode_rows, encode_rows
+from protos.rows.codec import RowBlock, compress_rows, decode_rows, encode_rows
 
 HEAD = 64
 LENGTH = 1024

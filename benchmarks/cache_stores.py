@@ -17,10 +17,10 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from benchmarks.distillkit_layout import RECOMMENDED, compress, decompress
-from clients.logit_store import LogitStore, StoredRows
-from protos.rows import RowBlock, compress_rows, decode_rows, encode_rows, most_bytes
-from teacher_service.redis_address import RedisAddress
-from teacher_service.redis_tier import RedisTier
+from clients.store.store import LogitStore, StoredRows
+from protos.rows.codec import RowBlock, compress_rows, decode_rows, encode_rows, most_bytes
+from teacher_service.cache.redis_address import RedisAddress
+from teacher_service.cache.redis_tier import RedisTier
 
 Arrays = tuple[NDArray[Any], NDArray[Any]]  # ids [n, k] and log-probs [n, k]
 SHARD_BYTES = 64 << 20
@@ -38,7 +38,7 @@ class Store(Protocol):
 
 
 class ArrowStore:
-    """`clients/logit_store.py`: every entry and every payload is checked."""
+    """`clients/store/store.py`: every entry and every payload is checked."""
 
     def __init__(self, path: Path, *, zstd: bool) -> None:
         self._path = path
@@ -68,7 +68,7 @@ class ArrowStore:
 
 
 class RedisStore:
-    """`teacher_service/redis_tier.py` against a server of its own, over TCP; checked likewise."""
+    """`teacher_service/cache/redis_tier.py` against its own Redis server over TCP, verified."""
 
     def __init__(self, address: str, loop: asyncio.AbstractEventLoop, *, zstd: bool) -> None:
         self._loop = loop

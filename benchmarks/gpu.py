@@ -27,7 +27,7 @@ import torch
 from benchmarks.loss_methods import GPU_METHODS, Method, installed
 from benchmarks.meters import CpuMeter, CudaMeter, Meter, measure
 from benchmarks.problem import make_problem
-from teacher_service import scoring
+from teacher_service.head import scoring
 
 
 @dataclass(frozen=True)

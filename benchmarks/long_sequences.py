@@ -32,12 +32,12 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.process_memory import MIB, available, resident_before, resident_peak
-from clients.config import JobConfig
-from clients.run_directory import RunDirectory
-from clients.run_progress import Progress
+from clients.config.on_policy import JobConfig
+from clients.runs.directory import RunDirectory
+from clients.runs.progress import Progress
 from student_trainer.assembly import assemble
-from student_trainer.connections import connect
-from student_trainer.pretrain import make_model
+from student_trainer.teachers.connections import connect
+from student_trainer.tools.pretrain import make_model
 
 VOCAB, TOKENS, HEAD = 151_936, 4096, 64
 # Copies of the logits that the plain path holds at its peak.
@@ -152,7 +152,9 @@ def measure_step(run: RunDirectory, *, fused: bool) -> dict[str, float]:
     progress = Progress(run, attempt=1, max_steps=1, main=True, terminated=lambda: False)
     with connect(config) as teachers, ExitStack() as stack:
         if not fused:
-            stack.enter_context(patch("student_trainer.model.has_linear_head", return_value=False))
+            stack.enter_context(
+                patch("student_trainer.model.student.has_linear_head", return_value=False)
+            )
         trainer = assemble(config, run, teachers, None, progress, 1, None)
         started = time.monotonic()
         pending = trainer._steps(1).updates[0]

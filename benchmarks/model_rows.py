@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3Model
 
-from protos.rows import RowBlock, decode_rows, encode_rows
+from protos.rows.codec import RowBlock, decode_rows, encode_rows
 
 VOCAB = 151_936
 HEAD = 128

@@ -20,9 +20,9 @@ from benchmarks.offline_material import (
     environment,
     files_of,
 )
-from clients.config_file import load_job
-from clients.launch import trainer_command
-from clients.run_directory import RunDirectory
+from clients.config.file import load_job
+from clients.runs.directory import RunDirectory
+from clients.runs.launch import trainer_command
 
 SECONDS_TO_PROGRESS = 300.0
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.logit_dataset import LogitDataset
-from clients.logit_manifest import read_manifest
-from student_trainer.pretrain import main as pretrain
+from clients.store.dataset import LogitDataset
+from clients.store.manifest import read_manifest
+from student_trainer.tools.pretrain import main as pretrain
 
 ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "deploy" / "jobs"

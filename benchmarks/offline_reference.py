@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.config import StudentConfig
+from clients.config.on_policy import StudentConfig
 from student_trainer import __main__ as program
 from student_trainer import assembly
-from student_trainer.batches import Batch
+from student_trainer.data.batch import Batch
 from student_trainer.losses import (
     FusedLoss,
     LossFunction,
@@ -28,7 +28,7 @@ from student_trainer.losses import (
     exact_kl,
     rows_from_logits,
 )
-from student_trainer.model import Student, load_model
+from student_trainer.model.student import Student, load_model
 
 LOSSES = ("cross-entropy", "exact")
 

@@ -21,19 +21,19 @@ from benchmarks.offline_material import (
     capture_settings,
 )
 from benchmarks.offline_training import job_settings, ways
-from clients.capture_config import CaptureJob
-from clients.config import StudentConfig
-from clients.config_file import load_job
-from clients.metrics_log import MetricsLog
-from clients.offline_config import OfflineJob
-from clients.run_directory import RunDirectory
-from clients.run_progress import Progress
-from student_trainer import courses
+from clients.config.capture import CaptureJob
+from clients.config.file import load_job
+from clients.config.offline import OfflineJob
+from clients.config.on_policy import StudentConfig
+from clients.runs.directory import RunDirectory
+from clients.runs.metrics_writer import MetricsLog
+from clients.runs.progress import Progress
 from student_trainer.assembly import assemble
-from student_trainer.model import load_tokenizer
-from student_trainer.stored import StoredSteps
-from student_trainer.stores import open_stores
-from student_trainer.teachers import PendingRows
+from student_trainer.data.captured_stores import open_stores
+from student_trainer.methods import method as courses
+from student_trainer.methods.offline import StoredSteps
+from student_trainer.model.student import load_tokenizer
+from student_trainer.teachers.source import PendingRows
 from teacher_service.capture.filling import fill
 from teacher_service.capture.plan import Plan, make_plan
 from teacher_service.capture.recorder import Recorder

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.rl_material import Material
 from benchmarks.rl_runs import Arm, Sizes, one_run, settings
-from student_trainer.pretrain import make_model
+from student_trainer.tools.pretrain import make_model
 
 WITH, WITHOUT = Arm("anchor", beta=0.001), Arm("none")
 

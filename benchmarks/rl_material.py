@@ -1,6 +1,6 @@
 """What the benchmark of reinforcement learning begins with: sums, and a model that half knows them.
 
-The sums are those of the demo (`student_trainer.tasks.addition`), read and written in bytes: a
+The sums are those of the demo (`student_trainer.tools.addition`), read and written in bytes: a
 vocabulary of 257 tokens, of which a head of 32 is the smaller part.
 """
 
@@ -11,8 +11,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from student_trainer.pretrain import main as pretrain
-from student_trainer.tasks import addition
+from student_trainer.tools import addition
+from student_trainer.tools.pretrain import main as pretrain
 
 # A byte each, and the end.
 VOCABULARY = 257

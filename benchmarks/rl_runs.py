@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks.offline_material import ROOT, environment
 from benchmarks.process_memory import peak_of
 from benchmarks.rl_material import Material, Warm
-from clients.rl_config import RLJob
-from clients.run_directory import RunDirectory
+from clients.config.rl import RLJob
+from clients.runs.directory import RunDirectory
 
 HEAD = 32
 

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.process_memory import MIB, resident_before, resident_peak
 from benchmarks.scoring_service import through_the_service
-from teacher_service.scoring import score_hidden, select
+from teacher_service.head.scoring import score_hidden, select
 
 VOCAB, HEAD = 151_936, 64
 CHUNK_MIB = 64

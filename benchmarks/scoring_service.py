@@ -15,8 +15,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from clients.score_query import ScoreQuery
-from clients.teacher_client import TeacherClient
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery
 from teacher_service.engines.hf import HfEngine
 
 # About 2% of the work a token of a 0.6B model: the smaller the model, the more a service weighs.

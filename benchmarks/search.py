@@ -28,15 +28,15 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.offline_material import as_options, run
 from benchmarks.search_material import Material, Sizes, make_material
 from benchmarks.search_picture import draw
-from clients.config import DataConfig, StudentConfig
-from clients.config_file import load_job
-from clients.rl_config import RLJob
-from student_trainer.answers import same_words
+from clients.config.file import load_job
+from clients.config.on_policy import DataConfig, StudentConfig
+from clients.config.rl import RLJob
+from student_trainer.data.prompts import load_prompts
 from student_trainer.environments.retriever import Retriever, make_retriever
-from student_trainer.environments.search import SearchRollouts
-from student_trainer.model import load_model, load_tokenizer
-from student_trainer.prompts import load_prompts
-from student_trainer.sampling import Sampler
+from student_trainer.model.student import load_model, load_tokenizer
+from student_trainer.rewards.text_match import same_words
+from student_trainer.rollouts.sampler import Sampler
+from student_trainer.rollouts.search import SearchRollouts
 
 JOB = Path(__file__).with_name("search_job.toml")
 FULL = Sizes(people=100, held_out=44, talks=4000, warm_steps=800, layers=1, width=128)

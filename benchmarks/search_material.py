@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 from student_trainer.environments.local_retriever import LocalRetriever
 from student_trainer.environments.retriever import as_text
-from student_trainer.pretrain import END
-from student_trainer.pretrain import main as pretrain
+from student_trainer.tools.pretrain import END
+from student_trainer.tools.pretrain import main as pretrain
 
 FIRST = [
     "Ada", "Ben", "Cleo", "Dan", "Eva", "Finn",

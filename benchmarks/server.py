@@ -21,9 +21,9 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from clients.distill_client import DistillClient
+from clients.jobs.client import DistillClient
 from protos import distill_pb2, distill_pb2_grpc
-from protos.transport import CHANNEL_OPTIONS
+from protos.rpc.transport import CHANNEL_OPTIONS
 from tests.server.conftest import Server, eventually, job_config
 from tests.server.history import History
 

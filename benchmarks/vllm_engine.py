@@ -28,13 +28,13 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from clients.score_query import ScoreQuery
-from protos.rows import RowBlock
+from clients.teacher.query import ScoreQuery
+from protos.rows.codec import RowBlock
 from teacher_service.engines.vllm import VllmEngine
 from teacher_service.engines.vllm_process import VllmProcess
 from teacher_service.engines.vllm_worker import cpu_product
-from teacher_service.head import Head
-from teacher_service.language_model import load_model
+from teacher_service.head.head import Head
+from teacher_service.models.loading import load_model
 from tests.vllm.model import save_model
 
 HEAD = 64

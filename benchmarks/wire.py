@@ -33,10 +33,10 @@ import psutil
 from benchmarks.model_rows import VOCAB, model_rows
 from benchmarks.wire_formats import FORMATS
 from benchmarks.wire_servers import head_of
-from clients.score_query import ScoreQuery
-from clients.teacher_client import TeacherClient
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery
 from protos import teacher_pb2
-from protos.rows import RowBlock, encode_rows
+from protos.rows.codec import RowBlock, encode_rows
 
 HEADS = (32, 64, 128)
 HEAD = 64

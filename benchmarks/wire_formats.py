@@ -18,7 +18,7 @@ import orjson
 import pydantic
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from protos.rows import RowBlock, decode_rows, encode_rows
+from protos.rows.codec import RowBlock, decode_rows, encode_rows
 
 
 @dataclass(frozen=True)

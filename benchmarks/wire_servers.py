@@ -20,17 +20,17 @@ from fastapi import FastAPI, Response
 
 from benchmarks.model_rows import VOCAB, model_rows
 from benchmarks.wire_formats import FORMATS
-from clients.score_query import ScoreQuery
+from clients.teacher.query import ScoreQuery
 from protos import teacher_pb2_grpc
-from protos.rows import RowBlock
-from protos.server import Endpoint, serve
-from teacher_service.batcher import Batcher
+from protos.rows.codec import RowBlock
+from protos.rpc.server import Endpoint, serve
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.metrics_page import TeacherMetrics
-from teacher_service.scorer import Scorer
-from teacher_service.service import TeacherServicer
-from teacher_service.validation import Limits
-from teacher_service.weights import Weights
+from teacher_service.serving.batcher import Batcher
+from teacher_service.serving.scorer import Scorer
+from teacher_service.serving.service import TeacherServicer
+from teacher_service.serving.validation import Limits
+from teacher_service.serving.weights import Weights
 
 MAX_LENGTH = 8192
 

@@ -21,9 +21,9 @@ from clients.cli.listen_options import (
 from protos.errors import DistillError
 
 if TYPE_CHECKING:
-    from distill_server.attempts import Runner
     from distill_server.dashboard.serve import Dashboard
-    from protos.tls import TlsFiles
+    from distill_server.runners.interface import Runner
+    from protos.auth.tls import TlsFiles
 
 SlotsOption = Annotated[
     int | None,
@@ -102,12 +102,12 @@ def serve(
     ray: RayOption = None,
 ) -> None:
     """Accept distillation jobs, run them, and tell how they fare."""
-    from distill_server.machine import Machine, gpus_of_cluster, visible_gpus
-    from distill_server.preflight import JobPreflight
+    from distill_server.jobs.preflight import JobPreflight
+    from distill_server.runners.machine import Machine, gpus_of_cluster, visible_gpus
     from distill_server.scheduler import Policy
     from distill_server.server import run_server
-    from protos.server import read_endpoint
-    from protos.tls import TlsFiles
+    from protos.auth.tls import TlsFiles
+    from protos.rpc.server import read_endpoint
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     jobs = slots or gpus or 1
@@ -143,13 +143,13 @@ def serve(
 
 def _runner(ray: str | None) -> Runner:
     if ray is None:
-        from distill_server.runner import LocalRunner
+        from distill_server.runners.local.runner import LocalRunner
 
         return LocalRunner()
     # Ray is imported only where it is wanted.
-    from distill_server.ray_cluster import RayCluster
-    from distill_server.ray_jobs import RayJobs
-    from distill_server.ray_runner import RayRunner
+    from distill_server.runners.ray.cluster import RayCluster
+    from distill_server.runners.ray.jobs import RayJobs
+    from distill_server.runners.ray.runner import RayRunner
 
     return RayRunner(RayCluster(RayJobs(ray)))
 

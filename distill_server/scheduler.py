@@ -15,18 +15,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.job_kinds import processes_of
-from clients.jobs import Job, JobState
-from clients.metrics_tail import MetricsTail, Point
-from clients.run_directory import Control, RunDirectory, Status, replace_file
-from distill_server.attempts import Runner, Running
-from distill_server.job_file import parse_config
-from distill_server.machine import ONE_JOB, Machine, Share
-from distill_server.progress import progress_changes, status_of
-from distill_server.store import ACTIVE, Attempt, Change, Store
-from distill_server.verdict import Died, Ended, verdict_of
+from clients.config.kinds import processes_of
+from clients.jobs.job import Job, JobState
+from clients.runs.directory import Control, RunDirectory, Status, replace_file
+from clients.runs.metrics_follower import MetricsTail, Point
+from distill_server.jobs.job_file import parse_config
+from distill_server.jobs.progress import progress_changes, status_of
+from distill_server.jobs.store import ACTIVE, Attempt, Change, Store
+from distill_server.jobs.verdict import Died, Ended, verdict_of
+from distill_server.runners.interface import Runner, Running
+from distill_server.runners.machine import ONE_JOB, Machine, Share
 from protos.errors import InvalidInput
-from protos.failpoints import failpoint
+from protos.rpc.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 

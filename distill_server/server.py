@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from distill_server.attempts import Runner
-from distill_server.bells import Bells
-from distill_server.control import JobControl
-from distill_server.database import open_database
-from distill_server.preflight import Preflight
+from distill_server.jobs.change_notifier import Bells
+from distill_server.jobs.control import JobControl
+from distill_server.jobs.database import open_database
+from distill_server.jobs.preflight import Preflight
+from distill_server.jobs.store import Store
+from distill_server.rpc.service import SERVICE, DistillService
+from distill_server.rpc.streams import Streams
+from distill_server.runners.interface import Runner
 from distill_server.scheduler import Policy, Scheduler
-from distill_server.service import SERVICE, DistillService
-from distill_server.store import Store
-from distill_server.streams import Streams
 from protos.distill_pb2_grpc import add_DistillServicer_to_server
 from protos.errors import InvalidInput
-from protos.server import Endpoint, serve
+from protos.rpc.server import Endpoint, serve
 
 if TYPE_CHECKING:
     from distill_server.dashboard.serve import Dashboard

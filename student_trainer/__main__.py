@@ -12,20 +12,20 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from clients.capture_config import CaptureJob
-from clients.job_kinds import AnyTraining
-from clients.offline_config import OfflineJob
-from clients.preflight import check_here
-from clients.rl_config import RLJob
-from clients.run_directory import RunDirectory, Verdict
-from clients.run_progress import Progress, run_to_verdict
-from clients.teacher_checks import check_length, check_teachers
+from clients.config.capture import CaptureJob
+from clients.config.kinds import AnyTraining
+from clients.config.offline import OfflineJob
+from clients.config.rl import RLJob
+from clients.preflight.files import check_here
+from clients.preflight.teachers import check_length, check_teachers
+from clients.runs.directory import RunDirectory, Verdict
+from clients.runs.progress import Progress, run_to_verdict
 from protos.errors import WrongState
-from student_trainer.connections import connect
-from student_trainer.launcher import end_with_launcher, is_main_process
-from student_trainer.preflight import check_hub
+from student_trainer.data.captured_stores import open_stores
+from student_trainer.parallel.launcher import end_with_launcher, is_main_process
 from student_trainer.rewards import Rewards, make_rewards
-from student_trainer.stores import open_stores
+from student_trainer.run.model_checks import check_hub
+from student_trainer.teachers.connections import connect
 
 
 def main() -> int:

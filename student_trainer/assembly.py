@@ -11,40 +11,46 @@ import torch
 from accelerate import Accelerator
 from transformers.utils.logging import disable_progress_bar
 
-from clients.config import JobConfig, StudentConfig
-from clients.job_kinds import AnyTraining
-from clients.offline_config import OfflineJob
-from clients.rl_config import RLJob
-from clients.run_directory import RunDirectory
-from clients.run_progress import Progress
-from clients.teacher_checks import check_length
+from clients.config.kinds import AnyTraining
+from clients.config.offline import OfflineJob
+from clients.config.on_policy import JobConfig, StudentConfig
+from clients.config.rl import RLJob
+from clients.preflight.teachers import check_length
+from clients.runs.directory import RunDirectory
+from clients.runs.progress import Progress
 from protos.errors import DistillError, InvalidInput
-from student_trainer import checkpoint
-from student_trainer.connections import Connection
-from student_trainer.courses import (
+from student_trainer.data.captured_stores import Store, Stores, check_same_store
+from student_trainer.data.prompts import Prompt, PromptSet, load_prompts
+from student_trainer.environments.retriever import make_retriever
+from student_trainer.loop import checkpoint
+from student_trainer.loop.trainer import Parts, Trainer
+from student_trainer.methods.method import (
     Course,
     load_examined,
     offline_course,
     on_policy_course,
 )
-from student_trainer.environments.retriever import make_retriever
-from student_trainer.metrics import open_metrics
-from student_trainer.model import Student, load_config, load_model, load_tokenizer, vocabulary
-from student_trainer.parallel import Replicated, Sharded, spread
-from student_trainer.preflight import (
+from student_trainer.methods.rl_method import RLMaterial, rl_course
+from student_trainer.methods.rl_prompts import load_rl_prompts
+from student_trainer.model.student import (
+    Student,
+    load_config,
+    load_model,
+    load_tokenizer,
+    vocabulary,
+)
+from student_trainer.parallel.collectives import largest, make_accelerator
+from student_trainer.parallel.sharding import Replicated, Sharded, spread
+from student_trainer.rewards import Rewards
+from student_trainer.run.metrics import open_metrics
+from student_trainer.run.model_checks import (
     check_stored_length,
     check_stored_vocabulary,
     check_top_k,
     check_vocabulary,
 )
-from student_trainer.processes import largest, make_accelerator
-from student_trainer.prompts import Prompt, PromptSet, load_prompts
-from student_trainer.provenance import write_environment
-from student_trainer.rewards import Rewards
-from student_trainer.rl_course import RLMaterial, rl_course
-from student_trainer.rl_prompts import load_rl_prompts
-from student_trainer.stores import Store, Stores, check_same_store
-from student_trainer.trainer import Parts, Trainer
+from student_trainer.run.provenance import write_environment
+from student_trainer.teachers.connections import Connection
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from teacher_service import options
 from teacher_service.logs import LogFormat, LogLevel, start_logging
 
 if TYPE_CHECKING:
-    from teacher_service.cache_settings import CacheSettings
+    from teacher_service.cache.settings import CacheSettings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -61,9 +61,9 @@ def teacher(
     """Score sequences with a model and stream the top-k rows to students."""
     # Before torch is imported: every thread of it reads this once.
     os.environ["OMP_NUM_THREADS"] = str(threads or os.environ.get("OMP_NUM_THREADS") or _half())
-    from protos.server import read_endpoint
-    from protos.tls import TlsFiles
-    from teacher_service.cache_settings import CacheSettings
+    from protos.auth.tls import TlsFiles
+    from protos.rpc.server import read_endpoint
+    from teacher_service.cache.settings import CacheSettings
     from teacher_service.program import EngineSettings, Settings, VllmSettings, run
 
     cache = CacheSettings(

@@ -11,18 +11,18 @@ import grpc.aio
 
 from protos import teacher_pb2_grpc
 from protos.errors import InvalidInput
-from protos.server import Endpoint, serve
-from teacher_service.batcher import Batcher
-from teacher_service.cache import RowCache
-from teacher_service.cache_settings import CacheSettings, make_cache, open_redis
+from protos.rpc.server import Endpoint, serve
+from teacher_service.cache.row_cache import RowCache
+from teacher_service.cache.settings import CacheSettings, make_cache, open_redis
 from teacher_service.engines.base import Engine
 from teacher_service.logs import fields
 from teacher_service.metrics_page import TeacherMetrics, served
-from teacher_service.scorer import Scorer
-from teacher_service.self_test import run_self_test
-from teacher_service.service import TeacherServicer
-from teacher_service.validation import Limits
-from teacher_service.weights import Weights
+from teacher_service.serving.batcher import Batcher
+from teacher_service.serving.scorer import Scorer
+from teacher_service.serving.self_test import run_self_test
+from teacher_service.serving.service import TeacherServicer
+from teacher_service.serving.validation import Limits
+from teacher_service.serving.weights import Weights
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_ENDPOINT": "http://127.0.0.1:1"}
 for _name in (
     "student_trainer.__main__",
     "student_trainer.assembly",
-    "student_trainer.lora",
+    "student_trainer.model.lora",
     "teacher_service.engines.hf",
     "teacher_service.program",
     "transformers.models.qwen3.modeling_qwen3",

@@ -9,23 +9,14 @@ from typing import Annotated
 
 import typer
 
-from clients.cli import (
-    capture_commands,
-    config_commands,
-    demo,
-    demo_rl,
-    doctor,
-    exam,
-    job_commands,
-    logs_and_files,
-    plot,
-    report,
-    run,
-    store_commands,
-    submit,
-    teacher_commands,
-    token,
-)
+from clients.cli.commands import capture as capture_commands
+from clients.cli.commands import config as config_commands
+from clients.cli.commands import doctor, logs_and_files, plot, report, run, submit, token
+from clients.cli.commands import evaluate as exam
+from clients.cli.commands import jobs as job_commands
+from clients.cli.commands import store as store_commands
+from clients.cli.commands import teacher as teacher_commands
+from clients.cli.demos import demo, demo_rl
 from clients.cli.output import Output
 from clients.cli.settings import DEFAULT_SERVER, Settings
 from protos.errors import DistillError, ExitCode, InternalFault, InvalidInput

@@ -15,7 +15,7 @@ _MOST_JOBS = 200
 
 def complete_job(context: typer.Context, incomplete: str) -> list[str]:
     """Ids on the server that begin so, newest first; none where it does not answer at once."""
-    from clients.distill_client import DistillClient
+    from clients.jobs.client import DistillClient
 
     found = ["@last"]
     server = context.find_root().params["server"]

@@ -11,7 +11,7 @@ from clients.cli.completion import complete_job
 from clients.cli.output import Output
 
 if TYPE_CHECKING:
-    from clients.distill_client import DistillClient
+    from clients.jobs.client import DistillClient
 
 DEFAULT_SERVER = "localhost:50051"
 
@@ -38,7 +38,7 @@ class Settings:
 
     def client(self) -> DistillClient:
         # gRPC costs 0.2 s to import: only the commands that need it pay.
-        from clients.distill_client import DistillClient
+        from clients.jobs.client import DistillClient
 
         self.output.detail(f"server: {self.server}")
         return DistillClient(self.server)

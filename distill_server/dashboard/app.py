@@ -17,19 +17,19 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from clients.cli.progress import WINDOW, Progress
-from clients.jobs import Job, JobState
-from clients.run_directory import RunDirectory
-from distill_server.bells import Bells
-from distill_server.control import JobControl
-from distill_server.dashboard.answers import job_record, on_error
+from clients.cli.live.job_view import WINDOW, Progress
+from clients.jobs.job import Job, JobState
+from clients.runs.directory import RunDirectory
 from distill_server.dashboard.feeds import Turns, feed, job_messages, list_messages, log_messages
 from distill_server.dashboard.gate import STATIC, Gate
+from distill_server.dashboard.responses import job_record, on_error
 from distill_server.dashboard.samples import sample_steps, samples_of
 from distill_server.dashboard.teachers import Teachers
-from distill_server.store import Store
-from distill_server.streams import Streams
-from protos.access import Role, Tokens
+from distill_server.jobs.change_notifier import Bells
+from distill_server.jobs.control import JobControl
+from distill_server.jobs.store import Store
+from distill_server.rpc.streams import Streams
+from protos.auth.access import Role, Tokens
 from protos.errors import DistillError, InvalidInput, NotFound
 
 _PAGE_JOBS = 50

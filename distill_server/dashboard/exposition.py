@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from clients.jobs import JobState
-from distill_server.store import Store
+from clients.jobs.job import JobState
+from distill_server.jobs.store import Store
 
 _PREFIX = "distill_server_"
 

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 from starlette.responses import StreamingResponse
 
-from clients.jobs import JobEvent
-from distill_server.bells import ANY_JOB, Bells
-from distill_server.dashboard.answers import event_record, fault_record
-from distill_server.store import Store
-from distill_server.streams import LogPiece
+from clients.jobs.job import JobEvent
+from distill_server.dashboard.responses import event_record, fault_record
+from distill_server.jobs.change_notifier import ANY_JOB, Bells
+from distill_server.jobs.store import Store
+from distill_server.rpc.streams import LogPiece
 from protos.errors import DistillError
 
 _PAGE_EVENTS = 200

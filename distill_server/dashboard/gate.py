@@ -11,10 +11,10 @@ from pathlib import Path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from distill_server.dashboard.answers import fault_answer
-from protos.access import Role, Tokens
+from distill_server.dashboard.responses import fault_answer
+from protos.auth.access import Role, Tokens
 from protos.errors import DistillError, Forbidden, Unauthenticated
-from protos.transport import is_loopback
+from protos.rpc.transport import is_loopback
 
 STATIC = Path(__file__).with_name("static")
 # The page itself holds nothing of anybody; without it nobody could type a token.

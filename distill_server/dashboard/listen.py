@@ -18,8 +18,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from protos.auth.tls import TlsFiles
 from protos.errors import InvalidInput
-from protos.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def _tls_options(tls: TlsFiles) -> dict[str, Any]:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to protos.server, which ends everything in order."""
+        """Signals belong to protos.rpc.server, which ends everything in order."""
         yield
 
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from clients.run_directory import RunDirectory
+from clients.runs.directory import RunDirectory
 from protos.errors import NotFound
 
 # Of one file: the rest is for `distill pull` and an editor.

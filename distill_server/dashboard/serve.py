@@ -7,16 +7,16 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distill_server.bells import Bells
-from distill_server.control import JobControl
 from distill_server.dashboard.app import Pages, make_app
 from distill_server.dashboard.exposition import exposition
 from distill_server.dashboard.listen import bind, listening
 from distill_server.dashboard.teachers import Teachers
-from distill_server.store import Store
-from distill_server.streams import Streams
-from protos.server import Endpoint
-from protos.tls import TlsFiles
+from distill_server.jobs.change_notifier import Bells
+from distill_server.jobs.control import JobControl
+from distill_server.jobs.store import Store
+from distill_server.rpc.streams import Streams
+from protos.auth.tls import TlsFiles
+from protos.rpc.server import Endpoint
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from typing import Any
 
 import grpc
 
-from clients.jobs import Job, JobState
-from clients.teacher_info import info_of, load_of
-from distill_server.dashboard.answers import fault_record
-from distill_server.store import Store
+from clients.jobs.job import Job, JobState
+from clients.teacher.info import info_of, load_of
+from distill_server.dashboard.responses import fault_record
+from distill_server.jobs.store import Store
 from protos import teacher_pb2, teacher_pb2_grpc
-from protos.channel import TEACHER_TOKEN, open_channel
 from protos.errors import DistillError
-from protos.statuses import fault_of
+from protos.rpc.channel import TEACHER_TOKEN, open_channel
+from protos.rpc.statuses import fault_of
 
 _ANSWER_SECONDS = 2.0
 # However many people look: a teacher is asked no oftener.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from clients.records import DataSet, text_of
+from clients.data.records import DataSet, text_of
 from protos.errors import InvalidInput
 
 COLUMN = "contents"

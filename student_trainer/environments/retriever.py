@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from clients.environment_config import SearchConfig
+from clients.config.environment import SearchConfig
 from protos.errors import InvalidInput
 from student_trainer.environments.local_retriever import LocalRetriever
 

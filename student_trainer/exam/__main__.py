@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clients.exam_config import ExamConfig
+from clients.config.evaluation import ExamConfig
 from protos.errors import DistillError, ExitCode, InvalidInput
 from student_trainer.exam.answer_store import Answer, AnswerStore
 from student_trainer.exam.asking import Refusals
 from student_trainer.exam.questions import Question, fingerprint, load_questions
 from student_trainer.exam.report import Judged, cells, columns_of, judge, save, summary
-from student_trainer.launcher import end_with_parent
+from student_trainer.parallel.launcher import end_with_parent
 from student_trainer.rewards import make_rewards
 
 _SECONDS_BETWEEN_LINES = 10.0

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from clients.exam_config import ExamConfig
+from clients.config.evaluation import ExamConfig
 from protos.errors import (
     DistillError,
     Forbidden,
@@ -25,10 +25,10 @@ from protos.errors import (
     Unauthenticated,
     Unavailable,
 )
+from student_trainer.environments.web_address import web_address
 from student_trainer.exam.answer_store import Answer
 from student_trainer.exam.asking import Ask, Keep, Refusals, seed_of
 from student_trainer.exam.questions import Question
-from student_trainer.web_address import web_address
 
 API_KEY = "OPENAI_API_KEY"
 TRIES = 8

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from clients.config import DataConfig
-from clients.exam_config import ExamConfig
-from clients.records import DataSet, text_of
+from clients.config.evaluation import ExamConfig
+from clients.config.on_policy import DataConfig
+from clients.data.records import DataSet, text_of
 from protos.errors import InvalidInput
 from student_trainer.rewards.reasoning_gym import Questions, Task
 

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from clients.reward_config import LengthPenalty, RewardConfig
-from student_trainer.rewards.answered import Answered, Scores
+from clients.config.reward import LengthPenalty, RewardConfig
 from student_trainer.rewards.judge import Judge, Unjudged
+from student_trainer.rewards.sample import Answered, Scores
 from student_trainer.rewards.scorers import Scorer, make_scorer
 
 __all__ = ["Answered", "Rewards", "Scores", "make_rewards"]

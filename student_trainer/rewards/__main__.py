@@ -11,9 +11,9 @@ import socket
 import sys
 from typing import Any
 
-from clients.reward_config import RewardConfig
+from clients.config.reward import RewardConfig
 from protos.errors import DistillError, InternalFault
-from student_trainer.rewards.answered import Answered
+from student_trainer.rewards.sample import Answered
 from student_trainer.rewards.scorers import Scorer, make_scorer
 
 # What a model writes can make algebra take all memory there is; a user's function may need it.

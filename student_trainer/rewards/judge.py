@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Literal
 
-from clients.reward_config import RewardConfig
+from clients.config.reward import RewardConfig
 from protos.errors import InvalidInput
-from student_trainer.rewards.answered import Answered
+from student_trainer.rewards.sample import Answered
 
 SECONDS_TO_START = 120.0  # a user's file may import anything
 

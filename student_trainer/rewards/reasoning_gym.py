@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from protos.errors import InvalidInput
-from student_trainer.rewards.answered import Answered, conclusion
+from student_trainer.rewards.sample import Answered, conclusion
 
 # The library adds seed and index; together they stay below 2**32, numpy's largest seed.
 _SEEDS = 1 << 31

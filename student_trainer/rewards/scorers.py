@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clients.reward_config import RewardConfig
+from clients.config.reward import RewardConfig
 from protos.errors import InvalidInput
-from student_trainer.answers import exact_match, f1, final_answer, normalized, same_words
-from student_trainer.rewards.answered import Answered, conclusion
+from student_trainer.rewards.sample import Answered, conclusion
+from student_trainer.rewards.text_match import exact_match, f1, final_answer, normalized, same_words
 
 
 @dataclass(frozen=True)

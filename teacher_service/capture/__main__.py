@@ -1,6 +1,6 @@
 """python -m teacher_service.capture RUN_DIR --attempt N: one attempt at a capture.
 
-It speaks the protocol of every job's program, which `clients/launch.py` tells.
+It speaks the protocol of every job's program, which `clients/runs/launch.py` tells.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import signal
 import sys
 from pathlib import Path
 
-from clients.capture_config import CaptureJob
-from clients.run_directory import RunDirectory
-from clients.run_progress import Progress, run_to_verdict
+from clients.config.capture import CaptureJob
+from clients.runs.directory import RunDirectory
+from clients.runs.progress import Progress, run_to_verdict
 from protos.errors import WrongState
 
 

@@ -1,4 +1,4 @@
-"""What a capture writes into the manifest of its store; `clients/capture_facts.py` names each."""
+"""What a capture writes into the manifest of its store; `clients/store/facts.py` names each."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 
 import xxhash
 
-from clients.capture_config import CaptureData, CaptureJob
-from clients.capture_facts import PART, SEQUENCES
-from clients.records import DataSet
+from clients.config.capture import CaptureData, CaptureJob
+from clients.data.records import DataSet
+from clients.store.facts import PART, SEQUENCES
 from teacher_service.capture.plan import Plan
 from teacher_service.capture.sequences import SequenceReader
 from teacher_service.capture.teacher import TeacherFacts

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from clients.capture_facts import key_of
-from clients.logit_shards import StoredRows
-from clients.run_directory import Verdict
+from clients.runs.directory import Verdict
+from clients.store.facts import key_of
+from clients.store.shards import StoredRows
 from protos.errors import InternalFault
-from protos.rows import RowBlock
+from protos.rows.codec import RowBlock
 from teacher_service.capture.plan import Plan
 from teacher_service.capture.recorder import Recorder, Stopped
 from teacher_service.capture.sources import RowSource

@@ -8,15 +8,15 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from clients.capture_config import CaptureJob
-from clients.config_file import named_files
-from clients.hub import use_caches_if_away
-from clients.metrics_log import MetricsLog
-from clients.preflight import check_here
-from clients.run_directory import RunDirectory, Verdict
-from clients.run_progress import Progress
-from clients.teacher_checks import check_capture
-from clients.teacher_client import TeacherClient
+from clients.config.capture import CaptureJob
+from clients.config.file import named_files
+from clients.data.hub import use_caches_if_away
+from clients.preflight.files import check_here
+from clients.preflight.teachers import check_capture
+from clients.runs.directory import RunDirectory, Verdict
+from clients.runs.metrics_writer import MetricsLog
+from clients.runs.progress import Progress
+from clients.teacher.client import TeacherClient
 from protos.errors import InvalidInput
 from teacher_service.capture.facts import facts_of
 from teacher_service.capture.filling import fill

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from clients.capture_config import CaptureJob, RayConfig
+from clients.config.capture import CaptureJob, RayConfig
 from protos.errors import DistillError, InvalidInput, Unavailable, error_of
 from teacher_service.capture.plan import Plan
 from teacher_service.capture.sequences import TokenSequence

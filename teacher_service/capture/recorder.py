@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from clients.metrics_log import MetricsLog
-from clients.run_progress import Progress
+from clients.runs.metrics_writer import MetricsLog
+from clients.runs.progress import Progress
 
 PHASE = "capturing"
 _SECONDS_BETWEEN_LINES = 1.0

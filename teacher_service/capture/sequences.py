@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.capture_config import CaptureData
-from clients.records import DataSet, text_of
-from clients.token_ids import plain_ids, prompt_ids, rendered
+from clients.config.capture import CaptureData
+from clients.data.records import DataSet, text_of
+from clients.data.tokenization import plain_ids, prompt_ids, rendered
 from protos.errors import InvalidInput
 
 

@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from clients.capture_config import CaptureJob
-from clients.score_query import ScoreQuery, answer_bytes
-from clients.teacher_client import TeacherClient
+from clients.config.capture import CaptureJob
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery, answer_bytes
 from protos.errors import Corrupt, DistillError, InvalidInput
-from protos.rows import RowBlock, compress_rows, encode_rows
+from protos.rows.codec import RowBlock, compress_rows, encode_rows
 from teacher_service.capture.plan import Plan
 from teacher_service.capture.sequences import TokenSequence
 from teacher_service.engines.base import Engine

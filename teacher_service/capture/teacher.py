@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from clients.capture_config import CaptureTeacher
-from clients.score_query import MAX_TAIL_SAMPLES, tokenizer_fingerprint
-from clients.teacher_client import TeacherClient
-from clients.token_ids import first_difference, tokens_of
+from clients.config.capture import CaptureTeacher
+from clients.data.tokenization import first_difference, tokens_of
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import MAX_TAIL_SAMPLES, tokenizer_fingerprint
 from protos.errors import InvalidInput, WrongState
 from teacher_service.engines.base import Engine, EngineInfo
 from teacher_service.program import EngineSettings, VllmSettings, make_engine
-from teacher_service.self_test import run_self_test
+from teacher_service.serving.self_test import run_self_test
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from clients.capture_facts import require_same
-from clients.fence import require_unfenced
-from clients.logit_checks import damage_of
-from clients.logit_manifest import (
+from clients.runs.fence import require_unfenced
+from clients.store.checks import damage_of
+from clients.store.facts import require_same
+from clients.store.manifest import (
     Manifest,
     lock_store,
     read_manifest,
@@ -19,13 +19,13 @@ from clients.logit_manifest import (
     shard_name,
     write_manifest,
 )
-from clients.logit_shards import (
+from clients.store.shards import (
     ShardFacts,
     StoredRows,
     encode_shard,
     write_synced,
 )
-from protos.failpoints import failpoint
+from protos.rpc.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 

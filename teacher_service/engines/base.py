@@ -10,9 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
-from clients.score_query import ScoreQuery
+from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError
-from protos.rows import RowBlock
+from protos.rows.codec import RowBlock
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from clients.score_query import ScoreQuery, tokenizer_fingerprint
+from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
-from protos.rows import RowBlock, concatenate
+from protos.rows.codec import RowBlock, concatenate
 from teacher_service.engines.base import EngineInfo, fingerprint_of
-from teacher_service.uniforms import splitmix64, uniforms_of
+from teacher_service.head.uniforms import splitmix64, uniforms_of
 
 _CHUNK_ROWS = 256
 _LEAST = {"vocab": 1, "seed": 0, "max_length": 2, "latency_ms": 0}

@@ -11,14 +11,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from clients.score_query import ScoreQuery, tokenizer_fingerprint
+from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import DistillError, InvalidInput
-from protos.rows import RowBlock
+from protos.rows.codec import RowBlock
 from teacher_service.engines.base import EngineInfo, TensorSpec, WeightUpdate, fingerprint_of
 from teacher_service.engines.hf_weights import ModelWeights
-from teacher_service.head import Head
-from teacher_service.language_model import load_model, load_vocabulary, not_linear
-from teacher_service.model_files import file_facts, model_directory
+from teacher_service.head.head import Head
+from teacher_service.models.files import file_facts, model_directory
+from teacher_service.models.loading import load_model, load_vocabulary, not_linear
 
 _CHECK_TOKENS = 8
 

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import torch
 
-from clients.score_query import ScoreQuery, tokenizer_fingerprint
+from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
-from protos.rows import RowBlock, concatenate
+from protos.rows.codec import RowBlock, concatenate
 from teacher_service.engines.base import EngineInfo, fingerprint_of
 from teacher_service.engines.vllm_process import VllmProcess, require_vllm
 from teacher_service.engines.vllm_wire import decode_answer, part_of, query_fields
-from teacher_service.language_model import load_model, load_vocabulary
-from teacher_service.linear_head import HeadTensors, find_head
-from teacher_service.model_files import file_facts, model_directory
+from teacher_service.head.linear_head import HeadTensors, find_head
+from teacher_service.models.files import file_facts, model_directory
+from teacher_service.models.loading import load_model, load_vocabulary
 
 _WORKER = "teacher_service.engines.vllm_worker.ScoringWorker"
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clients.score_query import ScoreQuery
+from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError, error_of
-from protos.rows import RowBlock, decode_rows, encode_rows
+from protos.rows.codec import RowBlock, decode_rows, encode_rows
 
 
 def query_fields(query: ScoreQuery) -> dict[str, Any]:

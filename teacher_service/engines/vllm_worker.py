@@ -21,12 +21,12 @@ from vllm.model_executor.layers.pooler import PoolingParamsUpdate
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.platforms import current_platform
 
-from clients.score_query import ScoreQuery
+from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt
-from protos.rows import RowBlock, concatenate
+from protos.rows.codec import RowBlock, concatenate
 from teacher_service.engines.vllm_wire import encode_answer, part_of, query_of
-from teacher_service.head import Head
-from teacher_service.model_files import weight_files
+from teacher_service.head.head import Head
+from teacher_service.models.files import weight_files
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker

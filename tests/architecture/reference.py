@@ -12,11 +12,11 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from clients.capture_config import CaptureJob
-from clients.config import JobConfig
-from clients.config_problems import table_in
-from clients.offline_config import OfflineJob
-from clients.rl_config import RLJob
+from clients.config.capture import CaptureJob
+from clients.config.offline import OfflineJob
+from clients.config.on_policy import JobConfig
+from clients.config.problems import table_in
+from clients.config.rl import RLJob
 
 OFFLINE = """\
 Training from a store (`method.type = "offline"`) has `student`, `train`, `eval`, `checkpoint` and

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clients.config_file import load_job
-from clients.rl_config import RLJob
+from clients.config.file import load_job
+from clients.config.rl import RLJob
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [

@@ -61,7 +61,7 @@ def test_the_wheel_holds_five_packages(wheel: set[str]) -> None:
 
 
 def test_the_wheel_ships_what_is_not_python(wheel: set[str]) -> None:
-    shipped = {"clients/cli/demo_job.toml", "clients/cli/report.css"}
+    shipped = {"clients/cli/demos/demo_job.toml", "clients/cli/plots/report.css"}
     assert shipped | {"protos/teacher.proto", "protos/teacher_pb2.pyi"} <= wheel
     pages = {str(path.relative_to(ROOT)) for path in ROOT.glob("distill_server/*/static/*")}
     assert pages

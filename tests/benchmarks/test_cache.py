@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import cache
 from benchmarks.distillkit_layout import BUDGET, RECOMMENDED, Layout, compress, decompress
-from protos.rows import RowBlock
+from protos.rows.codec import RowBlock
 
 
 def rows(n: int, k: int) -> RowBlock:

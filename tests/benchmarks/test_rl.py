@@ -17,7 +17,7 @@ from benchmarks.rl_page import page, summaries
 from benchmarks.rl_picture import draw
 from benchmarks.rl_runs import arms
 from benchmarks.rl_statistics import mean_and_interval
-from clients.rl_config import RLJob
+from clients.config.rl import RLJob
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protos.rows import RowBlock
+from protos.rows.codec import RowBlock
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("orjson", "fastapi", "uvicorn")),

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from clients.run_directory import RunDirectory
+from clients.runs.directory import RunDirectory
 
 
 class Forker:
@@ -134,7 +134,7 @@ def _run(asked: dict[str, Any]) -> None:
         if "failpoint" in asked:
             import importlib
 
-            from protos import failpoints
+            from protos.rpc import failpoints
 
             os.environ[failpoints.VARIABLE] = asked["failpoint"]
             importlib.reload(failpoints)

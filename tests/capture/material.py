@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from clients.capture_config import CaptureJob
-from clients.run_directory import RunDirectory, Verdict
-from clients.run_progress import Progress
+from clients.config.capture import CaptureJob
+from clients.runs.directory import RunDirectory, Verdict
+from clients.runs.progress import Progress
 
 VOCABULARY = 64  # of the fake engine
 END = 0

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from clients.capture_config import CaptureJob
-from clients.run_directory import RunDirectory
+from clients.config.capture import CaptureJob
+from clients.runs.directory import RunDirectory
 from protos.errors import ExitCode, WrongState
 from tests.capture.forking import Forker
 from tests.capture.material import capture_here, digests, job, pairs, write_lines

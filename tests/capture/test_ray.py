@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from clients.launch import trainer_command
-from clients.run_directory import RunDirectory
+from clients.runs.directory import RunDirectory
+from clients.runs.launch import trainer_command
 from protos.errors import ExitCode
 from tests.capture.material import digests, job
 from tests.ray_cluster import Cluster

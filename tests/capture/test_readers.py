@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients.logit_dataset import LogitDataset
+from clients.store.dataset import LogitDataset
 from tests.capture.material import capture_here, job, pairs, write_lines
 from tests.documents import blocks
 

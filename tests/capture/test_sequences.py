@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clients.capture_config import CaptureData
+from clients.config.capture import CaptureData
 from protos.errors import InvalidInput
 from teacher_service.capture.plan import make_plan
 from teacher_service.capture.sequences import SequenceReader

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients.logit_checks import damages, summary_of
-from clients.logit_dataset import LogitDataset
-from clients.logit_merge import merge
-from clients.logit_sample import sample_of
-from clients.score_query import ScoreQuery
+from clients.store.checks import damages, summary_of
+from clients.store.dataset import LogitDataset
+from clients.store.merge import merge
+from clients.store.sample import sample_of
+from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt, DistillError, InvalidInput, NotFound, WrongState
-from protos.rows import HEADER_BYTES, RowBlock, encode_rows
+from protos.rows.codec import HEADER_BYTES, RowBlock, encode_rows
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from tests.capture.material import (
     END,

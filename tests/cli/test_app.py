@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clients.cli.app import EXIT_CODE_MEANINGS, main
-from clients.job_kinds import KINDS
+from clients.config.kinds import KINDS
 from protos.errors import ExitCode
 
 Capture = pytest.CaptureFixture[str]
@@ -158,5 +158,5 @@ def test_doctor_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("clients.cli.doctor._torch", interrupted)
+    monkeypatch.setattr("clients.cli.commands.doctor._torch", interrupted)
     assert main(["doctor"]) == ExitCode.INTERRUPTED

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from clients.cli.app import main
-from clients.config import JobConfig, LoraConfig
-from clients.config_file import MAX_BYTES, load_job, localized
+from clients.config.file import MAX_BYTES, load_job, localized
+from clients.config.on_policy import JobConfig, LoraConfig
 from protos.errors import ExitCode, InvalidInput
 from tests.documents import blocks
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from clients.cli.app import main
-from clients.cli.demo import _figures
-from clients.cli.services import Services
+from clients.cli.demos.demo import _figures
+from clients.cli.demos.services import Services
 from protos.errors import ExitCode, InternalFault
 
 SERVER = """
@@ -87,7 +87,7 @@ def test_a_directory_of_something_else_is_never_replaced(
 def test_an_older_demo_is_replaced_and_that_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clients.cli.demo.MAKE_DATA", ("no_such_module",))
+    monkeypatch.setattr("clients.cli.demos.demo.MAKE_DATA", ("no_such_module",))
     assert main(["demo", "--runs", "d"]) == ExitCode.JOB_FAILED
     (tmp_path / "d" / "summary.json").write_text(json.dumps({}))
     assert main(["demo", "--runs", "d"]) == ExitCode.JOB_FAILED

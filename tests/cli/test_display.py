@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from clients.cli.display import LiveBlock, PlainLines, display
+from clients.cli.live.display import LiveBlock, PlainLines, display
+from clients.cli.live.job_view import Progress, duration, sparkline
 from clients.cli.output import Output
-from clients.cli.progress import Progress, duration, sparkline
-from clients.jobs import JobEvent, JobState
+from clients.jobs.job import JobEvent, JobState
 from protos.errors import InvalidInput
 
 
@@ -104,7 +104,7 @@ def test_one_line_in_ten_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("clients.cli.display.time.monotonic", lambda: now)
+    monkeypatch.setattr("clients.cli.live.display.time.monotonic", lambda: now)
     job = Progress("job")
     lines = PlainLines(job, Output())
     for number in range(1, 41):

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from clients.cli.app import main
-from clients.cli.logs_and_files import whole_lines
-from clients.config import JobConfig
-from clients.jobs import Job, JobEvent, JobState
+from clients.cli.commands.logs_and_files import whole_lines
+from clients.config.on_policy import JobConfig
+from clients.jobs.job import Job, JobEvent, JobState
 from protos.errors import (
     ExitCode,
     Forbidden,
@@ -115,7 +115,7 @@ class ScriptedClient:
 
 @pytest.fixture(autouse=True)
 def client(monkeypatch: pytest.MonkeyPatch) -> type[ScriptedClient]:
-    monkeypatch.setattr("clients.distill_client.DistillClient", ScriptedClient)
+    monkeypatch.setattr("clients.jobs.client.DistillClient", ScriptedClient)
     ScriptedClient.asked = []
     ScriptedClient.events = (
         event(1, JobState.QUEUED, phase=""),

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from clients.cli.app import main
-from clients.cli.curve_svg import panel_svg
-from clients.cli.curve_text import HEIGHT, panel_text
-from clients.cli.panels import Curve, Panel, panels_of, smoothed, ticks
-from clients.config import JobConfig
-from clients.job_record import JobRecord, notes_in, points_of, record_of_run
-from clients.jobs import JobEvent, JobState
-from clients.run_directory import RunDirectory, Status
+from clients.cli.plots.panels import Curve, Panel, panels_of, smoothed, ticks
+from clients.cli.plots.svg import panel_svg
+from clients.cli.plots.text import HEIGHT, panel_text
+from clients.config.on_policy import JobConfig
+from clients.jobs.job import JobEvent, JobState
+from clients.jobs.record import JobRecord, notes_in, points_of, record_of_run
+from clients.runs.directory import RunDirectory, Status
 from protos.errors import ExitCode, InvalidInput
 
 Capture = pytest.CaptureFixture[str]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from clients.config_file import load_job
-from clients.preflight import check_files
-from clients.rl_config import RLJob
+from clients.config.file import load_job
+from clients.config.rl import RLJob
+from clients.preflight.files import check_files
 from protos.errors import InvalidInput
 
 JOB = """\

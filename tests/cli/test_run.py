@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from clients.cli.app import main
-from clients.cli.follow import RunFollower
-from clients.config import JobConfig
-from clients.jobs import JobEvent, JobState
-from clients.run_directory import Control, RunDirectory, Status
+from clients.cli.live.run_follower import RunFollower
+from clients.config.on_policy import JobConfig
+from clients.jobs.job import JobEvent, JobState
+from clients.runs.directory import Control, RunDirectory, Status
 from protos.errors import ExitCode
 
 Capture = pytest.CaptureFixture[str]
@@ -27,7 +27,7 @@ Script = Callable[[str], None]
 
 HEAD = """
 import json, sys, time
-from clients.run_directory import RunDirectory, Status
+from clients.runs.directory import RunDirectory, Status
 run, attempt = RunDirectory(sys.argv[1]), int(sys.argv[2])
 most = run.config().max_steps
 def tell(verdict, phase="training", step=0, **more):
@@ -51,7 +51,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Script:
     def write(body: str) -> None:
         script.write_text(HEAD + textwrap.dedent(body))
 
-    monkeypatch.setattr("clients.cli.attempt.trainer_command", command)
+    monkeypatch.setattr("clients.cli.live.foreground_run.trainer_command", command)
     return write
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from distill_server.dashboard import listen
 from distill_server.dashboard.serve import Dashboard
-from distill_server.machine import Machine
-from distill_server.preflight import unchecked
-from distill_server.runner import LocalRunner
+from distill_server.jobs.preflight import unchecked
+from distill_server.runners.local.runner import LocalRunner
+from distill_server.runners.machine import Machine
 from distill_server.scheduler import Policy
 from distill_server.server import run_server
-from protos.access import read_tokens
-from protos.server import Endpoint
+from protos.auth.access import read_tokens
+from protos.rpc.server import Endpoint
 from tests.server.scripted_server import POLICY, command
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from clients.config import JobConfig
-from clients.distill_client import DistillClient
+from clients.config.on_policy import JobConfig
+from clients.jobs.client import DistillClient
 from tests.server.conftest import end_attempt, job_config
 
 ROOT = Path(__file__).parents[2]

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from distill_server.dashboard.serve import Dashboard
-from distill_server.preflight import unchecked
-from distill_server.runner import LocalRunner
+from distill_server.jobs.preflight import unchecked
+from distill_server.runners.local.runner import LocalRunner
 from distill_server.scheduler import Policy
 from distill_server.server import run_server
-from protos.access import Role, Tokens
+from protos.auth.access import Role, Tokens
 from protos.errors import InvalidInput
-from protos.server import Endpoint
+from protos.rpc.server import Endpoint
 from tests.dashboard.site import TOKENS, Site
 from tests.security.processes import Program
 from tests.server.conftest import eventually

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from clients.config import DataConfig, JobConfig, StudentConfig, TeacherConfig
-from distill_server.database import open_database
-from distill_server.store import Store
+from clients.config.on_policy import DataConfig, JobConfig, StudentConfig, TeacherConfig
+from distill_server.jobs.database import open_database
+from distill_server.jobs.store import Store
 from tests.dashboard.site import Site
 from tests.documents import blocks
 from tests.security.processes import environment, teacher

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.config import DataConfig, JobConfig, StudentConfig, TeacherConfig
+from clients.config.on_policy import DataConfig, JobConfig, StudentConfig, TeacherConfig
 from tests.dashboard.browser import Browser
 from tests.dashboard.site import TOKENS, Site
 from tests.server.conftest import eventually

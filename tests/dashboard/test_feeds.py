@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from clients.jobs import JobEvent, JobState
-from distill_server.bells import Bells
+from clients.jobs.job import JobEvent, JobState
 from distill_server.dashboard import feeds
 from distill_server.dashboard.feeds import Turns, job_messages, list_messages, thinned
-from distill_server.database import open_database
-from distill_server.store import Change, Store
+from distill_server.jobs.change_notifier import Bells
+from distill_server.jobs.database import open_database
+from distill_server.jobs.store import Change, Store
 from protos.errors import Unavailable
 from tests.server.conftest import job_config
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from clients.run_directory import RunDirectory
+from clients.runs.directory import RunDirectory
 from tests.end_to_end.forked_teacher import ForkedTeacher
 from tests.end_to_end.forked_trainer import finish
 from tests.end_to_end.processes import MakeServer, RealServer, new_run

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from clients.job_kinds import processes_of
-from clients.run_directory import RunDirectory
-from protos import failpoints
+from clients.config.kinds import processes_of
+from clients.runs.directory import RunDirectory
+from protos.rpc import failpoints
 from tests.end_to_end.processes import Attempt, Launched
 from tests.forks import Forks
 

@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from clients.job_kinds import AnyJob, processes_of
-from clients.launch import trainer_command
-from clients.run_directory import RunDirectory
+from clients.config.kinds import AnyJob, processes_of
+from clients.runs.directory import RunDirectory
+from clients.runs.launch import trainer_command
 from tests.server.conftest import Server
 
 # A warning in one of our processes is an error there, as it is in this one.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clients.artifacts import pull_run
-from clients.run_directory import RunDirectory
+from clients.jobs.artifacts import pull_run
+from clients.runs.directory import RunDirectory
 from tests.end_to_end.forked_trainer import finish
 from tests.end_to_end.processes import metrics_of, new_run
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from clients.cli.app import main
-from clients.distill_client import DistillClient
-from clients.jobs import JobState
+from clients.jobs.client import DistillClient
+from clients.jobs.job import JobState
 from protos.errors import InvalidInput
 from tests.capture.material import capture_here, digests, job, pairs, save_words, write_pairs
 from tests.documents import blocks

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clients.cli import demo_rl
 from clients.cli.app import main
+from clients.cli.demos import demo_rl
 from protos.errors import ExitCode
 from tests.trainer import tiny
 

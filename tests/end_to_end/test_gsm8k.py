@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.run_directory import RunDirectory
+from clients.runs.directory import RunDirectory
 from tests.documents import ROOT, blocks
 from tests.end_to_end.processes import ENVIRONMENT, metrics_of
 

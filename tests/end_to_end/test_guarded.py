@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from clients.distill_client import DistillClient
-from clients.jobs import JobState
+from clients.jobs.client import DistillClient
+from clients.jobs.job import JobState
+from protos.auth.scoped_token import scoped_token
 from protos.errors import WrongState
-from protos.scoped_token import scoped_token
 from tests.end_to_end.conftest import teacher_arguments
 from tests.security.conftest import Certificates, Secrets, certificates, tokens
 from tests.security.processes import Program, server

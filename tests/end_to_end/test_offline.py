@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from clients.distill_client import DistillClient
-from clients.jobs import JobState
-from clients.run_directory import RunDirectory
+from clients.jobs.client import DistillClient
+from clients.jobs.job import JobState
+from clients.runs.directory import RunDirectory
 from protos.errors import ExitCode
 from tests.capture.material import capture_here
 from tests.end_to_end.conftest import Once
@@ -33,7 +33,7 @@ def store(material: Material, once: Once) -> Path:
     """What the teacher thinks of its task's answers; it is gone when this is done."""
 
     def make(path: Path) -> None:
-        from clients.capture_config import CaptureJob
+        from clients.config.capture import CaptureJob
 
         path.mkdir()
         lines = material.prompts.read_text().splitlines(keepends=True)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from clients.cli.app import main
-from clients.distill_client import DistillClient
-from clients.jobs import Job, JobState
+from clients.jobs.client import DistillClient
+from clients.jobs.job import Job, JobState
 from protos.errors import DistillError, ExitCode
 from tests.end_to_end.processes import ENVIRONMENT, MakeServer
 

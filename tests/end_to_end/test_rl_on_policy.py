@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from clients.config import JobConfig
-from clients.rl_config import RLJob
-from clients.run_directory import RunDirectory
-from clients.run_progress import Progress
+from clients.config.on_policy import JobConfig
+from clients.config.rl import RLJob
+from clients.runs.directory import RunDirectory
+from clients.runs.progress import Progress
 from student_trainer.assembly import assemble
-from student_trainer.connections import connect
 from student_trainer.rewards import Rewards, make_rewards
+from student_trainer.teachers.connections import connect
 from tests.end_to_end.processes import metrics_of
 from tests.trainer import tiny
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from clients.run_directory import RunDirectory
+from clients.runs.directory import RunDirectory
 from tests.end_to_end.conftest import Once
 from tests.end_to_end.forked_trainer import finish
 from tests.end_to_end.processes import metrics_of, new_run

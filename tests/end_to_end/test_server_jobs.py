@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from clients.distill_client import DistillClient
-from clients.jobs import JobEvent, JobState
-from clients.run_directory import RunDirectory
+from clients.jobs.client import DistillClient
+from clients.jobs.job import JobEvent, JobState
+from clients.runs.directory import RunDirectory
 from tests.end_to_end.processes import MakeServer, metrics_of, weights
 from tests.server.conftest import eventually
 from tests.server.test_restart import Watcher

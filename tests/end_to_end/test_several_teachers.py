@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from clients.config import JobConfig
-from clients.run_directory import RunDirectory
+from clients.config.on_policy import JobConfig
+from clients.runs.directory import RunDirectory
 from protos.errors import ExitCode
 from tests.end_to_end.conftest import teacher_arguments
 from tests.end_to_end.forked_teacher import ForkedTeacher

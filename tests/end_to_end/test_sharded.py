@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from clients.run_directory import RunDirectory, replace_file
+from clients.runs.directory import RunDirectory, replace_file
 from tests.end_to_end.conftest import Once
 from tests.end_to_end.forked_trainer import finish, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from clients.run_directory import RunDirectory, Status
+from clients.runs.directory import RunDirectory, Status
 from protos.errors import ExitCode
 from tests.end_to_end.conftest import teacher_arguments
 from tests.end_to_end.forked_teacher import ForkedTeacher

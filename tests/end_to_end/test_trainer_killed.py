@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from clients.run_directory import RunDirectory
+from clients.runs.directory import RunDirectory
 from tests.end_to_end.forked_trainer import Death, finish, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from clients.run_directory import Control, RunDirectory
+from clients.runs.directory import Control, RunDirectory
 from tests.end_to_end.conftest import Once
 from tests.end_to_end.forked_trainer import finish, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from clients.distill_client import DistillClient
-from clients.job_record import record_of_run
+from clients.jobs.client import DistillClient
+from clients.jobs.record import record_of_run
 from tests.documents import blocks
 from tests.end_to_end.processes import ENVIRONMENT, MakeServer, RealServer
 

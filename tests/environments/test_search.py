@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from clients.environment_config import SearchConfig
-from student_trainer.batches import make_batch
-from student_trainer.environments.search import SearchRollouts, action
-from student_trainer.model import Student
-from student_trainer.pretrain import Text, _parser, train
-from student_trainer.prompts import Prompt
-from student_trainer.rollouts import Rollout
-from student_trainer.sampling import Marks, Sampler
-from student_trainer.teachers import PendingRows
+from clients.config.environment import SearchConfig
+from student_trainer.data.batch import make_batch
+from student_trainer.data.prompts import Prompt
+from student_trainer.model.student import Student
+from student_trainer.rollouts.hf import Rollout
+from student_trainer.rollouts.sampler import Marks, Sampler
+from student_trainer.rollouts.search import SearchRollouts, action
+from student_trainer.teachers.source import PendingRows
+from student_trainer.tools.pretrain import Text, _parser, train
 from tests.trainer import tiny
 from tests.trainer.model_teacher import ModelTeacher, completion_logprobs
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from clients.config import DataConfig
-from clients.exam_config import ExamConfig
-from clients.reward_config import RewardConfig
+from clients.config.evaluation import ExamConfig
+from clients.config.on_policy import DataConfig
+from clients.config.reward import RewardConfig
 from tests.trainer import tiny
 
 

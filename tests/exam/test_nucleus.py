@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import TopPLogitsWarper
 
-from student_trainer.sampling import Sampler, noise_of, nucleus
+from student_trainer.rollouts.sampler import Sampler, noise_of, nucleus
 from tests.trainer import tiny
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from protos import failpoints
+from protos.rpc import failpoints
 
 Work = Callable[[Path], None]
 OLD, NEW = bytes(32), b"n" * 32
@@ -20,7 +20,7 @@ OLD, NEW = bytes(32), b"n" * 32
 
 def store_work() -> Work:
     """An old shard is there; a new one is written, then the old one is dropped."""
-    from clients.logit_store import LogitStore, StoredRows
+    from clients.store.store import LogitStore, StoredRows
 
     def work(root: Path) -> None:
         with LogitStore(root, write=True) as store:
@@ -32,7 +32,7 @@ def store_work() -> Work:
 
 def checkpoint_work() -> Work:
     """Step 2 is saved again and step 3 saved, on top of 1 and 2; the oldest is deleted."""
-    from student_trainer import checkpoint
+    from student_trainer.loop import checkpoint
     from tests.faults.tiny_checkpoint import save
 
     def work(root: Path) -> None:

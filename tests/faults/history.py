@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from clients.score_query import ScoreQuery, request_of
-from clients.score_window import WindowStream
+from clients.teacher.pending_requests import WindowStream
+from clients.teacher.query import ScoreQuery, request_of
 from protos import teacher_pb2
 
 Asked = tuple[bytes, int, bytes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protos import transport
+from protos.rpc import transport
 
 SCALED = {
     "grpc.keepalive_time_ms": 3_000,

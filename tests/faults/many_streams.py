@@ -16,9 +16,9 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from clients.score_query import ScoreQuery, request_of
+from clients.teacher.query import ScoreQuery, request_of
 from protos import teacher_pb2, teacher_pb2_grpc
-from protos.transport import CHANNEL_OPTIONS
+from protos.rpc.transport import CHANNEL_OPTIONS
 from tests.faults.sequences import VOCAB
 
 _IN_FLIGHT, _ASKED = 8, 5

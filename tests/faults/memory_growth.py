@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from clients.score_query import ScoreQuery
-from clients.teacher_client import TeacherClient
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery
 from tests.faults.sequences import VOCAB, WAIT, fake
 from tests.teacher.processes import TeacherProcess
 

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from clients.score_query import ScoreQuery
-from protos.rows import RowBlock
+from clients.teacher.query import ScoreQuery
+from protos.rows.codec import RowBlock
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 
 VOCAB = 64

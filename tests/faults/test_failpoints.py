@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from clients.logit_store import LogitStore, StoredRows
-from clients.teacher_client import TeacherClient
-from protos import failpoints
+from clients.store.store import LogitStore, StoredRows
+from clients.teacher.client import TeacherClient
+from protos.rpc import failpoints
 from tests.architecture.test_code import OURS, sources
 from tests.faults.dying import NEW, OLD
 from tests.faults.history import History
@@ -116,7 +116,7 @@ def test_stores(tmp_path: Path) -> None:
 
 def test_saves(tmp_path: Path) -> None:
     """There is always a checkpoint that verifies, and the next save cleans up."""
-    from student_trainer import checkpoint
+    from student_trainer.loop import checkpoint
     from tests.faults.tiny_checkpoint import save
 
     for step in (1, 2):

@@ -16,9 +16,9 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from clients.teacher_client import TeacherClient
+from clients.teacher.client import TeacherClient
 from protos import teacher_pb2, teacher_pb2_grpc
-from protos.transport import CHANNEL_OPTIONS
+from protos.rpc.transport import CHANNEL_OPTIONS
 from tests.faults.sequences import WAIT, fake, sequences
 from tests.server.conftest import eventually
 from tests.teacher.conftest import StartTeacher

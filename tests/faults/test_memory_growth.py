@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from clients.score_query import ScoreQuery
+from clients.teacher.query import ScoreQuery
 from tests.faults.leaking_teacher import LEAK
 from tests.faults.memory_growth import bytes_a_query, new_queries, slope
 from tests.faults.sequences import fake

@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from clients.score_query import ScoreQuery
-from clients.teacher_client import TeacherClient
-from protos import channel
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery
 from protos.errors import Unavailable
+from protos.rpc import channel
 from tests.faults.history import History
 from tests.faults.proxy import FaultProxy, Toxics
 from tests.faults.sequences import VOCAB, WAIT, assert_equal, expected, fake, sequences

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 import redis
 
-from clients.score_query import ScoreQuery, row_key
-from protos.rows import decode_rows, encode_rows
-from teacher_service.batcher import Batcher
-from teacher_service.cache import RowCache
+from clients.teacher.query import ScoreQuery, row_key
+from protos.rows.codec import decode_rows, encode_rows
+from teacher_service.cache.redis_address import RedisAddress
+from teacher_service.cache.redis_tier import RedisTier
+from teacher_service.cache.redis_value import name_of, seal
+from teacher_service.cache.row_cache import RowCache
 from teacher_service.engines.fake import FakeEngine, FakeSettings
-from teacher_service.redis_address import RedisAddress
-from teacher_service.redis_tier import RedisTier
-from teacher_service.redis_value import name_of, seal
-from teacher_service.scorer import Scorer
+from teacher_service.serving.batcher import Batcher
+from teacher_service.serving.scorer import Scorer
 from tests.faults.conftest import REPEATS
 from tests.faults.proxy import FaultProxy, Toxics
 from tests.teacher.redis_server import RedisServer, patient
@@ -221,7 +221,7 @@ def test_it_comes_back(
     server: RedisServer, undisturbed: Life, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault of half a second, a pause of 50 ms: what follows is found again."""
-    monkeypatch.setattr("teacher_service.redis_tier.PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr("teacher_service.cache.redis_tier.PAUSE_SECONDS", 0.05)
     life(server.address)
 
     def restarted() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from clients.distill_client import DistillClient
-from clients.jobs import TERMINAL, JobState
+from clients.jobs.client import DistillClient
+from clients.jobs.job import TERMINAL, JobState
 from protos.errors import Unavailable
 from tests.server.conftest import SCRIPT, Server, end_attempt, eventually, job_config
 from tests.server.history import History

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from clients.distill_client import DistillClient
-from clients.jobs import JobEvent, JobState
-from distill_server.process import Identity, family, identity_of, send_signal
+from clients.jobs.client import DistillClient
+from clients.jobs.job import JobEvent, JobState
+from distill_server.runners.local.process import Identity, family, identity_of, send_signal
 from tests.server.conftest import Server, eventually, job_config
 from tests.server.history import History
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from clients.logit_store import LogitStore, StoredRows
+from clients.store.store import LogitStore, StoredRows
 from protos.errors import Corrupt, WrongState
-from protos.rows import decode_rows
-from teacher_service.disk_tier import DiskTier
+from protos.rows.codec import decode_rows
+from teacher_service.cache.disk_tier import DiskTier
 from tests.faults.conftest import REPEATS
 from tests.teacher.test_logit_store import META, ROOT, entry
 
@@ -151,7 +151,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk(tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """C5, ENOSPC. No partial shard is ever named; with space again the tier goes on by itself."""
-    monkeypatch.setattr("teacher_service.disk_tier.FLUSH_BYTES", 1)
+    monkeypatch.setattr("teacher_service.cache.disk_tier.FLUSH_BYTES", 1)
     ballast = tiny_disk / "ballast"
     ballast.write_bytes(bytes(200 << 10))
     tier = DiskTier(tiny_disk, fingerprint="a" * 64, max_bytes=1 << 30)
@@ -245,7 +245,7 @@ def test_an_error_at_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 WRITERS = """
 import os, sys
-from clients.logit_store import LogitStore
+from clients.store.store import LogitStore
 from tests.teacher.test_logit_store import META, entry
 for path in sys.stdin:
     child = os.fork()

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc.aio
 import numpy as np
 
-from clients.score_query import ScoreQuery, request_of
+from clients.teacher.query import ScoreQuery, request_of
 from protos import teacher_pb2, teacher_pb2_grpc
 from tests.faults.sequences import fake
 from tests.teacher.conftest import StartTeacher

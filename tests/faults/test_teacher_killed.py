@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from clients.teacher_client import TeacherClient
+from clients.teacher.client import TeacherClient
 from protos.errors import Unavailable
 from tests.faults.conftest import REPEATS
 from tests.faults.history import History, record

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from clients.run_directory import RunDirectory
+from clients.runs.directory import RunDirectory
 from tests.end_to_end.conftest import material, once, teacher, undisturbed
 from tests.end_to_end.forked_trainer import finish, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from student_trainer import checkpoint
+from student_trainer.loop import checkpoint
 from tests.trainer import tiny
 
 

@@ -15,8 +15,8 @@ import time
 
 import psutil
 
-from clients.teacher_client import TeacherClient
-from protos.rows import RowBlock
+from clients.teacher.client import TeacherClient
+from protos.rows.codec import RowBlock
 from tests.faults.sequences import WAIT, sequences
 
 

@@ -9,7 +9,7 @@ import grpc.aio
 
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import InvalidInput, Overloaded
-from protos.server import Endpoint, serve
+from protos.rpc.server import Endpoint, serve
 
 
 class StubTeacher(teacher_pb2_grpc.TeacherServicer):

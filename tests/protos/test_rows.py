@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.errors import Corrupt
-from protos.rows import (
+from protos.rows.codec import (
     HEADER_BYTES,
     MAX_18_BIT_ID,
     VERSION,

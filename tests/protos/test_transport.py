@@ -18,9 +18,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import InternalFault, InvalidInput, NotFound, Overloaded, Unavailable
-from protos.server import Endpoint
-from protos.statuses import _abort, fault_of
-from protos.transport import CHANNEL_OPTIONS
+from protos.rpc.server import Endpoint
+from protos.rpc.statuses import _abort, fault_of
+from protos.rpc.transport import CHANNEL_OPTIONS
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from protos.errors import InvalidInput
-from student_trainer.rewards.answered import Answered
 from student_trainer.rewards.reasoning_gym import Questions, Task
+from student_trainer.rewards.sample import Answered
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from clients.reward_config import RewardConfig
+from clients.config.reward import RewardConfig
 from protos.errors import InvalidInput
-from student_trainer.rewards.answered import Answered
+from student_trainer.rewards.sample import Answered
 from student_trainer.rewards.scorers import make_scorer
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from clients.cli.run import judged_beside
-from clients.config_file import load_job
-from clients.rl_config import RLJob
-from distill_server.job_file import parse_config
+from clients.cli.commands.run import judged_beside
+from clients.config.file import load_job
+from clients.config.rl import RLJob
+from distill_server.jobs.job_file import parse_config
 from protos.errors import InvalidInput
 
 JOB = """

@@ -15,13 +15,13 @@ import pytest
 from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from clients.config import DataConfig, JobConfig, StudentConfig
-from clients.distill_client import DistillClient
-from clients.teacher_client import TeacherClient
+from clients.config.on_policy import DataConfig, JobConfig, StudentConfig
+from clients.jobs.client import DistillClient
+from clients.teacher.client import TeacherClient
 from protos import distill_pb2, teacher_pb2, teacher_pb2_grpc
-from protos.access import NEEDED, AccessControl, Role, Tokens
+from protos.auth.access import NEEDED, AccessControl, Role, Tokens
 from protos.errors import ExitCode, Forbidden, Unauthenticated
-from protos.statuses import ErrorBoundary, fault_of
+from protos.rpc.statuses import ErrorBoundary, fault_of
 from tests.security.conftest import Secrets
 from tests.security.processes import Program
 

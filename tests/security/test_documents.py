@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.teacher_client import TeacherClient
+from clients.teacher.client import TeacherClient
 from tests.documents import ROOT, blocks
 from tests.security.conftest import DOCUMENT, Certificates
 from tests.security.processes import environment

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from clients.config_file import MAX_BYTES as MAX_JOB_BYTES
-from clients.config_file import load_job
-from clients.jobs import JobState
-from clients.run_directory import RunDirectory
-from distill_server.control import JobControl
-from distill_server.database import open_database
-from distill_server.runner import LocalRunner
+from clients.config.file import MAX_BYTES as MAX_JOB_BYTES
+from clients.config.file import load_job
+from clients.jobs.job import JobState
+from clients.runs.directory import RunDirectory
+from distill_server.jobs.control import JobControl
+from distill_server.jobs.database import open_database
+from distill_server.jobs.store import Store
+from distill_server.runners.local.runner import LocalRunner
 from distill_server.scheduler import Policy
-from distill_server.store import Store
 from protos.errors import InvalidInput
 from tests.server.conftest import eventually
 from tests.server.scripted_runner import SmallServer

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from clients.captured import captured_of
-from clients.disk_space import parameters_of
-from clients.logit_manifest import read_manifest
-from clients.offline_config import OfflineJob
-from clients.regular_file import read_document
-from clients.tokenizer_file import tokens_in
+from clients.config.offline import OfflineJob
+from clients.data.regular_file import read_document
+from clients.data.tokenizer_file import tokens_in
+from clients.preflight.disk import parameters_of
+from clients.store.for_job import captured_of
+from clients.store.manifest import read_manifest
 from protos.errors import Corrupt, DistillError, InvalidInput
 
 # What a capture says of its rows, with words where it has numbers.

@@ -17,19 +17,19 @@ from typing import Any
 
 import pytest
 
-from clients.config import DataConfig, JobConfig, StudentConfig
-from clients.download import Download
-from clients.jobs import JobState
-from clients.logit_manifest import SCHEMA_VERSION
-from clients.logit_store import LogitStore
-from clients.run_directory import RunDirectory
-from distill_server.artifacts import pieces_of
-from distill_server.bells import Bells
-from distill_server.control import JobControl
-from distill_server.database import open_database
-from distill_server.service import DistillService
-from distill_server.store import Change, Store
-from distill_server.streams import Streams
+from clients.config.on_policy import DataConfig, JobConfig, StudentConfig
+from clients.jobs.download import Download
+from clients.jobs.job import JobState
+from clients.runs.directory import RunDirectory
+from clients.store.manifest import SCHEMA_VERSION
+from clients.store.store import LogitStore
+from distill_server.jobs.change_notifier import Bells
+from distill_server.jobs.control import JobControl
+from distill_server.jobs.database import open_database
+from distill_server.jobs.store import Change, Store
+from distill_server.rpc.artifacts import pieces_of
+from distill_server.rpc.service import DistillService
+from distill_server.rpc.streams import Streams
 from protos import distill_pb2 as pb
 from protos.errors import DistillError
 

@@ -15,17 +15,17 @@ import numpy as np
 import psutil
 import pytest
 
-from clients.fence import VARIABLE as FENCE
-from clients.run_directory import RunDirectory
-from clients.score_query import ScoreQuery
-from clients.teacher_client import TeacherClient
-from distill_server.machine import Share
-from distill_server.runner import LocalRunner
-from distill_server.teacher_token import teacher_token
-from protos.access import NEEDED, Role, Tokens, read_tokens
-from protos.channel import TEACHER_TOKEN, open_channel
+from clients.runs.directory import RunDirectory
+from clients.runs.fence import VARIABLE as FENCE
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery
+from distill_server.runners.local.runner import LocalRunner
+from distill_server.runners.machine import Share
+from distill_server.runners.teacher_token import teacher_token
+from protos.auth.access import NEEDED, Role, Tokens, read_tokens
+from protos.auth.scoped_token import scoped_token
 from protos.errors import Forbidden, InvalidInput
-from protos.scoped_token import scoped_token
+from protos.rpc.channel import TEACHER_TOKEN, open_channel
 from tests.security.conftest import Secrets
 from tests.security.processes import Program
 from tests.security.test_access import (

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from clients.distill_client import DistillClient
-from clients.teacher_client import TeacherClient
+from clients.jobs.client import DistillClient
+from clients.teacher.client import TeacherClient
+from protos.auth.tls import TlsFiles
 from protos.errors import DistillError, InvalidInput, Unavailable
-from protos.server import Endpoint, read_endpoint, serve
-from protos.tls import TlsFiles
+from protos.rpc.server import Endpoint, read_endpoint, serve
 from tests.security.conftest import Certificates, Secrets
 from tests.security.processes import FAKE_TEACHER, Program, refused, server, teacher
 from tests.security.test_access import CONFIG

@@ -13,9 +13,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from clients.cli.app import main
-from protos.access import MAX_TOKEN_CHARS, MIN_TOKEN_CHARS, Role, Tokens, read_tokens
-from protos.channel import SERVER_TOKEN, open_channel
+from protos.auth.access import MAX_TOKEN_CHARS, MIN_TOKEN_CHARS, Role, Tokens, read_tokens
 from protos.errors import InvalidInput
+from protos.rpc.channel import SERVER_TOKEN, open_channel
 from tests.security.conftest import Secrets
 from tests.security.processes import server
 from tests.security.timing import times_in_turns

@@ -17,8 +17,8 @@ import pytest
 from protos import distill_pb2, teacher_pb2, teacher_pb2_grpc
 from protos.distill_pb2_grpc import DistillStub
 from protos.errors import InternalFault, InvalidInput, WrongState
-from protos.statuses import fault_of
-from protos.transport import MAX_MESSAGE_BYTES
+from protos.rpc.statuses import fault_of
+from protos.rpc.transport import MAX_MESSAGE_BYTES
 from tests.security.conftest import Secrets
 from tests.security.processes import Program, server, teacher
 from tests.security.test_access import CONFIG, SERVER_METHODS, TEACHER_METHODS, bearer, call

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from clients.config import DataConfig, JobConfig, StudentConfig
-from clients.distill_client import DistillClient
-from distill_server.process import claim, identity_of, kill_family
+from clients.config.on_policy import DataConfig, JobConfig, StudentConfig
+from clients.jobs.client import DistillClient
+from distill_server.runners.local.process import claim, identity_of, kill_family
 
 _COUNTER = itertools.count()
 SCRIPT = Path(__file__).with_name("scripted_server.py")

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.jobs import TERMINAL, TRANSITIONS, JobEvent, JobState
+from clients.jobs.job import TERMINAL, TRANSITIONS, JobEvent, JobState
 
 ACTIVE = frozenset({JobState.PREPARING, JobState.RUNNING, JobState.CANCELLING})
 BEGUN = "starts after step"

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 import grpc
 
-from clients.jobs import JobState
-from clients.score_query import tokenizer_fingerprint
-from distill_server.control import JobControl
-from distill_server.preflight import JobPreflight
+from clients.jobs.job import JobState
+from clients.teacher.query import tokenizer_fingerprint
+from distill_server.jobs.control import JobControl
+from distill_server.jobs.preflight import JobPreflight
 from distill_server.scheduler import Policy
 from protos import teacher_pb2, teacher_pb2_grpc
-from protos.transport import CHANNEL_OPTIONS
+from protos.rpc.transport import CHANNEL_OPTIONS
 from tests.server.scripted_runner import SmallServer, small_server
 
 TOKENS = ["<end>", *"0123456789+="]

@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from clients.run_directory import RunDirectory, Status, Verdict
-from distill_server.attempts import Exited, Lost, Outcome, Running
-from distill_server.control import JobControl
-from distill_server.database import open_database
-from distill_server.machine import Share
-from distill_server.runner import LocalRunner
+from clients.runs.directory import RunDirectory, Status, Verdict
+from distill_server.jobs.control import JobControl
+from distill_server.jobs.database import open_database
+from distill_server.jobs.store import Store
+from distill_server.runners.interface import Exited, Lost, Outcome, Running
+from distill_server.runners.local.runner import LocalRunner
+from distill_server.runners.machine import Share
 from distill_server.scheduler import Policy, Scheduler
-from distill_server.store import Store
 
 
 class ScriptedRunner(LocalRunner):

@@ -16,14 +16,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from distill_server.attempts import CommandFactory, Runner
-from distill_server.machine import Machine
-from distill_server.preflight import unchecked
-from distill_server.runner import LocalRunner
+from distill_server.jobs.preflight import unchecked
+from distill_server.runners.interface import CommandFactory, Runner
+from distill_server.runners.local.runner import LocalRunner
+from distill_server.runners.machine import Machine
 from distill_server.scheduler import Policy
 from distill_server.server import run_server
 from protos.errors import DistillError
-from protos.server import Endpoint
+from protos.rpc.server import Endpoint
 
 POLICY = {"backoff": 0.1, "cancel_grace": 1.5, "cancel_now_grace": 0.5, "look_every": 0.05}
 
@@ -63,9 +63,9 @@ def runner_of(options: dict[str, Any]) -> Runner:
     ranks, ray = options.get("ranks"), options.get("ray")
     if ray is None:
         return LocalRunner(command=launching(ranks, *TORCH) if ranks else command)
-    from distill_server.ray_cluster import RayCluster
-    from distill_server.ray_jobs import RayJobs
-    from distill_server.ray_runner import RayRunner
+    from distill_server.runners.ray.cluster import RayCluster
+    from distill_server.runners.ray.jobs import RayJobs
+    from distill_server.runners.ray.runner import RayRunner
 
     cluster = RayCluster(RayJobs(ray))
     return RayRunner(cluster, command=launching(ranks) if ranks else command)

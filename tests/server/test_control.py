@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from clients.jobs import JobState
-from clients.run_directory import Control, RunDirectory
-from distill_server.control import JobControl
-from distill_server.database import open_database
-from distill_server.encode import decode_state
-from distill_server.store import Store
+from clients.jobs.job import JobState
+from clients.runs.directory import Control, RunDirectory
+from distill_server.jobs.control import JobControl
+from distill_server.jobs.database import open_database
+from distill_server.jobs.store import Store
+from distill_server.rpc.encode import decode_state
 from protos.errors import InvalidInput, NotFound, Unavailable
 
 from .conftest import job_config

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from clients.distill_client import DistillClient
-from clients.jobs import JobState
+from clients.jobs.client import DistillClient
+from clients.jobs.job import JobState
 from tests.documents import blocks
 
 from .conftest import Server
 
+QUICKSTART = Path(__file__).parents[2] / "examples/quickstart.py"
 JOB = """\
 name = "pause=0.02 every=5"
 max_steps = 60
@@ -26,7 +27,7 @@ data.path = "prompts.jsonl"
 def test_quickstart(server: Server, client: DistillClient, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB)
     done = subprocess.run(
-        [sys.executable, "-m", "clients.examples.quickstart", "job.toml", server.address],
+        [sys.executable, str(QUICKSTART), "job.toml", server.address],
         capture_output=True,
         text=True,
         cwd=tmp_path,

@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clients.capture_facts import key_of
-from clients.fence import VARIABLE, raise_fence, require_unfenced
-from clients.logit_shards import StoredRows
-from clients.metrics_log import MetricsLog
-from clients.run_directory import RunDirectory
-from clients.run_progress import Progress
-from distill_server.attempts import Exited
-from distill_server.machine import Share
-from distill_server.runner import LocalRunner
+from clients.runs.directory import RunDirectory
+from clients.runs.fence import VARIABLE, raise_fence, require_unfenced
+from clients.runs.metrics_writer import MetricsLog
+from clients.runs.progress import Progress
+from clients.store.facts import key_of
+from clients.store.shards import StoredRows
+from distill_server.runners.interface import Exited
+from distill_server.runners.local.runner import LocalRunner
+from distill_server.runners.machine import Share
 from protos.errors import WrongState
-from protos.rows import RowBlock, encode_rows
+from protos.rows.codec import RowBlock, encode_rows
 
 from .conftest import eventually, job_config
 
@@ -54,7 +54,7 @@ def test_an_old_attempt_publishes_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither when it comes late, nor when it slept while it wrote."""
-    from student_trainer.checkpoint import write_whole
+    from student_trainer.loop.checkpoint import write_whole
 
     step = tmp_path / "checkpoints" / "step-000004"
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 1))
@@ -76,7 +76,7 @@ def test_an_old_attempt_deletes_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it takes for leftovers is what its successor is writing."""
-    from student_trainer.checkpoint import delete_after, delete_old
+    from student_trainer.loop.checkpoint import delete_after, delete_old
 
     made = ["step-000004", "step-000008", "step-000012", ".step-000016.tmp"]
     for name in made:
@@ -95,7 +95,7 @@ def test_an_old_attempt_deletes_no_checkpoint(
 def test_an_old_attempt_adds_no_metrics_and_no_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from student_trainer.trainer import write_samples
+    from student_trainer.loop.trainer import write_samples
 
     run = RunDirectory.create(tmp_path / "run", job_config())
     monkeypatch.setenv(VARIABLE, raise_fence(run.path, 1))
@@ -148,8 +148,8 @@ def test_an_old_attempt_adds_no_file_to_a_capture(
 def test_a_process_of_an_old_attempt_stops_at_its_next_word(tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
-        "from clients.run_directory import RunDirectory\n"
-        "from clients.run_progress import Progress\n"
+        "from clients.runs.directory import RunDirectory\n"
+        "from clients.runs.progress import Progress\n"
         "p = Progress(RunDirectory(sys.argv[1]), attempt=1, max_steps=9, main=True,\n"
         "             terminated=lambda: False)\n"
         "for n in range(10_000):\n"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from clients.distill_client import DistillClient
-from clients.job_record import notes_in, points_of
-from clients.jobs import JobState
+from clients.jobs.client import DistillClient
+from clients.jobs.job import JobState
+from clients.jobs.record import notes_in, points_of
 from protos.errors import NotFound, WrongState
 
 from .conftest import Server, eventually, job_config

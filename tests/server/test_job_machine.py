@@ -21,10 +21,10 @@ from hypothesis.stateful import (
     rule,
 )
 
-from clients.jobs import TERMINAL, JobState
-from clients.run_directory import Verdict
-from distill_server.attempts import Exited, Lost
-from distill_server.machine import Machine
+from clients.jobs.job import TERMINAL, JobState
+from clients.runs.directory import Verdict
+from distill_server.runners.interface import Exited, Lost
+from distill_server.runners.machine import Machine
 from distill_server.scheduler import Policy
 from protos.errors import InvalidInput, Overloaded, WrongState
 

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from clients.distill_client import DistillClient
-from clients.jobs import JobState
-from clients.run_directory import RunDirectory
-from distill_server.process import family
+from clients.jobs.client import DistillClient
+from clients.jobs.job import JobState
+from clients.runs.directory import RunDirectory
+from distill_server.runners.local.process import family
 from protos.errors import InvalidInput, NotFound, TimedOut, WrongState
 
 from .conftest import Server, eventually, job_config
@@ -302,7 +302,7 @@ def test_list(client: DistillClient, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [job.id for job in newest] == [ids[4], ids[3]]
     assert [job.id for job in client.list(before_id=ids[3])] == ids[2::-1]
     assert len(client.list(state=JobState.SUCCEEDED)) == 5
-    monkeypatch.setattr("clients.distill_client.MAX_PAGE_JOBS", 2)
+    monkeypatch.setattr("clients.jobs.client.MAX_PAGE_JOBS", 2)
     assert [job.id for job in client.list(limit=3)] == ids[:1:-1]
     assert [job.id for job in client.list()] == ids[::-1]
     assert client.list(state=JobState.RUNNING) == []

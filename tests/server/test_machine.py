@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from clients.distill_client import DistillClient
-from clients.jobs import Job, JobState
+from clients.jobs.client import DistillClient
+from clients.jobs.job import Job, JobState
 from distill_server import scheduler
-from distill_server.attempts import Exited
-from distill_server.machine import Machine, Share, visible_gpus
+from distill_server.runners.interface import Exited
+from distill_server.runners.machine import Machine, Share, visible_gpus
+from distill_server.runners.trainer_environment import trainer_environment
 from distill_server.scheduler import Policy
-from distill_server.trainer_environment import trainer_environment
 from protos.errors import InvalidInput, Overloaded
 
 from .conftest import Server, job_config

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from clients.config import JobConfig
-from clients.jobs import JobState
-from distill_server import database
-from distill_server.database import open_database
-from distill_server.machine import Share
-from distill_server.store import Attempt, Change, Store
+from clients.config.on_policy import JobConfig
+from clients.jobs.job import JobState
+from distill_server.jobs import database
+from distill_server.jobs.database import open_database
+from distill_server.jobs.store import Attempt, Change, Store
+from distill_server.runners.machine import Share
 from protos.errors import InvalidInput, Unavailable
 
 from .conftest import job_config

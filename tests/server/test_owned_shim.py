@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from clients.fence import VARIABLE, raise_fence
-from clients.run_directory import RunDirectory
-from distill_server import living_shims
-from distill_server.living_shims import LivingShims, attempts_before
-from distill_server.process import family, kill_family, send_signal, write_json
-from distill_server.shim_files import card_of, exit_code_of
+from clients.runs.directory import RunDirectory
+from clients.runs.fence import VARIABLE, raise_fence
+from distill_server.runners.local import living_shims
+from distill_server.runners.local.living_shims import LivingShims, attempts_before
+from distill_server.runners.local.process import family, kill_family, send_signal, write_json
+from distill_server.runners.local.shim_files import card_of, exit_code_of
 
 from .conftest import eventually
 
@@ -75,7 +75,7 @@ class OwnedShim:
         self.directory.mkdir(parents=True)
         log = run.log_file(attempt)
         self.ours, theirs = socket.socketpair()
-        argv = [sys.executable, "-m", "distill_server.shim", str(log), "5"]
+        argv = [sys.executable, "-m", "distill_server.runners.local.shim", str(log), "5"]
         argv += ["--rank", str(self.directory), "--", sys.executable, "-S", "-c", code]
         environment = {**os.environ, VARIABLE: raise_fence(run.path, attempt)}
         with theirs:

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from clients import teacher_lane
-from clients.config import JobConfig
-from clients.disk_space import check_space
-from clients.jobs import JobState
-from clients.score_query import tokenizer_fingerprint
-from clients.token_ids import tokens_of
-from clients.tokenizer_file import tokens_in
-from distill_server import preflight
-from distill_server.student_tokens import StudentTokens
+from clients.config.on_policy import JobConfig
+from clients.data.tokenization import tokens_of
+from clients.data.tokenizer_file import tokens_in
+from clients.jobs.job import JobState
+from clients.preflight.disk import check_space
+from clients.teacher import connection as teacher_lane
+from clients.teacher.query import tokenizer_fingerprint
+from distill_server.jobs import preflight
+from distill_server.jobs.student_tokens import StudentTokens
 from protos.errors import DistillError, InvalidInput, NotFound, Unavailable, WrongState
 from tests.server.preflight_site import (
     TOKENS,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.distill_client import DistillClient
+from clients.jobs.client import DistillClient
 from protos.errors import NotFound
 
 

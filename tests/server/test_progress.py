@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from clients.jobs import Job, JobState
-from clients.metrics_tail import MetricsTail, Point
-from clients.run_directory import RunDirectory, Status
-from distill_server.attempts import Exited, Lost
-from distill_server.progress import progress_changes, status_of
-from distill_server.store import Change
-from distill_server.verdict import Died, Ended, verdict_of
+from clients.jobs.job import Job, JobState
+from clients.runs.directory import RunDirectory, Status
+from clients.runs.metrics_follower import MetricsTail, Point
+from distill_server.jobs.progress import progress_changes, status_of
+from distill_server.jobs.store import Change
+from distill_server.jobs.verdict import Died, Ended, verdict_of
+from distill_server.runners.interface import Exited, Lost
 
 
 def lines(attempt: int, *steps: int) -> str:

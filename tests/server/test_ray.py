@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from clients.config import JobConfig
-from clients.distill_client import DistillClient
-from clients.fence import VARIABLE as FENCE
-from clients.fence import raise_fence
-from clients.jobs import Job, JobState
-from clients.run_directory import RunDirectory
-from distill_server.process import Identity, family, identity_of, kill_family
-from distill_server.ray_order import Order, write_order
-from distill_server.shim_files import card_of, exit_code_of
+from clients.config.on_policy import JobConfig
+from clients.jobs.client import DistillClient
+from clients.jobs.job import Job, JobState
+from clients.runs.directory import RunDirectory
+from clients.runs.fence import VARIABLE as FENCE
+from clients.runs.fence import raise_fence
+from distill_server.runners.local.process import Identity, family, identity_of, kill_family
+from distill_server.runners.local.shim_files import card_of, exit_code_of
+from distill_server.runners.ray.order import Order, write_order
 from tests.end_to_end.conftest import material, once, teacher
 from tests.end_to_end.forked_trainer import finish
 from tests.end_to_end.processes import ENVIRONMENT, RealServer, metrics_of, new_run, weights
@@ -173,7 +173,7 @@ def test_a_node_that_cannot_begin_says_why(cluster: Cluster, tmp_path: Path) -> 
     order = Order(str(run.path), 1, ["-c", "pass"], {FENCE: raise_fence(run.path, 1)}, "/", 1, 1, 0)
     write_order(directory / "order.json", order)
     subprocess.run(
-        [sys.executable, "-m", "distill_server.ray_driver", str(directory / "order.json")],
+        [sys.executable, "-m", "distill_server.runners.ray.driver", str(directory / "order.json")],
         env={**os.environ, "RAY_ADDRESS": cluster.address},
         check=False,
     )
@@ -184,7 +184,7 @@ def test_a_node_that_cannot_begin_says_why(cluster: Cluster, tmp_path: Path) -> 
 
 def told(question: str, cluster: Cluster, **variables: str) -> str:
     code = (
-        "import sys\nfrom distill_server.ray_jobs import RayJobs\n"
+        "import sys\nfrom distill_server.runners.ray.jobs import RayJobs\n"
         f"try: jobs = RayJobs(sys.argv[1]); {question}\n"
         "except Exception as error: print(type(error).__name__, error)"
     )

@@ -14,19 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from clients.fence import VARIABLE
-from clients.run_directory import RunDirectory
-from distill_server import ray_runner
-from distill_server.attempts import Exited, Lost, Outcome, Running
-from distill_server.machine import Share
-from distill_server.process import claim, write_json
-from distill_server.ray_cluster import RayCluster
-from distill_server.ray_jobs import Absent, Answer, Present, RayJobs
-from distill_server.ray_order import take_order
-from distill_server.ray_places import Place, rank_variables
-from distill_server.ray_runner import RayRunner
+from clients.runs.directory import RunDirectory
+from clients.runs.fence import VARIABLE
+from distill_server.runners.interface import Exited, Lost, Outcome, Running
+from distill_server.runners.local.process import claim, write_json
+from distill_server.runners.machine import Share
+from distill_server.runners.ray import runner as ray_runner
+from distill_server.runners.ray.cluster import RayCluster
+from distill_server.runners.ray.jobs import Absent, Answer, Present, RayJobs
+from distill_server.runners.ray.order import take_order
+from distill_server.runners.ray.places import Place, rank_variables
+from distill_server.runners.ray.runner import RayRunner
+from protos.auth.scoped_token import scoped_token
 from protos.errors import InvalidInput, Unavailable, WrongState
-from protos.scoped_token import scoped_token
 
 from .conftest import eventually
 
@@ -71,7 +71,7 @@ class ScriptedJobs:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_runner, "_STORAGE_SECONDS", 0.1)
-    monkeypatch.setattr("distill_server.ray_cluster._PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("distill_server.runners.ray.cluster._PAUSE_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_an_order_has_what_the_description_of_the_job_must_not(
     assert name.startswith("on-policy-x-7f3a-")
     assert name.endswith("-1")
     assert shlex.split(entrypoint) == [
-        *(sys.executable, "-m", "distill_server.ray_driver", str(order_file))
+        *(sys.executable, "-m", "distill_server.runners.ray.driver", str(order_file))
     ]
     assert order_file.stat().st_mode & 0o777 == 0o600
     order = take_order(order_file)
@@ -169,7 +169,7 @@ def test_a_cluster_that_is_silent_holds_nobody_up(run: RunDirectory, jobs: Scrip
 def test_a_dashboard_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it is first asked: Ray's client does so as it is made."""
     pytest.importorskip("ray", reason="needs the extra [ray]")
-    monkeypatch.setattr("distill_server.ray_jobs._TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr("distill_server.runners.ray.jobs._TIMEOUT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         jobs = RayJobs(f"http://127.0.0.1:{silent.getsockname()[1]}")
         for _ in range(2):

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from clients.distill_client import DistillClient
-from clients.jobs import JobEvent, JobState
-from clients.run_directory import RunDirectory
-from distill_server.database import open_database
-from distill_server.process import family, kill_family
-from distill_server.store import Change, Store
+from clients.jobs.client import DistillClient
+from clients.jobs.job import JobEvent, JobState
+from clients.runs.directory import RunDirectory
+from distill_server.jobs.database import open_database
+from distill_server.jobs.store import Change, Store
+from distill_server.runners.local.process import family, kill_family
 from protos.errors import Unavailable
 
 from .conftest import Server, eventually, job_config

@@ -15,12 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from clients.run_directory import RunDirectory
-from distill_server.attempts import Exited, Lost, Running
-from distill_server.machine import Share
-from distill_server.process import claim, family, identity_of, kill_family, send_signal
-from distill_server.runner import LocalRunner
-from distill_server.trainer_environment import trainer_environment
+from clients.runs.directory import RunDirectory
+from distill_server.runners.interface import Exited, Lost, Running
+from distill_server.runners.local.process import (
+    claim,
+    family,
+    identity_of,
+    kill_family,
+    send_signal,
+)
+from distill_server.runners.local.runner import LocalRunner
+from distill_server.runners.machine import Share
+from distill_server.runners.trainer_environment import trainer_environment
 
 from .conftest import eventually
 
@@ -170,7 +176,7 @@ def test_trainer_ignoring_sigterm_is_killed_after_the_grace(run: RunDirectory) -
     log = run.log_file(1)
     trainer = [sys.executable, "-S", "-c", code]
     shim = subprocess.Popen(
-        [sys.executable, "-m", "distill_server.shim", str(log), "0.3", "--", *trainer]
+        [sys.executable, "-m", "distill_server.runners.local.shim", str(log), "0.3", "--", *trainer]
     )
     eventually(lambda: log.exists() and log.read_text() == "up\n")
     started = time.monotonic()
@@ -256,7 +262,7 @@ def test_threads_are_shared_by_the_processes_of_a_job(run: RunDirectory) -> None
 
 def test_shim_is_light() -> None:
     code = (
-        "import sys, distill_server.shim\n"
+        "import sys, distill_server.runners.local.shim\n"
         "print([m for m in ('grpc', 'pydantic') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

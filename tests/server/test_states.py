@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from clients.jobs import TERMINAL, TRANSITIONS, JobState
-from distill_server.database import open_database
-from distill_server.store import Change, Store
+from clients.jobs.job import TERMINAL, TRANSITIONS, JobState
+from distill_server.jobs.database import open_database
+from distill_server.jobs.store import Change, Store
 from protos.errors import WrongState
 
 from .conftest import job_config

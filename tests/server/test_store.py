@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from clients.jobs import JobState
-from distill_server.database import open_database
-from distill_server.store import Attempt, Change, Store
+from clients.jobs.job import JobState
+from distill_server.jobs.database import open_database
+from distill_server.jobs.store import Attempt, Change, Store
 from protos.errors import Corrupt, InvalidInput, NotFound, Unavailable, WrongState
 
 from .conftest import job_config
@@ -43,7 +43,7 @@ def test_writes_are_durable_in_wal_mode(tmp_path: Path) -> None:
 def test_second_process_is_refused_at_once(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib\n"
-        "from distill_server.database import open_database\n"
+        "from distill_server.jobs.database import open_database\n"
         "with open_database(pathlib.Path(sys.argv[1])): pass\n"
     )
     path = tmp_path / "server.sqlite"

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from clients.artifacts import Checkpoint, checkpoint_step, pull_run
 from clients.cli.app import main
-from clients.distill_client import DistillClient
-from clients.job_record import record_of_run
-from clients.jobs import JobState
-from clients.run_directory import RunDirectory
-from distill_server.process import family
-from distill_server.streams import _tail_offset
+from clients.jobs.artifacts import Checkpoint, checkpoint_step, pull_run
+from clients.jobs.client import DistillClient
+from clients.jobs.job import JobState
+from clients.jobs.record import record_of_run
+from clients.runs.directory import RunDirectory
+from distill_server.rpc.streams import _tail_offset
+from distill_server.runners.local.process import family
 from protos.errors import InvalidInput, NotFound, TimedOut, Unavailable, WrongState
 
 from .conftest import Server, eventually, job_config

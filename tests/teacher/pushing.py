@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clients.score_query import ScoreQuery
+from clients.teacher.query import ScoreQuery
 from protos import teacher_pb2
-from protos.rows import RowBlock
-from teacher_service.batcher import Batcher
+from protos.rows.codec import RowBlock
 from teacher_service.engines.base import EngineInfo
 from teacher_service.engines.hf import HfEngine
-from teacher_service.weights import Weights
+from teacher_service.serving.batcher import Batcher
+from teacher_service.serving.weights import Weights
 
 Arrays = dict[str, NDArray[Any]]
 Parts = Iterable[teacher_pb2.WeightsPart]

@@ -14,13 +14,13 @@ import pytest
 import redis
 
 from benchmarks.redis_process import redis_binary
-from teacher_service.redis_address import OPTIONS
+from teacher_service.cache.redis_address import OPTIONS
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where time is not the subject: a busy machine may take longer than 200 ms."""
-    monkeypatch.setattr("teacher_service.redis_tier.TIMEOUT_SECONDS", 20.0)
+    monkeypatch.setattr("teacher_service.cache.redis_tier.TIMEOUT_SECONDS", 20.0)
     monkeypatch.setitem(OPTIONS, "socket_timeout", 20.0)
     monkeypatch.setitem(OPTIONS, "socket_connect_timeout", 20.0)
 

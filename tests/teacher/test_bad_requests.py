@@ -17,14 +17,14 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients.score_assembly import ScoreAssembly
-from clients.score_query import ScoreQuery, request_of
+from clients.teacher.query import ScoreQuery, request_of
+from clients.teacher.row_assembly import ScoreAssembly
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import InvalidInput
-from protos.rows import RowBlock
-from protos.transport import CHANNEL_OPTIONS
+from protos.rows.codec import RowBlock
+from protos.rpc.transport import CHANNEL_OPTIONS
 from teacher_service.engines.fake import FakeEngine, FakeSettings
-from teacher_service.validation import Limits, query_of
+from teacher_service.serving.validation import Limits, query_of
 from tests.teacher.conftest import StartTeacher
 from tests.teacher.processes import TeacherProcess
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from clients.score_query import ScoreQuery
+from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt, DistillError, Overloaded
-from protos.rows import RowBlock
-from teacher_service.batcher import Batcher, Scored
+from protos.rows.codec import RowBlock
 from teacher_service.engines.fake import FakeEngine, FakeSettings
+from teacher_service.serving.batcher import Batcher, Scored
 
 
 class ScriptedEngine(FakeEngine):

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients.logit_store import LogitStore, StoredRows
-from clients.score_query import ScoreQuery, row_key
+from clients.store.store import LogitStore, StoredRows
+from clients.teacher.query import ScoreQuery, row_key
 from protos.errors import DistillError, WrongState
-from protos.rows import RowBlock
-from teacher_service.batcher import Batcher
-from teacher_service.cache import RowCache, ScoredSequence
-from teacher_service.disk_tier import DiskTier
+from protos.rows.codec import RowBlock
+from teacher_service.cache.disk_tier import DiskTier
+from teacher_service.cache.row_cache import RowCache, ScoredSequence
 from teacher_service.engines.fake import FakeEngine, FakeSettings
-from teacher_service.scorer import Scorer
+from teacher_service.serving.batcher import Batcher
+from teacher_service.serving.scorer import Scorer
 
 
 class CountingEngine(FakeEngine):
@@ -172,9 +172,9 @@ def wait_for(key: bytes, tier: DiskTier) -> None:
 
 @pytest.mark.parametrize("limit", ["bytes", "shards"])
 def test_the_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    monkeypatch.setattr("teacher_service.disk_tier.FLUSH_BYTES", 1)
+    monkeypatch.setattr("teacher_service.cache.disk_tier.FLUSH_BYTES", 1)
     if limit == "shards":
-        monkeypatch.setattr("teacher_service.disk_tier.MAX_SHARDS", 3)
+        monkeypatch.setattr("teacher_service.cache.disk_tier.MAX_SHARDS", 3)
     tier = disk(tmp_path, max_bytes=350_000 if limit == "bytes" else 1 << 30)
     keys = [bytes([number]) * 32 for number in range(8)]
     for key in keys:
@@ -228,8 +228,8 @@ def test_rows_given_twice_do_not_fill_the_queue_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that forgets hands the same key over again before the first is on disk."""
-    monkeypatch.setattr("teacher_service.disk_tier.MAX_WAITING_BYTES", 1000)
-    monkeypatch.setattr("teacher_service.disk_tier.FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr("teacher_service.cache.disk_tier.MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr("teacher_service.cache.disk_tier.FLUSH_SECONDS", 0.05)
     tier = disk(tmp_path)
     for number, size in enumerate((300, 300, 900)):
         key = bytes([number]) * 32

@@ -15,11 +15,11 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from clients.score_assembly import ScoreAssembly
-from clients.score_query import ScoreQuery, request_of
+from clients.teacher.query import ScoreQuery, request_of
+from clients.teacher.row_assembly import ScoreAssembly
 from protos import teacher_pb2, teacher_pb2_grpc
-from protos.rows import RowBlock
-from protos.transport import CHANNEL_OPTIONS
+from protos.rows.codec import RowBlock
+from protos.rpc.transport import CHANNEL_OPTIONS
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from tests.teacher.conftest import StartTeacher
 
@@ -71,7 +71,7 @@ def out_of_time(stub: Any) -> Callable[[], None]:
 
 CLIENT = """
 import sys
-from clients.teacher_client import TeacherClient
+from clients.teacher.client import TeacherClient
 from tests.teacher.test_cancellation import queries
 with TeacherClient(sys.argv[1]) as client:
     answers = [client.submit(query) for query in queries(50)]

@@ -15,11 +15,11 @@ import grpc
 import numpy as np
 import pytest
 
-from clients.score_query import ScoreQuery, tokenizer_fingerprint
-from clients.teacher_client import TeacherClient
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos import teacher_pb2_grpc
 from protos.errors import Corrupt, InternalFault, InvalidInput, Unavailable, WrongState
-from protos.rows import RowBlock
+from protos.rows.codec import RowBlock
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from tests.teacher.conftest import StartTeacher
 
@@ -186,7 +186,7 @@ def test_a_slow_teacher_is_waited_for_but_not_for_ever(
     with TeacherClient(teacher.address, patience_seconds=1.0) as client:
         assert_undisturbed(queries(3), [client.submit(query) for query in queries(3)])
 
-        monkeypatch.setattr("clients.teacher_client._BUSY_FACTOR", 2)
+        monkeypatch.setattr("clients.teacher.client._BUSY_FACTOR", 2)
         began = time.monotonic()
         fault = client.submit(queries(1)[0]).exception(WAIT)
         assert isinstance(fault, Unavailable)

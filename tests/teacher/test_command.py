@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clients.score_query import ScoreQuery
-from clients.teacher_client import TeacherClient
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery
 from tests.teacher.conftest import StartTeacher
 
 FAKE = ["--engine", "fake", "--model", "vocab=64"]

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from clients.score_query import ScoreQuery, request_of
-from clients.teacher_client import TeacherClient
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery, request_of
 from protos import teacher_pb2, teacher_pb2_grpc
-from protos.rows import RowBlock
-from protos.transport import CHANNEL_OPTIONS
+from protos.rows.codec import RowBlock
+from protos.rpc.transport import CHANNEL_OPTIONS
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from tests.teacher.conftest import StartTeacher
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from clients.score_query import ScoreQuery, row_key
+from clients.teacher.query import ScoreQuery, row_key
 from protos.errors import InvalidInput
-from protos.rows import RowBlock, encode_rows
-from teacher_service.cache import RowCache, ScoredSequence
+from protos.rows.codec import RowBlock, encode_rows
+from teacher_service.cache.row_cache import RowCache, ScoredSequence
 from teacher_service.engines.hf import HfEngine
 
 QUERY = ScoreQuery(np.arange(1, 12, dtype=np.int32), 1, top_k=4)

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from clients.score_query import ScoreQuery
+from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt, InvalidInput
-from protos.rows import RowBlock
+from protos.rows.codec import RowBlock
 from teacher_service.engines.hf import HfEngine
-from teacher_service.self_test import run_self_test
+from teacher_service.serving.self_test import run_self_test
 from tests.teacher.tiny_model import VOCAB_SIZE, save_tiny_model
 
 

@@ -10,8 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from protos.errors import InvalidInput
-from teacher_service.language_model import load_model
-from teacher_service.linear_head import HeadTensors, find_head
+from teacher_service.head.linear_head import HeadTensors, find_head
+from teacher_service.models.loading import load_model
 from tests.teacher.tiny_model import VOCAB_SIZE, save_tiny_model
 
 SIZES = {

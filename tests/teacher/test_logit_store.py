@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clients.logit_store import LogitStore, StoredRows
+from clients.store.store import LogitStore, StoredRows
 from protos.errors import Corrupt, WrongState
-from protos.rows import RowBlock, decode_rows, encode_rows
+from protos.rows.codec import RowBlock, decode_rows, encode_rows
 
 ROOT = Path(__file__).parents[2]
 META = {"fingerprint": "abc"}

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from clients.score_query import ScoreQuery, request_of
+from clients.teacher.query import ScoreQuery, request_of
 from protos import teacher_pb2
 from protos.errors import Corrupt, DistillError
-from teacher_service.batcher import Batcher
-from teacher_service.cache import RowCache
+from teacher_service.cache.row_cache import RowCache
 from teacher_service.engines.hf import HfEngine
 from teacher_service.metrics_page import TeacherMetrics
-from teacher_service.scorer import Scorer
-from teacher_service.service import TeacherServicer
-from teacher_service.validation import Limits
-from teacher_service.weights import Weights
+from teacher_service.serving.batcher import Batcher
+from teacher_service.serving.scorer import Scorer
+from teacher_service.serving.service import TeacherServicer
+from teacher_service.serving.validation import Limits
+from teacher_service.serving.weights import Weights
 
 POISONED, POSITION = 42, 7
 

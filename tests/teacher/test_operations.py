@@ -17,8 +17,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from clients.cli.app import main
-from clients.score_query import ScoreQuery, request_of
-from clients.teacher_client import TeacherClient
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery, request_of
 from protos import teacher_pb2_grpc
 from protos.errors import Corrupt, ExitCode, InvalidInput
 from tests.teacher.conftest import StartTeacher

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from clients.score_query import ScoreQuery
-from clients.teacher_client import TeacherClient
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery
 from protos.errors import InvalidInput, WrongState
-from protos.rows import RowBlock
+from protos.rows.codec import RowBlock
 from teacher_service.engines.hf import HfEngine
 from tests.teacher.processes import TeacherProcess
 from tests.teacher.pushing import Arrays, arrays

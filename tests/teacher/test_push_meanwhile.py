@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from clients.push_weights import weights_parts
+from clients.teacher.push_weights import weights_parts
 from protos import teacher_pb2
 from protos.errors import Overloaded, TimedOut, WrongState
-from teacher_service import weights as weights_module
-from teacher_service.batcher import Batcher
-from teacher_service.cache import RowCache
+from teacher_service.cache.row_cache import RowCache
 from teacher_service.engines.base import WeightUpdate
 from teacher_service.engines.hf import HfEngine
-from teacher_service.scorer import Scorer
-from teacher_service.weights import Weights
+from teacher_service.serving import weights as weights_module
+from teacher_service.serving.batcher import Batcher
+from teacher_service.serving.scorer import Scorer
+from teacher_service.serving.weights import Weights
 from tests.teacher.pushing import NAME, QUERY, arrays, parameters, push, rows
 
 

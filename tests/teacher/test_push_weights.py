@@ -12,7 +12,7 @@ import torch
 import xxhash
 from google.protobuf.message import DecodeError
 
-from clients.push_weights import weights_parts
+from clients.teacher.push_weights import weights_parts
 from protos import teacher_pb2
 from protos.errors import Corrupt, DistillError, InvalidInput, WrongState
 from teacher_service.engines.fake import FakeEngine, FakeSettings

@@ -13,20 +13,20 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from clients.logit_store import StoredRows
-from clients.score_query import ScoreQuery, row_key
-from clients.teacher_client import TeacherClient
+from clients.store.store import StoredRows
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery, row_key
 from protos.errors import InvalidInput
-from protos.rows import RowBlock, encode_rows, most_bytes
-from teacher_service.batcher import Batcher
-from teacher_service.breaker import Breaker
-from teacher_service.cache import RowCache
-from teacher_service.cache_settings import CacheSettings, open_redis
+from protos.rows.codec import RowBlock, encode_rows, most_bytes
+from teacher_service.cache.circuit_breaker import Breaker
+from teacher_service.cache.redis_address import RedisAddress
+from teacher_service.cache.redis_tier import MAX_VALUE_BYTES, RedisTier
+from teacher_service.cache.redis_value import name_of, seal
+from teacher_service.cache.row_cache import RowCache
+from teacher_service.cache.settings import CacheSettings, open_redis
 from teacher_service.engines.fake import FakeEngine, FakeSettings
-from teacher_service.redis_address import RedisAddress
-from teacher_service.redis_tier import MAX_VALUE_BYTES, RedisTier
-from teacher_service.redis_value import name_of, seal
-from teacher_service.scorer import Scorer
+from teacher_service.serving.batcher import Batcher
+from teacher_service.serving.scorer import Scorer
 from tests.faults.proxy import FaultProxy, Toxics
 from tests.teacher.conftest import StartTeacher
 from tests.teacher.redis_server import RedisServer, patient

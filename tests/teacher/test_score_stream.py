@@ -9,8 +9,8 @@ import pytest
 
 from protos import teacher_pb2
 from protos.errors import Corrupt, InvalidInput, Overloaded
-from teacher_service import score_stream
-from teacher_service.score_stream import ScoreStream
+from teacher_service.serving import score_stream
+from teacher_service.serving.score_stream import ScoreStream
 
 ROWS, TOP_K = 4096, 1024
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from clients.score_query import ScoreQuery
+from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt, DistillError
-from protos.rows import RowBlock
-from teacher_service.batcher import Batcher
-from teacher_service.cache import RowCache, ScoredSequence
+from protos.rows.codec import RowBlock
+from teacher_service.cache.row_cache import RowCache, ScoredSequence
 from teacher_service.engines.fake import FakeEngine, FakeSettings
-from teacher_service.scorer import Scorer
+from teacher_service.serving.batcher import Batcher
+from teacher_service.serving.scorer import Scorer
 
 
 class GatedEngine(FakeEngine):

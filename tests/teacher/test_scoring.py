@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from protos.errors import Corrupt
-from teacher_service.scoring import ScoredRows, score_hidden
+from teacher_service.head.scoring import ScoredRows, score_hidden
 
 N, H, V = 23, 16, 120
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from clients.score_query import ScoreQuery
+from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError, WrongState
-from protos.rows import RowBlock
+from protos.rows.codec import RowBlock
 from teacher_service.engines.fake import FakeEngine, FakeSettings
-from teacher_service.self_test import run_self_test
+from teacher_service.serving.self_test import run_self_test
 
 Wrong = Callable[[RowBlock, int, int], RowBlock]
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from clients.score_assembly import ScoreAssembly
-from clients.score_query import MAX_TAIL_SAMPLES, ScoreQuery
+from clients.teacher.query import MAX_TAIL_SAMPLES, ScoreQuery
+from clients.teacher.row_assembly import ScoreAssembly
 from protos.errors import Corrupt
-from protos.rows import RowBlock, decode_rows, encode_rows
+from protos.rows.codec import RowBlock, decode_rows, encode_rows
 from student_trainer.losses import Rows, exact_kl, rows_from_logits, topk_kl
-from teacher_service.cache import ScoredSequence
+from teacher_service.cache.row_cache import ScoredSequence
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.engines.hf import HfEngine
-from teacher_service.scorer import Answer, chunks_of
-from teacher_service.scoring import ScoredRows, score_hidden
-from teacher_service.tail_samples import draw
-from teacher_service.uniforms import uniforms_of
+from teacher_service.head.scoring import ScoredRows, score_hidden
+from teacher_service.head.tail_samples import draw
+from teacher_service.head.uniforms import uniforms_of
+from teacher_service.serving.scorer import Answer, chunks_of
 from tests.teacher.tiny_model import VOCAB_SIZE
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients.score_query import ScoreQuery, request_of, row_key
+from clients.teacher.query import ScoreQuery, request_of, row_key
 from protos import teacher_pb2
 from protos.errors import InvalidInput
-from teacher_service.validation import Limits, query_of
+from teacher_service.serving.validation import Limits, query_of
 
 LIMITS = Limits(vocab_size=100, max_length=10, max_top_k=4)
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import xxhash
 
-from clients.score_query import ScoreQuery, answer_bytes
-from clients.score_window import ScoreWindow
+from clients.teacher.pending_requests import ScoreWindow
+from clients.teacher.query import ScoreQuery, answer_bytes
 from protos import teacher_pb2
 from protos.errors import Corrupt, Unavailable
-from protos.rows import RowBlock, encode_rows
-from teacher_service.cache import ScoredSequence
+from protos.rows.codec import RowBlock, encode_rows
+from teacher_service.cache.row_cache import ScoredSequence
 from teacher_service.engines.fake import FakeEngine, FakeSettings
-from teacher_service.scorer import Answer, chunks_of
+from teacher_service.serving.scorer import Answer, chunks_of
 
 K = 32
 QUERY = ScoreQuery(np.random.default_rng(0).integers(0, 64, 12_000).astype(np.int32), 5, top_k=K)

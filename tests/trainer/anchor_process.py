@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from protos.errors import InvalidInput
-from student_trainer import checkpoint
-from student_trainer.anchor import Anchor
-from student_trainer.parallel import local
-from student_trainer.privileged import privileged_prompt
+from student_trainer.loop import checkpoint
+from student_trainer.parallel.sharding import local
+from student_trainer.teachers.anchor import Anchor
+from student_trainer.teachers.privileged import privileged_prompt
 from tests.forks import Forks
 from tests.trainer import tiny
 from tests.trainer.anchors import move, rollouts, spread_student, teacher_of

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from student_trainer.anchor import Anchor, AnchorTeacher
-from student_trainer.model import Student
-from student_trainer.parallel import Replicated, Sharded, local, share_of, spread
-from student_trainer.processes import make_accelerator
-from student_trainer.rollouts import Rollout
+from student_trainer.model.student import Student
+from student_trainer.parallel.collectives import make_accelerator
+from student_trainer.parallel.sharding import Replicated, Sharded, local, share_of, spread
+from student_trainer.rollouts.hf import Rollout
+from student_trainer.teachers.anchor import Anchor, AnchorTeacher
 
 TEMPERATURE = 1.3
 

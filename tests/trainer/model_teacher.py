@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protos.rows import RowBlock
-from student_trainer.rollouts import Rollout
+from protos.rows.codec import RowBlock
+from student_trainer.rollouts.hf import Rollout
 
 
 class ModelTeacher:

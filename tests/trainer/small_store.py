@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clients.capture_facts import PART, SEQUENCES, WHOLE, key_of
-from clients.logit_store import LogitStore, StoredRows
-from clients.score_query import tokenizer_fingerprint
-from clients.token_ids import tokens_of
-from protos.rows import RowBlock, encode_rows
+from clients.data.tokenization import tokens_of
+from clients.store.facts import PART, SEQUENCES, WHOLE, key_of
+from clients.store.store import LogitStore, StoredRows
+from clients.teacher.query import tokenizer_fingerprint
+from protos.rows.codec import RowBlock, encode_rows
 
 Text = tuple[list[int], int]  # token ids, first scored position
 

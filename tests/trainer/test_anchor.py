@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from clients.config import LoraConfig, StudentConfig
+from clients.config.on_policy import LoraConfig, StudentConfig
 from protos.errors import InvalidInput
-from protos.rows import RowBlock
-from student_trainer import checkpoint
-from student_trainer.anchor import Anchor
+from protos.rows.codec import RowBlock
+from student_trainer.loop import checkpoint
 from student_trainer.losses import fused_linear_top_ids
-from student_trainer.model import load_model
-from student_trainer.parallel import Replicated, Sharded
-from student_trainer.privileged import privileged_prompt
+from student_trainer.model.student import load_model
+from student_trainer.parallel.sharding import Replicated, Sharded
+from student_trainer.teachers.anchor import Anchor
+from student_trainer.teachers.privileged import privileged_prompt
 from tests.trainer import tiny
 from tests.trainer.anchors import (
     TEMPERATURE,

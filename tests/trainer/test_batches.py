@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from protos.rows import RowBlock
-from student_trainer.batches import ScoredSequence, make_batch
-from student_trainer.packing import micro_batches
-from student_trainer.rollouts import Rollout
+from protos.rows.codec import RowBlock
+from student_trainer.data.batch import ScoredSequence, make_batch
+from student_trainer.data.packing import micro_batches
+from student_trainer.rollouts.hf import Rollout
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from protos.errors import Corrupt, NotFound
-from student_trainer import checkpoint
+from student_trainer.loop import checkpoint
 from tests.trainer import tiny
 
 

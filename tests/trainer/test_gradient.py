@@ -9,20 +9,20 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from clients.run_directory import RunDirectory
-from clients.run_progress import Progress
+from clients.runs.directory import RunDirectory
+from clients.runs.progress import Progress
 from protos.errors import Corrupt
-from student_trainer.distillation import Objective
-from student_trainer.evaluate import Evaluation, Examination
+from student_trainer.data.prompts import load_prompts
+from student_trainer.loop.evaluation import Evaluation, Examination
+from student_trainer.loop.step import one_update
+from student_trainer.loop.trainer import Parts, Trainer
 from student_trainer.losses import exact_kl
-from student_trainer.metrics import open_metrics
-from student_trainer.model import Student, load_model, load_tokenizer
-from student_trainer.on_policy import Answers, OnPolicySteps
-from student_trainer.parallel import Replicated
-from student_trainer.prompts import load_prompts
-from student_trainer.rollouts import HuggingFaceRollouts
-from student_trainer.step import one_update
-from student_trainer.trainer import Parts, Trainer
+from student_trainer.methods.on_policy import Answers, OnPolicySteps
+from student_trainer.model.student import Student, load_model, load_tokenizer
+from student_trainer.objectives.distillation import Objective
+from student_trainer.parallel.sharding import Replicated
+from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.run.metrics import open_metrics
 from tests.trainer import tiny
 from tests.trainer.model_teacher import ModelTeacher, completion_logprobs
 
@@ -144,7 +144,7 @@ def test_a_gradient_that_is_no_number_changes_nothing(
 
 def test_metrics_are_those_of_the_table(material: tiny.Material, tmp_path: Path) -> None:
     """A whole run, in this process: every name that is written is explained, and the other way."""
-    from student_trainer import metrics
+    from student_trainer.run import metrics
     from tests.end_to_end.processes import metrics_of
 
     run = new_run(material, tmp_path / "run", max_steps=3, eval__every=2)

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from clients.metrics_tail import Point, read_points
-from clients.run_directory import RunDirectory
-from clients.run_progress import Progress
+from clients.runs.directory import RunDirectory
+from clients.runs.metrics_follower import Point, read_points
+from clients.runs.progress import Progress
 from student_trainer.assembly import assemble
-from student_trainer.head_watch import HeadWatch, learns_from_a_head
+from student_trainer.loop.head_watch import HeadWatch, learns_from_a_head
 from student_trainer.rewards import make_rewards
 from tests.trainer import tiny
 

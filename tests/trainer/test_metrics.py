@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from clients.config import TrackConfig
-from clients.run_directory import RunDirectory
-from student_trainer.metrics import open_metrics
+from clients.config.on_policy import TrackConfig
+from clients.runs.directory import RunDirectory
+from student_trainer.run.metrics import open_metrics
 from tests.trainer import tiny
 
 FILE_ONLY = TrackConfig(tensorboard=False)

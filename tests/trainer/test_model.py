@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from clients.config import OnPolicyConfig, StudentConfig
+from clients.config.on_policy import OnPolicyConfig, StudentConfig
 from protos.errors import InvalidInput
-from student_trainer.batches import Batch, make_batch
-from student_trainer.distillation import Objective, distillation_loss
+from student_trainer.data.batch import Batch, make_batch
 from student_trainer.losses import FusedLoss, Rows
-from student_trainer.model import (
+from student_trainer.model.student import (
     Student,
     has_linear_head,
     load_config,
@@ -24,8 +23,9 @@ from student_trainer.model import (
     load_tokenizer,
     vocabulary,
 )
-from student_trainer.rollouts import HuggingFaceRollouts
-from student_trainer.teachers import PendingRows
+from student_trainer.objectives.distillation import Objective, distillation_loss
+from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.teachers.source import PendingRows
 from tests.trainer import tiny
 from tests.trainer.model_teacher import ModelTeacher
 

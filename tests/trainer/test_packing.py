@@ -19,11 +19,11 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from student_trainer.batches import ScoredSequence, make_batch
-from student_trainer.distillation import Objective, distillation_loss
-from student_trainer.model import Student, keeps_apart
-from student_trainer.packing import micro_batches
-from student_trainer.token_sequence import TokenSequence
+from student_trainer.data.batch import ScoredSequence, make_batch
+from student_trainer.data.packing import micro_batches
+from student_trainer.data.sequence import TokenSequence
+from student_trainer.model.student import Student, keeps_apart
+from student_trainer.objectives.distillation import Objective, distillation_loss
 from tests.trainer import tiny
 from tests.trainer.small_store import Text, block_of
 

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from clients.config import DataConfig
+from clients.config.on_policy import DataConfig
 from protos.errors import InvalidInput
-from student_trainer.prompts import Prompt, PromptSet, load_prompts
+from student_trainer.data.prompts import Prompt, PromptSet, load_prompts
 from tests.trainer import tiny
 
 PAIRS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(30)]

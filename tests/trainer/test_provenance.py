@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from clients.run_directory import RunDirectory
-from student_trainer import provenance
-from student_trainer.provenance import write_environment
-from student_trainer.source_code import MOST_BYTES, source_code
+from clients.runs.directory import RunDirectory
+from student_trainer.run import provenance
+from student_trainer.run.provenance import write_environment
+from student_trainer.run.source_code import MOST_BYTES, source_code
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git here")
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from clients.rl_config import RLJob
-from clients.run_directory import RunDirectory
-from clients.run_progress import Progress
+from clients.config.rl import RLJob
+from clients.runs.directory import RunDirectory
+from clients.runs.progress import Progress
 from protos.errors import InvalidInput
-from student_trainer import metrics
 from student_trainer.assembly import assemble
+from student_trainer.loop.trainer import Trainer
 from student_trainer.losses import exact_kl
+from student_trainer.methods.rl import PendingRollout
 from student_trainer.rewards import make_rewards
-from student_trainer.rl import PendingRollout
-from student_trainer.rollouts import Rollout, Rollouts
-from student_trainer.teachers import PendingRows
-from student_trainer.trainer import Trainer
+from student_trainer.rollouts.hf import Rollout, Rollouts
+from student_trainer.run import metrics
+from student_trainer.teachers.source import PendingRows
 from tests.end_to_end.processes import metrics_of
 from tests.trainer import tiny
 from tests.trainer.model_teacher import completion_logprobs

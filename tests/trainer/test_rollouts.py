@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from student_trainer.prompts import Prompt
-from student_trainer.rollouts import HuggingFaceRollouts, Rollout
+from student_trainer.data.prompts import Prompt
+from student_trainer.rollouts.hf import HuggingFaceRollouts, Rollout
 from tests.trainer import tiny
 from tests.trainer.model_teacher import completion_logprobs
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from clients.rl_config import RLJob
-from student_trainer.anchor import Anchor
-from student_trainer.stability import StabilityWatch, contraction
+from clients.config.rl import RLJob
+from student_trainer.loop.anchor_watch import StabilityWatch, contraction
+from student_trainer.teachers.anchor import Anchor
 from tests.trainer import tiny
 from tests.trainer.anchors import move, spread_student
 

@@ -14,17 +14,17 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from clients.logit_dataset import LogitDataset
-from clients.offline_config import OfflineJob
-from clients.run_directory import RunDirectory
-from clients.run_progress import Progress
+from clients.config.offline import OfflineJob
+from clients.runs.directory import RunDirectory
+from clients.runs.progress import Progress
+from clients.store.dataset import LogitDataset
 from protos.errors import Corrupt, InvalidInput
 from student_trainer.assembly import assemble
-from student_trainer.courses import _split
-from student_trainer.model import load_model
-from student_trainer.stored import StoredSteps
-from student_trainer.stores import open_stores
-from student_trainer.trainer import Trainer
+from student_trainer.data.captured_stores import open_stores
+from student_trainer.loop.trainer import Trainer
+from student_trainer.methods.method import _split
+from student_trainer.methods.offline import StoredSteps
+from student_trainer.model.student import load_model
 from tests.trainer import tiny
 from tests.trainer.small_store import Text, block_of, logprobs_of, sums, write_store
 
@@ -102,7 +102,7 @@ def test_the_gradient_is_that_of_the_formula(
 
 
 def test_the_names_of_metrics(material: tiny.Material, store: Path, tmp_path: Path) -> None:
-    from student_trainer import metrics
+    from student_trainer.run import metrics
     from tests.end_to_end.processes import metrics_of
 
     run = RunDirectory.create(

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from clients.score_query import tokenizer_fingerprint
+from clients.teacher.query import tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput, NotFound, WrongState
-from student_trainer.preflight import check_stored_length, check_stored_vocabulary
-from student_trainer.stores import open_stores
+from student_trainer.data.captured_stores import open_stores
+from student_trainer.run.model_checks import check_stored_length, check_stored_vocabulary
 from tests.trainer import tiny
 from tests.trainer.small_store import sums, write_store
 

@@ -15,22 +15,22 @@ from pathlib import Path
 
 import pytest
 
-from clients.config import TrackConfig, TrackerConfig
-from clients.metrics_log import MetricsLog
-from clients.run_directory import RunDirectory
-from clients.tracker_checks import check_trackers
+from clients.config.on_policy import TrackConfig, TrackerConfig
+from clients.preflight.trackers import check_trackers
+from clients.runs.directory import RunDirectory
+from clients.runs.metrics_writer import MetricsLog
 from protos.errors import InvalidInput
-from student_trainer import trackers
-from student_trainer.trackers import Apart
+from student_trainer.run import trackers
+from student_trainer.run.trackers import Apart
 from tests.trainer import tiny
 
 NAME = "on-policy-x-7f3a"
 # Each attempt in a process of its own, as a resume is.
 ATTEMPT = """
 import sys
-from clients.config import TrackConfig, TrackerConfig
-from clients.run_directory import RunDirectory
-from student_trainer.metrics import open_metrics
+from clients.config.on_policy import TrackConfig, TrackerConfig
+from clients.runs.directory import RunDirectory
+from student_trainer.run.metrics import open_metrics
 kind, path, attempt, last, *steps = sys.argv[1:]
 track = TrackConfig(tensorboard=False, **{kind: TrackerConfig(project="ours")})
 last = int(last) or None

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from clients.run_directory import RunDirectory
-from clients.run_progress import Progress
+from clients.runs.directory import RunDirectory
+from clients.runs.progress import Progress
 from protos.errors import Unavailable
 from student_trainer.assembly import assemble
+from student_trainer.methods.rl import PendingRollout
 from student_trainer.rewards import make_rewards
-from student_trainer.rl import PendingRollout
-from student_trainer.rollouts import Rollout
+from student_trainer.rollouts.hf import Rollout
 from tests.end_to_end.processes import metrics_of
 from tests.trainer import tiny
 from tests.trainer.test_rl import HOT, trainer_of

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from clients.config import JobConfig
-from clients.offline_config import OfflineJob
-from clients.rl_config import RLJob
-from student_trainer.pretrain import make_model, make_tokenizer
-from student_trainer.prompts import Prompt
-from student_trainer.tasks import addition
+from clients.config.offline import OfflineJob
+from clients.config.on_policy import JobConfig
+from clients.config.rl import RLJob
+from student_trainer.data.prompts import Prompt
+from student_trainer.tools import addition
+from student_trainer.tools.pretrain import make_model, make_tokenizer
 
 ALPHABET = "0123456789+="
 PROMPTS = 1200  # as many as the longest test uses; every attempt encodes them all

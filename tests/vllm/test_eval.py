@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from clients.config import DataConfig
-from clients.exam_config import ExamConfig
-from clients.reward_config import RewardConfig
+from clients.config.evaluation import ExamConfig
+from clients.config.on_policy import DataConfig
+from clients.config.reward import RewardConfig
 from student_trainer.exam.__main__ import run
 from tests.vllm.model import save_model
 

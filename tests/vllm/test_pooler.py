@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from clients.score_query import ScoreQuery
+from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt
-from protos.rows import RowBlock
+from protos.rows.codec import RowBlock
 from teacher_service.engines.vllm_wire import decode_answer, query_fields
-from teacher_service.head import Head
+from teacher_service.head.head import Head
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="make test-vllm has vllm"),

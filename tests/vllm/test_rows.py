@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients.score_query import ScoreQuery
+from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt
-from protos.rows import RowBlock
+from protos.rows.codec import RowBlock
 from teacher_service.engines.base import Engine
 from teacher_service.engines.hf import HfEngine
 from teacher_service.engines.vllm import VllmEngine
-from teacher_service.self_test import run_self_test
+from teacher_service.serving.self_test import run_self_test
 from tests.vllm.model import BAD_TOKEN, MAX_LENGTH, VOCAB_SIZE, save_model
 
 pytestmark = [

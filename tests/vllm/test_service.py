@@ -14,10 +14,10 @@ import numpy as np
 import psutil
 import pytest
 
-from clients.score_query import ScoreQuery
-from clients.teacher_client import TeacherClient
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery
 from protos.errors import InvalidInput
-from protos.rows import RowBlock
+from protos.rows.codec import RowBlock
 from teacher_service.engines.hf import HfEngine
 from tests.teacher.processes import TeacherProcess
 from tests.vllm.model import MAX_LENGTH, VOCAB_SIZE, save_model

@@ -1,0 +1,70 @@
+"""`distill config`: look at a job file without running it."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clients.cli.output import Output
+from clients.cli.settings import JobFileArgument, SetOption, settings_of
+
+if TYPE_CHECKING:
+    from clients.config.file import JobFile
+
+
+class MethodName(StrEnum):
+    """Names of clients.config.kinds.KINDS; that module is slow to import."""
+
+    ON_POLICY = "on_policy"
+    OFFLINE = "offline"
+    RL = "rl"
+    CAPTURE = "capture"
+
+
+app = typer.Typer(help="Check and explain job files.", no_args_is_help=True)
+
+
+@app.command()
+def check(context: typer.Context, job: JobFileArgument, sets: SetOption = None) -> None:
+    """Say whether a job file is right; if not, every problem at once."""
+    from clients.config.file import load_job
+
+    load_job(job, sets or [])
+    settings_of(context).output.result({"file": job, "ok": True}, f"{job}: ok")
+
+
+@app.command()
+def show(context: typer.Context, job: JobFileArgument, sets: SetOption = None) -> None:
+    """Print every value of a job, and where it came from."""
+    from clients.config.file import load_job
+
+    print_values(settings_of(context).output, load_job(job, sets or []))
+
+
+@app.command()
+def schema(
+    method: Annotated[
+        MethodName | None, typer.Option(help="Of job files with this method.type only.")
+    ] = None,
+) -> None:
+    """Print the JSON Schema of job files, for editors."""
+    from pydantic import TypeAdapter
+
+    from clients.config.kinds import KINDS, AnyJob
+
+    kind: Any = KINDS[method] if method else AnyJob
+    print(json.dumps(TypeAdapter(kind).json_schema(), indent=2))
+
+
+def print_values(output: Output, file: JobFile) -> None:
+    rows = []
+    for key, source in file.sources.items():
+        value: Any = file.config
+        for part in key.split("."):
+            value = None if value is None else getattr(value, part)  # a table that is off
+        shown = value if output.as_json else "-" if value is None else json.dumps(value)
+        rows.append({"key": key, "value": shown, "source": source})
+    output.table("values", rows, ("key", "value", "source"))

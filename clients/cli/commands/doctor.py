@@ -1,0 +1,140 @@
+"""`distill doctor`: is everything here that a job needs, and is it what we think it is?"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
+
+from clients.cli.settings import DEFAULT_SERVER, settings_of
+from protos.errors import DistillError, ExitCode
+
+PACKAGES = ("distill-service", "grpcio", "protobuf", "pydantic", "numpy")
+# Older ones can lose writes of a WAL database when two processes checkpoint it at once.
+SQLITE_FIXED = (3, 51, 3)
+TORCH_PROBE = (
+    "import torch; print(torch.__version__ + (', ' + torch.cuda.get_device_name(0) "
+    "if torch.cuda.is_available() else ', no GPU'))"
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. A warning is told, a problem also fails the command."""
+
+    name: str
+    value: str
+    warning: str = ""
+    problem: str = ""
+
+
+def doctor(
+    context: typer.Context,
+    teacher: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Also ask this teacher service.")
+    ] = "",
+) -> ExitCode:
+    """Look at versions, packages, devices and connections."""
+    settings = settings_of(context)
+    output = settings.output
+    checks = [*_versions(), *_packages(), _sqlite(), _torch(), _ray()]
+    with output.stage("asking the servers"):
+        server = _reachable("server", settings.server)
+        if settings.server == DEFAULT_SERVER and server.problem:
+            # `distill run` needs none, so one that nobody named may be absent.
+            server = Check("server", server.value, warning=server.problem)
+        checks.append(server)
+        if teacher:
+            checks.append(_reachable("teacher", teacher))
+    problems = [f"{check.name}: {check.problem}" for check in checks if check.problem]
+    warnings = [f"{check.name}: {check.warning}" for check in checks if check.warning]
+    output.result(
+        {"checks": [asdict(c) for c in checks], "problems": problems, "warnings": warnings},
+        _report(checks, problems, warnings),
+    )
+    return ExitCode.JOB_FAILED if problems else ExitCode.OK
+
+
+def _report(checks: list[Check], problems: list[str], warnings: list[str]) -> str:
+    lines = [f"{check.name:<16} {check.value}" for check in checks]
+    lines += [f"warning: {warning}" for warning in warnings]
+    lines += [f"problem: {problem}" for problem in problems] or ["all good"]
+    return "\n".join(lines)
+
+
+def _versions() -> Iterator[Check]:
+    yield Check("python", f"{platform.python_version()} {sys.executable}")
+    for package in PACKAGES:
+        try:
+            yield Check(package, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            yield Check(package, "-", problem="not installed")
+
+
+def _packages() -> Iterator[Check]:
+    # Other distributions install packages of these very names over ours.
+    for name, module in (("protos", "protos.distill_pb2"), ("clients", "clients.runs.launch")):
+        spec = importlib.util.find_spec(name)
+        where = str(spec.origin) if spec else "-"
+        try:
+            ours = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:
+            ours = False
+        taken = "another distribution of this name hides ours; use a virtual environment"
+        yield Check(name, where, problem="" if ours else taken)
+
+
+def _sqlite() -> Check:
+    old = sqlite3.sqlite_version_info < SQLITE_FIXED
+    fixed = ".".join(map(str, SQLITE_FIXED))
+    warning = f"older than {fixed}, which fixed a rare corruption of WAL databases"
+    return Check("sqlite", sqlite3.sqlite_version, warning=warning if old else "")
+
+
+def _torch() -> Check:
+    if importlib.util.find_spec("torch") is None:
+        return Check("torch", "not installed; only the teacher and the trainer need it")
+    # In a process of its own: this one stays free of torch.
+    probe = subprocess.run([sys.executable, "-c", TORCH_PROBE], capture_output=True, text=True)
+    if probe.returncode:
+        last = (probe.stderr.strip().splitlines() or ["no output"])[-1]
+        return Check("torch", "broken", problem=f"cannot be imported: {last}")
+    return Check("torch", probe.stdout.strip().splitlines()[-1])
+
+
+def _ray() -> Check:
+    try:
+        version = importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        return Check("ray", "not installed; only --ray needs it")
+    whole = importlib.util.find_spec("aiohttp") is not None
+    lacking = "without its Jobs API: pip install 'distill-service[ray]'"
+    return Check("ray", version, warning="" if whole else lacking)
+
+
+def _reachable(name: str, address: str) -> Check:
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from protos.rpc.channel import SERVER_TOKEN, TEACHER_TOKEN, open_channel
+
+    token = SERVER_TOKEN if name == "server" else TEACHER_TOKEN
+    try:
+        with open_channel(address, token=token) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            answer = health.Check(health_pb2.HealthCheckRequest(), timeout=3.0)
+    except grpc.RpcError as error:
+        code = error.code().name
+        return Check(name, address, problem=f"{address} does not answer ({code})")
+    except DistillError as error:
+        return Check(name, address, problem=str(error))
+    serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+    return Check(name, f"{address} serving", problem="" if serving else f"{address} is stopping")

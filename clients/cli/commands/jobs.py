@@ -1,0 +1,132 @@
+"""Commands that ask the server about jobs, or tell it what to do with one."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from clients.cli.live.job_view import duration, kl_of
+from clients.cli.output import plain
+from clients.cli.settings import JobArgument, SetOption, settings_of
+from clients.jobs.job import Job, JobState
+from protos.errors import InvalidInput
+
+COLUMNS = ("id", "state", "steps", "kl", "age", "attempt", "name", "reason")
+
+
+def ls(
+    context: typer.Context,
+    state: Annotated[
+        JobState | None,
+        typer.Option(case_sensitive=False, help="Only these.", show_choices=True),
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="At most so many.")] = 50,
+) -> None:
+    """List jobs, newest first."""
+    settings = settings_of(context)
+    with settings.client() as client:
+        jobs = client.list(state=state, limit=limit)
+    if not jobs and not settings.output.as_json:
+        settings.output.say("no jobs")
+        return
+    now = time.time()
+    settings.output.table("jobs", [_row(job, now) for job in jobs], COLUMNS)
+
+
+def show(context: typer.Context, job: JobArgument) -> None:
+    """Print all that the server knows of a job."""
+    settings = settings_of(context)
+    with settings.client() as client:
+        found = client.get(job)
+    settings.output.result(facts_of(found), _described(found))
+
+
+def cancel(
+    context: typer.Context,
+    job: JobArgument,
+    now: Annotated[bool, typer.Option("--now", help="Without a last checkpoint.")] = False,
+) -> None:
+    """Stop a job after a checkpoint; repeating it is harmless."""
+    settings = settings_of(context)
+    with settings.client() as client:
+        found = client.cancel(job, now=now)
+    settings.output.result(facts_of(found), f"{found.id} {found.state}")
+
+
+def resume(
+    context: typer.Context,
+    job: JobArgument,
+    sets: SetOption = None,
+    from_step: Annotated[
+        int | None, typer.Option("--from", metavar="STEP", min=1, help="Of this checkpoint.")
+    ] = None,
+) -> None:
+    """Go on from the last checkpoint. It is a new attempt; --set max_steps=N makes it longer."""
+    settings = settings_of(context)
+    max_steps = max_steps_of(sets or [])
+    with settings.client() as client:
+        found = client.resume(job, max_steps=max_steps, from_step=from_step)
+    settings.output.result(facts_of(found), f"{found.id} {found.state} attempt {found.attempt}")
+
+
+def max_steps_of(sets: list[str]) -> int | None:
+    """The new `max_steps`; anything else of a job is what its checkpoints were made with."""
+    from clients.config.file import parse_override
+
+    chosen: int | None = None
+    for override in sets:
+        path, value = parse_override(override)
+        if path != ("max_steps",):
+            raise InvalidInput(
+                "a resumed job can only change max_steps",
+                field=f"--set {'.'.join(path)}",
+                hint="submit a new job for anything else",
+            )
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InvalidInput(f"must be a whole number from 1 (got {value!r})", field="max_steps")
+        chosen = value
+    return chosen
+
+
+def facts_of(job: Job) -> Mapping[str, Any]:
+    """A job for a program: its fields; of one that was asked for, checkpoints and configuration."""
+    record = asdict(job)
+    config, checkpoints = record.pop("config_json"), record.pop("checkpoints")
+    if not config:
+        return record
+    return {**record, "checkpoints": checkpoints, "config": json.loads(config)}
+
+
+def _row(job: Job, now: float) -> Mapping[str, Any]:
+    label, kl = kl_of(job.metrics) or ("", None)
+    return {
+        **facts_of(job),
+        "steps": f"{job.step}/{job.max_steps}",
+        "kl": "-" if kl is None else f"{kl:.4g}{label.removeprefix('kl')}",
+        "age": duration(now - job.created_at) if job.created_at else "-",
+    }
+
+
+def _described(job: Job) -> str:
+    lines = [
+        ("id", job.id),
+        ("name", plain(job.name)),
+        ("state", plain(f"{job.state} {job.phase}".rstrip())),
+        ("reason", plain(job.reason)),
+        ("steps", f"{job.step}/{job.max_steps}, attempt {job.attempt}"),
+        ("created", _clock(job.created_at)),
+        ("started", _clock(job.started_at)),
+        ("ended", _clock(job.ended_at)),
+        ("checkpoints", ", ".join(map(str, job.checkpoints))),
+        *((name, f"{value:.6g}") for name, value in sorted(job.metrics.items())),
+    ]
+    return "\n".join(f"{name:<20} {value}" for name, value in lines if value)
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) if moment else ""

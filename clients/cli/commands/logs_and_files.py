@@ -1,0 +1,115 @@
+"""`distill logs` and `distill pull`: the bytes a job left behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from clients.cli.commands.plot import JobOrRunArgument
+from clients.cli.output import Output
+from clients.cli.settings import JobArgument, settings_of
+from protos.errors import ExitCode, InvalidInput
+
+if TYPE_CHECKING:
+    from clients.jobs.artifacts import Checkpoint
+    from clients.jobs.job import Job
+    from clients.runs.metrics_follower import Point
+
+
+def logs(
+    context: typer.Context,
+    job: JobArgument,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the attempt ends.")] = False,
+    lines: Annotated[int, typer.Option("-n", min=0, help="Only the last lines; 0: all.")] = 0,
+    attempt: Annotated[int, typer.Option("--attempt", min=0, help="0: the newest.")] = 0,
+) -> ExitCode:
+    """Print what a job's trainer printed."""
+    settings = settings_of(context)
+    try:
+        with settings.client() as client:
+            chunks = client.logs(job, attempt=attempt, follow=follow, tail_lines=lines)
+            if settings.output.as_json:
+                for line in whole_lines(chunks):
+                    print(json.dumps({"line": line}), flush=True)
+            else:
+                for chunk in chunks:
+                    sys.stdout.buffer.write(chunk)
+                    sys.stdout.buffer.flush()
+    except KeyboardInterrupt:
+        if follow:
+            settings.output.say(f"the job goes on; distill logs -f {job}")
+        return ExitCode.INTERRUPTED
+    return ExitCode.OK
+
+
+def whole_lines(chunks: Iterable[bytes]) -> Iterator[str]:
+    """The lines of a stream that is cut anywhere."""
+    rest = b""
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from (line.decode(errors="replace") for line in whole)
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+def pull(
+    context: typer.Context,
+    job: JobOrRunArgument,
+    checkpoint: Annotated[
+        str,
+        typer.Option(
+            metavar="best|last|STEP",
+            help="This checkpoint, not the export; best: by its evaluation.",
+        ),
+    ] = "",
+    destination: Annotated[
+        str, typer.Option("-o", metavar="DIR", help="By default a directory named as the job.")
+    ] = "",
+) -> None:
+    """Fetch the trained model, a Hugging Face directory, or a checkpoint with one in `model/`."""
+    from clients.jobs.artifacts import pull_run
+    from clients.jobs.record import is_run_directory, points_of, record_of_run
+
+    settings = settings_of(context)
+    fetch = partial(_fetch, settings.output, _wanted(checkpoint), destination)
+    if is_run_directory(job):
+        record = record_of_run(job)
+        fetch(record.job, lambda: record.points, partial(pull_run, job))
+        return
+    with settings.client() as client:
+        found = client.get(job)
+        fetch(found, lambda: points_of(client.history(found.id)), partial(client.pull, found.id))
+
+
+def _wanted(checkpoint: str) -> Checkpoint | None:
+    match checkpoint:
+        case "":
+            return None
+        case "best" | "last":
+            return checkpoint
+    if not checkpoint.isdecimal() or int(checkpoint) == 0:
+        raise InvalidInput(f"{checkpoint!r} is no step, best or last", field="--checkpoint")
+    return int(checkpoint)
+
+
+def _fetch(
+    output: Output,
+    wanted: Checkpoint | None,
+    destination: str,
+    job: Job,
+    points: Callable[[], Sequence[Point]],
+    pull: Callable[..., Path],
+) -> None:
+    from clients.jobs.artifacts import checkpoint_step
+
+    step = None if wanted is None else checkpoint_step(job, wanted, points)
+    what = job.id if step is None else f"{job.id}, checkpoint of step {step}"
+    with output.stage(f"pulling {what}"):
+        path = pull(Path(destination or job.id), checkpoint=step)
+    output.result({"path": str(path), "checkpoint": step}, str(path))

@@ -1,0 +1,116 @@
+"""`distill plot`: the curves of one job, or of several over each other."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clients.cli.completion import complete_job
+from clients.cli.output import Output
+from clients.cli.settings import Settings, settings_of
+from protos.errors import NotFound
+
+if TYPE_CHECKING:
+    from clients.cli.plots.panels import Panel
+    from clients.jobs.record import JobRecord
+
+JobOrRunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB",
+        help="Id, start of one, @last, or a run directory.",
+        autocompletion=complete_job,
+    ),
+]
+_MOST_COLUMNS = 100
+
+
+def plot(
+    context: typer.Context,
+    jobs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="JOB...",
+            help="Ids, starts of them, @last, or run directories.",
+            autocompletion=complete_job,
+        ),
+    ],
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option("-m", "--metric", metavar="METRIC", help="This one; may be repeated."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("-o", metavar="FILE", help="A .png, .svg or .pdf instead.")
+    ] = None,
+) -> None:
+    """Draw loss, KL, reward and speed by step; several jobs over each other."""
+    from clients.cli.plots.panels import panels_of
+
+    settings = settings_of(context)
+    output = settings.output
+    records = records_of(settings, jobs)
+    panels = panels_of(records, metrics or [])
+    if picture is not None:
+        from clients.cli.plots.png import save_picture
+
+        save_picture(picture, panels, [one.job.id for one in records if one.points])
+        output.result({"path": str(picture)}, str(picture))
+    elif output.as_json:
+        output.result({"panels": [_facts(panel) for panel in panels]}, "")
+    else:
+        print(_text(panels, output))
+
+
+def records_of(
+    settings: Settings, jobs: Iterable[str], *, with_notes: bool = False
+) -> list[JobRecord]:
+    """The record of each job, from the server or from its run directory; in order, each once."""
+    from clients.jobs.record import is_run_directory, record_of_run
+
+    return [
+        record_of_run(job) if is_run_directory(job) else _asked(settings, job, with_notes)
+        for job in dict.fromkeys(jobs)
+    ]
+
+
+def _asked(settings: Settings, name: str, with_notes: bool) -> JobRecord:
+    from clients.jobs.record import JobRecord, notes_in, points_of
+
+    with settings.client() as client:
+        job = client.get(name)
+        points = points_of(client.history(job.id))
+        if not with_notes:
+            return JobRecord(job, points)
+        with tempfile.TemporaryDirectory() as folder:
+            notes = Path(folder) / "notes"
+            with suppress(NotFound):  # an early end leaves none
+                client.pull_notes(job.id, notes)
+            return JobRecord(job, points, notes_in(notes))
+
+
+def _text(panels: Sequence[Panel], output: Output) -> str:
+    from clients.cli.plots.text import panel_text
+
+    color = output.color and sys.stdout.isatty()
+    dots = "utf" in (sys.stdout.encoding or "").lower()
+    width = min(output.console(stderr=False).width, _MOST_COLUMNS)
+    drawn = (panel_text(panel, width=width, dots=dots, color=color) for panel in panels)
+    return "\n\n".join(drawn)
+
+
+def _facts(panel: Panel) -> dict[str, Any]:
+    curves = [
+        {
+            "label": curve.label,
+            "steps": [int(x) for x, _ in curve.points],
+            "values": [y for _, y in curve.points],
+        }
+        for curve in panel.curves
+    ]
+    return {"title": panel.title, "log": panel.log, "curves": curves}

@@ -1,0 +1,164 @@
+"""`distill run`: the same job on this machine, in the foreground, with no server."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from clients.cli.commands.jobs import max_steps_of
+from clients.cli.output import Output
+from clients.cli.settings import NameOption, SetOption, overrides, settings_of
+from protos.errors import (
+    CATEGORIES,
+    DistillError,
+    ExitCode,
+    InternalFault,
+    InvalidInput,
+    WrongState,
+)
+
+if TYPE_CHECKING:
+    from clients.config.kinds import AnyJob
+    from clients.runs.directory import RunDirectory, Status
+
+
+def run(
+    context: typer.Context,
+    job: Annotated[str, typer.Argument(metavar="JOB.toml", help="Job file, TOML or YAML.")] = "",
+    sets: SetOption = None,
+    name: NameOption = "",
+    runs: Annotated[str, typer.Option(metavar="DIR", help="Where run directories go.")] = "runs",
+    resume: Annotated[
+        str, typer.Option(metavar="DIR", help="Go on with this run directory; takes no job file.")
+    ] = "",
+) -> ExitCode:
+    """Run a job here and now, without a server. Ctrl-C stops after a checkpoint, twice kills."""
+    output = settings_of(context).output
+    if bool(job) == bool(resume):
+        raise InvalidInput("give a job file or --resume DIR", hint="see distill run --help")
+    if not resume:
+        return run_new(job, overrides(sets, name), Path(runs), output)
+    found, attempt = _reopened(Path(resume), max_steps_of(sets or []))
+    return _attempted(found, attempt, output, remove_if_refused=False)
+
+
+def run_new(job: str, chosen: list[str], runs: Path, output: Output) -> ExitCode:
+    """The first attempt at a job of a file, in a new directory of `runs`."""
+    return _attempted(_made(job, chosen, runs), 1, output, remove_if_refused=True)
+
+
+def _attempted(
+    run: RunDirectory, attempt: int, output: Output, *, remove_if_refused: bool
+) -> ExitCode:
+    from clients.cli.live.display import conclude
+    from clients.cli.live.foreground_run import run_attempt
+
+    output.say(f"run directory {run.path}")
+    progress, code = run_attempt(run, attempt, output)
+    status = run.read_status()
+    if remove_if_refused and status is not None and _refused(status):
+        # Nothing happened yet: a directory that cannot be resumed would only be in the way.
+        shutil.rmtree(run.path)
+        raise _fault(status.error)(status.reason)
+    conclusion = conclude(output, progress, **_made_by(run))
+    if conclusion is ExitCode.JOB_FAILED:
+        output.say(f"its log: {run.log_file(attempt)}")
+    if conclusion is not ExitCode.OK:
+        output.say(f"to go on: distill run --resume {run.path}")
+    # The trainer's own word for what happened before it could begin.
+    return code if code in (ExitCode.INTERRUPTED, ExitCode.WRONG_STATE) else conclusion
+
+
+def _made_by(run: RunDirectory) -> dict[str, Path]:
+    from clients.config.capture import CaptureJob
+
+    config = run.config()
+    if isinstance(config, CaptureJob):
+        return {"run": run.path, "store": config.method.store_in(run.path)}
+    return {"run": run.path}
+
+
+def _made(job: str, chosen: list[str], runs: Path) -> RunDirectory:
+    from clients.config.file import load_job, localized
+    from clients.preflight.files import check_files
+    from clients.runs.directory import RunDirectory
+    from clients.runs.run_id import run_ids
+
+    file = load_job(job, chosen)
+    config = _stored_absolute(localized(judged_beside(file.path, file.config)))
+    check_files(config)
+    for name in run_ids(config.method.type, config.name):
+        with suppress(FileExistsError):
+            return RunDirectory.create(runs / name, config, file.text, file.path.suffix.lower())
+    raise AssertionError("there is always another id")
+
+
+def judged_beside(job: Path, config: AnyJob) -> AnyJob:
+    """The user's reward function is found from where the job file is, and must be there."""
+    from clients.config.rl import RLJob
+
+    if not isinstance(config, RLJob) or config.reward is None or config.reward.file is None:
+        return config
+    file = (job.parent / config.reward.file).absolute()
+    if not file.is_file():
+        hint = "its path starts at the job file's directory"
+        raise InvalidInput(f"no such file: {file}", field="reward.file", hint=hint)
+    reward = config.reward.model_copy(update={"file": str(file)})
+    return config.model_copy(update={"reward": reward})
+
+
+def _stored_absolute(config: AnyJob) -> AnyJob:
+    """A resume may be from another directory."""
+    from clients.config.capture import CaptureJob
+
+    if not isinstance(config, CaptureJob) or config.method.store is None:
+        return config
+    store = str(Path(config.method.store).absolute())
+    return config.model_copy(update={"method": config.method.model_copy(update={"store": store})})
+
+
+def _reopened(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
+    from clients.config.capture import CaptureJob
+    from clients.runs.directory import Control, RunDirectory, replace_file
+
+    run = RunDirectory(path)
+    config = run.config()
+    with run.held():
+        status = run.read_status()
+        if status and status.verdict == "succeeded" and (max_steps or 0) <= status.step:
+            raise WrongState(
+                f"{path} is done: {status.step} of {status.max_steps} steps",
+                hint="--set max_steps=N with a larger N goes on",
+            )
+        if max_steps and isinstance(config, CaptureJob):
+            raise InvalidInput(
+                "a capture has no steps: it ends with its data",
+                field="max_steps",
+                hint="resume it without --set",
+            )
+        if max_steps:
+            config = config.model_copy(update={"max_steps": max_steps})
+            replace_file(run.job_json, config.model_dump_json(indent=2) + "\n")
+        run.write_control(Control())
+        return run, _new_attempt(run, status)
+
+
+def _new_attempt(run: RunDirectory, status: Status | None) -> int:
+    """A number that nobody has; its log directory is made at once, so that nobody else gets it."""
+    names = [log.name.removeprefix("attempt-") for log in run.logs(1).parent.glob("attempt-*")]
+    made = [int(name) for name in names if name.isdecimal()]
+    attempt = max([*made, status.attempt if status else 0]) + 1
+    run.logs(attempt).mkdir(parents=True)
+    return attempt
+
+
+def _refused(status: Status) -> bool:
+    return status.verdict == "failed" and status.phase == "preflight"
+
+
+def _fault(name: str) -> type[DistillError]:
+    return next((category for category in CATEGORIES if category.__name__ == name), InternalFault)

@@ -1,0 +1,106 @@
+"""`distill submit` and `distill watch`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from clients.cli.commands.config import print_values
+from clients.cli.commands.jobs import facts_of
+from clients.cli.live.display import conclude, display
+from clients.cli.live.job_view import Progress
+from clients.cli.output import Output
+from clients.cli.settings import (
+    JobArgument,
+    JobFileArgument,
+    NameOption,
+    SetOption,
+    Settings,
+    overrides,
+    settings_of,
+)
+from protos.errors import ExitCode, Unavailable
+
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", min=0.001, help="Stop watching then, with exit code 7."),
+]
+
+if TYPE_CHECKING:
+    from clients.config.kinds import AnyJob
+    from clients.jobs.client import DistillClient
+
+
+def submit(
+    context: typer.Context,
+    job: JobFileArgument,
+    sets: SetOption = None,
+    name: NameOption = "",
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Watch it.")] = False,
+    timeout: TimeoutOption = None,
+    key: Annotated[
+        str, typer.Option("--key", help="Submitting again under the same key is the same job.")
+    ] = "",
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print what the file means; ask the server if it would do."),
+    ] = False,
+) -> ExitCode:
+    """Hand a job to the server, and return at once."""
+    from clients.config.file import load_job, localized
+
+    settings = settings_of(context)
+    output = settings.output
+    file = load_job(job, overrides(sets, name))
+    if dry_run:
+        print_values(output, file)
+        _ask_server(settings, localized(file.config))
+        return ExitCode.OK
+    with settings.client() as client:
+        made = client.submit(
+            localized(file.config), config_text=file.text, idempotency_key=key or None
+        )
+        output.result(facts_of(made), made.id)
+        if follow:
+            return watch_job(client, made.id, output, timeout)
+    output.say(f"  distill watch {made.id}    how it fares")
+    output.say(f"  distill logs -f {made.id}  what it prints")
+    output.say(f"  distill cancel {made.id}   stop it after a checkpoint")
+    return ExitCode.OK
+
+
+def _ask_server(settings: Settings, config: AnyJob) -> None:
+    """Raises what a submit would; a file may be looked at where there is no server."""
+    try:
+        with settings.client() as client:
+            client.check(config)
+    except Unavailable as error:
+        if error.field:  # its answer: the teacher of the job does not run
+            raise
+        settings.output.say(f"only the file was looked at: {error}")
+    else:
+        settings.output.say("the server would take it")
+
+
+def watch(context: typer.Context, job: JobArgument, timeout: TimeoutOption = None) -> ExitCode:
+    """Follow a job until it is over. Ctrl-C stops the watching, not the job."""
+    settings = settings_of(context)
+    with settings.client() as client:
+        return watch_job(client, client.get(job).id, settings.output, timeout)
+
+
+def watch_job(
+    client: DistillClient, job_id: str, output: Output, timeout: float | None = None
+) -> ExitCode:
+    """Show a job until it is over. Ctrl-C detaches, as TimedOut does: the job goes on."""
+    progress = Progress(job_id)
+    try:
+        with display(output, progress) as shown:
+            for event in client.watch(job_id, timeout=timeout):
+                progress.add(event)
+                shown.show(event)
+    except KeyboardInterrupt:
+        output.say(f"job {job_id} goes on; distill watch {job_id}")
+        return ExitCode.INTERRUPTED
+    return conclude(output, progress)

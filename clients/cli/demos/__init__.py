@@ -1,0 +1,1 @@
+"""`distill demo` and `distill demo-rl`: real processes on this machine, started and stopped."""

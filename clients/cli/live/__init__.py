@@ -1,0 +1,1 @@
+"""Jobs while they run: the foreground run and the live display."""

@@ -1,0 +1,135 @@
+"""Shows a job while it runs: one live block on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from clients.cli.live.job_view import Progress, evaluation, sparkline
+from clients.cli.output import Output
+from clients.jobs.job import TERMINAL, JobEvent, JobState
+from protos.errors import ExitCode
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+SECONDS_BETWEEN_LINES = 10.0
+EXIT_CODES = {
+    JobState.SUCCEEDED: ExitCode.OK,
+    JobState.FAILED: ExitCode.JOB_FAILED,
+    JobState.CANCELLED: ExitCode.JOB_CANCELLED,
+}
+
+
+class Display(Protocol):
+    def show(self, event: JobEvent) -> None: ...
+
+
+@contextmanager
+def display(output: Output, progress: Progress) -> Iterator[Display]:
+    """What suits the caller: events as JSON Lines, a live block, plain lines, or nothing."""
+    if output.as_json:
+        yield JsonLines()
+    elif output.live:
+        from rich.live import Live
+
+        console = output.console()
+        block = LiveBlock(progress, console)
+        with Live(get_renderable=block.render, console=console, refresh_per_second=4):
+            yield block
+    else:
+        yield PlainLines(progress, output)
+
+
+class JsonLines:
+    def show(self, event: JobEvent) -> None:
+        print(json.dumps(asdict(event)), flush=True)
+
+
+class PlainLines:
+    """A line every ten seconds, and one for each change of state and each evaluation."""
+
+    def __init__(self, progress: Progress, output: Output) -> None:
+        self._progress = progress
+        self._output = output
+        self._next = 0.0
+        self._told: tuple[JobState | None, int, str] = (None, 0, "")
+
+    def show(self, event: JobEvent) -> None:
+        # Later phases come and go with every evaluation; the first ones tell what one waits for.
+        phase = event.phase if event.step == 0 else self._told[-1]
+        now = (event.state, event.attempt, phase)
+        due = bool(event.metrics) and time.monotonic() >= self._next
+        if now != self._told or due or evaluation(event.metrics):
+            self._told = now
+            self._next = time.monotonic() + SECONDS_BETWEEN_LINES
+            clock = time.strftime("%H:%M:%S", time.localtime(event.time))
+            self._output.say(f"{clock}  {line_of(self._progress, event)}")
+
+
+class LiveBlock:
+    """Bar, numbers and curve, redrawn in place; evaluations and changes of state stay above it."""
+
+    def __init__(self, progress: Progress, console: Console) -> None:
+        self._progress = progress
+        self._console = console
+        self._state: JobState | None = None
+
+    def show(self, event: JobEvent) -> None:
+        if event.state is not self._state:
+            self._state = event.state
+            self._console.print(line_of(self._progress, event), markup=False)
+        elif found := evaluation(event.metrics):
+            # The block below shows the rest.
+            figures = "  ".join(f"{name} {value:<7.4g}" for name, value in found.items()).rstrip()
+            self._console.print(f"step {event.step:>6}  {figures}", markup=False)
+
+    def render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        job = self._progress
+        bar = Table.grid(padding=(0, 1))
+        width = max(10, min(50, self._console.width - 30))
+        bar.add_row(
+            ProgressBar(total=max(job.max_steps, 1), completed=job.step, width=width),
+            f"{job.step}/{job.max_steps or '?'}",
+        )
+        numbers = Text("   ".join(f"{name} {value}" for name, value in job.facts()))
+        curve = sparkline(job.kl_history, unicode="utf" in self._console.encoding.lower())
+        state = Text(f"{job.state} {job.phase}".rstrip(), style="bold")
+        return Group(Text(job.job_id) + Text("  ") + state, bar, numbers, Text(curve, style="cyan"))
+
+
+def line_of(job: Progress, event: JobEvent) -> str:
+    """One event in one line: `job-7f3a RUNNING training  12/500  loss 0.41  kl 0.02  eta 3m20s`."""
+    parts = [f"{job.job_id} {job.state} {job.phase}".rstrip()]
+    if job.attempt > 1:
+        parts.append(f"attempt {job.attempt}")
+    if job.step:
+        parts.append(f"{job.step}/{job.max_steps}")
+    if event.metrics:
+        parts += [f"{name} {value}" for name, value in job.facts()]
+        parts += [f"{name} {value:.4g}" for name, value in evaluation(event.metrics).items()]
+    if job.reason and job.state in TERMINAL:
+        parts.append(job.reason)
+    return "  ".join(parts)
+
+
+def conclude(output: Output, job: Progress, **more: Any) -> ExitCode:
+    """The last line about a job that is over, and the exit code that stands for it."""
+    if not output.as_json:
+        parts = [f"{job.job_id} {job.state}", f"{job.step}/{job.max_steps} steps"]
+        if job.evaluations:
+            parts += [f"{name} {value:.4g}" for name, value in job.evaluations[-1][1].items()]
+        if job.reason:
+            parts.append(job.reason)
+        parts += [f"{name} {value}" for name, value in more.items()]
+        print("  ".join(parts), flush=True)
+    return EXIT_CODES.get(job.state, ExitCode.JOB_FAILED)

@@ -1,0 +1,129 @@
+"""One attempt of a job in the foreground: the trainer's process, its signals, its last word."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from clients.cli.live.display import display
+from clients.cli.live.job_view import Progress
+from clients.cli.live.run_follower import RunFollower
+from clients.cli.output import Output
+from clients.config.kinds import processes_of
+from clients.jobs.job import JobState
+from clients.runs.directory import Control, RunDirectory
+from clients.runs.launch import trainer_command
+from protos.errors import ExitCode
+
+SECONDS_BETWEEN_POLLS = 0.2
+# SIGTERM asks the trainer for a last checkpoint: it gets as long as a server gives it.
+SECONDS_TO_STOP = 60.0
+_ERROR = "error: "
+
+
+def run_attempt(run: RunDirectory, attempt: int, output: Output) -> tuple[Progress, ExitCode]:
+    """Run until the trainer ends. The code is what the trainer exited with, or INTERRUPTED."""
+    config = run.config()
+    progress = Progress(run.path.name, attempt=attempt, max_steps=config.max_steps)
+    follower = RunFollower(run, attempt, config.max_steps)
+    with (
+        _trainer(run, attempt, processes_of(config)) as trainer,
+        _Wishes(run, output) as wishes,
+        display(output, progress) as shown,
+    ):
+        over = False
+        while not over:
+            # Asked before the files are read, so that nothing written before the end is missed.
+            over = trainer.poll() is not None
+            for event in follower.poll():
+                progress.add(event)
+                shown.show(event)
+            if wishes.kill and not over:
+                _kill(trainer)
+            elif not over:
+                time.sleep(SECONDS_BETWEEN_POLLS)
+        if not follower.over:
+            last = follower.died(*_obituary(run.log_file(attempt), trainer.returncode, wishes.kill))
+            progress.add(last)
+            shown.show(last)
+    if wishes.kill:
+        return progress, ExitCode.INTERRUPTED
+    known = trainer.returncode in {code.value for code in ExitCode}
+    return progress, ExitCode(trainer.returncode) if known else ExitCode.JOB_FAILED
+
+
+class _Wishes:
+    """Ctrl-C once asks for a checkpoint and an end, twice kills. SIGTERM and SIGHUP count too."""
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self, run: RunDirectory, output: Output) -> None:
+        self._run = run
+        self._output = output
+        self._count = 0
+
+    @property
+    def kill(self) -> bool:
+        return self._count > 1
+
+    def __enter__(self) -> _Wishes:
+        self._before = {number: signal.signal(number, self._wish) for number in self._SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _wish(self, number: int, frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count == 1:
+            self._run.write_control(Control(stop="checkpoint"))
+            self._output.say("stopping after a checkpoint; Ctrl-C again kills")
+
+
+@contextmanager
+def _trainer(run: RunDirectory, attempt: int, processes: int) -> Iterator[subprocess.Popen[bytes]]:
+    run.logs(attempt).mkdir(parents=True, exist_ok=True)
+    with run.log_file(attempt).open("ab") as log:
+        process = subprocess.Popen(
+            trainer_command(run.path, attempt=attempt, processes=processes),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            # A Ctrl-C is ours to interpret: the terminal must not send it to the trainer as well.
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS_TO_STOP)
+        # The launcher of several processes may die before them.
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _obituary(log: Path, returncode: int, killed: bool) -> tuple[str, JobState]:
+    if killed:
+        return "killed; it can go on from its last checkpoint", JobState.CANCELLED
+    told = [
+        line for line in log.read_text(errors="replace").splitlines() if line.startswith(_ERROR)
+    ]
+    if told and returncode > 0:
+        return told[-1].removeprefix(_ERROR), JobState.FAILED
+    how = f"by signal {-returncode}" if returncode < 0 else f"with exit code {returncode}"
+    return f"the trainer ended {how} without a word; its log tells more", JobState.FAILED

@@ -1,0 +1,123 @@
+"""How a job fares, folded from its events: what every display of it shows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from clients.jobs.job import JobEvent, JobState
+
+# Steps over which speed is averaged.
+WINDOW = 40
+# A lower bound where a store has no samples; in a mixed job both, of other tokens each.
+KL = {"kl": "kl/teacher", "kl bound": "kl/teacher_bound"}
+
+
+@dataclass
+class Progress:
+    job_id: str
+    state: JobState = JobState.QUEUED
+    phase: str = ""
+    reason: str = ""
+    attempt: int = 1
+    step: int = 0
+    max_steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    kl_history: list[float] = field(default_factory=list)
+    evaluations: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
+    _clock: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def add(self, event: JobEvent) -> None:
+        if event.attempt != self.attempt:
+            self._clock.clear()
+        self.state, self.phase, self.reason = event.state, event.phase, event.reason
+        self.attempt = event.attempt
+        self.step = event.step
+        self.max_steps = event.max_steps or self.max_steps
+        if event.metrics:
+            self._add_step(event)
+
+    def _add_step(self, event: JobEvent) -> None:
+        self.metrics.update(event.metrics)
+        self._clock.append((event.step, event.time))
+        if found := kl_of(event.metrics):
+            self.kl_history.append(found[1])
+        if held_out := evaluation(event.metrics):
+            self.evaluations.append((event.step, held_out))
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the pace of the last steps; None before there is one."""
+        clock = list(self._clock)  # a copy: a live display asks from a thread of its own
+        if len(clock) < 2 or self.state is not JobState.RUNNING:
+            return None
+        (first, began), (last, now) = clock[0], clock[-1]
+        if last <= first or now <= began:
+            return None
+        return (now - began) / (last - first) * max(self.max_steps - last, 0)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Names and values of the newest step, ready to print."""
+        known = self.metrics
+        shown = [
+            (label, f"{known[name]:{spec}}")
+            for label, name, spec in (
+                ("loss", "loss", ".4g"),
+                *((label, name, ".4g") for label, name in KL.items()),
+                ("tok/s", "tokens_per_sec", ".0f"),
+            )
+            if name in known
+        ]
+        if "bytes" in known:
+            shown.append(("stored", size(known["bytes"])))
+        if known.get("time/step") and "time/teacher_wait" in known:
+            shown.append(("wait", f"{known['time/teacher_wait'] / known['time/step']:.0%}"))
+        if self.seconds_left is not None:
+            shown.append(("eta", duration(self.seconds_left)))
+        return shown
+
+
+def kl_of(metrics: Mapping[str, float]) -> tuple[str, float] | None:
+    """The label of the KL and its value; of its bound where there is no other."""
+    return next(((label, metrics[name]) for label, name in KL.items() if name in metrics), None)
+
+
+def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The held-out part of a step's metrics."""
+    return {name: value for name, value in metrics.items() if name.startswith("eval/")}
+
+
+def sparkline(history: Sequence[float], *, width: int = 60, unicode: bool = True) -> str:
+    """The whole history in at most `width` characters, each the mean of an equal part of it."""
+    size = max(1, len(history) / width)
+    parts = (
+        history[int(i * size) : int((i + 1) * size)] for i in range(round(len(history) / size))
+    )
+    values = [sum(part) / len(part) for part in parts]
+    levels = "".join(map(chr, range(0x2581, 0x2589))) if unicode else "_.-~=+*#"
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    scale = (len(levels) - 1) / (high - low) if high > low else 0.0
+    return "".join(levels[round((value - low) * scale)] for value in values)
+
+
+def size(count: float) -> str:
+    """`512 B`, `1.2 MiB`, `340 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def duration(seconds: float) -> str:
+    """`42s`, `3m20s`, `2h05m`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02}s"
+    return f"{minutes // 60}h{minutes % 60:02}m"

@@ -1,0 +1,76 @@
+"""Turns the files of a run directory, as a trainer writes them, into the events of a job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from clients.jobs.job import TERMINAL, JobEvent, JobState
+from clients.runs.directory import RunDirectory, Status, Verdict
+from clients.runs.metrics_follower import MetricsTail, Point
+
+_STATES = {
+    "running": JobState.RUNNING,
+    "succeeded": JobState.SUCCEEDED,
+    "failed": JobState.FAILED,
+    "cancelled": JobState.CANCELLED,
+}
+
+
+class RunFollower:
+    """Reads what is new of one attempt at each `poll`; survives that its trainer rewrites
+    metrics.jsonl.
+    """
+
+    def __init__(self, run: RunDirectory, attempt: int, max_steps: int) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._max_steps = max_steps
+        self._status = Status(attempt=attempt, verdict="running", phase="starting")
+        self._newest = -1  # the newest step told
+        self._tail = MetricsTail(run.metrics, attempt=attempt, seen_step=self._newest)
+        self._seq = 0
+
+    @property
+    def over(self) -> bool:
+        return _state(self._status) in TERMINAL
+
+    def poll(self) -> Iterator[JobEvent]:
+        # The status first: what it announces as over has all of its metrics on disk.
+        status = self._run.read_status()
+        for point in self._tail.read_all():
+            self._newest = point.step
+            yield self._event(self._status, point)
+        if status is not None and status.attempt == self._attempt and status != self._status:
+            told = _state(self._status), self._status.phase, self._status.reason
+            self._status = status
+            if (_state(status), status.phase, status.reason) != told:
+                yield self._event(status)
+
+    def died(self, reason: str, state: JobState = JobState.FAILED) -> JobEvent:
+        """The last event of a trainer that could not say its last word itself."""
+        verdict: Verdict = "cancelled" if state is JobState.CANCELLED else "failed"
+        step = max(self._newest, 0)
+        return self._event(
+            Status(self._attempt, verdict, self._status.phase, step, self._max_steps, reason)
+        )
+
+    def _event(self, status: Status, point: Point | None = None) -> JobEvent:
+        self._seq += 1
+        return JobEvent(
+            seq=self._seq,
+            time=time.time(),
+            state=_state(status),
+            reason=status.reason,
+            phase=status.phase,
+            attempt=self._attempt,
+            step=point.step if point else max(status.step, self._newest),
+            max_steps=status.max_steps or self._max_steps,
+            metrics=point.metrics if point else {},
+        )
+
+
+def _state(status: Status) -> JobState:
+    if status.verdict == "running" and status.phase in ("", "starting", "preflight"):
+        return JobState.PREPARING
+    return _STATES[status.verdict]

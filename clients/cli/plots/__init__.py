@@ -1,0 +1,1 @@
+"""Curves as text, PNG and SVG, and the HTML report."""

@@ -1,0 +1,77 @@
+"""Panels as a picture, by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from clients.cli.plots.panels import Panel, smoothed, ticks
+from protos.errors import InvalidInput
+
+SUFFIXES = (".png", ".svg", ".pdf")
+COLORS = ("#2462c9", "#c2570c", "#1a7f4b", "#a83289", "#7a6a00", "#4b5563")
+
+
+def save_picture(path: Path, panels: Sequence[Panel], jobs: Sequence[str]) -> None:
+    """Write .png, .svg or .pdf; `jobs` are those with a curve, by its number.
+
+    Raises InvalidInput for another suffix, or without matplotlib.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        kinds = ", ".join(SUFFIXES)
+        raise InvalidInput(f"{path} is not one of {kinds}", field="-o", hint="name a .png file")
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
+    except ImportError as error:
+        raise InvalidInput(
+            "a picture needs matplotlib",
+            field="-o",
+            hint="pip install 'distill-service[plot]', or leave -o out",
+        ) from error
+    columns = 1 if len(panels) == 1 else 2
+    rows = -(-len(panels) // columns)
+    # Figure, not pyplot: nothing global, and no display is looked for.
+    figure = Figure(figsize=(5.6 * columns, 3.3 * rows + 0.3), layout="constrained", dpi=150)
+    for place, panel in enumerate(panels):
+        _draw(figure.add_subplot(rows, columns, place + 1), panel, legend=len(jobs) == 1)
+    if len(jobs) == 1:
+        figure.suptitle(jobs[0], fontsize=11)
+    else:
+        lines = [Line2D([], [], **_look(number)) for number in range(len(jobs))]
+        figure.legend(lines, jobs, loc="outside upper center", ncols=2, fontsize=9, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _draw(axes: Any, panel: Panel, *, legend: bool) -> None:
+    from matplotlib.ticker import NullLocator
+
+    for curve in panel.curves:
+        look = _look(curve.number)
+        xs, ys = zip(*curve.points, strict=True)
+        if curve.held_out:
+            axes.plot(xs, ys, **look, marker="o", markersize=3.5, label=curve.label)
+            continue
+        smooth = smoothed(curve.points)
+        if smooth != list(curve.points):
+            axes.plot(xs, ys, **look, alpha=0.25, linewidth=0.8)
+        axes.plot(xs, [y for _, y in smooth], **look, linewidth=1.5, label=curve.label)
+    if panel.log:
+        _, _, low, high = panel.spans()
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_yticks(marks := ticks(low, high, log=True), [f"{mark:.4g}" for mark in marks])
+    axes.set_title(panel.title, fontsize=10)
+    axes.set_xlabel("step", fontsize=9)
+    axes.tick_params(labelsize=8, which="both")
+    axes.grid(alpha=0.25, which="both", linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    if legend and len(panel.curves) > 1:
+        axes.legend(fontsize=8, frameon=False)
+
+
+def _look(number: int) -> dict[str, Any]:
+    line = ("-", "--", ":")[number // len(COLORS) % 3]
+    return {"color": COLORS[number % len(COLORS)], "linestyle": line}

@@ -1,0 +1,151 @@
+"""A job's report as one HTML file that needs nothing else: no script, no network."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from clients.cli.live.job_view import duration
+from clients.cli.plots.panels import panels_of
+from clients.cli.plots.svg import panel_svg
+from clients.jobs.record import JobRecord
+
+# Where a step's seconds go; what is in none of them is the loss, forward and backward.
+_PARTS = {
+    "time/rollout": "the student writes",
+    "time/teacher_wait": "waiting for the teacher",
+    "time/reward": "judging the answers",
+    "time/anchor": "the anchor scores",
+    "time/optim": "optimizer",
+}
+_REST = "loss, forward and backward"
+
+
+def report_page(record: JobRecord) -> str:
+    """The whole document; whatever the job says is escaped."""
+    job = record.job
+    style = files("clients.cli.plots").joinpath("report.css").read_text()
+    body = [
+        f"<h1>{escape(job.name)}</h1>",
+        f'<p class="soft">{escape(job.id)}, {escape(job.kind)}</p>',
+        _verdict(record),
+        f'<div class="tiles">{"".join(_tiles(record))}</div>',
+        *_curves(record),
+        *_timings(record),
+        *_samples(record),
+        _table("Configuration", dict(_flat(json.loads(job.config_json or "{}")))),
+        _table("Environment", record.notes.environment),
+        f'<p class="soft">Made by distill report, {time.strftime("%Y-%m-%d %H:%M")}.</p>',
+    ]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(job.id)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
+        + "\n".join(part for part in body if part)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _verdict(record: JobRecord) -> str:
+    job = record.job
+    phase = f" ({escape(job.phase)})" if job.phase and job.state == "RUNNING" else ""
+    reason = f": {escape(job.reason)}" if job.reason else ""
+    attempts = f", attempt {job.attempt}" if job.attempt > 1 else ""
+    told = f'<span class="verdict {job.state.lower()}">{job.state}</span>{phase}{reason}'
+    return f"<p>{told}<br>step {job.step} of {job.max_steps}{attempts}</p>"
+
+
+def _tiles(record: JobRecord) -> Iterator[str]:
+    for label, metric, spec in (
+        ("held-out KL, nats a token", "eval/kl", ".3f"),
+        ("held-out KL, a lower bound", "eval/kl_bound", ".3f"),
+        ("right answers", "eval/accuracy", ".1%"),
+        ("held-out reward", "eval/reward", ".3f"),
+        ("perplexity", "eval/perplexity", ".3f"),
+    ):
+        found = record.series(metric)
+        if found:
+            before, after = found[0][1], found[-1][1]
+            yield _tile(label, f"{before:{spec}} &rarr; {after:{spec}}")
+    tokens = sum(value for _, value in record.series("tokens"))
+    if tokens:
+        yield _tile("tokens scored", f"{tokens:,.0f}")
+    seconds = sum(value for _, value in record.series("time/step"))
+    if seconds:
+        yield _tile("in steps", duration(seconds))
+        yield _tile("tokens a second", f"{tokens / seconds:,.0f}")
+    job = record.job
+    if job.ended_at and job.started_at:
+        yield _tile("from start to end", duration(job.ended_at - job.started_at))
+
+
+def _tile(label: str, value: str) -> str:
+    return f'<div class="tile"><b>{value}</b><span class="soft">{escape(label)}</span></div>'
+
+
+def _curves(record: JobRecord) -> list[str]:
+    if not record.metrics:
+        return ["<h2>Curves</h2><p>Nothing was measured.</p>"]
+    drawn = "".join(panel_svg(panel) for panel in panels_of([record]))
+    return [f'<h2>Curves</h2><div class="curves">{drawn}</div>']
+
+
+def _timings(record: JobRecord) -> list[str]:
+    whole = sum(value for _, value in record.series("time/step"))
+    if not whole:
+        return []
+    parts = {
+        label: sum(value for _, value in record.series(metric))
+        for metric, label in _PARTS.items()
+        if metric in record.metrics
+    }
+    parts[_REST] = max(0.0, whole - sum(parts.values()))
+    bar = "".join(
+        f'<span class="c{place}" style="width:{seconds / whole:.2%}"></span>'
+        for place, seconds in enumerate(parts.values())
+    )
+    rows = "".join(
+        f'<tr><th><span class="key c{place}">{escape(label)}</span></th>'
+        f"<td>{seconds / whole:.0%}, {duration(seconds)}</td></tr>"
+        for place, (label, seconds) in enumerate(parts.items())
+    )
+    table = f'<div class="bar">{bar}</div><table>{rows}</table>'
+    return [f'<h2>Where the time of the steps went</h2><div class="card">{table}</div>']
+
+
+def _samples(record: JobRecord) -> Iterator[str]:
+    if record.notes.samples:
+        cards = "".join(f'<div class="card">{_rows(one)}</div>' for one in record.notes.samples)
+        yield f"<h2>Samples of step {record.notes.samples_step}</h2>"
+        yield f'<div class="samples">{cards}</div>'
+
+
+def _table(title: str, values: Mapping[str, Any]) -> str:
+    if not values:
+        return ""
+    return f'<h2>{escape(title)}</h2><div class="card">{_rows(values)}</div>'
+
+
+def _rows(values: Mapping[str, Any]) -> str:
+    lines = "".join(
+        f"<tr><th>{escape(str(name))}</th><td>{escape(_shown(value))}</td></tr>"
+        for name, value in values.items()
+        if value is not None
+    )
+    return f"<table>{lines}</table>"
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,81 @@
+"""Panels as inline SVG: no script, no font and no picture from elsewhere; colors are the page's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from clients.cli.plots.panels import Curve, Panel, smoothed, ticks
+
+WIDTH, HEIGHT = 520, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 30
+
+
+def panel_svg(panel: Panel) -> str:
+    """One `<figure>` with its title, its legend where it needs one, and the drawing."""
+    legend = "".join(
+        f'<span class="key c{curve.number % 6}">{escape(curve.label)}</span>'
+        for curve in panel.curves
+        if curve.label != panel.title
+    )
+    scale = " <small>log scale</small>" if panel.log else ""
+    drawn = [*_grid(panel), *(_curve(panel, curve) for curve in panel.curves)]
+    return (
+        f"<figure><figcaption>{escape(panel.title)}{scale}</figcaption>"
+        f'<p class="keys">{legend}</p>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(panel.title)}">'
+        f"{''.join(drawn)}</svg></figure>"
+    )
+
+
+def _grid(panel: Panel) -> list[str]:
+    first, last, low, high = panel.spans()
+    lines = []
+    for value in ticks(low, high, log=panel.log):
+        y = _y(panel.heights([value])[0])
+        lines.append(f'<path class="rule" d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"/>')
+        lines.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
+    bottom = HEIGHT - _BOTTOM
+    for value in ticks(first, last, log=False, most=6):
+        x = _x((value - first) / (last - first))
+        lines.append(f'<path class="rule" d="M{x:.1f} {bottom}v4"/>')
+        lines.append(f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{value:.6g}</text>')
+    lines.append(f'<path class="axis" d="M{_LEFT} {_TOP}V{bottom}H{WIDTH - _RIGHT}"/>')
+    return lines
+
+
+def _curve(panel: Panel, curve: Curve) -> str:
+    color = f"c{curve.number % 6}"
+    if curve.held_out:
+        return _line(panel, curve.points, color) + "".join(
+            f'<circle class="{color}" cx="{x:.1f}" cy="{y:.1f}" r="3">'
+            f"<title>step {step:g}: {value:.4g}</title></circle>"
+            for (x, y), (step, value) in zip(
+                _places(panel, curve.points), curve.points, strict=True
+            )
+        )
+    smooth = smoothed(curve.points)
+    faint = _line(panel, curve.points, f"faint {color}") if smooth != list(curve.points) else ""
+    return faint + _line(panel, smooth, color)
+
+
+def _line(panel: Panel, points: Sequence[tuple[float, float]], classes: str) -> str:
+    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in _places(panel, points))
+    return f'<path class="line {classes}" d="M{path}"/>'
+
+
+def _places(panel: Panel, points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    first, last, _, _ = panel.spans()
+    heights = panel.heights([y for _, y in points])
+    return [
+        (_x((x - first) / (last - first)), _y(height))
+        for (x, _), height in zip(points, heights, strict=True)
+    ]
+
+
+def _x(share: float) -> float:
+    return _LEFT + share * (WIDTH - _LEFT - _RIGHT)
+
+
+def _y(height: float) -> float:
+    return _TOP + (1 - height) * (HEIGHT - _TOP - _BOTTOM)

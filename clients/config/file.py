@@ -1,0 +1,198 @@
+"""Reads job files. A wrong one is refused with every problem at once, each with its line."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from clients.config.kinds import AnyJob, kind_of
+from clients.config.lines import KeyPath, Parsed, SyntaxFault, parse
+from clients.config.problems import describe, fields, holds_text
+from protos.errors import InvalidInput
+
+MAX_BYTES = 64 << 10
+SUFFIXES = (".toml", ".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """A job as read. `sources` says for each key: `default`, `job.toml:6` or `--set`."""
+
+    path: Path
+    text: str
+    config: AnyJob
+    sources: Mapping[str, str]
+
+
+@dataclass
+class _Draft:
+    """A job between its file and its model."""
+
+    name: str
+    parsed: Parsed
+    values: dict[str, Any]
+    overridden: set[KeyPath] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+    def source(self, path: KeyPath) -> str:
+        if any(path[: len(key)] == key for key in self.overridden):
+            return "--set"
+        line = self.parsed.line_of(path)
+        if not line and any(key[: len(path)] == path for key in self.overridden):
+            return "--set"  # it made a table of what should be a value
+        return f"{self.name}:{line}" if line else self.name
+
+
+def load_job(path: Path | str, overrides: Sequence[str] = ()) -> JobFile:
+    """Read a job file, then apply `KEY=VALUE` overrides; raises InvalidInput with all problems."""
+    path = Path(path)
+    text = _read(path)
+    try:
+        parsed = parse(text, path.suffix.lower())
+    except SyntaxFault as fault:
+        where = f"{path}:{fault.line}" if fault.line else str(path)
+        raise InvalidInput(f"{where}: {fault.message}") from None
+    try:
+        draft = _Draft(str(path), parsed, _copied(parsed.values))
+        for override in overrides:
+            _apply(override, draft)
+        config = _validated(draft)
+    except RecursionError:
+        raise InvalidInput(f"{path}: nested too deeply") from None
+    if config is None or draft.problems:
+        raise InvalidInput(_rendered(draft))
+    return JobFile(path, text, config, _sources(draft, config))
+
+
+# Keys that may name a file of this machine.
+FILE_KEYS: tuple[KeyPath, ...] = (
+    ("student", "model"),
+    ("data", "path"),
+    ("data", "eval_path"),
+    ("data", "eval_prompts"),
+    ("data", "tokenizer"),
+    ("teacher", "model"),
+    ("reward", "file"),
+    ("environment", "retriever"),
+)
+
+
+def localized(config: AnyJob) -> AnyJob:
+    """Names of files that exist here, made absolute: a server has another working directory."""
+    for dotted, name in named_files(config):
+        table_name, key = dotted.split(".")
+        if Path(name).exists():
+            table = getattr(config, table_name)
+            made = table.model_copy(update={key: str(Path(name).absolute())})
+            config = config.model_copy(update={table_name: made})
+    return config
+
+
+def named_files(config: AnyJob) -> list[tuple[str, str]]:
+    """The keys that may name a file or directory of this machine, and what they say."""
+    said = [(key, getattr(getattr(config, key[0], None), key[1], None)) for key in FILE_KEYS]
+    return [(".".join(key), name) for key, name in said if name and "://" not in name]
+
+
+def parse_override(override: str) -> tuple[KeyPath, Any]:
+    """`a.b=VALUE`, VALUE in TOML or else a bare string. Raises InvalidInput."""
+    dotted, equals, text = override.partition("=")
+    path = tuple(part.strip() for part in dotted.split("."))
+    if not equals or not all(path):
+        raise InvalidInput(f"--set: {override!r} is not KEY=VALUE")
+    if holds_text(path) and text[:1] not in ('"', "'"):
+        return path, text
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return path, text
+    return path, parsed["value"] if len(parsed) == 1 else text
+
+
+def _read(path: Path) -> str:
+    if path.suffix.lower() not in SUFFIXES:
+        raise InvalidInput(f"{path}: a job file ends in .toml, .yaml or .yml")
+    try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise InvalidInput(f"{path}: not a regular file")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise InvalidInput(f"{path}: no such file") from None
+    except OSError as error:
+        raise InvalidInput(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    if len(data) > MAX_BYTES:
+        raise InvalidInput(f"{path}: larger than {MAX_BYTES >> 10} KiB; is it a job file?")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise InvalidInput(f"{path}:{line}: not UTF-8 text") from None
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _copied(v) if isinstance(v, dict) else v for k, v in values.items()}
+
+
+def _apply(override: str, draft: _Draft) -> None:
+    try:
+        path, value = parse_override(override)
+    except InvalidInput as error:
+        draft.problems.append(error.message)
+        return
+    table: Any = draft.values
+    for depth, part in enumerate(path[:-1], start=1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            inner = ".".join(path[:depth])
+            draft.problems.append(f"--set: {'.'.join(path)}: '{inner}' is not a table")
+            return
+    table[path[-1]] = value
+    draft.overridden.add(path)
+
+
+def _validated(draft: _Draft) -> AnyJob | None:
+    try:
+        # Strict, so that `top_k = true` is a mistake and not 1; as JSON, which knows no dates.
+        document = json.dumps(draft.values, default=str)
+    except ValueError:
+        # Python writes no integer of more than 4300 digits; hexadecimal ones can be read.
+        draft.problems.append(f"{draft.name}: an integer has thousands of digits")
+        return None
+    kind = kind_of(draft.values)
+    try:
+        return kind.model_validate_json(document, strict=True)
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            for path, message in describe(detail, kind):
+                parts = (draft.source(path), ".".join(path), message)
+                draft.problems.append(": ".join(filter(None, parts)))
+        return None
+
+
+def _rendered(draft: _Draft) -> str:
+    if len(draft.problems) == 1:
+        return draft.problems[0]
+    lines = "".join(f"\n  {problem}" for problem in draft.problems)
+    return f"{draft.name}: {len(draft.problems)} problems{lines}"
+
+
+def _sources(draft: _Draft, config: AnyJob) -> Mapping[str, str]:
+    return {
+        ".".join(path): draft.source(path) if _given(draft.values, path) else "default"
+        for path in fields(type(config))
+    }
+
+
+def _given(values: Any, path: KeyPath) -> bool:
+    for part in path:
+        if not isinstance(values, dict) or part not in values:
+            return False
+        values = values[part]
+    return True

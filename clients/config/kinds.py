@@ -1,0 +1,44 @@
+"""The kinds of jobs: `method.type` says which model reads a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from pydantic_core import from_json
+
+from clients.config.capture import CaptureJob
+from clients.config.offline import OfflineJob
+from clients.config.on_policy import JobConfig, TrainingJob
+from clients.config.rl import RLJob
+
+AnyTraining: TypeAlias = JobConfig | OfflineJob | RLJob
+AnyJob: TypeAlias = AnyTraining | CaptureJob
+Kind: TypeAlias = type[JobConfig] | type[OfflineJob] | type[RLJob] | type[CaptureJob]
+KINDS: Mapping[str, Kind] = {
+    "on_policy": JobConfig,
+    "offline": OfflineJob,
+    "rl": RLJob,
+    "capture": CaptureJob,
+}
+
+
+def processes_of(job: AnyJob) -> int:
+    """Of the job's program."""
+    return job.train.processes if isinstance(job, TrainingJob) else 1
+
+
+def kind_of(values: Any) -> Kind:
+    """Who is to judge a job that may be wrong in any way."""
+    method = values.get("method") if isinstance(values, dict) else None
+    name = method.get("type") if isinstance(method, dict) else None
+    return KINDS.get(name, JobConfig) if isinstance(name, str) else JobConfig
+
+
+def parse_job(document: str | bytes, *, strict: bool = False) -> AnyJob:
+    """A job from JSON. Raises pydantic's ValidationError."""
+    try:
+        values = from_json(document)
+    except ValueError:
+        values = None  # the model says what is wrong
+    return kind_of(values).model_validate_json(document, strict=strict)

@@ -1,0 +1,101 @@
+"""What is wrong with a job, in words a person can act on."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from clients.config.kinds import KINDS
+from clients.config.lines import KeyPath
+from clients.config.on_policy import JobConfig
+
+
+def fields(model: type[BaseModel] = JobConfig, table: KeyPath = ()) -> Mapping[KeyPath, FieldInfo]:
+    """Every key that holds a value (not the tables), by its path."""
+    found: dict[KeyPath, FieldInfo] = {}
+    for name, info in model.model_fields.items():
+        if (inner := table_in(info)) is not None:
+            found |= fields(inner, (*table, name))
+        else:
+            found[(*table, name)] = info
+    return found
+
+
+def table_in(info: FieldInfo) -> type[BaseModel] | None:
+    """The table that the key holds, or may hold where it is optional; None for a value."""
+    for kind in (info.annotation, *get_args(info.annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def holds_text(path: KeyPath) -> bool:
+    """Whether the key takes a string of any kind, and no list, in any kind of job."""
+    found = (fields(kind).get(path) for kind in KINDS.values())
+    kinds = [(info.annotation, *get_args(info.annotation)) for info in found if info]
+    return any(str in one and not any(get_origin(k) is list for k in one) for one in kinds)
+
+
+def describe(
+    error: ErrorDetails, model: type[BaseModel] = JobConfig
+) -> Iterator[tuple[KeyPath, str]]:
+    """The keys that one pydantic error of `model` is about, and what is wrong with them."""
+    path = tuple(str(part) for part in error["loc"])
+    match error["type"]:
+        case "missing":
+            for key, info in fields(model).items():
+                if key[: len(path)] == path and info.is_required():
+                    yield key, f"missing; {(info.description or '').rstrip('.')}"
+        case "extra_forbidden":
+            yield path, f"unknown key{_suggestion(path, model)}"
+        case "literal_error":
+            expected = error["ctx"]["expected"].replace(" or ", ", ")
+            if path == ("method", "type"):
+                expected = ", ".join(map(repr, KINDS))
+            among = "one of " if "," in expected else ""
+            yield path, f"got {_shown(error['input'])}, expected {among}{expected}"
+        case "model_type" | "model_attributes_type" | "dataclass_type":
+            yield path, f"must be a table (got {_shown(error['input'])})"
+        case _:
+            message = error["msg"].replace("Input should be", "must be", 1)
+            message = message.removeprefix("Value error, ")
+            yield path, f"{message} (got {_shown(error['input'])})"
+
+
+def _suggestion(path: KeyPath, model: type[BaseModel]) -> str:
+    """What the author of an unknown key may have meant."""
+    table, name = path[:-1], path[-1]
+    keys = _keys(model)
+    if kinds := [repr(kind) for kind, other in KINDS.items() if path in _keys(other)]:
+        return f"; only a job with method.type = {' or '.join(kinds)} has it"
+    here = [key[-1] for key in keys if key[:-1] == table]
+    if near := difflib.get_close_matches(name, here, n=1, cutoff=0.75):
+        return f"; did you mean '{near[0]}'?"
+    if owners := [key for key in keys if key[-1] == name]:
+        return "; it belongs to " + " or ".join(_table_of(key) for key in owners)
+    # Of two keys with one name, the one in the same table is meant.
+    names = {key[-1]: key for key in sorted(keys, key=lambda key: key[:-1] == table)}
+    if near := difflib.get_close_matches(name, names, n=1):
+        meant = names[near[0]]
+        return f"; did you mean '{'.'.join(meant if meant[:-1] != table else meant[-1:])}'?"
+    return ""
+
+
+def _keys(model: type[BaseModel]) -> list[KeyPath]:
+    return [*fields(model), *((table,) for table in model.model_fields)]
+
+
+def _table_of(key: KeyPath) -> str:
+    return f"[{'.'.join(key[:-1])}]" if len(key) > 1 else "the top of the file"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

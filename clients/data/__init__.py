@@ -1,0 +1,1 @@
+"""Data sets, tokenization, model directories and the model hub."""

@@ -1,1 +1,0 @@
-"""Scripts to read and to copy from; a test runs each."""

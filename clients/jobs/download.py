@@ -1,0 +1,107 @@
+"""Take the files of an artifact in: verified, and complete or not there at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import BinaryIO
+
+from clients.runs.directory import fsync_directory
+from protos import distill_pb2 as pb
+from protos.errors import Corrupt, InvalidInput
+
+_COPIED_BYTES = 8 << 20
+
+
+class Download:
+    """A directory in the making, beside its destination; it is removed unless `finish` was called.
+
+    Raises InvalidInput when the destination has content.
+    """
+
+    def __init__(self, destination: Path) -> None:
+        self._destination = destination.absolute()
+        if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+            raise InvalidInput(
+                f"{destination} is not an empty directory",
+                field="destination",
+                hint="name a directory that does not exist yet",
+            )
+        name = f".{self._destination.name}.{secrets.token_hex(4)}.partial"
+        self._partial = self._destination.with_name(name)
+        self._file: BinaryIO | None = None
+        self._path = ""
+        self._digest = hashlib.sha256()
+        self._files = 0
+
+    def __enter__(self) -> Download:
+        self._partial.mkdir(parents=True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    def add(self, chunk: pb.ArtifactChunk) -> None:
+        """The next bytes; raises Corrupt when they are not, or do not match the checksum."""
+        if self._file is None:
+            self._open(chunk.path)
+        assert self._file is not None
+        if chunk.path != self._path or chunk.offset != self._file.tell():
+            raise Corrupt(f"{self._path}: a part is missing", hint="try again")
+        self._file.write(chunk.data)
+        self._digest.update(chunk.data)
+        if chunk.last:
+            self._close(chunk.sha256)
+
+    def copy(self, root: Path) -> None:
+        """Every file under `root`, a directory of this machine."""
+        for source in sorted(path for path in root.rglob("*") if path.is_file()):
+            self._open(source.relative_to(root).as_posix())
+            assert self._file is not None
+            with source.open("rb") as file:
+                shutil.copyfileobj(file, self._file, _COPIED_BYTES)
+            self._sync()
+
+    def finish(self) -> Path:
+        """Put the directory in its place."""
+        if self._file is not None or self._files == 0:
+            raise Corrupt("the server ended before the last file did", hint="try again")
+        self._partial.rename(self._destination)
+        fsync_directory(self._destination.parent)
+        return self._destination
+
+    def _open(self, path: str) -> None:
+        relative = PurePosixPath(path)
+        if relative.is_absolute() or not relative.parts or ".." in relative.parts or "\0" in path:
+            raise Corrupt(f"the server sent a path outside of the artifact: {path!r}")
+        target = self._partial / relative
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # "x": a path that comes twice is an error.
+        self._file = target.open("xb")
+        self._path = path
+        self._digest = hashlib.sha256()
+
+    def _close(self, sha256: str) -> None:
+        self._sync()
+        if self._digest.hexdigest() != sha256:
+            raise Corrupt(f"{self._path} does not match its checksum", hint="try again")
+
+    def _sync(self) -> None:
+        """The file is whole, and on disk."""
+        assert self._file is not None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
+        self._files += 1

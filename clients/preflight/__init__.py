@@ -1,0 +1,1 @@
+"""Checks of a job before it is queued or started."""

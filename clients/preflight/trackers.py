@@ -1,0 +1,43 @@
+"""Whether the trackers of a job can start: installed, and with a key where they need one."""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+import urllib.parse
+from collections.abc import Mapping
+
+from clients.config.on_policy import TrackConfig
+from protos.errors import InvalidInput
+
+_WANDB = "https://api.wandb.ai"
+
+
+def check_trackers(track: TrackConfig) -> None:
+    """Refuse a tracker that is not installed, and W&B without a key. Imports none of them."""
+    for name in ("wandb", "trackio"):
+        if getattr(track, name) is not None and importlib.util.find_spec(name) is None:
+            raise InvalidInput(
+                f"{name} is not installed",
+                field=f"track.{name}",
+                hint="pip install 'distill-service[track]', or leave the table out",
+            )
+    if track.wandb is not None and not _wandb_may_start(os.environ):
+        raise InvalidInput(
+            "there is no key of Weights & Biases",
+            field="track.wandb",
+            hint="set WANDB_API_KEY, or run `wandb login`, or set WANDB_MODE=offline",
+        )
+
+
+def _wandb_may_start(environment: Mapping[str, str]) -> bool:
+    if environment.get("WANDB_MODE") in ("offline", "dryrun", "disabled"):
+        return True
+    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urllib.parse.urlsplit(environment.get("WANDB_BASE_URL", _WANDB)).netloc
+    try:
+        return netrc.netrc(environment.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

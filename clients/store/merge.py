@@ -1,0 +1,85 @@
+"""The stores of the parts of one capture, made one: the same bytes as if it had no parts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from clients.store.checks import damages, manifest_of
+from clients.store.facts import PART, SEQUENCES, WHOLE, require_same
+from clients.store.manifest import Manifest, shard_name, write_manifest
+from clients.store.shards import ShardFacts
+from protos.errors import Corrupt, InvalidInput, WrongState
+
+
+def merge(out: Path, parts: Sequence[Path]) -> int:
+    """Verify all parts, and link or copy their files into a new store; returns its sequences.
+
+    Raises InvalidInput when they are not all parts of one capture, WrongState when one is
+    incomplete or of something else, Corrupt when one is damaged. Then there is no `out`.
+    """
+    if out.exists():
+        raise WrongState(f"{out} exists already", hint="choose a new directory")
+    manifests = _in_order(parts)
+    for path, _ in manifests:
+        if damage := next(damages(path), None):
+            raise Corrupt(f"{path}: {damage}", hint="capture this part again")
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    shards: list[ShardFacts] = []
+    for path, manifest in manifests:
+        for facts in manifest.shards:
+            name = shard_name(len(shards))
+            _link_or_copy(path / facts.name, partial / name)
+            shards.append(replace(facts, name=name))
+    sequences = sum(facts.count for facts in shards)
+    metadata = {**manifests[0][1].metadata, PART: WHOLE, SEQUENCES: str(sequences)}
+    write_manifest(partial, Manifest(metadata, shards))
+    partial.rename(out)
+    return sequences
+
+
+def _in_order(parts: Sequence[Path]) -> list[tuple[Path, Manifest]]:
+    found: dict[str, tuple[Path, Manifest]] = {}
+    for path in parts:
+        manifest = manifest_of(path)
+        part = manifest.metadata.get(PART, "")
+        if not part:
+            raise InvalidInput(f"{path} was not made by a capture", hint="merge captured stores")
+        if part in found:
+            raise InvalidInput(f"{path} and {found[part][0]} are both part {part}")
+        found[part] = (path, manifest)
+        _require_complete(path, manifest)
+        first_path, first = next(iter(found.values()))
+        hint = f"{first_path} has the other one; merge parts of one capture"
+        require_same(path, manifest.metadata, first.metadata, ignoring=(PART, SEQUENCES), hint=hint)
+    count = int(next(iter(found)).split("/")[1])
+    missing = [f"{i}/{count}" for i in range(count) if f"{i}/{count}" not in found]
+    if missing or len(found) != count:
+        raise InvalidInput(
+            f"{', '.join(missing) or 'a part'} of {count} parts is not among them",
+            hint="give every part of one capture, and nothing else",
+        )
+    return [found[f"{i}/{count}"] for i in range(count)]
+
+
+def _require_complete(path: Path, manifest: Manifest) -> None:
+    there, expected = sum(facts.count for facts in manifest.shards), manifest.metadata[SEQUENCES]
+    if str(there) != expected:
+        raise WrongState(
+            f"{path} has {there} of {expected} sequences", hint="let its capture go on to the end"
+        )
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Of an immutable file; a copy on another disk."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        with target.open("rb") as stream:
+            os.fsync(stream.fileno())

@@ -1,0 +1,190 @@
+"""One shard of stored rows: an immutable Arrow file, written whole and read through a map of it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from protos.errors import Corrupt
+from protos.rows.codec import HEADER_BYTES
+from protos.rpc.failpoints import failpoint
+
+KEY_BYTES = 32
+_CHECK_BYTES = 16
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """One sequence: its key, token ids (int32 little-endian), first scored position, and codec
+    bytes.
+    """
+
+    key: bytes
+    token_ids: bytes
+    start: int
+    rows: bytes
+
+
+@dataclass(frozen=True)
+class ShardFacts:
+    """A line of the manifest. `index`: the digest of all columns but the token ids and rows."""
+
+    name: str
+    count: int
+    bytes: int
+    sha256: str
+    index: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """An open shard: a map of the token ids and the rows, copies of all else. Nothing that changes
+    on disk later can send a read out of the file.
+    """
+
+    name: str
+    keys: Sequence[bytes]
+    token_offsets: NDArray[np.int32]
+    token_ids: memoryview
+    starts: NDArray[np.int32]
+    checks: bytes
+    row_offsets: NDArray[np.int32]
+    rows: memoryview
+
+    def entry(self, row: int) -> StoredRows:
+        """Raises Corrupt unless it is what was written; the payload of its rows is for
+        `decode_rows` to check.
+        """
+        entry = StoredRows(
+            self.keys[row],
+            bytes(self.token_ids[self.token_offsets[row] : self.token_offsets[row + 1]]),
+            int(self.starts[row]),
+            bytes(self.rows[self.row_offsets[row] : self.row_offsets[row + 1]]),
+        )
+        at = _CHECK_BYTES * row
+        if self.checks[at : at + _CHECK_BYTES] != _check(entry):
+            raise Corrupt(f"entry {row} of shard {self.name} does not match its checksum")
+        return entry
+
+
+def encode_shard(name: str, entries: Sequence[StoredRows]) -> tuple[bytes, ShardFacts]:
+    """Arrow's IPC file format, one batch."""
+    import pyarrow as pa
+
+    columns = {
+        "key": [entry.key for entry in entries],
+        "token_ids": [entry.token_ids for entry in entries],
+        "start": [entry.start for entry in entries],
+        "check": [_check(entry) for entry in entries],
+        "rows": [entry.rows for entry in entries],
+    }
+    batch = pa.record_batch(columns, schema=_schema())
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    data: bytes = sink.getvalue().to_pybytes()
+    index = _index_digest(_shard(name, batch))
+    return data, ShardFacts(name, len(entries), len(data), hashlib.sha256(data).hexdigest(), index)
+
+
+def open_shard(path: Path, facts: ShardFacts) -> Shard:
+    """Map a shard. Raises OSError, or ValueError when it is not what its manifest says."""
+    import pyarrow as pa
+
+    if path.stat().st_size != facts.bytes:
+        raise ValueError(f"{path} has another size than its manifest says")
+    try:
+        # The map outlives the descriptor, of which a process has few.
+        with pa.memory_map(str(path)) as file:
+            mapped = file.read_buffer()
+        batch = pa.ipc.open_file(pa.BufferReader(mapped)).get_batch(0)
+        batch.validate(full=True)
+    except pa.ArrowException as error:
+        raise ValueError(f"{path} is not an Arrow file: {error}") from error
+    if not batch.schema.equals(_schema(), check_metadata=True) or batch.num_rows != facts.count:
+        raise ValueError(f"{path} is not what its manifest says")
+    shard = _shard(facts.name, batch)
+    if _index_digest(shard) != facts.index:
+        raise ValueError(f"{path} has another index than its manifest says")
+    return shard
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """All of the file or nothing, also after a power cut."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            failpoint("file-written")
+            os.fsync(stream.fileno())
+        failpoint("file-synced")
+        temporary.rename(path)
+        failpoint("file-renamed")
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    return pa.schema(
+        {
+            "key": pa.binary(KEY_BYTES),
+            "token_ids": pa.binary(),
+            "start": pa.int32(),
+            "check": pa.binary(_CHECK_BYTES),
+            "rows": pa.binary(),
+        }
+    )
+
+
+def _shard(name: str, batch: Any) -> Shard:
+    key, token_ids, start, check, rows = batch.columns
+    count = batch.num_rows
+    return Shard(
+        name=name,
+        keys=key.to_pylist(),
+        token_offsets=_copied(token_ids, count + 1),
+        token_ids=memoryview(token_ids.buffers()[2]),
+        starts=_copied(start, count),
+        checks=check.buffers()[1].to_pybytes(),
+        row_offsets=_copied(rows, count + 1),
+        rows=memoryview(rows.buffers()[2]),
+    )
+
+
+def _copied(column: Any, count: int) -> NDArray[np.int32]:
+    return np.frombuffer(column.buffers()[1], np.int32, count).copy()
+
+
+def _index_digest(shard: Shard) -> str:
+    hasher = xxhash.xxh3_128(b"".join(shard.keys))
+    for column in (shard.token_offsets, shard.starts, shard.row_offsets):
+        hasher.update(column.tobytes())
+    hasher.update(shard.checks[: _CHECK_BYTES * len(shard.keys)])
+    return hasher.hexdigest()
+
+
+def _check(entry: StoredRows) -> bytes:
+    """Ties the columns of an entry to each other; its rows by the digest in their header."""
+    hasher = xxhash.xxh3_128(entry.key)
+    hasher.update(struct.pack("<iQ", entry.start, len(entry.rows)))
+    hasher.update(entry.token_ids)
+    hasher.update(entry.rows[:HEADER_BYTES])
+    return hasher.digest()

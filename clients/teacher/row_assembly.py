@@ -1,0 +1,96 @@
+"""Puts the chunks of one sequence together: every row once, and all rows of one scoring."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+
+from clients.teacher.query import ScoreQuery
+from protos import teacher_pb2
+from protos.errors import Corrupt
+from protos.rows.codec import RowBlock, decode_rows
+
+
+class ScoreAssembly:
+    """The rows of `query` that came so far, also over several connections."""
+
+    def __init__(self, query: ScoreQuery) -> None:
+        self._query = query
+        self.restart()
+
+    @property
+    def next_position(self) -> int:
+        """The first row that is missing."""
+        return self._query.start + self._filled
+
+    @property
+    def resume_position(self) -> int:
+        """What a request for the rest says: 0 when nothing is there yet."""
+        return self.next_position if self._filled else 0
+
+    def restart(self) -> None:
+        """Forget every row."""
+        self._filled = 0
+        self._whole: RowBlock | None = None
+        self._digest: int | None = None
+
+    def continues(self, chunk: teacher_pb2.ScoreChunk) -> bool:
+        """Whether the chunk is of the scoring that the rows so far are of."""
+        return self._digest in (None, chunk.scoring_digest)
+
+    def add(self, chunk: teacher_pb2.ScoreChunk) -> RowBlock | None:
+        """Append a chunk; the whole block, head ids filled in, once it is complete.
+
+        Raises Corrupt for rows that are missing, sent twice, damaged or of another shape.
+        """
+        block = decode_rows(chunk.payload)
+        query, expected = self._query, self.next_position
+        left = len(query.token_ids) - expected
+        if chunk.first_position != expected or not 0 < len(block) <= left:
+            raise Corrupt(
+                f"the teacher sent {len(block)} rows from position {chunk.first_position}, "
+                f"expected up to {left} from {expected}"
+            )
+        chosen_by_teacher = block.head_ids is not None
+        if block.k != query.k or chosen_by_teacher != (query.head_ids is None):
+            raise Corrupt(f"the teacher sent rows with k = {block.k}, asked for {query.k}")
+        if block.tail_samples != query.tail_samples:
+            raise Corrupt(
+                f"the teacher sent {block.tail_samples} tail samples a row, asked for"
+                f" {query.tail_samples}"
+            )
+        if len(block) != chunk.count or chunk.last != (len(block) == left):
+            raise Corrupt(f"the teacher sent {len(block)} rows and announced {chunk.count}")
+        if (block.head_logprobs.dtype == np.float32) != query.f32:
+            raise Corrupt("the teacher sent log-probs of another precision than asked for")
+        self._digest = chunk.scoring_digest
+        whole = self._copy(block)
+        return whole if chunk.last else None
+
+    def _copy(self, block: RowBlock) -> RowBlock:
+        # Into one allocation: what was decoded are read-only views that keep a message alive, and
+        # torch wants arrays of its own.
+        if self._whole is None:
+            self._whole = _empty(self._query)
+        whole = self._whole
+        first, last = self._filled, self._filled + len(block)
+        for column in fields(RowBlock):
+            values = getattr(block, column.name)
+            if values is not None:
+                getattr(whole, column.name)[first:last] = values
+        self._filled = last
+        return whole
+
+
+def _empty(query: ScoreQuery) -> RowBlock:
+    shape = (query.rows, query.k)
+    sampled = query.tail_samples > 0
+    return RowBlock(
+        head_ids=np.empty(shape, np.int32) if query.head_ids is None else query.head_ids,
+        head_logprobs=np.empty(shape, np.float32 if query.f32 else np.float16),
+        tail_logmass=np.empty(query.rows, np.float32),
+        token_logprobs=np.empty(query.rows, np.float32),
+        tail_sample_ids=np.empty((query.rows, query.tail_samples), np.int32) if sampled else None,
+        tail_sample_logprob=np.empty(query.rows, np.float32) if sampled else None,
+    )

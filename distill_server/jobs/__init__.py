@@ -1,0 +1,1 @@
+"""Jobs in the database: states, submission, verdicts and checks."""

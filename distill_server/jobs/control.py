@@ -1,0 +1,236 @@
+"""What people ask of jobs: submit, cancel, resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from clients.config.kinds import AnyJob
+from clients.jobs.artifacts import checkpoint_root, require_files
+from clients.jobs.job import Job, JobState
+from clients.runs.directory import Control, RunDirectory
+from clients.runs.run_id import run_ids
+from distill_server.jobs.job_file import parse_config
+from distill_server.jobs.preflight import Preflight, unchecked
+from distill_server.jobs.store import Attempt, Change, Store
+from distill_server.runners.machine import ONE_JOB, Machine
+from protos.errors import InvalidInput, Overloaded, Unavailable, WrongState
+from protos.rpc.failpoints import failpoint
+
+_KEY_CHARS = 200
+# A job file is smaller; what is checked and stored on the event loop must be.
+_TEXT_CHARS = 256 << 10
+
+
+class JobControl:
+    """The wishes of people, turned into changes of the store; `wake` tells the scheduler."""
+
+    def __init__(
+        self,
+        store: Store,
+        runs: Path,
+        wake: Callable[[], None],
+        machine: Machine = ONE_JOB,
+        most_queued: int = 10_000,
+        preflight: Preflight = unchecked,
+    ) -> None:
+        """`preflight`: what submits and resumes wait for before they change anything."""
+        self._store = store
+        self._runs = runs
+        self._wake = wake
+        self._machine = machine
+        self._most_queued = most_queued
+        self._preflight = preflight
+
+    async def check(self, config_json: str) -> None:
+        """Raises what `submit_checked` would, and queues nothing."""
+        await self._require_sound(self._read(config_json, "", ""))
+
+    async def submit_checked(self, config_json: str, config_text: str, idempotency_key: str) -> Job:
+        """`submit`, once the preflight has found nothing wrong; a known key needs none."""
+        config = self._read(config_json, config_text, idempotency_key)
+        if known := self._known(config, idempotency_key):
+            return known
+        await self._require_sound(config)
+        # Somebody may have used the key meanwhile, or taken the last place.
+        return self._known(config, idempotency_key) or self._queue(
+            config, config_text, idempotency_key
+        )
+
+    def submit(self, config_json: str, config_text: str, idempotency_key: str) -> Job:
+        """Queue a job; the same key returns the same job.
+
+        Raises InvalidInput with the field, Overloaded when the queue is full.
+        """
+        config = self._read(config_json, config_text, idempotency_key)
+        return self._known(config, idempotency_key) or self._queue(
+            config, config_text, idempotency_key
+        )
+
+    def cancel(self, text: str, *, now: bool) -> Job:
+        """Stop a job, after a last checkpoint unless `now`. Repeating it is harmless."""
+        job = self._store.resolve(text)
+        match job.state:
+            case JobState.CANCELLED:
+                return job
+            case JobState.SUCCEEDED | JobState.FAILED:
+                raise WrongState(
+                    f"job {job.id} has already {job.state.lower()}; nothing is left to cancel",
+                    field="job_id",
+                )
+            case JobState.QUEUED:
+                return self._store.change(
+                    job.id, Change(JobState.CANCELLED, reason="cancelled while queued", phase="")
+                )
+        self._tell(job, now=now)
+        failpoint("trainer-told")
+        if job.state is not JobState.CANCELLING:
+            job = self._store.change(job.id, Change(JobState.CANCELLING))
+        failpoint("cancel-stored")
+        self._wake()
+        return job
+
+    async def resume_checked(self, text: str, *, max_steps: int, from_step: int) -> Job:
+        """`resume`, once the preflight has found nothing wrong."""
+        job, config = self._resumable(text, max_steps, from_step)
+        await self._preflight(config or parse_config(job.config_json), self._runs / job.id)
+        return self.resume(text, max_steps=max_steps, from_step=from_step)
+
+    def resume(self, text: str, *, max_steps: int, from_step: int) -> Job:
+        """A further attempt of a job that ended; 0 means: as before, and the newest checkpoint."""
+        job, config = self._resumable(text, max_steps, from_step)
+        resumed = self._store.queue_again(
+            job.id,
+            Attempt(job.attempt + 1, from_step=from_step or None),
+            Change(JobState.QUEUED, reason="", phase=""),
+            last=True,
+            config=config,
+        )
+        failpoint("resume-stored")
+        self._wake()
+        return resumed
+
+    def _read(self, config_json: str, config_text: str, idempotency_key: str) -> AnyJob:
+        for field, text in (("config_json", config_json), ("config_text", config_text)):
+            if len(text) > _TEXT_CHARS:
+                raise InvalidInput(f"longer than {_TEXT_CHARS} characters", field=field)
+        config = parse_config(config_json)
+        if len(idempotency_key) > _KEY_CHARS:
+            raise InvalidInput(f"longer than {_KEY_CHARS} characters", field="idempotency_key")
+        return config
+
+    async def _require_sound(self, config: AnyJob) -> None:
+        self._require_place(config)
+        await self._preflight(config, self._runs)
+
+    def _known(self, config: AnyJob, idempotency_key: str) -> Job | None:
+        if not idempotency_key:
+            return None
+        return self._store.submitted(idempotency_key, config)
+
+    def _queue(self, config: AnyJob, config_text: str, idempotency_key: str) -> Job:
+        self._require_place(config)
+        job_id = self._new_id(config.method.type, config.name)
+        try:
+            # The directory first: a job that was acknowledged always has one.
+            self._make_run(job_id, config, config_text)
+            failpoint("run-made")
+            job = self._store.add(job_id, config, idempotency_key)
+        except Exception:
+            shutil.rmtree(self._runs / job_id, ignore_errors=True)
+            raise
+        failpoint("job-stored")
+        self._wake()
+        return job
+
+    def _resumable(self, text: str, max_steps: int, from_step: int) -> tuple[Job, AnyJob | None]:
+        """The job, and what it is to be from now on, if it changes."""
+        job = self._store.resolve(text)
+        if job.state not in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED):
+            raise WrongState(
+                f"job {job.id} is {job.state}; only a job that ended can be resumed", field="job_id"
+            )
+        if job.state is JobState.SUCCEEDED and max_steps <= job.max_steps:
+            raise WrongState(
+                f"job {job.id} has succeeded with {job.max_steps} steps",
+                field="max_steps",
+                hint="resume it with more steps",
+            )
+        run = RunDirectory(self._runs / job.id)
+        require_files(job, run)
+        config = self._extended(job, max_steps) if max_steps else None
+        if from_step:
+            checkpoint_root(job, run, from_step)
+        self._require_place()
+        return job, config
+
+    def _require_place(self, config: AnyJob | None = None) -> None:
+        """For one job more; of a new one, for `config` on this machine."""
+        if config is not None:
+            self._machine.require_room(config)
+        if self._store.queue_length() >= self._most_queued:
+            raise Overloaded(
+                f"{self._most_queued} jobs are queued, and the server takes no more",
+                hint="wait until some have started, cancel some, or start it with more"
+                " --most-queued",
+            )
+
+    def _make_run(self, job_id: str, config: AnyJob, config_text: str) -> None:
+        # Not durable: the database has the job, and its start writes again what is missing. To wait
+        # for the disk three times would make a submit three times as long.
+        with _disk():
+            RunDirectory.create(
+                self._runs / job_id,
+                config,
+                config_text,
+                suffix=_suffix(config_text),
+                durable=False,
+            )
+
+    def _tell(self, job: Job, *, now: bool) -> None:
+        run = RunDirectory(self._runs / job.id)
+        if not run.path.is_dir():
+            return  # somebody removed it; the scheduler kills the trainer when the grace is over
+        # Never back from "now" to "checkpoint": the trainer may already be on its way out.
+        if now or run.read_control().stop != "now":
+            with _disk():
+                run.write_control(Control("now" if now else "checkpoint"))
+
+    def _extended(self, job: Job, max_steps: int) -> AnyJob:
+        if max_steps <= job.step:
+            raise InvalidInput(
+                f"the job has already made {job.step} steps", field="max_steps", hint="give more"
+            )
+        return parse_config(json.dumps({**json.loads(job.config_json), "max_steps": max_steps}))
+
+    def _new_id(self, kind: str, name: str) -> str:
+        return next(
+            job_id
+            for job_id in run_ids(kind, name)
+            if not self._store.has(job_id) and not (self._runs / job_id).exists()
+        )
+
+
+@contextmanager
+def _disk() -> Iterator[None]:
+    """A disk that refuses is Unavailable, and no defect of ours."""
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(
+            f"the server cannot write the job: {error.strerror}", hint="is its disk full?"
+        ) from error
+
+
+def _suffix(config_text: str) -> str:
+    """The author's file was TOML or YAML; its name did not travel with it.
+
+    Told by the first line that says something: a parser may need minutes for a hostile text.
+    """
+    lines = (line.strip() for line in config_text.splitlines())
+    first = next((line for line in lines if line and not line.startswith("#")), "")
+    key, equals, _ = first.partition("=")
+    return ".toml" if first.startswith("[") or (equals and ":" not in key) else ".yaml"

@@ -1,0 +1,36 @@
+"""What a trainer tells through its run directory, and what the server makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from clients.jobs.job import Job, JobState
+from clients.runs.directory import RunDirectory, Status
+from clients.runs.metrics_follower import Point
+from distill_server.jobs.store import Change
+
+
+def status_of(run: RunDirectory, attempt: int) -> Status | None:
+    """The word of this attempt's trainer; None while it has not spoken, or spoke nonsense."""
+    status = run.read_status()
+    return status if status is not None and status.attempt == attempt else None
+
+
+def progress_changes(
+    job: Job, status: Status | None, points: Sequence[Point], waits: str = ""
+) -> list[Change]:
+    """The events of a look at an attempt that was PREPARING, RUNNING or CANCELLING.
+
+    `waits`: what a runner says in place of the trainer.
+    """
+    changes = []
+    if status is not None and status.max_steps and not job.max_steps:
+        changes.append(Change(max_steps=status.max_steps))
+    phase = waits or (status.phase if status is not None else job.phase)
+    started = bool(points) or (status is not None and bool(status.phase or status.step))
+    if job.state is JobState.PREPARING and started:
+        changes.append(Change(JobState.RUNNING, phase=phase))
+    elif phase != job.phase:
+        changes.append(Change(phase=phase))
+    changes += [Change(step=point.step, metrics=point.metrics) for point in points]
+    return changes

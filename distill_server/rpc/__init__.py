@@ -1,0 +1,1 @@
+"""The gRPC service of jobs: decoding, encoding, streams and artifacts."""

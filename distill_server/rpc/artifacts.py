@@ -1,0 +1,97 @@
+"""The files of a job, in the pieces that travel."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncIterator, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from clients.jobs.artifacts import require_files
+from clients.jobs.job import Job
+from clients.runs.directory import NOTES, RunDirectory
+from protos.errors import Corrupt, NotFound, WrongState
+from protos.rpc.transport import MAX_CHUNK_BYTES
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of one file. `sha256` is of the whole file, and comes with its last piece."""
+
+    path: str
+    offset: int
+    data: bytes
+    last: bool
+    sha256: str
+
+
+async def pieces_of(root: Path, only: Collection[str] = ()) -> AsyncIterator[Piece]:
+    """Every file under `root`, or of those entries of it. Raises WrongState for a link, NotFound
+    for a vanished file.
+    """
+    real_root = root.resolve()
+    try:
+        paths = await asyncio.to_thread(lambda: list(_files(root, only)))
+    except OSError as error:
+        raise NotFound("a directory was removed meanwhile", hint="try again") from error
+    for path in paths:
+        relative = path.relative_to(root).as_posix()
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError as error:
+            raise NotFound(f"{relative} was removed meanwhile", hint="try again") from error
+        with open(descriptor, "rb") as file:
+            # A directory above it may have become a link since the listing.
+            opened = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+            if not opened.is_relative_to(real_root):
+                raise WrongState(f"{relative} became a link, which is not followed")
+            async for piece in _pieces(file, relative):
+                yield piece
+
+
+def notes_root(job: Job, run: RunDirectory) -> Path:
+    """The directory with the notes of a job; raises NotFound when it has none yet."""
+    require_files(job, run)
+    if not any((run.path / name).exists() for name in NOTES):
+        raise NotFound(f"job {job.id} has no notes yet", field="job_id")
+    return run.path
+
+
+def _files(root: Path, only: Collection[str] = ()) -> Iterator[Path]:
+    if root.is_symlink():
+        raise WrongState(f"{root.name} is a link, which is not followed")
+    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
+        if only and entry.name not in only:
+            continue
+        if entry.is_symlink():
+            raise WrongState(f"{entry.name} is a link, which is not followed")
+        if entry.is_dir():
+            yield from _files(Path(entry.path))
+        elif entry.is_file():
+            yield Path(entry.path)
+
+
+async def _pieces(file: BinaryIO, relative: str) -> AsyncIterator[Piece]:
+    size = os.fstat(file.fileno()).st_size
+    digest = hashlib.sha256()
+    offset = 0
+    while True:
+        # Off the event loop: gigabytes are read and hashed here.
+        data = await asyncio.to_thread(_read_into, file, digest)
+        end = offset + len(data)
+        last = end >= size
+        if end > size or (not data and end < size):
+            raise Corrupt(f"{relative} changed while it was read", hint="try again")
+        yield Piece(relative, offset, data, last, digest.hexdigest() if last else "")
+        if last:
+            return
+        offset = end
+
+
+def _read_into(file: BinaryIO, digest: hashlib._Hash) -> bytes:
+    data = file.read(MAX_CHUNK_BYTES)
+    digest.update(data)
+    return data

@@ -1,0 +1,51 @@
+"""Jobs and events as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from clients.jobs.job import Job, JobEvent, JobState
+from protos import distill_pb2 as pb
+from protos.errors import InvalidInput
+
+
+def encode_job(job: Job, *, with_config: bool = False, checkpoints: Sequence[int] = ()) -> pb.Job:
+    return pb.Job(
+        id=job.id,
+        name=job.name,
+        kind=job.kind,
+        state=pb.JobState.Value(job.state),
+        reason=job.reason,
+        phase=job.phase,
+        attempt=job.attempt,
+        step=job.step,
+        max_steps=job.max_steps,
+        metrics=job.metrics,
+        created_at=job.created_at,
+        started_at=job.started_at,
+        ended_at=job.ended_at,
+        config_json=job.config_json if with_config else "",
+        last_seq=job.last_seq,
+        checkpoints=checkpoints,
+    )
+
+
+def encode_event(event: JobEvent) -> pb.JobEvent:
+    return pb.JobEvent(
+        seq=event.seq,
+        time=event.time,
+        state=pb.JobState.Value(event.state),
+        reason=event.reason,
+        phase=event.phase,
+        attempt=event.attempt,
+        step=event.step,
+        max_steps=event.max_steps,
+        metrics=event.metrics,
+    )
+
+
+def decode_state(state: pb.JobState.ValueType) -> JobState | None:
+    """None for unspecified. Raises InvalidInput for a number that is no state."""
+    if state not in pb.JobState.values():
+        raise InvalidInput(f"there is no state {state}", field="state")
+    return JobState(pb.JobState.Name(state)) if state else None

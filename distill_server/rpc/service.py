@@ -1,0 +1,103 @@
+"""The rpcs of protos/distill.proto: decode, one call, encode."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TypeAlias
+
+import grpc.aio
+
+from clients.jobs.artifacts import artifact_root
+from clients.runs.directory import NOTES, RunDirectory
+from distill_server.jobs.control import JobControl
+from distill_server.jobs.store import Store
+from distill_server.rpc.artifacts import notes_root, pieces_of
+from distill_server.rpc.encode import decode_state, encode_event, encode_job
+from distill_server.rpc.streams import Streams
+from protos import distill_pb2 as pb
+from protos import distill_pb2_grpc
+from protos.rpc.transport import MAX_PAGE_JOBS, STREAM_OPEN
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Distill"].full_name
+_PAGE_JOBS = 50
+
+# grpc's stubs give the context two more type parameters, which the class at run time does not have.
+_Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
+
+
+class DistillService(distill_pb2_grpc.DistillServicer):
+    def __init__(self, store: Store, runs: Path, control: JobControl, streams: Streams) -> None:
+        self._store = store
+        self._runs = runs
+        self._control = control
+        self._streams = streams
+
+    async def SubmitJob(self, request: pb.SubmitJobRequest, context: _Context) -> pb.Job:
+        job = await self._control.submit_checked(
+            request.config_json, request.config_text, request.idempotency_key
+        )
+        return encode_job(job)
+
+    async def CheckJob(self, request: pb.CheckJobRequest, context: _Context) -> pb.CheckJobResponse:
+        await self._control.check(request.config_json)
+        return pb.CheckJobResponse()
+
+    async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.Job:
+        job = self._store.resolve(request.job_id)
+        checkpoints = RunDirectory(self._runs / job.id).checkpoint_steps()
+        return encode_job(job, with_config=True, checkpoints=checkpoints)
+
+    async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
+        before = self._store.resolve(request.before_id).id if request.before_id else ""
+        limit = min(request.limit or _PAGE_JOBS, MAX_PAGE_JOBS)
+        jobs = self._store.page(state=decode_state(request.state), limit=limit, before_id=before)
+        return pb.ListJobsResponse(jobs=[encode_job(job) for job in jobs])
+
+    async def WatchJob(
+        self, request: pb.WatchJobRequest, context: _Context
+    ) -> AsyncIterator[pb.JobEvent]:
+        await context.send_initial_metadata((STREAM_OPEN,))
+        async for event in self._streams.events(request.job_id, request.after_seq):
+            yield encode_event(event)
+
+    async def StreamLogs(
+        self, request: pb.StreamLogsRequest, context: _Context
+    ) -> AsyncIterator[pb.LogChunk]:
+        await context.send_initial_metadata((STREAM_OPEN,))
+        pieces = self._streams.log(
+            request.job_id,
+            attempt=request.attempt,
+            after_offset=request.after_offset,
+            follow=request.follow,
+            tail_lines=request.tail_lines,
+        )
+        async for piece in pieces:
+            yield pb.LogChunk(data=piece.data, next_offset=piece.next_offset, attempt=piece.attempt)
+
+    async def CancelJob(self, request: pb.CancelJobRequest, context: _Context) -> pb.Job:
+        return encode_job(self._control.cancel(request.job_id, now=request.now))
+
+    async def ResumeJob(self, request: pb.ResumeJobRequest, context: _Context) -> pb.Job:
+        job = await self._control.resume_checked(
+            request.job_id, max_steps=request.max_steps, from_step=request.from_step
+        )
+        return encode_job(job)
+
+    async def GetArtifact(
+        self, request: pb.GetArtifactRequest, context: _Context
+    ) -> AsyncIterator[pb.ArtifactChunk]:
+        job = self._store.resolve(request.job_id)
+        run = RunDirectory(self._runs / job.id)
+        if request.notes:
+            pieces = pieces_of(notes_root(job, run), only=NOTES)
+        else:
+            pieces = pieces_of(artifact_root(job, run, request.checkpoint_step or None))
+        async for piece in pieces:
+            yield pb.ArtifactChunk(
+                path=piece.path,
+                offset=piece.offset,
+                data=piece.data,
+                last=piece.last,
+                sha256=piece.sha256,
+            )

@@ -1,0 +1,1 @@
+"""Runners of attempts: the interface and what all runners share."""

@@ -1,0 +1,169 @@
+"""One attempt at a job on a Ray cluster: what Ray's Jobs API runs for the server.
+
+    python -m distill_server.runners.ray.driver ORDER_FILE
+
+It asks the cluster for a place for every process, as close together as can be, and runs them
+there. One that fails ends all; they end with the driver, however it ends. Then it writes exit.json.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from clients.runs.directory import RunDirectory, Status
+from clients.runs.fence import VARIABLE as FENCE
+from clients.runs.fence import is_fenced
+from distill_server.runners.local.living_shims import LivingShims, attempts_before
+from distill_server.runners.local.process import claim, write_json
+from distill_server.runners.ray.jobs import shown
+from distill_server.runners.ray.order import Order, take_order
+from distill_server.runners.ray.places import rank_variables
+from distill_server.runners.ray.rank import Rank
+
+_LOOK_SECONDS = 0.5
+# For the others to end by themselves, and say why, when one has failed.
+_PATIENCE_SECONDS = 5.0
+# What the nodes wrote must be seen by the server before it hears of the end.
+_STORAGE_SECONDS = 1.0
+
+
+def main() -> int:
+    path = Path(sys.argv[1])
+    order = take_order(path)
+    os.environ[FENCE] = order.environment[FENCE]
+    if is_fenced() or not claim(path.parent):
+        return 0  # the server gave the attempt up before it began
+    code = Driver(order, path.parent).run()
+    time.sleep(_STORAGE_SECONDS)
+    write_json(path.parent / "exit.json", {"code": code, "ended_at": time.time()})
+    return code if code >= 0 else 128 - code
+
+
+class Driver:
+    """The processes of one attempt, from the wish to the end. `directory` has its logs."""
+
+    def __init__(self, order: Order, directory: Path) -> None:
+        ray.init(log_to_driver=False)
+        self._order = order
+        self._directory = directory
+        self._run = RunDirectory(order.run)
+        self._terminated = False
+        self._ranks: list[Any] = []
+        self._lost: dict[int, str] = {}  # what Ray says of processes that it lost
+        signal.signal(signal.SIGTERM, self._on_sigterm)  # after Ray's own
+
+    def run(self) -> int:
+        """The first code that is not 0; minus a signal's number where that was the end."""
+        old = LivingShims(attempts_before(self._directory))
+        bundle = {"CPU": self._order.cpus, "GPU": self._order.gpus}
+        group = placement_group([bundle] * self._order.processes, strategy="PACK")
+        if not (self._comes(old.are_gone) and self._comes(lambda: group.wait(_LOOK_SECONDS))):
+            if not is_fenced():
+                self._run.write_status(Status(self._order.attempt, "cancelled"))
+            return 0
+        running = self._start(group)
+        codes = self._follow(running)
+        left = LivingShims([self._directory])  # by workers of Ray that died before them
+        while not left.are_gone():
+            pass
+        failed = next(((rank, code) for rank, code in codes.items() if code), None)
+        if failed:
+            self._tell(*failed)
+        return failed[1] if failed else 0
+
+    def _tell(self, rank: int, code: int) -> None:
+        """In the log that people look at, what the processes cannot have said there themselves."""
+        why = self._lost.get(rank)
+        if why or self._order.processes > 1:
+            with self._log(0).open("a") as log:  # nobody else writes there any more
+                said = f": {why}" if why else ""
+                log.write(f"process {rank} ended first, with code {code}{said}\n")
+
+    def _on_sigterm(self, *_: object) -> None:
+        self._terminated = True
+
+    def _comes(self, ready: Callable[[], bool]) -> bool:
+        """Wait until it is ready; False when nobody wants the attempt any more."""
+        while not ready():
+            if self._terminated or is_fenced() or self._run.read_control().stop:
+                return False
+        return True
+
+    def _start(self, group: Any) -> dict[Any, int]:
+        """Ranks by what stands for their codes; those of a node follow each other."""
+        options = {"num_cpus": self._order.cpus, "num_gpus": self._order.gpus}
+        # Two threads: one waits for the process, one may stop it.
+        actor = ray.remote(**options, max_concurrency=2)(Rank)
+        placed = [
+            actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, n)).remote()
+            for n in range(self._order.processes)
+        ]
+        places = ray.get([rank.place.remote() for rank in placed])
+        nodes = [place.node for place in places]
+        by_node = sorted(range(len(places)), key=lambda n: nodes.index(nodes[n]))
+        variables = rank_variables([places[n] for n in by_node])
+        self._ranks = [placed[n] for n in by_node]
+        how = (self._order.arguments, {**self._order.environment, **_cluster()})
+        return {
+            actor.run.remote(
+                self._place(rank), self._log(rank), *how, variables[rank], self._order.folder
+            ): rank
+            for rank, actor in enumerate(self._ranks)
+        }
+
+    def _follow(self, running: dict[Any, int]) -> dict[int, int]:
+        """The codes of all ranks, in the order of their ends."""
+        codes: dict[int, int] = {}
+        kill_at, told = float("inf"), False
+        while running:
+            done, _ = ray.wait(list(running), timeout=_LOOK_SECONDS)
+            for one in done:
+                rank = running.pop(one)
+                codes[rank] = self._code(rank, one)
+            if any(codes.values()):
+                kill_at = min(kill_at, time.monotonic() + _PATIENCE_SECONDS)
+            if self._terminated and not told:
+                told = True
+                self._stop(now=self._run.read_control().stop == "now")
+            if time.monotonic() >= kill_at:
+                self._stop(now=True)
+        return codes
+
+    def _code(self, rank: int, done: Any) -> int:
+        try:
+            code: int = ray.get(done)
+        except ray.exceptions.RayError as error:
+            # The actor, or its node, is gone, and the process with it; or it never began.
+            self._lost[rank] = shown(getattr(error, "cause", None) or error)
+            return -signal.SIGKILL
+        return code
+
+    def _stop(self, *, now: bool) -> None:
+        for rank, actor in enumerate(self._ranks):
+            actor.stop.remote(self._place(rank), now=now)
+
+    def _place(self, rank: int) -> Path:
+        return self._directory / f"rank-{rank}"
+
+    def _log(self, rank: int) -> Path:
+        return self._directory / f"rank-{rank}.log"
+
+
+def _cluster() -> dict[str, str]:
+    """For a capture that asks for engines on the same cluster."""
+    given = {n: os.environ[n] for n in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH") if n in os.environ}
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, **given}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""What of the environment of a server, or of a node of a cluster, a trainer may see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distill_server.runners.machine import Share
+
+_ALLOWED = frozenset(
+    {"PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"}
+    | {"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "XDG_CACHE_HOME"}
+    | {"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"}
+    | {"TOKENIZERS_PARALLELISM"}
+    # Never a token of this server: see teacher_token.py.
+    | {"DISTILL_TLS_CA", "DISTILL_TLS_CERT", "DISTILL_TLS_KEY"}
+)
+_ALLOWED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "HF_", "TORCH_", "PYTORCH_", "WANDB_")
+
+
+def allowed(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a trainer may see."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _ALLOWED or name.startswith(_ALLOWED_PREFIXES)
+    }
+
+
+def trainer_environment(
+    environment: Mapping[str, str], share: Share, processes: int
+) -> dict[str, str]:
+    """What of the server's environment a trainer may see, and its share of the machine."""
+    seen = allowed(environment)
+    if share.gpus is not None:
+        seen["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
+    return {**seen, "OMP_NUM_THREADS": str(threads_of(share, processes)), "PYTHONUNBUFFERED": "1"}
+
+
+def threads_of(share: Share, processes: int) -> int:
+    """CPU threads of each process."""
+    return max(1, share.cpus // processes)

@@ -1,0 +1,1 @@
+"""Tokens, scoped tokens, roles and TLS."""

@@ -1,0 +1,233 @@
+"""Who may call what: tokens with roles, and the one interceptor that asks for them.
+
+A method that is not in `NEEDED` is refused to everybody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from protos.auth.scoped_token import is_signed, parts_of, signing_key
+from protos.auth.tls import read_file
+from protos.errors import Forbidden, InvalidInput, Unauthenticated
+
+
+class Role(IntEnum):
+    """What a token is good for; each role may also do what the ones before it may."""
+
+    READ = 1
+    SUBMIT = 2
+    ADMIN = 3
+
+
+# None: anybody, with or without a token.
+NEEDED: Mapping[str, Role | None] = {
+    "/distill.v1.Distill/SubmitJob": Role.SUBMIT,
+    "/distill.v1.Distill/CheckJob": Role.SUBMIT,
+    "/distill.v1.Distill/GetJob": Role.READ,
+    "/distill.v1.Distill/ListJobs": Role.READ,
+    "/distill.v1.Distill/WatchJob": Role.READ,
+    "/distill.v1.Distill/StreamLogs": Role.READ,
+    "/distill.v1.Distill/CancelJob": Role.SUBMIT,
+    "/distill.v1.Distill/ResumeJob": Role.SUBMIT,
+    "/distill.v1.Distill/GetArtifact": Role.READ,
+    "/distill.v1.Teacher/GetInfo": Role.READ,
+    "/distill.v1.Teacher/GetVocabulary": Role.READ,
+    "/distill.v1.Teacher/Score": Role.READ,
+    "/distill.v1.Teacher/PushWeights": Role.ADMIN,
+    # The probes of an orchestrator have no token; they learn whether the program serves.
+    "/grpc.health.v1.Health/Check": None,
+    "/grpc.health.v1.Health/Watch": None,
+}
+
+TOKENS_VARIABLE = "DISTILL_TOKENS"
+# 32 random bytes in base64, without padding.
+MIN_TOKEN_CHARS = 43
+MAX_TOKEN_CHARS = 512
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
+_BEARER = "Bearer "
+_TEACHER = "/distill.v1.Teacher/"
+
+log = logging.getLogger(__name__)
+
+
+class Tokens:
+    """The tokens that a server takes; only their digests are kept. Empty: it asks for none."""
+
+    def __init__(self, roles: Mapping[str, Role] | None = None) -> None:
+        """`roles`: by token."""
+        self._roles = [(_digest(token), role) for token, role in (roles or {}).items()]
+        self._keys = [signing_key(token) for token in roles or {}]
+
+    def __bool__(self) -> bool:
+        return bool(self._roles)
+
+    def role_of(self, presented: str) -> Role | None:
+        """The token's role; takes the same time whatever part of a token is wrong."""
+        digest = _digest(presented)
+        found = None
+        for known, role in self._roles:
+            if hmac.compare_digest(known, digest):
+                found = role
+        return found
+
+    def scope_of(self, presented: str) -> str | None:
+        """`JOB.ATTEMPT` of a token that was derived from one of ours; as long for a wrong tag."""
+        parts = parts_of(presented)
+        if parts is None:
+            return None
+        text, scope, tag = parts
+        signed = [is_signed(key, text, tag) for key in self._keys]
+        return scope if any(signed) else None
+
+    def role_in(self, metadata: Any) -> Role | None:
+        """The role of the token in a call's metadata."""
+        token = _bearer(metadata)
+        return None if token is None else self.role_of(token)
+
+    def scope_in(self, metadata: Any) -> str | None:
+        """The scope of the token in a call's metadata."""
+        token = _bearer(metadata)
+        return None if token is None else self.scope_of(token)
+
+
+def _bearer(metadata: Any) -> str | None:
+    """The token of the one `authorization: Bearer TOKEN` in a call's metadata."""
+    given = [value for key, value in metadata or () if key == "authorization"]
+    # Of two tokens, a proxy before us may have checked the other one.
+    if len(given) != 1 or not isinstance(given[0], str) or not given[0].startswith(_BEARER):
+        return None
+    token = given[0].removeprefix(_BEARER)
+    return token if len(token) <= MAX_TOKEN_CHARS else None
+
+
+def read_tokens(file: Path | None) -> Tokens:
+    """From the file, or else from $DISTILL_TOKENS: lines of `ROLE TOKEN`, and comments with #.
+
+    Several tokens of a role are valid at once: add the new one, move the clients, remove the old
+    one. Raises InvalidInput, which never quotes a token.
+    """
+    if file is None:
+        return Tokens(_parsed(os.environ.get(TOKENS_VARIABLE, ""), f"${TOKENS_VARIABLE}: line "))
+    text = read_file(file, "--token-file", secret=0o077).decode("utf-8", "replace")
+    tokens = Tokens(_parsed(text, f"{file}:"))
+    if not tokens:
+        # Cut off or not yet written: it was given in order that the server asks for tokens.
+        raise InvalidInput(
+            f"{file} holds no token",
+            field="--token-file",
+            hint="add the line of: distill token --role ROLE",
+        )
+    return tokens
+
+
+def _parsed(text: str, where: str) -> Mapping[str, Role]:
+    roles: dict[str, Role] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or words[0].upper() not in Role.__members__:
+            names = ", ".join(role.name.lower() for role in Role)
+            raise InvalidInput(
+                f"{where}{number} is not ROLE TOKEN", hint=f"a role is one of {names}"
+            )
+        role, token = words
+        require_token(token, f"{where}{number}")
+        if token in roles:
+            raise InvalidInput(f"{where}{number} repeats a token", hint="remove one of the lines")
+        roles[token] = Role[role.upper()]
+    return roles
+
+
+def require_token(token: str, where: str) -> None:
+    """Raises InvalidInput for what can be guessed, or cannot be sent; never quotes it."""
+    if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS or not _TOKEN.fullmatch(token):
+        raise InvalidInput(
+            f"{where} has a token that is not {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} characters"
+            " of A-Z a-z 0-9 . _ ~ + / = -",
+            hint="make one with: distill token",
+        )
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
+
+
+class AccessControl(grpc.aio.ServerInterceptor):
+    """Refuses a call before any of its messages is read. Stands inside the ErrorBoundary."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        method: Any = handler_call_details.method
+        handler = await continuation(handler_call_details)
+        needed = NEEDED.get(method, Role.ADMIN)
+        if needed is None:
+            return handler
+        role = Role.ADMIN
+        if self._tokens:
+            found = self._role(method, handler_call_details.invocation_metadata)
+            if found is None:
+                return _refusing(_unauthenticated)
+            role = found
+        if handler is not None and (method not in NEEDED or role < needed):
+            return _refusing(lambda: _forbidden(method, role))
+        return handler
+
+    def _role(self, method: str, metadata: Any) -> Role | None:
+        """A trainer's token is good for reading from teachers; elsewhere nobody knows it."""
+        role = self._tokens.role_in(metadata)
+        if role is not None or not method.startswith(_TEACHER):
+            return role
+        scope = self._tokens.scope_in(metadata)
+        if scope is None:
+            return None
+        job, _, attempt = scope.rpartition(".")
+        called = {"method": method.removeprefix(_TEACHER), "job": job, "attempt": attempt}
+        log.info("called by a job", extra={"fields": called})
+        return Role.READ
+
+
+def _refusing(fault: Callable[[], Exception]) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler for calls of every kind: to gRPC all look the same until a message is read."""
+
+    async def refuse(messages: Any, context: Any) -> AsyncIterator[Any]:
+        raise fault()
+        yield  # makes it the generator that gRPC expects
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _unauthenticated() -> Unauthenticated:
+    return Unauthenticated(
+        "the server asks for a token, and got none that it knows",
+        hint="set $DISTILL_TOKEN, or for a teacher $DISTILL_TEACHER_TOKEN",
+    )
+
+
+def _forbidden(method: str, role: Role) -> Forbidden:
+    needed = NEEDED.get(method)
+    name = method.rsplit("/", 1)[-1]
+    if needed is None:
+        return Forbidden(f"{name} is open to nobody")
+    return Forbidden(
+        f"a token of role {role.name.lower()} may not call {name}",
+        hint=f"use one of role {needed.name.lower()}",
+    )

@@ -1,0 +1,312 @@
+"""The one codec of rows: on the wire, in the caches and on disk.
+
+A *row* describes one scored position: the log-probs of k head ids, the log of the mass outside the
+head, the log-prob of the actual token, and M ids that the teacher drew from outside the head, if it
+was asked to. A block holds the n rows of consecutive positions of one sequence, as planes (all ids,
+then all log-probs, ...): one `frombuffer` a plane, no Python object per token.
+
+Layout, little-endian:
+
+    header   magic "DRow", version u8, flags u8, M u16, k u32, n u32, and the xxh3-128 of these 16
+             bytes and the payload: 32 bytes
+    ids      u16 [n*k] low bits, then 2 high bits an id, four to a byte (18-bit ids: V <= 262,144)
+             or i32 [n*k] (flag WIDE_IDS)
+             or nothing (no flag HAS_IDS: the reader chose them)
+    logprobs f16 [n*k], or f32 (flag F32)
+    tail     f32 [n]   log of the mass outside the head; -inf when the head is the whole vocabulary
+    token    f32 [n]   log-prob of the actual token
+    samples  [n*M] ids as above, and f32 [n] the mean of their log-probs; nothing when M = 0
+
+280 bytes a token at k = 64 with f16 and 18-bit ids: 2.25 k + 2 k + 8, less the ids that the reader
+already has; 39 at k = 0, M = 12: 2.25 M + 4 more. With the flag ZSTD the payload is compressed
+(`row_compression.py`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from protos.errors import Corrupt
+from protos.rows import compression as row_compression
+from protos.rows.compression import Plane
+
+MAGIC = b"DRow"
+VERSION = 1
+MAX_18_BIT_ID = (1 << 18) - 1
+
+_PREFIX = struct.Struct("<4sBBHII")
+_DIGEST_BYTES = 16
+HEADER_BYTES = _PREFIX.size + _DIGEST_BYTES
+
+_FLAGS_AT = 5
+_HAS_IDS, _WIDE_IDS, _F32, _ZSTD = 1, 2, 4, 8
+# Of the 2-bit plane: the four ids that share a byte, from 0.
+_HIGH_BITS = (np.arange(256)[:, None] >> 2 * np.arange(4) & 3).astype(np.int32) << 16
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows of n consecutive positions with k head ids each.
+
+    head_ids int32 [n, k], or None where the reader chose the ids itself; head_logprobs float16 or
+    float32 [n, k]; tail_logmass and token_logprobs float32 [n]. In nats, over the full vocabulary.
+    tail_sample_ids int32 [n, M], drawn from the distribution outside the head with replacement, and
+    tail_sample_logprob float32 [n], the mean of their log-probs; both None where none were drawn.
+    """
+
+    head_ids: NDArray[np.int32] | None
+    head_logprobs: NDArray[np.floating[Any]]
+    tail_logmass: NDArray[np.float32]
+    token_logprobs: NDArray[np.float32]
+    tail_sample_ids: NDArray[np.int32] | None = None
+    tail_sample_logprob: NDArray[np.float32] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tail_logmass)
+
+    @property
+    def k(self) -> int:
+        return int(self.head_logprobs.shape[1])
+
+    @property
+    def tail_samples(self) -> int:
+        """M; 0 where none were drawn."""
+        return 0 if self.tail_sample_ids is None else int(self.tail_sample_ids.shape[1])
+
+    def slice(self, first: int, last: int) -> RowBlock:
+        """Rows [first, last) as views."""
+        return RowBlock(*(_cut(column, slice(first, last)) for column in _columns(self)))
+
+    def taken(self, places: NDArray[np.int64]) -> RowBlock:
+        """Copies of the rows at these places, in this order."""
+        return RowBlock(*(_cut(column, places) for column in _columns(self)))
+
+
+def concatenate(blocks: list[RowBlock]) -> RowBlock:
+    """The rows of several blocks of the same k and M, in order."""
+    return RowBlock(*map(_joined, zip(*map(_columns, blocks), strict=True)))
+
+
+def _columns(block: RowBlock) -> list[Any]:
+    return [getattr(block, column.name) for column in fields(block)]
+
+
+def _cut(column: Any, places: slice | NDArray[np.int64]) -> Any:
+    return None if column is None else column[places]
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    there = [part for part in parts if part is not None]
+    assert len(there) in (0, len(parts)), "blocks with and without a column"
+    return np.concatenate(there) if there else None
+
+
+def encode_rows(block: RowBlock, *, f32: bool = False) -> bytes:
+    """Pack a block; log-probs are rounded to f16 unless `f32`.
+
+    A log-prob under f16's range (-65,504) becomes -inf. Raises ValueError on a negative id.
+    """
+    n, k = block.head_logprobs.shape
+    flags = _F32 if f32 else 0
+    heads = _flat(block.head_ids)
+    samples = _flat(block.tail_sample_ids)
+    if heads is not None:
+        flags |= _HAS_IDS
+    if any(_needs_32_bits(ids) for ids in (heads, samples) if ids is not None):
+        flags |= _WIDE_IDS
+    planes: list[bytes] = []
+    if heads is not None:
+        planes.extend(_pack_ids(heads, flags))
+    with np.errstate(over="ignore"):
+        planes.append(block.head_logprobs.astype("<f4" if f32 else "<f2").tobytes())
+    planes.append(block.tail_logmass.astype("<f4").tobytes())
+    planes.append(block.token_logprobs.astype("<f4").tobytes())
+    if samples is not None and block.tail_sample_logprob is not None:
+        planes.extend(_pack_ids(samples, flags))
+        planes.append(block.tail_sample_logprob.astype("<f4").tobytes())
+    return _seal(_Header(flags, block.tail_samples, k, n), b"".join(planes))
+
+
+def compress_rows(data: bytes) -> bytes:
+    """The same rows in fewer bytes, for whom space is dearer than time; `data` itself if there are
+    none fewer.
+    """
+    header, payload = _open(data)
+    if header.flags & _ZSTD:
+        return data
+    smaller = row_compression.compress(payload, header.planes())
+    compressed = _seal(header.with_flags(header.flags | _ZSTD), smaller)
+    return compressed if len(compressed) < len(data) else data
+
+
+def is_compressed(data: bytes) -> bool:
+    """Whether `expand_rows` has anything to do, by the header alone."""
+    return len(data) >= HEADER_BYTES and bool(data[_FLAGS_AT] & _ZSTD)
+
+
+def expand_rows(data: bytes, max_bytes: int) -> bytes:
+    """What `compress_rows` was given, to the byte. Raises Corrupt, also when it was more than
+    `max_bytes`. What is not compressed comes back as it is, unchecked.
+    """
+    if not is_compressed(data):
+        return data
+    header, payload = _open(data)
+    if HEADER_BYTES + header.payload_bytes > max_bytes:
+        raise Corrupt(f"a block of {header} takes more than {max_bytes} bytes")
+    expanded = row_compression.expand(payload, header.planes())
+    return _seal(header.with_flags(header.flags & ~_ZSTD), expanded)
+
+
+def decode_rows(data: bytes | memoryview) -> RowBlock:
+    """Check and unpack what `encode_rows` or `compress_rows` made; arrays are views of the bytes
+    where they can be.
+
+    Raises Corrupt when the bytes are cut, changed, or of another version.
+    """
+    header, payload = _open(data)
+    flags, samples, k, n = header
+    if flags & _ZSTD:
+        payload = memoryview(row_compression.expand(payload, header.planes()))
+    heads: NDArray[np.int32] | None = None
+    at = 0
+    if flags & _HAS_IDS:
+        heads = _unpack_ids(payload, n * k, flags).reshape(n, k)
+        at = _ids_bytes(n * k, flags)
+    logprobs = np.frombuffer(payload, "<f4" if flags & _F32 else "<f2", n * k, at).reshape(n, k)
+    at += logprobs.nbytes
+    tail = np.frombuffer(payload, "<f4", n, at)
+    at += tail.nbytes
+    token = np.frombuffer(payload, "<f4", n, at)
+    at += token.nbytes
+    if not samples:
+        return RowBlock(heads, logprobs, tail, token)
+    drawn = _unpack_ids(payload[at:], n * samples, flags).reshape(n, samples)
+    mean = np.frombuffer(payload, "<f4", n, at + _ids_bytes(n * samples, flags))
+    return RowBlock(heads, logprobs, tail, token, drawn, mean)
+
+
+def most_bytes(n: int, k: int, samples: int = 0) -> int:
+    """That a block of n rows with k head ids and so many samples can take, however encoded."""
+    return HEADER_BYTES + _Header(_HAS_IDS | _WIDE_IDS | _F32, samples, k, n).payload_bytes
+
+
+class _Header(NamedTuple):
+    """What there is, in the order of the bytes."""
+
+    flags: int
+    samples: int
+    k: int
+    n: int
+
+    def __str__(self) -> str:
+        drawn = f" and {self.samples} samples" if self.samples else ""
+        return f"{self.n} rows with k = {self.k}{drawn}"
+
+    def with_flags(self, flags: int) -> _Header:
+        return self._replace(flags=flags)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Without the flag ZSTD."""
+        return sum(plane.nbytes for plane in self.planes())
+
+    def planes(self) -> list[Plane]:
+        """Of a payload without the flag ZSTD."""
+        flags, samples, k, n = self
+        planes = [Plane(n, k, 4 if flags & _F32 else 2, steps=True), Plane(2, n, 4)]
+        if flags & _HAS_IDS:
+            planes = [*_id_planes(n, k, flags), *planes]
+        if samples:
+            planes += [*_id_planes(n, samples, flags), Plane(1, n, 4)]
+        return planes
+
+
+def _seal(header: _Header, payload: bytes) -> bytes:
+    flags, samples, k, n = header
+    prefix = _PREFIX.pack(MAGIC, VERSION, flags, samples, k, n)
+    return prefix + _digest(prefix, payload) + payload
+
+
+def _open(data: bytes | memoryview) -> tuple[_Header, memoryview]:
+    """Header and payload, all of it checked."""
+    view = memoryview(data)
+    if len(view) < HEADER_BYTES:
+        raise Corrupt(
+            f"a block of rows is cut short: {len(view)} bytes, its header alone has {HEADER_BYTES}"
+        )
+    magic, version, *rest = _PREFIX.unpack(view[: _PREFIX.size])
+    if magic != MAGIC:
+        raise Corrupt("these bytes are not a block of rows")
+    if version != VERSION:
+        raise Corrupt(f"rows of codec version {version}; this program reads version {VERSION}")
+    header = _Header(*rest)
+    payload = view[HEADER_BYTES:]
+    expected = header.payload_bytes
+    if len(payload) != expected and not header.flags & _ZSTD:
+        raise Corrupt(f"a block of {header} has {expected} payload bytes, got {len(payload)}")
+    if _digest(view[: _PREFIX.size], payload) != view[_PREFIX.size : HEADER_BYTES]:
+        raise Corrupt("a block of rows does not match its checksum")
+    return header, payload
+
+
+def _digest(prefix: bytes | memoryview, payload: bytes | memoryview) -> bytes:
+    hasher = xxhash.xxh3_128(prefix)
+    hasher.update(payload)
+    return hasher.digest()
+
+
+def _id_planes(rows: int, columns: int, flags: int) -> list[Plane]:
+    if flags & _WIDE_IDS:
+        return [Plane(rows, columns, 4)]
+    return [Plane(rows, columns, 2), Plane(1, (rows * columns + 3) // 4, 1)]
+
+
+def _ids_bytes(count: int, flags: int) -> int:
+    return sum(plane.nbytes for plane in _id_planes(1, count, flags))
+
+
+def _flat(ids: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
+    return None if ids is None else np.ascontiguousarray(ids, dtype="<i4").reshape(-1)
+
+
+def _needs_32_bits(ids: NDArray[np.int32]) -> bool:
+    # Without a sign the negative ones are the largest of all: one pass finds either.
+    if not ids.size or ids.view("<u4").max() <= MAX_18_BIT_ID:
+        return False
+    if ids.min() < 0:
+        raise ValueError(f"ids must not be negative, got {ids.min()}")
+    return True
+
+
+def _pack_ids(ids: NDArray[np.int32], flags: int) -> tuple[bytes, ...]:
+    return (ids.tobytes(),) if flags & _WIDE_IDS else _pack_18_bit(ids)
+
+
+def _unpack_ids(payload: memoryview, count: int, flags: int) -> NDArray[np.int32]:
+    if flags & _WIDE_IDS:
+        return np.frombuffer(payload, "<i4", count)
+    return _unpack_18_bit(payload, count)
+
+
+def _pack_18_bit(ids: NDArray[np.int32]) -> tuple[bytes, bytes]:
+    low = ids.astype("<u2")  # keeps the low 16 bits
+    high = np.zeros(-(-ids.size // 4) * 4, dtype=np.uint8)
+    high[: ids.size] = ids.view(np.uint8)[2::4]
+    quads = high.view("<u4")  # two bits in each byte, to be moved into the lowest one
+    packed = (quads | quads >> 6 | quads >> 12 | quads >> 18).astype(np.uint8)
+    return low.tobytes(), packed.tobytes()
+
+
+def _unpack_18_bit(payload: memoryview, count: int) -> NDArray[np.int32]:
+    low = np.frombuffer(payload, "<u2", count)
+    packed = np.frombuffer(payload, np.uint8, (count + 3) // 4, low.nbytes)
+    flat = _HIGH_BITS.take(packed, axis=0).reshape(-1)[:count]
+    flat |= low
+    return flat

@@ -1,0 +1,156 @@
+"""Where a server listens and to whom it answers; health, and an end that lets calls end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+
+from protos.auth.access import AccessControl, Tokens, read_tokens
+from protos.auth.tls import TlsFiles, server_credentials
+from protos.errors import InvalidInput
+from protos.rpc.health import Health
+from protos.rpc.statuses import ErrorBoundary
+from protos.rpc.transport import SERVER_OPTIONS, is_loopback
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An address of this machine, and who may call there. Port 0: any free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    tokens: Tokens = field(default_factory=Tokens)
+    tls: grpc.ServerCredentials | None = None
+    insecure: bool = False
+
+    def require_usable(self) -> None:
+        """Raises InvalidInput where strangers could call, and for a port that is taken.
+
+        To be called before minutes of loading; `serve` finds a taken port again for sure.
+        """
+        if not is_loopback(self.host) and not self.insecure and not (self.tokens and self.tls):
+            raise InvalidInput(
+                f"refusing to listen on {self.host}, which other machines can reach,"
+                " without tokens and TLS",
+                field="--host",
+                hint="give --token-file, --tls-cert and --tls-key,"
+                " or use 127.0.0.1 and an SSH tunnel",
+            )
+        if self.port:
+            require_free_port(self.host, self.port)
+
+    def address(self, port: int) -> str:
+        """What a client is given; `port`: the one that was bound."""
+        target = _target(self.host, port)
+        return f"https://{target}" if self.tls else target
+
+
+def read_endpoint(
+    host: str, port: int, token_file: Path | None, tls: TlsFiles, *, insecure: bool
+) -> Endpoint:
+    """The endpoint that a command line describes; raises InvalidInput, naming the option."""
+    return Endpoint(host, port, read_tokens(token_file), server_credentials(tls), insecure)
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raises InvalidInput when somebody listens there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise InvalidInput(
+                f"cannot listen on {host}: {error.strerror}",
+                field="--host",
+                hint="give an address of this machine",
+            ) from error
+        raise _port_taken(port) from error
+
+
+def _port_taken(port: int) -> InvalidInput:
+    return InvalidInput(
+        f"port {port} is taken",
+        field="--port",
+        hint="choose another one, or 0 for any free port",
+    )
+
+
+async def serve(
+    register: Callable[[grpc.aio.Server], str],
+    endpoint: Endpoint,
+    *,
+    grace_seconds: float,
+    on_ready: Callable[[int], None],
+    on_stop: Callable[[], None] = lambda: None,
+) -> None:
+    """Listen until SIGTERM or SIGINT, then let running calls end within `grace_seconds`.
+
+    `register` adds the service and returns its full name, for health checks. `on_ready` gets the
+    bound port. `on_stop` ends the streams that would not end by themselves, before the grace.
+    Raises InvalidInput when the port is taken, or where strangers could call.
+    """
+    endpoint.require_usable()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+
+    interceptors = [ErrorBoundary(), AccessControl(endpoint.tokens)]
+    server = grpc.aio.server(
+        options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", _most_connections())],
+        interceptors=interceptors,
+    )
+    health = Health(register(server))
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    bound = _bind(server, endpoint)
+    await server.start()
+    _warn(endpoint)
+    on_ready(bound)
+    await stop.wait()
+    health.stop()
+    on_stop()
+    await server.stop(grace_seconds)
+
+
+def _bind(server: grpc.aio.Server, endpoint: Endpoint) -> int:
+    target = _target(endpoint.host, endpoint.port)
+    try:
+        if endpoint.tls:
+            return server.add_secure_port(target, endpoint.tls)
+        return server.add_insecure_port(target)
+    except RuntimeError as error:
+        # gRPC does not say which: where it is not the port, this tells what it is.
+        require_free_port(endpoint.host, endpoint.port)
+        raise _port_taken(endpoint.port) from error
+
+
+def _most_connections() -> int:
+    """More are closed at once: strangers must not take the descriptors that files need."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
+
+
+def _target(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _warn(endpoint: Endpoint) -> None:
+    if not is_loopback(endpoint.host) and not (endpoint.tokens and endpoint.tls):
+        log.warning(
+            "--insecure: other machines reach %s with %s and %s",
+            endpoint.host,
+            "tokens" if endpoint.tokens else "NO TOKEN",
+            "TLS" if endpoint.tls else "NO TLS",
+        )

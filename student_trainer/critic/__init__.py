@@ -1,0 +1,1 @@
+"""The PPO critic and its advantages."""

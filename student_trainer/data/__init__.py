@@ -1,0 +1,1 @@
+"""Prompts, their order, sequences, batches and captured stores."""

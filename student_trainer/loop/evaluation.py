@@ -1,0 +1,190 @@
+"""Held-out evaluation: the KL to the teacher, perplexity of stored text, and task accuracy.
+
+    python -m student_trainer.loop.evaluation MODEL_DIR --data heldout.jsonl [--json]
+
+prints the exact-match accuracy of a model's greedy answers; no teacher is needed for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from numpy.typing import NDArray
+from torch import Tensor
+
+from clients.config.on_policy import DataConfig, StudentConfig
+from student_trainer.data.batch import make_batch
+from student_trainer.data.packing import micro_batches
+from student_trainer.data.prompts import Prompt, load_prompts
+from student_trainer.model.student import Student, load_model, load_tokenizer
+from student_trainer.objectives.distillation import Objective, batch_metrics, distillation_loss
+from student_trainer.parallel.collectives import together
+from student_trainer.rewards.rollout_rewards import Judged
+from student_trainer.rewards.text_match import exact_match
+from student_trainer.rollouts.hf import HuggingFaceRollouts, Rollout, Rollouts
+from student_trainer.teachers.source import PendingRows
+
+# Of `batch_metrics`; the perplexity is made of the mean.
+_MEASURED = {
+    "kl/teacher": "eval/kl",
+    "kl/teacher_bound": "eval/kl_bound",
+    "cross_entropy": "eval/perplexity",
+}
+_HIGHEST_LOG = 700.0  # whose exponential is a number
+
+
+class Examination:
+    """Greedy answers, always to the same prompts, against the references and by a job's reward."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        accelerator: Accelerator,
+        tokenizer: Any,
+        rollouts: Rollouts,
+        *,
+        matched: bool = True,
+        judged: Judged | None = None,
+    ) -> None:
+        """`matched`: whether a reference is what an answer must be."""
+        self._prompts = prompts[accelerator.process_index :: accelerator.num_processes]
+        self._tokenizer = tokenizer
+        self._rollouts = rollouts
+        self._matched = matched
+        self._judged = judged
+
+    def __call__(self) -> tuple[Tensor, list[dict[str, Any]]]:
+        """((sum, number) of right answers and of rewards, transcripts of a few) of this process."""
+        answers = greedy_answers(self._rollouts, self._tokenizer, self._prompts)
+        right = [exact_match(text, rollout.answer) for rollout, text in answers if self._matched]
+        transcripts = [self._transcript(*pair) for pair in answers[:8]]
+        rewards = self._rewards([rollout for rollout, _ in answers])
+        for transcript, reward in zip(transcripts, rewards.tolist(), strict=False):
+            transcript["reward"] = reward if math.isfinite(reward) else None
+        known = rewards[np.isfinite(rewards)]
+        sums = [[sum(right), len(right)], [float(known.sum()), len(known)]]
+        return torch.tensor(sums, dtype=torch.float64), transcripts
+
+    def _rewards(self, rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
+        return np.empty(0) if self._judged is None else self._judged(self._prompts, rollouts)
+
+    def _transcript(self, rollout: Rollout, text: str) -> dict[str, Any]:
+        prompt = self._tokenizer.decode(rollout.token_ids[: rollout.start])
+        found = {"prompt": prompt, "answer": text, "reference": rollout.answer}
+        if rollout.own is None:
+            return found
+        return found | {"talk": self._tokenizer.decode(rollout.completion)}
+
+
+class Evaluation:
+    """The KL on held-out sequences, and the examination if there is one."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        objective: Objective,
+        held_out: Callable[[], list[PendingRows]],
+        examination: Examination | None,
+        *,
+        tokens_per_micro_batch: int,
+    ) -> None:
+        """`held_out`: this process's share; the same each time, so that two evaluations compare."""
+        self._accelerator = accelerator
+        self._objective = objective
+        self._held_out = held_out
+        self._examination = examination
+        self._most = tokens_per_micro_batch
+
+    def __call__(self, student: Student) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """(metrics, transcripts of a few answers of this process)."""
+        student.eval()
+        sums, transcripts = together(self._accelerator, lambda: self._found(student))
+        total = self._accelerator.reduce(sums.to(self._accelerator.device)).tolist()
+        names = [*_MEASURED.values(), "eval/accuracy", "eval/reward"]
+        metrics = {
+            n: found / count for n, (found, count) in zip(names, total, strict=True) if count
+        }
+        if "eval/perplexity" in metrics:
+            metrics["eval/perplexity"] = math.exp(min(metrics["eval/perplexity"], _HIGHEST_LOG))
+        return metrics, transcripts
+
+    def _found(self, student: Student) -> tuple[Tensor, list[dict[str, Any]]]:
+        """((sum, number) of each metric, transcripts) of this process."""
+        sums = torch.zeros(len(_MEASURED) + 2, 2, dtype=torch.float64)
+        transcripts: list[dict[str, Any]] = []
+        sums[:-2] = self._measured(student)
+        if self._examination is not None:
+            sums[-2:], transcripts = self._examination()
+        return sums, transcripts
+
+    @torch.no_grad()
+    def _measured(self, student: Student) -> Tensor:
+        """(sum, number) of each metric of _MEASURED."""
+        sums = torch.zeros(len(_MEASURED), 2, dtype=torch.float64)
+        objective = self._objective
+        for group in micro_batches(self._held_out(), self._most, pack=student.packs):
+            scored = [item.wait() for item in group]
+            batch = make_batch(scored, self._accelerator.device, pack=student.packs)
+            out = student(batch, distillation_loss(batch, objective), objective.temperature)
+            found = batch_metrics(batch, out, objective)
+            sums += torch.stack([found[name] for name in _MEASURED]).double().cpu()
+        return sums
+
+
+def greedy_answers(
+    rollouts: Rollouts, tokenizer: Any, prompts: Sequence[Prompt]
+) -> list[tuple[Rollout, str]]:
+    """The likeliest answer to each prompt, and its text."""
+    batches = rollouts.generate(prompts, [0] * len(prompts), seed=0, greedy=True)
+    return [(rollout, rollout.answer_text(tokenizer)) for batch in batches for rollout in batch]
+
+
+def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens: int) -> float:
+    """Share of right greedy answers of the model at `model_path`."""
+    student = StudentConfig(model=model_path)
+    tokenizer = load_tokenizer(student)
+    model = load_model(student).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    _, chosen, _ = load_prompts(data, tokenizer, held_out=prompts, max_tokens=4096, seed=0)
+    rollouts = HuggingFaceRollouts(
+        model,
+        tokenizer,
+        top_k=0,
+        temperature=1.0,
+        max_new_tokens=max_new_tokens,
+        batch_tokens=65536,
+    )
+    answers = greedy_answers(rollouts, tokenizer, chosen)
+    return sum(exact_match(text, rollout.answer) for rollout, text in answers) / len(answers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--data", required=True, help="a .jsonl or .parquet file")
+    parser.add_argument("--prompt-column", default="prompt")
+    parser.add_argument("--answer-column", default="answer")
+    parser.add_argument("--prompts", type=int, default=1000)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    data = DataConfig(
+        path=options.data,
+        eval_path=options.data,
+        prompt_column=options.prompt_column,
+        answer_column=options.answer_column,
+    )
+    share = accuracy(
+        options.model, data, prompts=options.prompts, max_new_tokens=options.max_new_tokens
+    )
+    print(json.dumps({"accuracy": share}) if options.json else f"accuracy {share:.3f}")
+
+
+if __name__ == "__main__":
+    main()

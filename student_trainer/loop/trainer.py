@@ -1,0 +1,333 @@
+"""The training loop.
+
+A step is a pure function of (weights, optimizer state, anchor, seed, number of the step): nothing
+else is carried from one to the next, so a run that was killed goes on bit by bit as if it had not
+been. It has one optimizer update, or several where its sequences are learned from in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from clients.config.on_policy import TrainConfig, TrainingJob
+from clients.config.rl import RLJob
+from clients.runs.best_step import best_step
+from clients.runs.directory import RunDirectory, Verdict, replace_file
+from clients.runs.fence import require_unfenced
+from clients.runs.metrics_follower import read_points
+from clients.runs.metrics_writer import MetricsLog
+from clients.runs.progress import Progress
+from protos.errors import Corrupt, DistillError
+from protos.rpc.failpoints import failpoint
+from student_trainer.critic.advantages import Values
+from student_trainer.data.batch import ScoredSequence
+from student_trainer.data.packing import micro_batches
+from student_trainer.loop import checkpoint
+from student_trainer.loop.anchor_watch import StabilityWatch
+from student_trainer.loop.evaluation import Evaluation
+from student_trainer.loop.head_watch import HeadWatch, learns_from_a_head
+from student_trainer.loop.step import Objective, Steps
+from student_trainer.parallel.collectives import largest, together
+from student_trainer.parallel.sharding import Replicated, Sharded, whole
+from student_trainer.rollouts.hf import Rollout
+from student_trainer.teachers.anchor import Anchor
+from student_trainer.teachers.source import PendingRows
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a trainer works with; `assembly.py` makes them from a job."""
+
+    step: int  # the last one done
+    accelerator: Accelerator
+    student: Replicated | Sharded
+    optimizer: torch.optim.Optimizer
+    tokenizer: Any
+    objective: Objective
+    steps: Steps
+    evaluation: Evaluation
+    metrics: MetricsLog | None  # only in the main process
+    anchor: Anchor | None = None
+    values: Values | None = None
+    facts: Mapping[str, str] = field(default_factory=dict)  # kept with every checkpoint
+
+
+class Trainer:
+    """Runs a job from its last step to its verdict: "succeeded" or "cancelled"."""
+
+    def __init__(
+        self, config: TrainingJob, run: RunDirectory, progress: Progress, parts: Parts
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._progress = progress
+        self._step = self._saved = parts.step
+        self._accelerator = parts.accelerator
+        self._student = parts.student
+        self._optimizer = parts.optimizer
+        self._tokenizer = parts.tokenizer
+        self._objective = parts.objective
+        self._steps = parts.steps
+        self._evaluation = parts.evaluation
+        self._metrics = parts.metrics
+        self._anchor = parts.anchor
+        self._values = parts.values
+        self._facts = parts.facts
+        self._watches: list[HeadWatch | StabilityWatch] = []
+        if isinstance(config, RLJob) and parts.anchor is not None:
+            self._watches.append(StabilityWatch(config, parts.anchor))
+        if learns_from_a_head(config):
+            self._watches.append(HeadWatch(read_points(run.metrics)))
+
+    def train(self) -> Verdict:
+        """Returns the verdict; raises what cannot be mended, after saving what is good."""
+        try:
+            return self._train()
+        finally:
+            if self._metrics is not None:
+                self._metrics.close()
+
+    def _train(self) -> Verdict:
+        config = self._config
+        if self._step == 0:
+            self._log(self._evaluate())
+        while self._step < config.max_steps:
+            stop = self._progress.stop_wanted()
+            if stop:
+                if stop == "checkpoint":
+                    self._save()
+                return "cancelled"
+            metrics = self._train_or_save(self._step + 1)
+            failpoint("step-done")
+            self._step += 1
+            if self._accelerator.is_main_process:  # one warning of a run is enough
+                for watch in self._watches:
+                    watch.see(self._step, metrics)
+            last = self._step == config.max_steps
+            if last or self._step % config.eval.every == 0:
+                metrics |= self._evaluate()
+            self._log(metrics)
+            if last or self._step % config.checkpoint.every == 0:
+                self._save()
+        self._export()
+        return "succeeded"
+
+    def _train_or_save(self, step: int) -> dict[str, float]:
+        self._within_step = False
+        try:
+            return self._train_step(step)
+        except DistillError:
+            # The weights are those of the last whole step, in every process. A fault in an
+            # evaluation is another matter: its step's metrics were never written.
+            if not self._within_step:
+                self._save()
+            raise
+
+    def _train_step(self, step: int) -> dict[str, float]:
+        started = time.monotonic()
+        made = self._steps(step)
+        self._within_step = self._values is not None  # a critic has learned by now
+        written = time.monotonic()
+        rate = learning_rate(self._config.train, step, self._config.max_steps)
+        updates = []
+        for pending in made.updates:
+            updates.append(self._learn_and_update(pending, rate))
+            self._within_step = True
+        ended = time.monotonic()
+        measured = _means(self._reduce(made.measured)) if made.measured else {}
+        return {
+            **_over_updates(updates),
+            **measured,
+            **self._of_anchor(),
+            "lr": rate,
+            "tokens_per_sec": sum(update["tokens"] for update in updates) / (ended - started),
+            "time/step": ended - started,
+            "time/rollout": written - started - sum(made.seconds.values()),
+            **made.seconds,
+        }
+
+    def _learn_and_update(self, pending: Sequence[PendingRows], rate: float) -> dict[str, float]:
+        means, waited = self._learn(pending)
+        learned = time.monotonic()
+        failpoint("gradients-ready")
+        grad_norm = self._update(rate)
+        if self._anchor is not None:
+            self._anchor.after_update()
+        seconds = {"time/teacher_wait": waited, "time/optim": time.monotonic() - learned}
+        return {**means, "grad_norm": grad_norm, **seconds}
+
+    def _of_anchor(self) -> dict[str, float]:
+        if self._anchor is None:
+            return {}
+        return {"anchor/gap": self._anchor.gap(), "anchor/version": float(self._anchor.version)}
+
+    def _learn(self, pending: Sequence[PendingRows]) -> tuple[dict[str, float], float]:
+        """Gradients of the mean loss over all processes; (means, seconds waited)."""
+        lengths = self._reduce(_lengths(pending))
+        tokens = lengths["length/mean"][0]
+        counted = lengths.pop("counted")[0]
+        # Gradients are averaged over processes, the loss is divided by what counts in all of them.
+        scale = self._accelerator.num_processes / max(counted, 1.0)
+        objective, device = self._objective, self._accelerator.device
+        packs = self._student.whole.packs
+        sums: dict[str, Tensor] = {}
+        waited = 0.0
+        self._student.trained.train()
+        groups = micro_batches(pending, self._config.train.tokens_per_micro_batch, pack=packs)
+        own_groups = len(groups)
+        # Collectives need every process, also one that has no rows left.
+        groups += groups[-1:] * (largest(self._accelerator, own_groups) - own_groups)
+        for number, group in enumerate(groups):
+            started = time.monotonic()
+            scored = self._rows(group)
+            waited += time.monotonic() - started
+            batch = objective.batch(scored, device, pack=packs)
+            if number >= own_groups:
+                batch = batch.without_rows()
+            with self._student.synchronized(last=number == len(groups) - 1):
+                loss = objective.loss(batch)
+                out = self._student(batch, loss, objective.temperature, objective.of_all_rows)
+                self._accelerator.backward(out.loss_sum * scale)
+            found = objective.metrics(batch, out)
+            found["loss"] = torch.stack([out.loss_sum.detach(), out.loss_sum.new_zeros(())])
+            sums = {name: sums.get(name, 0) + value for name, value in found.items()}
+        totals = {**self._reduce(sums), **lengths}
+        totals["loss"] = (totals["loss"][0], max(counted, 1.0))
+        return {**_means(totals), "tokens": tokens}, waited
+
+    def _rows(self, group: list[PendingRows]) -> list[ScoredSequence]:
+        """Waits for the teacher. No process goes into a micro-batch, where weights or gradients
+        cross, before all of them have their rows of it.
+        """
+        return together(self._accelerator, lambda: [item.wait() for item in group])
+
+    def _update(self, rate: float) -> float:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        parameters = self._student.trained.parameters()
+        norm = whole(clip_grad_norm_(parameters, self._config.train.max_grad_norm))
+        if not torch.isfinite(norm):
+            self._optimizer.zero_grad()
+            raise Corrupt(
+                f"the gradient of step {self._step + 1} is not finite",
+                field="train.learning_rate",
+                hint="lower it and resume: the checkpoint before this step is kept",
+            )
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(norm)
+
+    def _reduce(self, sums: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+        """(sum, number) of each, over all processes."""
+        stacked = torch.stack([value.double().cpu() for value in sums.values()])
+        total = self._accelerator.reduce(stacked.to(self._accelerator.device))
+        return {name: (s, n) for name, (s, n) in zip(sums, total.tolist(), strict=True)}
+
+    def _evaluate(self) -> dict[str, float]:
+        self._progress.say("evaluating", self._step)
+        with self._student.gathered():
+            metrics, transcripts = self._evaluation(self._student.whole)
+        if self._anchor is not None:
+            with self._anchor.in_place(), self._student.gathered():
+                found, _ = self._evaluation(self._student.whole)
+            metrics |= {name.replace("eval/", "eval/anchor/"): of for name, of in found.items()}
+        if transcripts and self._metrics is not None:
+            write_samples(self._run, self._step, transcripts)
+        return metrics
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        if self._metrics is not None:
+            self._metrics.write(self._step, metrics)
+            failpoint("metrics-written")
+        self._progress.say("training", self._step)
+
+    def _save(self) -> None:
+        if self._step == self._saved:
+            return
+        self._progress.say("saving", self._step)
+        if self._metrics is not None:
+            self._metrics.sync()
+        main = self._accelerator.is_main_process
+        checkpoint.save_checkpoint(
+            self._run.checkpoints,
+            self._step,
+            model=self._student.trained.model,
+            tokenizer=self._tokenizer,
+            optimizer=self._optimizer,
+            anchor=self._anchor,
+            values=self._values,
+            facts=self._facts,
+            main=main,
+        )
+        if main:
+            best = best_step(read_points(self._run.metrics), self._run.checkpoint_steps())
+            checkpoint.delete_old(self._run.checkpoints, self._config.checkpoint.keep, best=best)
+        self._accelerator.wait_for_everyone()
+        self._saved = self._step
+
+    def _export(self) -> None:
+        self._progress.say("exporting", self._step)
+        checkpoint.export_model(
+            self._run.export,
+            model=self._student.trained.model,
+            tokenizer=self._tokenizer,
+            anchor=self._anchor,
+            main=self._accelerator.is_main_process,
+        )
+        self._accelerator.wait_for_everyone()
+
+
+def write_samples(run: RunDirectory, step: int, transcripts: Sequence[Mapping[str, Any]]) -> None:
+    """What the student answered at `step`, for people to read."""
+    run.samples.mkdir(exist_ok=True)
+    require_unfenced()
+    text = "".join(json.dumps(transcript) + "\n" for transcript in transcripts)
+    replace_file(run.samples / f"step-{step:06d}.jsonl", text)
+
+
+def _lengths(pending: Sequence[PendingRows]) -> dict[str, Tensor]:
+    written = [item.sequence for item in pending if isinstance(item.sequence, Rollout)]
+    tokens = sum(item.sequence.learned for item in pending)
+    return {
+        "counted": torch.tensor([sum(item.counts for item in pending), 0]),
+        "length/mean": torch.tensor([tokens, len(pending)]),
+        "length/truncated": torch.tensor([sum(one.truncated for one in written), len(written)]),
+    }
+
+
+def _means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    return {name: found / count for name, (found, count) in totals.items() if count}
+
+
+def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric, but the sum of tokens and seconds."""
+    means = {}
+    for name in updates[0]:
+        found = [update[name] for update in updates if name in update]
+        added = name == "tokens" or name.startswith("time/")
+        means[name] = sum(found) / (1 if added else len(found))
+    return means
+
+
+def learning_rate(train: TrainConfig, step: int, max_steps: int) -> float:
+    """The rate of `step` (from 1): a pure function, so a resume needs no scheduler state."""
+    if step <= train.warmup_steps:
+        return train.learning_rate * step / train.warmup_steps
+    left = (max_steps - step + 1) / max(1, max_steps - train.warmup_steps)
+    match train.schedule:
+        case "constant":
+            return train.learning_rate
+        case "linear":
+            return train.learning_rate * left
+        case "cosine":
+            return train.learning_rate * (1 - math.cos(math.pi * left)) / 2

@@ -1,0 +1,1 @@
+"""One file per method: what a step of it consists of."""

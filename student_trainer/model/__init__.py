@@ -1,0 +1,1 @@
+"""The student model: loading, the forward pass into the loss, adapters."""

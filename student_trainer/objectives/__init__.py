@@ -1,0 +1,1 @@
+"""What is minimised: distillation and reinforcement learning as losses of rows."""

@@ -1,0 +1,110 @@
+"""Distillation as a loss of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clients.config.on_policy import OnPolicyConfig
+from student_trainer.data.batch import Batch, ScoredSequence, make_batch
+from student_trainer.losses import Direction, FusedLoss, LossFunction, Rows, Tail, topk_kl
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is made small: KL + cross_entropy * (-log p of the stored token), in nats a token.
+
+    `tail` as in `topk_kl`. Tokens that the student wrote have samples of their own: where `tail`
+    asks for the teacher's, theirs are used. `teachers`: names that prompts choose by.
+    """
+
+    direction: Direction
+    tail: Tail
+    temperature: float
+    cross_entropy: float = 0.0
+    teachers: tuple[str, ...] = ()
+
+    of_all_rows = False
+
+    @classmethod
+    def on_policy(cls, method: OnPolicyConfig, teachers: Sequence[str] = ()) -> Objective:
+        direction: Direction = "reverse" if method.divergence == "reverse_kl" else "forward"
+        return cls(direction, method.tail, method.temperature, teachers=tuple(teachers))
+
+    def batch(self, scored: Sequence[ScoredSequence], device: torch.device, *, pack: bool) -> Batch:
+        return make_batch(scored, device, pack=pack)
+
+    def loss(self, batch: Batch) -> LossFunction:
+        return distillation_loss(batch, self)
+
+    def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
+        return batch_metrics(batch, out, self)
+
+    def tail_of(self, batch: Batch) -> Tail:
+        """The same expectation, by the samples that the batch has."""
+        by_teacher = self.tail == "bucket+teacher_samples"
+        return "bucket+sampled" if by_teacher and batch.sampling_logprobs is not None else self.tail
+
+
+def distillation_loss(batch: Batch, objective: Objective) -> LossFunction:
+    """The objective's terms, one a token."""
+    in_head = batch.token_in_head
+    tail = objective.tail_of(batch)
+    # What the student wrote itself is not what it should have written.
+    weight = objective.cross_entropy if batch.sampling_logprobs is None else 0.0
+
+    def loss(rows: Rows, index: slice) -> Tensor:
+        kl = topk_kl(
+            rows,
+            batch.teacher[index],
+            in_head[index],
+            direction=objective.direction,
+            tail=tail,
+        )
+        return kl - weight * rows.token_logprobs if weight else kl
+
+    return loss
+
+
+@torch.no_grad()
+def batch_metrics(batch: Batch, out: FusedLoss, objective: Objective) -> dict[str, Tensor]:
+    """(sum, number) of each metric over the batch's tokens, the same names for every batch.
+
+    The KL is the unbiased one, whatever the loss is; rows without any sample have its lower bound.
+    For each of the objective's `teachers` also the one over its own tokens.
+    """
+    rows = out.rows
+    sampling = batch.sampling_logprobs
+    written = sampling is not None
+    ratio = rows.token_logprobs - (rows.token_logprobs if sampling is None else sampling)
+    sampled = written or batch.sample_ids is not None
+    tail: Tail = "bucket+teacher_samples" if sampled else "bucket"
+    unbiased = Objective(objective.direction, tail, objective.temperature)
+    kl = distillation_loss(batch, unbiased)(rows, slice(0, len(rows)))
+    return {
+        "kl/teacher": counted(kl, sampled),
+        "kl/teacher_bound": counted(kl, not sampled),
+        "cross_entropy": counted(-rows.token_logprobs, not written),
+        "ratio/mean": counted(ratio.exp(), written),
+        "entropy": counted(out.metrics["entropy"]),
+        "topk/student_mass": counted(rows.head_logprobs.exp().sum(1)),
+        "topk/teacher_mass": counted(batch.teacher.head_logprobs.exp().sum(1)),
+        **_by_teacher(batch, kl, objective.teachers),
+    }
+
+
+def counted(values: Tensor, applies: bool = True) -> Tensor:
+    """(sum, number), or nothing."""
+    values = values if applies else values[:0]
+    return torch.stack([values.sum(), values.new_tensor(len(values))])
+
+
+def _by_teacher(batch: Batch, kl: Tensor, teachers: Sequence[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name in teachers:
+        scored = torch.tensor([teacher == name for teacher in batch.teachers], dtype=torch.bool)
+        found[f"kl/teacher/{name}"] = counted(kl[scored.to(kl.device)[batch.sequence]])
+    return found

@@ -1,0 +1,1 @@
+"""Sharding, collectives and the launcher."""

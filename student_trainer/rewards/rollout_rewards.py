@@ -1,0 +1,65 @@
+"""From what the student wrote to what it is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from student_trainer.data.prompts import Prompt
+from student_trainer.losses.advantages import flat_groups
+from student_trainer.objectives.distillation import counted
+from student_trainer.rewards import Answered, Rewards
+from student_trainer.rollouts.hf import Rollout
+
+
+class Judged:
+    """Reads answers as texts, and has them judged."""
+
+    def __init__(self, rewards: Rewards, tokenizer: Any) -> None:
+        self._rewards = rewards
+        self._tokenizer = tokenizer
+
+    def texts(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Answered]:
+        """rollouts[i] answers prompts[i]."""
+        return [
+            Answered(
+                prompt=prompt.text,
+                text=rollout.answer_text(self._tokenizer),
+                reference=prompt.answer,
+                fields=prompt.fields,
+                tokens=rollout.learned,
+            )
+            for prompt, rollout in zip(prompts, rollouts, strict=True)
+        ]
+
+    def __call__(
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
+    ) -> NDArray[np.float64]:
+        """[n], NaN where an answer cannot be judged, or its environment failed it."""
+        values = self._rewards(self.texts(prompts, rollouts)).values
+        return np.where([rollout.failed for rollout in rollouts], np.nan, values)
+
+
+def reward_metrics(rewards: Tensor) -> dict[str, Tensor]:
+    """(sum, number) of each metric of the rewards [G, n] of a step's groups."""
+    known = rewards.isfinite()
+    spread = [group[one].std(correction=0) for group, one in zip(rewards, known, strict=True)]
+    return {
+        "reward/mean": counted(rewards[known]),
+        "reward/std": counted(torch.stack(spread).nan_to_num()),
+        "reward/flat_groups": counted(flat_groups(rewards).double()),
+        "reward/errors": counted((~known).double().flatten()),
+    }
+
+
+def search_metrics(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    """(sum, number) of each metric of the talks with an environment."""
+    return {
+        "search/queries": counted(torch.tensor([float(one.queries) for one in rollouts])),
+        "search/failed": counted(torch.tensor([float(one.failed) for one in rollouts])),
+    }

@@ -1,0 +1,181 @@
+"""Answers of several turns: the student asks, reads what was found, asks again, and answers.
+
+After Search-R1 (arXiv 2503.09516): `<search>` a query `</search>` is followed by passages between
+`<information>` and `</information>`, which the environment writes; `<answer>` ... `</answer>` ends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clients.config.environment import SearchConfig
+from student_trainer.data.prompts import Prompt
+from student_trainer.environments.retriever import Retriever, as_text
+from student_trainer.rollouts.hf import Rollout, batches
+from student_trainer.rollouts.sampler import Marks, Sampler, Written, noise_of
+
+_ACTION = re.compile(r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", re.DOTALL)
+
+
+class SearchRollouts:
+    """As HuggingFaceRollouts: a rollout is decided by its number, its seed and the passages.
+
+    What the student wrote is never made text and tokens again: a turn goes on from its tokens.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        tokenizer: Any,
+        retriever: Retriever,
+        config: SearchConfig,
+        *,
+        max_new_tokens: int,
+        batch_tokens: int,
+    ) -> None:
+        """`max_new_tokens`: of all turns, with the passages."""
+        self._sampler = sampler
+        self._tokenizer = tokenizer
+        self._retriever = retriever
+        self._config = config
+        self._max_new_tokens = max_new_tokens
+        self._batch_tokens = batch_tokens
+        self._marks = Marks(tokenizer, ["</search>", "</answer>"])
+        self._opening = self._ids("\n\n<information>")
+        self._closing = self._ids("</information>\n\n")
+
+    def generate(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], *, seed: int, greedy: bool = False
+    ) -> Iterator[list[Rollout]]:
+        """As Rollouts'."""
+        most = self._max_new_tokens
+        for part in batches(prompts, most, self._batch_tokens):
+            noise = [None if greedy else noise_of(n, seed, most) for n in numbers[part]]
+            talks = [_Talk(*pair) for pair in zip(prompts[part], noise, strict=True)]
+            while going_on := [talk for talk in talks if not talk.over]:
+                self._turn(going_on)
+            yield [talk.rollout() for talk in talks]
+
+    def _turn(self, talks: Sequence[_Talk]) -> None:
+        """The student writes; who asked is answered, everybody else is done."""
+        limits = [self._max_new_tokens - talk.length for talk in talks]
+        noise = [talk.noise_left(limit) for talk, limit in zip(talks, limits, strict=True)]
+        written = self._sampler.write(
+            [talk.tokens for talk in talks],
+            limits,
+            None if noise[0] is None else [n for n in noise if n is not None],
+            self._marks,
+        )
+        asking: list[tuple[_Talk, str]] = []
+        for talk, turn in zip(talks, written, strict=True):
+            talk.add(turn)
+            query = self._heard(talk, turn)
+            if query is not None:
+                asking.append((talk, query))
+        if asking:
+            found = self._retriever.passages([q for _, q in asking], self._config.passages)
+            for (talk, _), passages in zip(asking, found, strict=True):
+                self._answer(talk, passages)
+
+    def _heard(self, talk: _Talk, turn: Written) -> str | None:
+        """The query of a turn, if there is one; without one the talk is over."""
+        text = self._tokenizer.decode(turn.token_ids, clean_up_tokenization_spaces=False)
+        asked, query = action(text) if turn.closed else (None, "")
+        if asked == "search" and talk.queries < self._config.max_turns:
+            talk.queries += 1
+            return query
+        talk.over = True
+        talk.concluded = query if asked == "answer" else ""
+        talk.truncated = not (turn.closed or turn.ended)
+        return None
+
+    def _answer(self, talk: _Talk, passages: Sequence[str] | None) -> None:
+        if passages is None:
+            talk.over = talk.failed = True
+            return
+        # As they are: a passage cannot write a token that ends an answer.
+        body = self._ids(as_text(passages), split_special_tokens=True)
+        body = body[: self._config.max_passage_tokens]
+        information = torch.cat([self._opening, body, self._closing])
+        if talk.length + len(information) < self._max_new_tokens:
+            talk.read(information)
+        else:  # no room for it and a word more
+            talk.over = talk.truncated = True
+
+    def _ids(self, text: str, **options: bool) -> Tensor:
+        ids = self._tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+        return torch.tensor(ids, dtype=torch.long)
+
+
+def action(turn: str) -> tuple[str | None, str]:
+    """What a turn ends with: ("search", query), ("answer", answer), or (None, "")."""
+    found = _ACTION.search(turn)
+    return (found[1], found[2].strip()) if found else (None, "")
+
+
+@dataclass(eq=False)
+class _Talk:
+    """One rollout while it is made; noise [max_new_tokens], or None for the most likely tokens."""
+
+    prompt: Prompt
+    noise: Tensor | None
+    parts: list[Tensor] = field(default_factory=list)  # turns and passages as they came
+    heads: list[Tensor] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
+    own: list[Tensor] = field(default_factory=list)
+    queries: int = 0
+    over: bool = False
+    truncated: bool = False
+    failed: bool = False
+    concluded: str = ""
+
+    @property
+    def tokens(self) -> Tensor:
+        return torch.cat([torch.from_numpy(self.prompt.ids).long(), *self.parts])
+
+    @property
+    def length(self) -> int:
+        """Tokens after the prompt."""
+        return sum(map(len, self.parts))
+
+    def noise_left(self, limit: int) -> Tensor | None:
+        """For the next `limit` tokens: those that the student wrote have used theirs."""
+        used = sum(int(part.sum()) for part in self.own)
+        return None if self.noise is None else self.noise[used : used + limit]
+
+    def add(self, turn: Written) -> None:
+        self.parts.append(turn.token_ids)
+        self.heads.append(turn.head_ids)
+        self.logprobs.append(turn.token_logprobs)
+        self.own.append(torch.ones(len(turn.token_ids), dtype=torch.bool))
+
+    def read(self, information: Tensor) -> None:
+        """Its rows are never looked at; the ids of one are different ones, as a teacher asks."""
+        k = self.heads[0].shape[1]
+        self.parts.append(information)
+        self.heads.append(torch.arange(k).repeat(len(information), 1))
+        self.logprobs.append(torch.zeros(len(information)))
+        self.own.append(torch.zeros(len(information), dtype=torch.bool))
+
+    def rollout(self) -> Rollout:
+        return Rollout(
+            token_ids=self.tokens,
+            start=len(self.prompt.ids),
+            head_ids=torch.cat(self.heads),
+            token_logprobs=torch.cat(self.logprobs),
+            truncated=self.truncated,
+            answer=self.prompt.answer,
+            teacher=self.prompt.teacher,
+            own=torch.cat(self.own),
+            concluded=self.concluded,
+            queries=self.queries,
+            failed=self.failed,
+            fields=self.prompt.fields,
+            text=self.prompt.text,
+        )

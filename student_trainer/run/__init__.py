@@ -1,0 +1,1 @@
+"""What a run records: metrics, trackers, provenance; and its checks at start."""

@@ -1,0 +1,53 @@
+"""environment.json and code.diff: what an attempt ran on, for whoever asks later."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+from clients.runs.directory import RunDirectory, replace_file
+from clients.runs.fence import require_unfenced
+from student_trainer.run.source_code import source_code
+
+_ROOT = Path(__file__).parents[2]
+_PACKAGES = ("distill-service", "torch", "transformers", "accelerate", "peft", "numpy", "grpcio")
+
+
+def write_environment(run: RunDirectory, *, attempt: int, processes: int) -> None:
+    """Of the newest attempt; the ones before it are in their logs. Raises WrongState when the
+    attempt was given up.
+    """
+    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    facts = {
+        "attempt": str(attempt),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "machine": f"{platform.node()}, {platform.platform()}",
+        "devices": ", ".join(gpus) or "no GPU",
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "processes": str(processes),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+    }
+    code = source_code(_ROOT)
+    if code is not None:
+        facts["commit"] = code.commit + (", and code.diff" if code.diff else "")
+    require_unfenced()
+    if code is not None and code.diff:
+        replace_file(run.code_diff, code.diff)
+    else:
+        run.code_diff.unlink(missing_ok=True)  # of an earlier attempt
+    replace_file(run.path / "environment.json", json.dumps(facts, indent=2) + "\n")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "-"

@@ -1,1 +1,0 @@
-"""Small verifiable tasks that need no download."""

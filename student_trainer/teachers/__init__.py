@@ -1,0 +1,1 @@
+"""Where teacher rows come from: remote services and the EMA anchor."""

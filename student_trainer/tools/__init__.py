@@ -1,0 +1,1 @@
+"""Programs that make small models and data for demos and tests."""

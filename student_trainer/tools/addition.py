@@ -1,0 +1,44 @@
+"""Addition of two numbers below 100, the answer's digits reversed: `12+34=` -> `64`.
+
+Every pair is in exactly one of train.jsonl and heldout.jsonl (columns prompt, answer), so that
+held-out accuracy is accuracy on prompts never trained on.
+
+    python -m student_trainer.tools.addition OUT_DIR [--seed N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+HELD_OUT = 1000
+
+
+def examples() -> list[dict[str, str]]:
+    """All 10,000 pairs; reversed digits let a model write the sum in the order it carries."""
+    return [
+        {"prompt": f"{a}+{b}=", "answer": str(a + b)[::-1]} for a in range(100) for b in range(100)
+    ]
+
+
+def write(out: Path, seed: int) -> None:
+    pairs = examples()
+    random.Random(seed).shuffle(pairs)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, part in (("train", pairs[HELD_OUT:]), ("heldout", pairs[:HELD_OUT])):
+        lines = (json.dumps(example) + "\n" for example in part)
+        (out / f"{name}.jsonl").write_text("".join(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    write(arguments.out, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Make a small language model from text: teachers and students for demos, tests and trials.
+
+    python -m student_trainer.tools.pretrain --data train.jsonl --columns prompt answer --out DIR
+        --tokenizer characters --layers 3 --width 96 --steps 1000
+
+The result is an ordinary Hugging Face directory (Qwen3 architecture) with its tokenizer. A text is
+the columns' values joined, and an end-of-text token; with `--loss-on last` only the last column
+counts, as when the others are a prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+END = "<|end|>"
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids of one text, and how many of them at the front are not learned."""
+
+    ids: list[int]
+    prompt: int
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    disable_progress_bar()
+    torch.manual_seed(options.seed)
+    records = [json.loads(line) for line in options.data.read_text().splitlines()]
+    ends = [options.separator] * (len(options.columns) - 1) + [""]
+    columns = [
+        [record[name] + end for name, end in zip(options.columns, ends, strict=True)]
+        for record in records
+    ]
+    if Path(options.tokenizer).is_dir():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(options.tokenizer)
+    else:
+        tokenizer = make_tokenizer(
+            options.tokenizer, ("".join(values) for values in columns), options.vocab_size
+        )
+    texts = [_encode(tokenizer, values, options) for values in columns]
+    model = make_model(len(tokenizer), tokenizer, options.layers, options.width)
+    loss = train(model, texts, options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(options.out)
+    tokenizer.save_pretrained(options.out)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    print(json.dumps({"parameters": size, "vocabulary": len(tokenizer), "loss": round(loss, 4)}))
+
+
+def make_tokenizer(kind: str, texts: Any, vocab_size: int) -> PreTrainedTokenizerFast:
+    """`characters`: one token each; `bpe`: byte-level BPE trained on the texts."""
+    if kind == "characters":
+        alphabet = sorted(set("".join(texts)))
+        vocab = {token: i for i, token in enumerate([END, *alphabet])}
+        inner = Tokenizer(models.WordLevel(vocab, unk_token=END))
+        inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        inner.decoder = decoders.Fuse()
+    else:
+        inner = Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        inner.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END, pad_token=END)
+
+
+def make_model(
+    vocab_size: int, tokenizer: PreTrainedTokenizerFast, layers: int, width: int
+) -> Qwen3ForCausalLM:
+    """A Qwen3 of `layers` layers of `width`, heads of 16 to 64, tied embeddings."""
+    head = 64 if width >= 256 else 16 if width < 64 else 32
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // head,
+        num_key_value_heads=width // head,
+        head_dim=head,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def train(model: Qwen3ForCausalLM, texts: list[Text], options: argparse.Namespace) -> float:
+    """Cross-entropy with AdamW, warm-up and cosine; returns the mean loss of the last 50 steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
+    generator = torch.Generator().manual_seed(options.seed)
+    recent: list[float] = []
+    for step in range(options.steps):
+        warm = min(1.0, (step + 1) / 50)
+        rate = warm * (0.05 + 0.95 * (1 + math.cos(math.pi * step / options.steps)) / 2)
+        optimizer.param_groups[0]["lr"] = options.learning_rate * rate
+        chosen = torch.randint(len(texts), (options.batch,), generator=generator).tolist()
+        ids, labels = _pad([texts[i] for i in chosen], options.max_tokens)
+        loss = model(input_ids=ids, labels=labels).loss  # causal: padding at the end is harmless
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        recent = [*recent[-49:], loss.item()]
+        mean = sum(recent) / len(recent)
+        done = mean < options.until_loss
+        if done or (step + 1) % options.report_every == 0:
+            print(f"step {step + 1}/{options.steps} loss {mean:.4f}", file=sys.stderr, flush=True)
+        if done:
+            break
+    return sum(recent) / len(recent)
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerFast, values: list[str], options: argparse.Namespace
+) -> Text:
+    parts = [tokenizer(value, add_special_tokens=False)["input_ids"] for value in values]
+    ids = [i for part in parts for i in part] + [tokenizer.eos_token_id]
+    learned = len(parts[-1]) + 1
+    return Text(ids, len(ids) - learned if options.loss_on == "last" else 0)
+
+
+def _pad(texts: list[Text], max_tokens: int) -> tuple[Tensor, Tensor]:
+    length = min(max_tokens, max(len(text.ids) for text in texts))
+    ids = torch.zeros(len(texts), length, dtype=torch.long)
+    labels = torch.full_like(ids, -100)
+    for row, text in enumerate(texts):
+        kept = torch.tensor(text.ids[:length])
+        ids[row, : len(kept)] = kept
+        labels[row, text.prompt : len(kept)] = kept[text.prompt :]
+    return ids, labels
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="a .jsonl file")
+    parser.add_argument("--columns", nargs="+", default=["prompt", "answer"])
+    parser.add_argument("--separator", default="", help="between two columns' texts")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokenizer", default="bpe", help="characters, bpe, or a directory")
+    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--loss-on", choices=["all", "last"], default="all")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--until-loss", type=float, default=0.0, help="stop at this mean loss")
+    parser.add_argument("--report-every", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Rows that were scored before, in memory, in Redis and on disk."""

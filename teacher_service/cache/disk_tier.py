@@ -1,0 +1,144 @@
+"""The rows on disk behind the memory of the cache: written by a thread of its own, never in the
+way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from clients.store.store import LogitStore, StoredRows, remove_store
+from protos.errors import Corrupt
+from protos.rows.codec import compress_rows, expand_rows
+from teacher_service.cache.other_stores import remove_oldest
+from teacher_service.cache.tier import TierCounts
+
+log = logging.getLogger(__name__)
+
+FLUSH_BYTES = 64 << 20
+FLUSH_SECONDS = 60.0
+# Each is a line of the manifest, and a map of this process: few small ones must not become many.
+MAX_SHARDS = 4096
+MAX_WAITING_BYTES = 256 << 20
+
+
+class DiskTier:
+    """Collects entries and appends them as shards of 64 MiB or a minute, whichever comes first.
+
+    The teacher's rows have a directory of their own under `root`. Above `max_bytes` the rows of
+    other teachers go, then its own oldest shards. What a failing disk does not take is forgotten;
+    the next shard is tried again.
+    """
+
+    name = "disk"
+
+    def __init__(self, root: Path, *, fingerprint: str, max_bytes: int, zstd: bool = False) -> None:
+        """Raises WrongState when another teacher writes there, OSError of the disk."""
+        self.counts = TierCounts()
+        self._root = root
+        self._max_bytes = max_bytes
+        self._zstd = zstd
+        path = root / fingerprint[:32]
+        self._store = self._open(path, {"fingerprint": fingerprint})
+        self.counts.corrupt += len(self._store.unreadable)
+        for name in self._store.unreadable:
+            log.warning("cache: shard %s of %s is damaged and set aside", name, path)
+        self._queue: queue.SimpleQueue[StoredRows | None] = queue.SimpleQueue()
+        self._waiting_bytes = 0
+        self._counting = threading.Lock()
+        self._failing = False
+        self._thread = threading.Thread(target=self._write, name="cache-disk", daemon=True)
+        self._thread.start()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._store
+
+    async def get(self, key: bytes, max_bytes: int) -> bytes | None:
+        # The page may have to come from the disk first.
+        return await asyncio.to_thread(self._read, key, max_bytes) if key in self else None
+
+    def drop(self, key: bytes) -> None:
+        self._store.drop(key)
+
+    def put(self, entry: StoredRows) -> None:
+        """Hand over an entry; one is dropped when the disk is too far behind."""
+        if entry.key in self or self._waiting_bytes + len(entry.rows) > MAX_WAITING_BYTES:
+            return
+        with self._counting:
+            self._waiting_bytes += len(entry.rows)
+        self._queue.put(entry)
+
+    async def close(self) -> None:
+        """Write what waits, and let go of the directory."""
+        self._queue.put(None)
+        await asyncio.to_thread(self._thread.join)
+        self._store.close()
+
+    def _open(self, path: Path, metadata: dict[str, str]) -> LogitStore:
+        try:
+            return LogitStore(path, write=True, metadata=metadata)
+        except Corrupt as error:
+            log.warning("cache: begun anew: %s", error.message)
+            self.counts.corrupt += 1
+            remove_store(path)
+            return LogitStore(path, write=True, metadata=metadata)
+
+    def _read(self, key: bytes, max_bytes: int) -> bytes | None:
+        rows = self._store.get(key)
+        return None if rows is None else expand_rows(rows, max_bytes)
+
+    def _write(self) -> None:
+        more = True
+        while more:
+            entries, more = self._collect()
+            try:
+                self._store.append([*entries.values()])
+                self._trim()
+                self._failing = False
+            except OSError as error:
+                self.counts.errors += 1
+                if not self._failing:
+                    log.error("cache: %s; rows are kept in memory only until it works", error)
+                self._failing = True
+
+    def _trim(self) -> None:
+        sizes = self._store.sizes
+        total, count = sum(sizes), len(sizes)
+        room = self._max_bytes - total
+        self.counts.removed += remove_oldest(self._root, keep=self._store.path, room=room)
+        before = len(self._store)
+        for size in sizes:
+            if total <= self._max_bytes and count <= MAX_SHARDS:
+                break
+            self._store.drop_oldest()
+            total, count = total - size, count - 1
+        self.counts.removed += before - len(self._store)
+
+    def _written(self, size: int) -> None:
+        with self._counting:
+            self._waiting_bytes -= size
+
+    def _collect(self) -> tuple[dict[bytes, StoredRows], bool]:
+        """The entries of the next shard, and whether more may come."""
+        entry = self._queue.get()
+        deadline = time.monotonic() + FLUSH_SECONDS
+        entries: dict[bytes, StoredRows] = {}
+        size = 0
+        while entry is not None:
+            self._written(len(entry.rows))
+            if entry.key not in self and entry.key not in entries:
+                rows = compress_rows(entry.rows) if self._zstd else entry.rows
+                entries[entry.key] = replace(entry, rows=rows)
+                size += len(rows)
+            if size >= FLUSH_BYTES:
+                return entries, True
+            try:
+                entry = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return entries, True
+        return entries, False

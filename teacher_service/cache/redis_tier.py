@@ -1,0 +1,221 @@
+"""Rows that several teachers share through a Redis server, which may fail at any time in any way.
+
+One value a sequence. A fault costs the lookups that meet it 200 ms at most; then Redis is left
+alone for 5 seconds. The server's user needs GETRANGE, SET and DEL on `distill:*`, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio
+from redis.exceptions import InvalidResponse, RedisError
+
+from clients.store.store import StoredRows
+from protos.rows.codec import compress_rows, expand_rows, is_compressed
+from teacher_service.cache.circuit_breaker import Breaker
+from teacher_service.cache.redis_address import OPTIONS, TIMEOUT_SECONDS, RedisAddress, greet
+from teacher_service.cache.redis_value import ENVELOPE_BYTES, name_of, seal, unseal
+from teacher_service.cache.tier import TierCounts
+
+log = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 5.0
+MAX_VALUE_BYTES = 16 << 20  # 200 ms of a slow network
+MAX_UNWRITTEN_BYTES = 64 << 20
+_BATCH_KEYS = 16
+_CLOSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class _Lookup:
+    key: bytes
+    max_bytes: int
+    value: asyncio.Future[bytes]
+
+
+@dataclass(frozen=True)
+class _Change:
+    """`rows` None: the value is deleted."""
+
+    key: bytes
+    rows: bytes | None
+
+    @property
+    def size(self) -> int:
+        return len(self.rows or b"")
+
+
+class RedisTier:
+    """Lookups of one turn of the event loop travel together; writes go in the background."""
+
+    name = "redis"
+
+    def __init__(self, address: RedisAddress, *, ttl_seconds: int, zstd: bool = False) -> None:
+        """Raises InvalidInput when the server refuses us. One that cannot be reached is named in
+        the log, and tried again.
+        """
+        self.counts = TierCounts()
+        self._address = address
+        self._ttl_seconds = ttl_seconds
+        self._zstd = zstd
+        self._reachable = Breaker(PAUSE_SECONDS)
+        self._writable = Breaker(PAUSE_SECONDS)
+        self._lookups: deque[_Lookup] = deque()
+        self._changes: deque[_Change] = deque()
+        self._unwritten_bytes = 0
+        self._reader: asyncio.Task[None] | None = None
+        self._writer: asyncio.Task[None] | None = None
+        try:
+            greet(address)
+        except (RedisError, OSError) as error:
+            self._failed(error)
+        self._client: Any = redis.asyncio.Redis.from_url(
+            address.url, password=address.password, **OPTIONS
+        )
+
+    async def get(self, key: bytes, max_bytes: int) -> bytes | None:
+        longest = max_bytes + ENVELOPE_BYTES
+        if longest > MAX_VALUE_BYTES or not self._reachable.allows():
+            return None
+        lookup = _Lookup(key, longest, asyncio.get_running_loop().create_future())
+        self._lookups.append(lookup)
+        if self._reader is None or self._reader.done():
+            self._reader = asyncio.create_task(self._read())
+        try:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                value = await lookup.value
+        except TimeoutError:
+            # Frozen, which `_read` finds out, or only asked for more than it can give.
+            self.counts.errors += 1
+            return None
+        if not value:
+            return None
+        rows = unseal(key, value)
+        if not is_compressed(rows):
+            return rows
+        return await asyncio.to_thread(expand_rows, rows, max_bytes)
+
+    def put(self, entry: StoredRows) -> None:
+        if len(entry.rows) + ENVELOPE_BYTES <= MAX_VALUE_BYTES and self._writable.allows():
+            self._change(_Change(entry.key, entry.rows))
+
+    def drop(self, key: bytes) -> None:
+        self._change(_Change(key, None))
+
+    async def written(self) -> None:
+        """Return when nothing waits to be written."""
+        while self._writer is not None and not self._writer.done():
+            await asyncio.wait([self._writer])
+
+    async def close(self) -> None:
+        """Write what waits, for a second at most."""
+        tasks = [task for task in (self._reader, self._writer) if task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self._client.aclose()
+        except (RedisError, OSError, TimeoutError) as error:
+            log.warning("cache: closing the connection to %s: %r", self._address, error)
+
+    async def _read(self) -> None:
+        while self._lookups:
+            batch = self._next_lookups()
+            pipeline = self._client.pipeline(transaction=False)
+            for lookup in batch:
+                # A byte too many shows a value that is too long, however long it is.
+                pipeline.getrange(name_of(lookup.key), 0, lookup.max_bytes)
+            try:
+                async with asyncio.timeout(TIMEOUT_SECONDS):
+                    values = _all_bytes(await pipeline.execute())
+                self._recovered()
+            except (RedisError, OSError, TimeoutError) as error:
+                self._failed(error)
+                # The others would only wait for the same.
+                batch += self._lookups
+                self._lookups.clear()
+                values = [b""] * len(batch)
+            for lookup, value in zip(batch, values, strict=True):
+                if not lookup.value.done():
+                    lookup.value.set_result(value)
+
+    def _next_lookups(self) -> list[_Lookup]:
+        batch: list[_Lookup] = []
+        size = 0
+        while self._lookups and len(batch) < _BATCH_KEYS:
+            size += self._lookups[0].max_bytes
+            if batch and size > MAX_VALUE_BYTES:
+                break
+            batch.append(self._lookups.popleft())
+        return batch
+
+    def _change(self, change: _Change) -> None:
+        if self._reachable.is_open or self._unwritten_bytes + change.size > MAX_UNWRITTEN_BYTES:
+            return
+        self._unwritten_bytes += change.size
+        self._changes.append(change)
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write())
+
+    async def _write(self) -> None:
+        while self._changes:
+            change = self._changes.popleft()
+            self._unwritten_bytes -= change.size
+            try:
+                await self._apply(change)
+                self._recovered()
+            except (RedisError, OSError, TimeoutError) as error:
+                self._failed(error)
+                self._changes.clear()
+                self._unwritten_bytes = 0
+
+    async def _apply(self, change: _Change) -> None:
+        sealed = None
+        if change.rows is not None:
+            sealed = await asyncio.to_thread(self._sealed, change.key, change.rows)
+        try:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                if sealed is None:
+                    await self._client.delete(name_of(change.key))
+                else:
+                    await self._client.set(
+                        name_of(change.key), sealed, nx=True, ex=self._ttl_seconds
+                    )
+            self._writable.close()
+        except redis.exceptions.ResponseError as error:
+            # Full, or a replica by now: it may still be read.
+            self.counts.errors += 1
+            if not self._writable.is_open:
+                log.warning("cache: %s takes no more rows: %s", self._address, error)
+            self._writable.trip()
+
+    def _sealed(self, key: bytes, rows: bytes) -> bytes:
+        return seal(key, compress_rows(rows) if self._zstd else rows)
+
+    def _failed(self, error: Exception) -> None:
+        self.counts.errors += 1
+        if not self._reachable.is_open:
+            reason = str(error) or "it does not answer in time"
+            log.warning("cache: %s is left alone for a while: %s", self._address, reason)
+        self._reachable.trip()
+
+    def _recovered(self) -> None:
+        if self._reachable.is_open:
+            log.info("cache: %s answers again", self._address)
+            self._reachable.close()
+
+
+def _all_bytes(values: list[object]) -> list[bytes]:
+    """What GETRANGE answers, if it is Redis that does."""
+    found = [value for value in values if isinstance(value, bytes)]
+    if len(found) != len(values):
+        raise InvalidResponse("it answers another question than was asked")
+    return found

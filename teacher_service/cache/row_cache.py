@@ -1,0 +1,113 @@
+"""Rows that were scored before: memory, then Redis, then the disk. Nothing unverified is served."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from clients.store.store import StoredRows
+from clients.teacher.query import ScoreQuery
+from protos.errors import Corrupt
+from protos.rows.codec import RowBlock, decode_rows, most_bytes
+from teacher_service.cache.memory_tier import MemoryTier
+from teacher_service.cache.tier import Tier
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ScoredSequence:
+    """All rows of one query: the codec bytes, and the same decoded."""
+
+    encoded: bytes
+    block: RowBlock
+
+
+class RowCache:
+    """Memory, then the tiers that there are. A key's first write wins.
+
+    An async context manager: leaving it brings what is still to be written to where it belongs.
+    """
+
+    def __init__(
+        self, *, memory_bytes: int, redis: Tier | None = None, disk: Tier | None = None
+    ) -> None:
+        self._memory = MemoryTier(memory_bytes)
+        below = (tier for tier in (redis, disk) if tier is not None)
+        self._tiers: tuple[Tier, ...] = (self._memory, *below)
+
+    async def __aenter__(self) -> RowCache:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for tier in self._tiers:
+            await tier.close()
+
+    def counters(self) -> Mapping[str, int]:
+        """Events since the start: `hits` and `misses` of the whole, and of each tier `memory_hits`,
+        `redis_errors`, `disk_corrupt` and so on.
+        """
+        counts = {tier.name: asdict(tier.counts) for tier in self._tiers}
+        whole = {
+            "hits": sum(of_tier["hits"] for of_tier in counts.values()),
+            "misses": counts[self._tiers[-1].name]["misses"],
+        }
+        return whole | {
+            f"{name}_{event}": count
+            for name, of_tier in counts.items()
+            for event, count in of_tier.items()
+        }
+
+    def hits_and_misses(self) -> dict[str, tuple[int, int]]:
+        """Of each tier, since the start."""
+        return {tier.name: (tier.counts.hits, tier.counts.misses) for tier in self._tiers}
+
+    async def get(self, key: bytes, query: ScoreQuery) -> ScoredSequence | None:
+        """The verified rows of `query`, or None; a corrupt entry is dropped, counted and not
+        served.
+        """
+        for depth, tier in enumerate(self._tiers):
+            found = await self._look(tier, key, query)
+            if found is not None:
+                for faster in self._tiers[:depth]:
+                    faster.put(_entry(key, query, found))
+                return found
+        return None
+
+    def put(self, key: bytes, query: ScoreQuery, scored: ScoredSequence) -> ScoredSequence:
+        """Store, and return what holds the key now: another request may have been first."""
+        earlier = self._memory.peek(key)
+        if earlier is not None:
+            return ScoredSequence(earlier, decode_rows(earlier))
+        for tier in self._tiers:
+            tier.put(_entry(key, query, scored))
+        return scored
+
+    async def _look(self, tier: Tier, key: bytes, query: ScoreQuery) -> ScoredSequence | None:
+        try:
+            encoded = await tier.get(key, most_bytes(query.rows, query.k, query.tail_samples))
+            block = None if encoded is None else _verified(encoded, query)
+        except Corrupt as error:
+            log.warning("cache: dropped entry %s of the %s: %s", key.hex()[:16], tier.name, error)
+            tier.counts.corrupt += 1
+            tier.drop(key)
+            encoded = block = None
+        if encoded is None or block is None:
+            tier.counts.misses += 1
+            return None
+        tier.counts.hits += 1
+        return ScoredSequence(encoded, block)
+
+
+def _verified(encoded: bytes, query: ScoreQuery) -> RowBlock:
+    block = decode_rows(encoded)
+    found = len(block), block.k, block.tail_samples
+    asked = query.rows, query.k, query.tail_samples
+    if found != asked:
+        raise Corrupt(f"its (rows, k, tail samples) are {found}, not {asked}")
+    return block
+
+
+def _entry(key: bytes, query: ScoreQuery, scored: ScoredSequence) -> StoredRows:
+    return StoredRows(key, query.token_ids.tobytes(), query.start, scored.encoded)

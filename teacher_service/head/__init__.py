@@ -1,0 +1,1 @@
+"""The scoring head: hidden states in, rows out."""

@@ -1,0 +1,111 @@
+"""A model's head over the hidden states of many queries: those of one kind share its calls.
+
+Shapes: H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from clients.teacher.query import ScoreQuery
+from protos.errors import Corrupt
+from protos.rows.codec import RowBlock
+from teacher_service.head.scoring import score_hidden
+from teacher_service.head.uniforms import uniforms_of
+
+
+class Head:
+    """One linear layer, `weight` [V, H] and `bias` [V], on the device of the hidden states;
+    `product` as `score_hidden` takes it.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        product: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._product = product
+
+    def score(
+        self, queries: Sequence[ScoreQuery], states: Sequence[Tensor]
+    ) -> list[RowBlock | Corrupt]:
+        """One answer a query, in order. `states` [rows, H] of each: the one that has seen tokens
+        0..t-1 gives row t.
+        """
+        answers: dict[int, RowBlock | Corrupt] = {}
+        for group in _alike(queries):
+            answers |= self._answers(group, queries, states)
+        return [answers[index] for index in range(len(queries))]
+
+    def _answers(
+        self, group: Sequence[int], queries: Sequence[ScoreQuery], states: Sequence[Tensor]
+    ) -> dict[int, RowBlock | Corrupt]:
+        """The group's rows in one call: short sequences spend the head's time on its calls."""
+        try:
+            block = self._rows([queries[i] for i in group], [states[i] for i in group])
+        except Corrupt as error:
+            if len(group) == 1:
+                return {group[0]: error}
+            # Alone, each names its own position.
+            alone = [self._answers([index], queries, states) for index in group]
+            return {index: answer for found in alone for index, answer in found.items()}
+        ends = itertools.accumulate(queries[index].rows for index in group)
+        return {
+            index: block.slice(end - queries[index].rows, end)
+            for index, end in zip(group, ends, strict=True)
+        }
+
+    def _rows(self, queries: Sequence[ScoreQuery], states: Sequence[Tensor]) -> RowBlock:
+        """The rows of queries of one kind, one after the other."""
+        targets = np.concatenate([query.token_ids[query.start :] for query in queries])
+        chosen = [query.head_ids for query in queries if query.head_ids is not None]
+        uniforms = None
+        if queries[0].tail_samples:
+            drawn = np.concatenate([uniforms_of(query) for query in queries])
+            uniforms = torch.from_numpy(drawn).to(self.weight.device)
+        scored = score_hidden(
+            torch.cat(list(states)),
+            self.weight,
+            bias=self.bias,
+            product=self._product,
+            token_ids=self._long(targets),
+            top_k=queries[0].top_k,
+            head_ids=self._long(np.concatenate(chosen)) if chosen else None,
+            temperature=queries[0].temperature,
+            uniforms=uniforms,
+            first_position=queries[0].start,
+        )
+        return RowBlock(
+            head_ids=scored.head_ids.to(torch.int32).cpu().numpy(),
+            head_logprobs=scored.head_logprobs.cpu().numpy(),
+            tail_logmass=scored.tail_logmass.cpu().numpy(),
+            token_logprobs=scored.token_logprobs.cpu().numpy(),
+            tail_sample_ids=_numpy(scored.sample_ids, torch.int32),
+            tail_sample_logprob=_numpy(scored.sample_logprob, torch.float32),
+        )
+
+    def _long(self, ids: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(ids.astype(np.int64)).to(self.weight.device)
+
+
+def _numpy(column: Tensor | None, dtype: torch.dtype) -> NDArray[Any] | None:
+    return None if column is None else column.to(dtype).cpu().numpy()
+
+
+def _alike(queries: Sequence[ScoreQuery]) -> list[list[int]]:
+    """Which of the queries differ only in their tokens, head ids and seeds."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, query in enumerate(queries):
+        kind = (query.k, query.head_ids is None, query.temperature, query.tail_samples)
+        groups.setdefault(kind, []).append(index)
+    return list(groups.values())

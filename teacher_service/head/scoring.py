@@ -1,0 +1,205 @@
+"""The scoring head that every engine shares: hidden states in, rows out, never a [N, V] tensor
+beyond a chunk.
+
+Shapes: N rows, H hidden size, V vocabulary, K head ids and M tail samples a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from protos.errors import Corrupt
+from teacher_service.head.tail_samples import draw
+
+# Of float32 logits, from one GEMM: on a GPU fewer rows would spend its time reading the weights.
+_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+_CACHE_BYTES = 4 << 20
+_GROUP = 64  # logits a group of the search for the largest
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """head_ids int64 [N, K]; head_logprobs [N, K], tail_logmass [N] and token_logprobs [N] in
+    float32 nats; of the tail's samples, if there are any, the ids int64 [N, M], and [N] the mean of
+    their log-probs.
+    """
+
+    head_ids: Tensor
+    head_logprobs: Tensor
+    tail_logmass: Tensor
+    token_logprobs: Tensor
+    sample_ids: Tensor | None = None
+    sample_logprob: Tensor | None = None
+
+
+def score_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    product: Callable[[Tensor], Tensor] | None = None,
+    token_ids: Tensor,
+    top_k: int | None,
+    head_ids: Tensor | None,
+    temperature: float,
+    uniforms: Tensor | None = None,
+    chunk_rows: int | None = None,
+    first_position: int = 0,
+) -> ScoredRows:
+    """Rows of log_softmax((hidden @ weight.T + bias) / temperature) over the full vocabulary.
+
+    hidden [N, H], weight [V, H], bias [V], token_ids int64 [N]; either top_k, or head_ids int64 [N,
+    K] without duplicates in a row. `product`: a faster hidden @ weight.T than torch's. Each of the
+    uniforms, float64 [N, M] in [0, 1), draws an id from outside the head; where that has no mass
+    the ids mean nothing and their log-prob is -inf. Raises Corrupt, naming `first_position` + row,
+    where the logits have a NaN, a +inf or no finite entry; logits of -inf (masked vocabulary) are
+    fine.
+
+    Memory on top of the arguments: the rows (12 K + 8 bytes each), a chunk of logits (64 MiB on a
+    CPU, half as much again for half precision) and a block of 4 MiB; where there are samples, 8 M +
+    4 bytes a row more and another such block.
+    """
+    product = product or (lambda states: _times(states, weight))
+    size = chunk_rows or max(1, _CHUNK_BYTES[hidden.device.type] // (4 * len(weight)))
+    # Made first: small tensors that stay, among large ones that go, would leave the memory in
+    # pieces that nothing fits in.
+    k = top_k if head_ids is None else head_ids.shape[1]
+    rows, normalisers = _empty(hidden, k, 0 if uniforms is None else uniforms.shape[1])
+    at = 0
+    for first in range(0, len(hidden), size):
+        these = slice(first, first + size)
+        heads = None if head_ids is None else head_ids[these]
+        levels = None if uniforms is None else uniforms[these]
+        # No name for the logits: it would keep one chunk while the next one is made.
+        for block, lse in select(
+            _logits(product(hidden[these]), bias, temperature),
+            token_ids[these],
+            top_k,
+            heads,
+            levels,
+        ):
+            into = slice(at, at + len(lse))
+            for column in fields(ScoredRows):
+                if (values := getattr(block, column.name)) is not None:
+                    getattr(rows, column.name)[into] = values
+            normalisers[into] = lse
+            at = into.stop
+    # One look at the end: a check in every chunk would make a GPU wait for each.
+    _require_finite(normalisers, first_position)
+    return rows
+
+
+def _empty(hidden: Tensor, k: int | None, samples: int) -> tuple[ScoredRows, Tensor]:
+    """Room for the rows of `hidden` and their normalisers."""
+    assert k is not None, "a query has either top_k or head_ids"
+    n, device = len(hidden), hidden.device
+    ids = torch.empty(n, k, dtype=torch.int64, device=device)
+    logprobs = torch.empty(n, k, dtype=torch.float32, device=device)
+    tail, token, normalisers = torch.empty(3, n, dtype=torch.float32, device=device)
+    rows = ScoredRows(ids, logprobs, tail, token)
+    if samples:
+        drawn = torch.empty(n, samples, dtype=torch.int64, device=device)
+        rows = replace(rows, sample_ids=drawn, sample_logprob=torch.empty_like(tail))
+    return rows, normalisers
+
+
+def select(
+    chunk: Tensor,
+    token_ids: Tensor,
+    top_k: int | None,
+    head_ids: Tensor | None,
+    uniforms: Tensor | None = None,
+) -> Iterator[tuple[ScoredRows, Tensor]]:
+    """From logits [n, V], which are overwritten, to rows and their normalisers, block by block."""
+    at = 0
+    for logits in torch.split(chunk, _block_rows(chunk)):
+        rows = slice(at, at + len(logits))
+        heads = _top(logits, top_k) if head_ids is None else head_ids[rows]
+        levels = None if uniforms is None else uniforms[rows]
+        yield _score_block(logits, heads, token_ids[rows], levels)
+        at = rows.stop
+
+
+def _block_rows(chunk: Tensor) -> int:
+    """Of the chunk that one GEMM filled: what stays in a CPU's cache for the passes that follow."""
+    if chunk.is_cuda:
+        return len(chunk)
+    return max(1, _CACHE_BYTES // (4 * chunk.shape[1]))
+
+
+def _times(hidden: Tensor, weight: Tensor) -> Tensor:
+    if weight.is_cuda and weight.dtype is not torch.float32:
+        # Products are accumulated in float32 anyway; rounding them to bf16 on the way out would
+        # cost 3 digits.
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return hidden @ weight.t()
+
+
+def _logits(product: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    logits = product.float()
+    if bias is not None:
+        logits.add_(bias)
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _top(logits: Tensor, top_k: int | None) -> Tensor:
+    """The ids of the k largest logits of each row, largest first."""
+    assert top_k is not None, "a query has either top_k or head_ids"
+    rows, vocab_size = logits.shape
+    count = vocab_size // _GROUP
+    if top_k == 0:
+        return logits.new_empty(rows, 0, dtype=torch.int64)
+    if top_k * _GROUP * 4 > vocab_size:
+        return logits.topk(top_k, dim=-1).indices
+    # None of the k largest is outside of the k groups with the largest maxima. The ids beyond the
+    # last whole group are candidates anyway.
+    maxima = logits[:, : count * _GROUP].view(rows, count, _GROUP).amax(-1)
+    groups = maxima.topk(top_k, dim=-1, sorted=False).indices
+    within = torch.arange(_GROUP, device=logits.device)
+    rest = torch.arange(count * _GROUP, vocab_size, device=logits.device).expand(rows, -1)
+    candidates = torch.cat([(groups[:, :, None] * _GROUP + within).flatten(1), rest], dim=1)
+    best = logits.gather(-1, candidates).topk(top_k, dim=-1).indices
+    return candidates.gather(-1, best)
+
+
+def _score_block(
+    logits: Tensor, heads: Tensor, token_ids: Tensor, uniforms: Tensor | None
+) -> tuple[ScoredRows, Tensor]:
+    """The rows, and the normaliser of each. Overwrites `logits`: every exponential is taken once,
+    of the tail, and 4 bytes a logit is all that it needs.
+    """
+    head = logits.gather(-1, heads)
+    token = logits.gather(-1, token_ids[:, None]).squeeze(-1)
+    # Not log(1 - sum of the head): that has no digits left when the tail is small.
+    largest = _exp_in_place(logits.scatter_(-1, heads, -torch.inf))
+    tail = logits.sum(-1).log_().add_(largest)
+    lse = torch.logaddexp(torch.logsumexp(head, dim=-1), tail)
+    rows = ScoredRows(heads, head - lse[:, None], tail - lse, token - lse)
+    if uniforms is not None:
+        drawn = draw(logits, uniforms)
+        mean = logits.gather(-1, drawn).log_().mean(-1).add_(largest - lse)
+        rows = replace(rows, sample_ids=drawn, sample_logprob=mean)
+    return rows, lse
+
+
+def _exp_in_place(logits: Tensor) -> Tensor:
+    """Becomes exp(logits - largest); returns the largest of each row."""
+    # A row of -inf only must not become inf - inf.
+    largest = logits.amax(-1).clamp_(min=torch.finfo(logits.dtype).min)
+    logits.sub_(largest[:, None]).exp_()
+    return largest
+
+
+def _require_finite(normalisers: Tensor, first_position: int) -> None:
+    bad = torch.nonzero(~torch.isfinite(normalisers))
+    if len(bad):
+        position = first_position + int(bad[0])
+        raise Corrupt(
+            f"the teacher's logits for position {position} of the sequence are not finite",
+            field=f"token_ids[{position}]",
+            hint="check the teacher's weights and dtype; float16 overflows where bfloat16 does not",
+        )

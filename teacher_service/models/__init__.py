@@ -1,0 +1,1 @@
+"""Model directories: found, checked, fingerprinted and loaded."""

@@ -1,0 +1,118 @@
+"""The files of a model: found, checked before anything of them is run, and fingerprinted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from clients.data.model_files import WEIGHTS_INDEX, refuse_code
+from protos.errors import InvalidInput
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+# What else decides which text a token id stands for.
+_TEXT_FILES = (
+    *_TOKENIZER_FILES,
+    *("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),
+    "chat_template.jinja",
+)
+_ADAPTER = "adapter_config.json"
+# Written by the saving program; they do not change a single row.
+_IRRELEVANT_CONFIG = ("_name_or_path", "transformers_version")
+
+
+def model_directory(model: str) -> Path:
+    """The local directory of a path or hub id, whose files are present and need no code of theirs.
+
+    Raises InvalidInput, naming --model.
+    """
+    path = Path(model).expanduser()
+    if not path.exists() and _HUB_ID.fullmatch(model):
+        path = _download(model)
+    if not path.is_dir():
+        raise _refused(
+            f"there is no directory {model}", "give a Hugging Face directory or a hub id"
+        )
+    if not (path / "config.json").is_file():
+        raise _refused(f"{model} has no config.json", "give a directory made by save_pretrained()")
+    refuse_code(path, "--model")
+    if not weight_files(path):
+        raise _refused(
+            f"{model} has no .safetensors weights; other formats can run code when loaded",
+            "convert it with save_pretrained(..., safe_serialization=True)",
+        )
+    if (path / _ADAPTER).exists():
+        # transformers would load it, and the base model that it names from elsewhere.
+        raise _refused(f"{model} has an adapter beside its weights", "merge it into the weights")
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        # transformers would make an empty one, and the student's could not be compared with it.
+        raise _refused(f"{model} has no tokenizer", "save the tokenizer into the same directory")
+    return path
+
+
+def _download(hub_id: str) -> Path:
+    # Reachability first: the hub's client would retry for a minute before it gives up.
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    online = True
+    try:
+        HfApi().model_info(hub_id, timeout=5)
+    except Exception as error:
+        online, reason = False, " ".join(str(error).split())
+    try:
+        found = snapshot_download(hub_id, allow_patterns=_HUB_FILES, local_files_only=not online)
+    except LocalEntryNotFoundError as error:
+        raise _refused(
+            f"there is no directory {hub_id}, and the hub gives no such model: {reason[:200]}",
+            "check the spelling and the connection, or give a local directory",
+        ) from error
+    return Path(found)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The parsed config.json. Raises InvalidInput when it is not a JSON object."""
+    try:
+        config = json.loads((path / "config.json").read_text("utf-8"))
+    except ValueError as error:
+        raise _refused(f"{path}/config.json is not JSON: {error}", "restore the file") from error
+    if not isinstance(config, dict):
+        raise _refused(f"{path}/config.json is not a JSON object", "restore the file")
+    return config
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The .safetensors files that from_pretrained would load, by name."""
+    index = path / WEIGHTS_INDEX
+    if (path / "model.safetensors").is_file() or not index.is_file():
+        return sorted(path.glob("model.safetensors"))
+    try:
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _refused(f"{index} is not an index of weights", "restore the file") from error
+    return [path / name for name in sorted(names)]
+
+
+def file_facts(path: Path) -> dict[str, object]:
+    """What the fingerprint takes from the files: the digest of each file of weights and of the
+    tokenizer, and the config.
+    """
+    config = read_config(path)
+    for key in _IRRELEVANT_CONFIG:
+        config.pop(key, None)
+    texts = [path / name for name in _TEXT_FILES if (path / name).is_file()]
+    digests = {file.name: _sha256(file) for file in [*weight_files(path), *texts]}
+    return {"files": digests, "config": config}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _refused(message: str, hint: str) -> InvalidInput:
+    return InvalidInput(message, field="--model", hint=hint)

@@ -1,0 +1,1 @@
+"""The gRPC service: streams, validation, batching, scoring and weight updates."""

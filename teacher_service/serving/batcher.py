@@ -1,0 +1,175 @@
+"""Collects queries into batches for the one thread that runs the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from clients.teacher.query import ScoreQuery
+from protos.errors import Overloaded
+from protos.rows.codec import RowBlock
+from protos.rpc.failpoints import failpoint
+from teacher_service.engines.base import Engine, EngineInfo
+from teacher_service.metrics_page import TeacherMetrics
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+# Long enough for the requests of one burst to meet, short against any forward pass.
+LINGER_SECONDS = 0.002
+MAX_QUEUED_BYTES = 256 << 20
+_ENTRY_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Rows, and the engine with the weights that made them."""
+
+    block: RowBlock
+    by: EngineInfo
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    query: ScoreQuery
+    answer: asyncio.Future[Scored]
+
+
+class Batcher:
+    """A batch holds at most `max_batch_tokens` padded tokens; a longer sequence goes alone.
+
+    While the engine works, later queries wait and form the next batch; only an idle engine lingers.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_batch_tokens: int,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+        metrics: TeacherMetrics | None = None,
+    ) -> None:
+        self._engine = engine
+        self._metrics = metrics or TeacherMetrics()
+        self._max_batch_tokens = max_batch_tokens
+        self._max_queued_bytes = max_queued_bytes
+        self._queued_bytes = 0
+        self._queue: deque[_Waiting] = deque()
+        self._wake = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+
+    async def __aenter__(self) -> Batcher:
+        self._loop_task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._loop_task.cancel()
+        await asyncio.gather(self._loop_task, return_exceptions=True)
+        for waiting in self._queue:
+            waiting.answer.cancel()
+        await asyncio.to_thread(self._thread.shutdown)
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine as the next batch will meet it."""
+        return self._engine.info
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens that wait for the engine; any thread may ask."""
+        waiting = (entry for entry in tuple(self._queue) if not entry.answer.done())
+        return sum(len(entry.query.token_ids) for entry in waiting)
+
+    async def between_batches(self, change: Callable[[], _T]) -> _T:
+        """Run `change` in the engine's thread, where no batch is half-way."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, change)
+
+    async def score(self, query: ScoreQuery) -> Scored:
+        """The rows of a valid query. Raises Overloaded when too much waits; cancelling drops the
+        query.
+        """
+        size = query.nbytes + _ENTRY_BYTES
+        if self._queued_bytes + size > self._max_queued_bytes:
+            raise Overloaded(
+                f"{self._queued_bytes >> 20} MiB of requests wait for this teacher",
+                hint="try again in a second, or run a second teacher",
+            )
+        self._queued_bytes += size
+        try:
+            waiting = _Waiting(query, asyncio.get_running_loop().create_future())
+            self._queue.append(waiting)
+            self._wake.set()
+            return await waiting.answer
+        finally:
+            self._queued_bytes -= size
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            await asyncio.sleep(LINGER_SECONDS)
+            while batch := self._take():
+                await self._score(batch)
+            self._wake.clear()
+
+    def _take(self) -> list[_Waiting]:
+        """The oldest query, and the others in order that fit beside it."""
+        batch: list[_Waiting] = []
+        kept: deque[_Waiting] = deque()
+        longest = 0
+        for waiting in self._queue:
+            if waiting.answer.done():
+                continue
+            padded = max(longest, len(waiting.query.token_ids))
+            if batch and padded * (len(batch) + 1) > self._max_batch_tokens:
+                kept.append(waiting)
+                continue
+            batch.append(waiting)
+            longest = padded
+        self._queue = kept
+        return batch
+
+    async def _score(self, batch: list[_Waiting]) -> None:
+        loop = asyncio.get_running_loop()
+        queries = [waiting.query for waiting in batch]
+        answers = await loop.run_in_executor(self._thread, self._score_in_thread, queries)
+        failpoint("batch-scored")
+        for waiting, answer in zip(batch, answers, strict=True):
+            if waiting.answer.done():
+                continue
+            if isinstance(answer, Scored):
+                waiting.answer.set_result(answer)
+            else:
+                waiting.answer.set_exception(answer)
+
+    def _score_in_thread(self, queries: Sequence[ScoreQuery]) -> list[Scored | Exception]:
+        try:
+            return self._forward(queries)
+        except Exception as error:
+            # One of them did it, or chance: each gets a second try, alone, and fails only itself.
+            name = type(error).__name__
+            log.warning("a batch of %d failed, each is tried alone: %s", len(queries), name)
+            return [self._score_alone(query) for query in queries]
+
+    def _score_alone(self, query: ScoreQuery) -> Scored | Exception:
+        try:
+            return self._forward([query])[0]
+        except Exception as error:
+            return error
+
+    def _forward(self, queries: Sequence[ScoreQuery]) -> list[Scored | Exception]:
+        by, began = self._engine.info, time.perf_counter()
+        answers = self._engine.score(queries)
+        assert len(answers) == len(queries), "one answer a query"
+        self._metrics.forward(
+            rows=sum(len(answer) for answer in answers if isinstance(answer, RowBlock)),
+            fill=sum(len(query.token_ids) for query in queries) / self._max_batch_tokens,
+            seconds=time.perf_counter() - began,
+        )
+        return [Scored(a, by) if isinstance(a, RowBlock) else a for a in answers]

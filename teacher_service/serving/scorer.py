@@ -1,0 +1,126 @@
+"""From a valid query to its rows: the cache first, then the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import xxhash
+
+from clients.teacher.query import ScoreQuery, row_key
+from protos import teacher_pb2
+from protos.rows.codec import HEADER_BYTES, RowBlock, encode_rows
+from protos.rpc.transport import MAX_CHUNK_BYTES
+from teacher_service.cache.row_cache import RowCache, ScoredSequence
+from teacher_service.engines.base import EngineInfo
+from teacher_service.serving.batcher import Batcher
+
+_ENVELOPE_BYTES = 1024  # the other fields of a ScoreChunk
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The rows of one query, all by the weights of `version`."""
+
+    scored: ScoredSequence
+    version: int
+
+
+@dataclass(eq=False)
+class _Flight:
+    """One scoring that several equal queries may wait for."""
+
+    task: asyncio.Task[Answer]
+    waiters: int = 0
+
+
+class Scorer:
+    """Equal queries that meet are scored once. `cache` None: no rows are kept after that."""
+
+    def __init__(self, batcher: Batcher, cache: RowCache | None) -> None:
+        self._batcher = batcher
+        self._cache = cache
+        self._flights: dict[bytes, _Flight] = {}
+
+    def tiers(self) -> dict[str, tuple[int, int]]:
+        """(hits, misses) of each tier of the cache since the start."""
+        return self._cache.hits_and_misses() if self._cache else {}
+
+    async def score(self, query: ScoreQuery) -> Answer:
+        """The rows of `query` by this version of the teacher, or the next one when it comes before
+        them; raises what the engine or the queue says.
+        """
+        by = self._batcher.info
+        key = _key(query, by)
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = _Flight(asyncio.create_task(self._find_or_score(query)))
+            self._flights[key] = flight
+        flight.waiters += 1
+        try:
+            # Who stops waiting does not stop the others; a fault reaches all of them.
+            await asyncio.wait([flight.task])
+            return flight.task.result()
+        finally:
+            flight.waiters -= 1
+            if not flight.waiters:
+                flight.task.cancel()
+            if self._flights.get(key) is flight and (flight.task.done() or not flight.waiters):
+                del self._flights[key]
+
+    async def _find_or_score(self, query: ScoreQuery) -> Answer:
+        found = await self._find(query)
+        if found is not None:
+            return found
+        rows = await self._batcher.score(query)
+        scored = _encoded(rows.block, query)
+        if self._cache:
+            # Under the weights that made them: they may have changed since the request came.
+            scored = self._cache.put(_key(query, rows.by), query, scored)
+        return Answer(scored, rows.by.version)
+
+    async def _find(self, query: ScoreQuery) -> Answer | None:
+        """Rows by the weights of now: those of a version that ends meanwhile are not given out."""
+        while self._cache is not None:
+            by = self._batcher.info
+            key = _key(query, by)
+            found = await self._cache.get(key, query)
+            if key == _key(query, self._batcher.info):
+                return Answer(found, by.version) if found else None
+        return None
+
+
+def _key(query: ScoreQuery, by: EngineInfo) -> bytes:
+    return row_key(by.fingerprint, by.version, query)
+
+
+def _encoded(block: RowBlock, query: ScoreQuery) -> ScoredSequence:
+    if query.head_ids is not None:
+        # Who chose the ids has them.
+        block = replace(block, head_ids=None)
+    return ScoredSequence(encode_rows(block, f32=query.f32), block)
+
+
+def chunks_of(
+    answer: Answer, query: ScoreQuery, request_id: str, next_position: int
+) -> Iterator[teacher_pb2.ScoreChunk]:
+    """The rows from `next_position` (0: all) on, in order, in messages of MAX_CHUNK_BYTES."""
+    scored = answer.scored
+    row_bytes = max(1, (len(scored.encoded) - HEADER_BYTES) // query.rows + 1)
+    step = max(1, (MAX_CHUNK_BYTES - HEADER_BYTES - _ENVELOPE_BYTES) // row_bytes)
+    digest = xxhash.xxh3_64_intdigest(scored.encoded)
+    first = max(next_position, query.start) - query.start
+    for at in range(first, query.rows, step):
+        last = min(at + step, query.rows)
+        whole = (at, last) == (0, query.rows)
+        block = scored.block.slice(at, last)
+        yield teacher_pb2.ScoreChunk(
+            request_id=request_id,
+            first_position=query.start + at,
+            count=last - at,
+            payload=scored.encoded if whole else encode_rows(block, f32=query.f32),
+            last=last == query.rows,
+            scoring_digest=digest,
+            version=answer.version,
+        )

@@ -1,0 +1,75 @@
+"""Before the first request: does this engine, on this machine, give the same rows twice?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clients.teacher.query import ScoreQuery
+from protos.errors import WrongState
+from protos.rows.codec import RowBlock
+from teacher_service.engines.base import Engine
+
+# Largest difference in nats between two scorings of a row, by dtype: batching reorders sums.
+_TOLERANCES = {"float32": 1e-3, "float64": 1e-6}
+_HALF_TOLERANCE = 0.5
+# Of one row: its parts come from the same numbers, only their rounding differs.
+_GATHER_TOLERANCE, _MASS_TOLERANCE = 1e-5, 1e-3
+_LENGTH, _TOP_K = 8, 32
+
+
+def run_self_test(engine: Engine) -> float:
+    """Score a short sequence alone, again, beside a longer one, and at its own ids.
+
+    Returns the largest difference in nats between two scorings. Raises WrongState when it is more
+    than rounding (for a batch-invariant engine: when there is one), when a token's log-prob is not
+    what is found at its id, and when the probabilities of a row do not sum to 1.
+    """
+    info = engine.info
+    rng = np.random.default_rng(0)
+    short, long = (min(length, info.max_length) for length in (_LENGTH, 3 * _LENGTH))
+    tokens = rng.integers(0, info.vocab_size, long).astype(np.int32)
+    k = min(_TOP_K, info.vocab_size)
+    other = ScoreQuery(tokens[::-1].copy(), 1, top_k=k)
+    query = ScoreQuery(tokens[:short], 1, top_k=k)
+    at_tokens = ScoreQuery(tokens[:short], 1, head_ids=tokens[1:short, None])
+
+    alone = _score(engine, [query])[0]
+    again = _score(engine, [query])[0]
+    beside, _, gathered = _score(engine, [query, other, at_tokens])
+    tolerance = 0.0 if info.batch_invariant else _TOLERANCES.get(info.dtype, _HALF_TOLERANCE)
+    differences = [
+        _require_close("scored twice", alone.token_logprobs, again.token_logprobs, tolerance),
+        _require_close("scored in a batch", alone.token_logprobs, beside.token_logprobs, tolerance),
+    ]
+    found = gathered.head_logprobs[:, 0]
+    _require_close("gathered as a head", gathered.token_logprobs, found, _GATHER_TOLERANCE)
+    tolerance = max(tolerance, _GATHER_TOLERANCE)
+    _require_close("asked for otherwise", beside.token_logprobs, found, tolerance)
+    for block in (alone, gathered):
+        mass = np.exp(block.head_logprobs).sum(1) + np.exp(block.tail_logmass)
+        _require_close("summed to log 1", np.log(mass), np.zeros(len(mass)), _MASS_TOLERANCE)
+    return max(differences)
+
+
+def _score(engine: Engine, queries: list[ScoreQuery]) -> list[RowBlock]:
+    answers = engine.score(queries)
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return [answer for answer in answers if isinstance(answer, RowBlock)]
+
+
+def _require_close(
+    how: str, first: NDArray[np.float32], second: NDArray[np.floating[Any]], tolerance: float
+) -> float:
+    difference = float(np.max(np.abs(first - second)))
+    if not difference <= tolerance:
+        raise WrongState(
+            f"self-test: log-probs differ by {difference:.3g} when {how}, not {tolerance:.3g}",
+            field="--model",
+            hint="try --dtype float32, or --device cpu",
+        )
+    return difference

@@ -1,0 +1,205 @@
+"""New weights as a client pushes them: received and checked whole, then applied between two
+batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from protos import teacher_pb2
+from protos.errors import Corrupt, InvalidInput, Overloaded, TimedOut, WrongState
+from protos.rpc.failpoints import failpoint
+from protos.rpc.transport import MAX_CHUNK_BYTES
+from teacher_service.engines.base import (
+    Engine,
+    EngineInfo,
+    TakesWeights,
+    TensorSpec,
+    WeightUpdate,
+)
+from teacher_service.logs import fields
+from teacher_service.serving.batcher import Batcher
+
+log = logging.getLogger(__name__)
+
+# A pusher holds memory and keeps others from pushing: it must not fall asleep.
+SECONDS_BETWEEN_PARTS = 60.0
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# The largest number of a type: a float32 beyond it would be served as infinity.
+_LARGEST = {
+    "float32": float(np.finfo(np.float32).max),
+    "bfloat16": 3.3895313892515355e38,
+    "float16": 65504.0,
+}
+
+Parts = AsyncIterator[teacher_pb2.WeightsPart]
+
+
+class Weights:
+    """The one door to the weights of an engine: one push at a time, all of it or nothing."""
+
+    def __init__(self, engine: Engine, batcher: Batcher) -> None:
+        self._engine = engine
+        self._batcher = batcher
+        self._pushing = False
+
+    async def push(self, parts: Parts) -> EngineInfo:
+        """The engine after the update. Raises WrongState, InvalidInput, Corrupt, Overloaded or
+        TimedOut, and then nothing has changed.
+        """
+        engine = self._engine
+        if not isinstance(engine, TakesWeights):
+            raise WrongState(
+                f"the engine {engine.info.name} cannot take weights",
+                hint="serve the model with --engine hf",
+            )
+        if self._pushing:
+            raise Overloaded("another push of weights is under way", hint="try again later")
+        self._pushing = True
+        try:
+            began, base = time.perf_counter(), engine.info.version
+
+            def apply(update: WeightUpdate) -> None:
+                # The push before this one may have ended here after its client had given it up.
+                _require_follows(base, engine.info.version)
+                engine.update(update)
+
+            update = await _receive(parts, engine.parameters(), base)
+            failpoint("weights-received")
+            await self._batcher.between_batches(lambda: apply(update))
+            failpoint("weights-applied")
+            seconds = round(time.perf_counter() - began, 3)
+            version = engine.info.version
+            log.info("weights", extra=fields(version=version, tau=update.tau, seconds=seconds))
+            return engine.info
+        finally:
+            self._pushing = False
+
+
+async def _receive(parts: Parts, expected: Mapping[str, TensorSpec], version: int) -> WeightUpdate:
+    header = (await _next(parts)).header
+    tau = _tau(header)
+    _require_follows(header.base_version, version)
+    specs = _specs(header, expected)
+    hasher = xxhash.xxh3_128()
+    tensors: dict[str, tuple[TensorSpec, NDArray[Any]]] = {}
+    for index, (name, spec) in enumerate(specs.items()):
+        data = np.empty(_size(spec), np.uint8)
+        largest = min(_LARGEST[spec.dtype], _LARGEST[expected[name].dtype])
+        at = 0
+        while at < data.size:
+            chunk = (await _next(parts)).chunk
+            _require_next(chunk, name, index, at, data.size, _ITEM_BYTES[spec.dtype])
+            arrived = np.frombuffer(chunk.data, np.uint8)
+            _require_finite(arrived, spec.dtype, largest, name)
+            data[at : at + arrived.size] = arrived
+            hasher.update(chunk.data)
+            at += arrived.size
+        hasher.update(repr((name, spec)).encode())
+        tensors[name] = spec, data
+    return WeightUpdate(tensors, tau, hasher.hexdigest())
+
+
+async def _next(parts: Parts) -> teacher_pb2.WeightsPart:
+    try:
+        async with asyncio.timeout(SECONDS_BETWEEN_PARTS):
+            return await anext(parts)
+    except StopAsyncIteration:
+        _refuse("tensors", "the push ended before all of them had come", "push again")
+    except TimeoutError as error:
+        raise TimedOut(f"no part of the push came for {SECONDS_BETWEEN_PARTS:g} s") from error
+
+
+def _require_follows(base: int, version: int) -> None:
+    if base != version:
+        raise WrongState(
+            f"the update follows version {base}, the teacher has {version}",
+            field="base_version",
+            hint="ask the teacher for its version; is somebody else pushing to it?",
+        )
+
+
+def _tau(header: teacher_pb2.WeightsHeader) -> float | None:
+    match header.mode:
+        case teacher_pb2.WEIGHTS_MODE_REPLACE:
+            return None
+        case teacher_pb2.WEIGHTS_MODE_EMA if 0 < header.tau < 1:
+            return header.tau
+        case teacher_pb2.WEIGHTS_MODE_EMA:
+            _refuse("tau", f"must be between 0 and 1, got {header.tau}", "usual is 0.9 to 0.999")
+        case _:
+            _refuse("mode", "neither replace nor ema", "begin with a header that has a mode")
+
+
+def _specs(
+    header: teacher_pb2.WeightsHeader, expected: Mapping[str, TensorSpec]
+) -> dict[str, TensorSpec]:
+    """The announced tensors in order, exactly those of the model."""
+    specs: dict[str, TensorSpec] = {}
+    for tensor in header.tensors:
+        name, spec = tensor.name, TensorSpec(tuple(tensor.shape), tensor.dtype)
+        if name not in expected:
+            _refuse(name, "the model has no such parameter", "push model.named_parameters()")
+        if name in specs:
+            _refuse(name, "is announced twice", "push model.named_parameters()")
+        served = expected[name]
+        if spec.shape != served.shape:
+            _refuse(
+                name,
+                f"has shape {list(spec.shape)}, the model's has {list(served.shape)}",
+                "push the weights of the same model",
+            )
+        if spec.dtype not in ("float32", served.dtype):
+            _refuse(
+                name,
+                f"has dtype {spec.dtype or 'none'}, the model is served in {served.dtype}",
+                f"push float32 or {served.dtype}",
+            )
+        specs[name] = spec
+    missing = next((name for name in expected if name not in specs), None)
+    if missing is not None:
+        _refuse(missing, "is missing", "push all of model.named_parameters()")
+    total = sum(map(_size, specs.values()))
+    if header.total_bytes != total:
+        _refuse("total_bytes", f"says {header.total_bytes}, the tensors have {total}", "push again")
+    return specs
+
+
+def _size(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * _ITEM_BYTES[spec.dtype]
+
+
+def _require_next(
+    chunk: teacher_pb2.WeightsChunk, name: str, index: int, at: int, size: int, item: int
+) -> None:
+    if (chunk.tensor, chunk.offset) != (index, at):
+        _refuse(name, f"expected its byte {at}", "send the tensors one after the other, in order")
+    count = len(chunk.data)
+    if not 0 < count <= min(size - at, MAX_CHUNK_BYTES) or count % item:
+        _refuse(name, f"a chunk of {count} bytes", "send whole numbers, 1 MiB at most")
+    if xxhash.xxh3_64_intdigest(chunk.data) != chunk.xxh3:
+        raise Corrupt(f"{name} was damaged on its way at byte {at}", field=name, hint="push again")
+
+
+def _require_finite(data: NDArray[Any], dtype: str, largest: float, name: str) -> None:
+    if dtype == "bfloat16":
+        # The upper half of a float32.
+        numbers = (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    else:
+        numbers = data.view("<f4" if dtype == "float32" else "<f2")
+    # A NaN fails both comparisons.
+    if not (numbers.min() >= -largest and numbers.max() <= largest):
+        _refuse(name, "holds a number that is not finite", "the student has diverged")
+
+
+def _refuse(field: str, message: str, hint: str) -> NoReturn:
+    raise InvalidInput(message, field=field, hint=hint)
