@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.process_memory import MIB, available, resident_before, resident_peak
-from clients.config.on_policy import JobConfig
+from clients.config.on_policy import OnPolicyJob
 from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
 from student_trainer.assembly import assemble
@@ -97,9 +97,9 @@ def save_student(path: Path, vocab: int, tokens: int) -> None:
     tokenizer.save_pretrained(path)
 
 
-def job(root: Path, address: str, tokens: int) -> JobConfig:
+def job(root: Path, address: str, tokens: int) -> OnPolicyJob:
     """One micro-batch of one sequence."""
-    return JobConfig.model_validate(
+    return OnPolicyJob.model_validate(
         {
             "student": {"model": str(root / "student")},
             "teacher": {"address": address, "top_k": HEAD},
@@ -136,7 +136,7 @@ def teacher(root: Path, vocab: int) -> Iterator[str]:
         process.communicate()
 
 
-def one_path(path: str, where: Path, config: JobConfig) -> dict[str, float]:
+def one_path(path: str, where: Path, config: OnPolicyJob) -> dict[str, float]:
     run = RunDirectory.create(where, config)
     command = [sys.executable, "-m", "benchmarks.long_sequences", "--step", path, str(run.path)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -153,7 +153,7 @@ def measure_step(run: RunDirectory, *, fused: bool) -> dict[str, float]:
     with connect(config) as teachers, ExitStack() as stack:
         if not fused:
             stack.enter_context(
-                patch("student_trainer.model.student.has_linear_head", return_value=False)
+                patch("student_trainer.model.probes.has_linear_head", return_value=False)
             )
         trainer = assemble(config, run, teachers, None, progress, 1, None)
         started = time.monotonic()

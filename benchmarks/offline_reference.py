@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.config.on_policy import StudentConfig
+from clients.config.common import StudentConfig
 from student_trainer import __main__ as program
 from student_trainer import assembly
 from student_trainer.data.batch import Batch
@@ -28,7 +28,8 @@ from student_trainer.losses import (
     exact_kl,
     rows_from_logits,
 )
-from student_trainer.model.student import Student, load_model
+from student_trainer.model.loading import load_model
+from student_trainer.model.student import Student
 
 LOSSES = ("cross-entropy", "exact")
 

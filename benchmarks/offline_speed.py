@@ -22,9 +22,9 @@ from benchmarks.offline_material import (
 )
 from benchmarks.offline_training import job_settings, ways
 from clients.config.capture import CaptureJob
+from clients.config.common import StudentConfig
 from clients.config.file import load_job
 from clients.config.offline import OfflineJob
-from clients.config.on_policy import StudentConfig
 from clients.runs.directory import RunDirectory
 from clients.runs.metrics_writer import MetricsLog
 from clients.runs.progress import Progress
@@ -32,7 +32,7 @@ from student_trainer.assembly import assemble
 from student_trainer.data.captured_stores import open_stores
 from student_trainer.methods import method as courses
 from student_trainer.methods.offline import StoredSteps
-from student_trainer.model.student import load_tokenizer
+from student_trainer.model.loading import load_tokenizer
 from student_trainer.teachers.source import PendingRows
 from teacher_service.capture.filling import fill
 from teacher_service.capture.plan import Plan, make_plan

@@ -28,12 +28,12 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.offline_material import as_options, run
 from benchmarks.search_material import Material, Sizes, make_material
 from benchmarks.search_picture import draw
+from clients.config.common import DataConfig, StudentConfig
 from clients.config.file import load_job
-from clients.config.on_policy import DataConfig, StudentConfig
 from clients.config.rl import RLJob
 from student_trainer.data.prompts import load_prompts
 from student_trainer.environments.retriever import Retriever, make_retriever
-from student_trainer.model.student import load_model, load_tokenizer
+from student_trainer.model.loading import load_model, load_tokenizer
 from student_trainer.rewards.text_match import same_words
 from student_trainer.rollouts.sampler import Sampler
 from student_trainer.rollouts.search import SearchRollouts

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from distill_server.jobs.change_notifier import Bells
+from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.database import open_database
 from distill_server.jobs.preflight import Preflight
@@ -46,7 +46,7 @@ async def run_server(
     when another server has that, InvalidInput for a port that is taken.
     """
     runs = _directory(runs)
-    bells = Bells()
+    bells = ChangeNotifier()
     with open_database(database or runs / "server.sqlite") as connection:
         store = Store(connection, on_change=bells.ring)
         scheduler = Scheduler(store, runs, runner, policy)

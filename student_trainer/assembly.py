@@ -11,9 +11,10 @@ import torch
 from accelerate import Accelerator
 from transformers.utils.logging import disable_progress_bar
 
+from clients.config.common import StudentConfig
 from clients.config.kinds import AnyTraining
 from clients.config.offline import OfflineJob
-from clients.config.on_policy import JobConfig, StudentConfig
+from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.preflight.teachers import check_length
 from clients.runs.directory import RunDirectory
@@ -24,21 +25,13 @@ from student_trainer.data.prompts import Prompt, PromptSet, load_prompts
 from student_trainer.environments.retriever import make_retriever
 from student_trainer.loop import checkpoint
 from student_trainer.loop.trainer import Parts, Trainer
-from student_trainer.methods.method import (
-    Course,
-    load_examined,
-    offline_course,
-    on_policy_course,
-)
-from student_trainer.methods.rl_method import RLMaterial, rl_course
+from student_trainer.methods.method import Method
+from student_trainer.methods.offline import load_examined, offline_method
+from student_trainer.methods.on_policy import on_policy_method
+from student_trainer.methods.rl import RLMaterial, rl_method
 from student_trainer.methods.rl_prompts import load_rl_prompts
-from student_trainer.model.student import (
-    Student,
-    load_config,
-    load_model,
-    load_tokenizer,
-    vocabulary,
-)
+from student_trainer.model.loading import load_config, load_model, load_tokenizer, vocabulary
+from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import largest, make_accelerator
 from student_trainer.parallel.sharding import Replicated, Sharded, spread
 from student_trainer.rewards import Rewards
@@ -72,7 +65,7 @@ def assemble(
     """
     disable_progress_bar()  # they would fill the log, at every checkpoint
     tokenizer = load_tokenizer(config.student)
-    make_course = _prepared(config, teachers, stores, rewards, tokenizer)
+    make_method = _prepared(config, teachers, stores, rewards, tokenizer)
     step, saved = _resumed(config, run, from_step)
     if stores is not None and saved is not None:
         check_same_store(stores.training, checkpoint.facts_of(saved))
@@ -88,9 +81,9 @@ def assemble(
     bf16 = config.student.dtype == "bfloat16"
     whole = Student(model, bf16=bf16, pack=stores is not None)
     student = spread(accelerator, whole, config.train.sharding)
-    course = make_course(accelerator, student)
+    method = make_method(accelerator, student)
     if saved is not None:
-        _restore(course, saved)
+        _restore(method, saved)
     metrics = None
     if accelerator.is_main_process:
         write_environment(run, attempt=attempt, processes=accelerator.num_processes)
@@ -105,26 +98,26 @@ def assemble(
         student=student,
         optimizer=_optimizer(config, student.trained.model, saved),
         tokenizer=tokenizer,
-        objective=course.objective,
-        steps=course.steps,
-        evaluation=course.evaluation,
+        objective=method.objective,
+        steps=method.steps,
+        evaluation=method.evaluation,
         metrics=metrics,
-        anchor=course.anchor,
-        values=course.values,
-        facts=course.facts,
+        anchor=method.anchor,
+        values=method.values,
+        facts=method.facts,
     )
     return Trainer(config, run, progress, parts)
 
 
-def _restore(course: Course, saved: Path) -> None:
+def _restore(method: Method, saved: Path) -> None:
     """What a course keeps besides the student and its optimizer."""
-    if course.anchor is not None:
-        checkpoint.load_anchor(saved, course.anchor)
-    if course.values is not None:
-        checkpoint.load_values(saved, course.values)
+    if method.anchor is not None:
+        checkpoint.load_anchor(saved, method.anchor)
+    if method.values is not None:
+        checkpoint.load_values(saved, method.values)
 
 
-MakeCourse = Callable[[Accelerator, Replicated | Sharded], Course]
+MakeMethod = Callable[[Accelerator, Replicated | Sharded], Method]
 
 
 def _prepared(
@@ -133,7 +126,7 @@ def _prepared(
     stores: Stores | None,
     rewards: Rewards | None,
     tokenizer: Any,
-) -> MakeCourse:
+) -> MakeMethod:
     """Reads and checks all data there is to a course, before any weight is loaded."""
     shape = load_config(config.student).get_text_config()
     most = getattr(shape, "max_position_embeddings", None)
@@ -147,7 +140,7 @@ def _prepared(
         if config.teacher is not None or config.eval.metric != "none":
             check_length(longest + config.method.max_new_tokens, "student", most)
         examined = load_examined(config, tokenizer, longest)
-        return lambda accelerator, student: offline_course(
+        return lambda accelerator, student: offline_method(
             config, stores, examined, teachers, accelerator, student, tokenizer
         )
     for connection in teachers.values():
@@ -160,9 +153,9 @@ def _prepared(
         environment = config.environment
         retriever = None if environment is None else make_retriever(environment)
         material = RLMaterial(tokenizer, asked, teachers, rewards, retriever, most)
-        return lambda accelerator, student: rl_course(config, material, accelerator, student)
+        return lambda accelerator, student: rl_method(config, material, accelerator, student)
     prompts = _prompts(config, tokenizer)
-    return lambda accelerator, student: on_policy_course(
+    return lambda accelerator, student: on_policy_method(
         config, prompts, teachers, accelerator, student, tokenizer
     )
 
@@ -194,7 +187,7 @@ def _resumed(
     return found
 
 
-def _prompts(config: JobConfig, tokenizer: Any) -> tuple[PromptSet, list[Prompt]]:
+def _prompts(config: OnPolicyJob, tokenizer: Any) -> tuple[PromptSet, list[Prompt]]:
     prompts, held_out, too_long = load_prompts(
         config.data,
         tokenizer,
@@ -209,7 +202,7 @@ def _prompts(config: JobConfig, tokenizer: Any) -> tuple[PromptSet, list[Prompt]
     return prompts, held_out
 
 
-def _check_shares(config: JobConfig | RLJob, held_out: int) -> None:
+def _check_shares(config: OnPolicyJob | RLJob, held_out: int) -> None:
     if held_out < config.train.processes:
         data = config.data
         raise InvalidInput(

@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from clients.config.on_policy import (
+from clients.config.common import (
     Count,
     Name,
     Priority,
     ResourcesConfig,
     StudentConfig,
+    Table,
     TeacherConfig,
-    _Table,
 )
 
 
@@ -36,7 +36,7 @@ class CaptureTeacher(TeacherConfig):
     """Padded tokens of one forward pass of `model`."""
 
 
-class CaptureData(_Table):
+class CaptureData(Table):
     """The sequences, one after the other in the order of the data."""
 
     path: Name
@@ -61,7 +61,7 @@ class CaptureData(_Table):
     """Directory or hub id; by default that of `student.model`, or of `teacher.model`."""
 
 
-class RayConfig(_Table):
+class RayConfig(Table):
     """An engine on each of several GPUs or machines."""
 
     actors: Count | None = None
@@ -70,7 +70,7 @@ class RayConfig(_Table):
     """CPUs that an engine is given. One CPU more must be free in the cluster."""
 
 
-class CaptureConfig(_Table):
+class CaptureConfig(Table):
     """Capture: a teacher's rows of a data set, stored to learn from without a teacher."""
 
     type: Literal["capture"]
@@ -113,7 +113,7 @@ class CaptureConfig(_Table):
         return whole if count == 1 else whole / f"shard-{index}-of-{count}"
 
 
-class CaptureJob(_Table):
+class CaptureJob(Table):
     """A job that captures."""
 
     data: CaptureData

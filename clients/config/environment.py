@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from clients.config.on_policy import Count, Name, _Table
+from clients.config.common import Count, Name, Table
 from clients.data.records import FILE_SUFFIXES
 
 URL_SCHEMES = ("http://", "https://")
 
 
-class SearchConfig(_Table):
+class SearchConfig(Table):
     """Passages for what the student writes between <search> and </search> (Search-R1)."""
 
     retriever: Name

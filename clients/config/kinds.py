@@ -8,15 +8,16 @@ from typing import Any, TypeAlias
 from pydantic_core import from_json
 
 from clients.config.capture import CaptureJob
+from clients.config.common import TrainingJob
 from clients.config.offline import OfflineJob
-from clients.config.on_policy import JobConfig, TrainingJob
+from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 
-AnyTraining: TypeAlias = JobConfig | OfflineJob | RLJob
+AnyTraining: TypeAlias = OnPolicyJob | OfflineJob | RLJob
 AnyJob: TypeAlias = AnyTraining | CaptureJob
-Kind: TypeAlias = type[JobConfig] | type[OfflineJob] | type[RLJob] | type[CaptureJob]
+Kind: TypeAlias = type[OnPolicyJob] | type[OfflineJob] | type[RLJob] | type[CaptureJob]
 KINDS: Mapping[str, Kind] = {
-    "on_policy": JobConfig,
+    "on_policy": OnPolicyJob,
     "offline": OfflineJob,
     "rl": RLJob,
     "capture": CaptureJob,
@@ -32,7 +33,7 @@ def kind_of(values: Any) -> Kind:
     """Who is to judge a job that may be wrong in any way."""
     method = values.get("method") if isinstance(values, dict) else None
     name = method.get("type") if isinstance(method, dict) else None
-    return KINDS.get(name, JobConfig) if isinstance(name, str) else JobConfig
+    return KINDS.get(name, OnPolicyJob) if isinstance(name, str) else OnPolicyJob
 
 
 def parse_job(document: str | bytes, *, strict: bool = False) -> AnyJob:

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from clients.config.on_policy import Count, Name, TeacherLink, TrainingJob, _Table
+from clients.config.common import Count, Name, Table, TeacherLink, TrainingJob
 
 
-class OfflineData(_Table):
+class OfflineData(Table):
     """The stored sequences."""
 
     path: Name
@@ -26,7 +26,7 @@ class OfflineData(_Table):
     """The text given to the student; a model with a chat template gets it as the user's message."""
 
 
-class OfflineConfig(_Table):
+class OfflineConfig(Table):
     """Offline distillation: forward KL to rows that a capture stored, with no teacher running."""
 
     type: Literal["offline"]
@@ -74,10 +74,10 @@ class OfflineJob(TrainingJob):
 
     @property
     def teacher_addresses(self) -> dict[str, str | list[str]]:
-        """As JobConfig's; empty where no teacher is needed."""
+        """As OnPolicyJob's; empty where no teacher is needed."""
         return {} if self.teacher is None else {"": self.teacher.address}
 
     @property
     def sequences_per_step(self) -> int:
-        """As JobConfig's."""
+        """As OnPolicyJob's."""
         return self.train.prompts_per_step

@@ -12,10 +12,12 @@ from pydantic_core import ErrorDetails
 
 from clients.config.kinds import KINDS
 from clients.config.lines import KeyPath
-from clients.config.on_policy import JobConfig
+from clients.config.on_policy import OnPolicyJob
 
 
-def fields(model: type[BaseModel] = JobConfig, table: KeyPath = ()) -> Mapping[KeyPath, FieldInfo]:
+def fields(
+    model: type[BaseModel] = OnPolicyJob, table: KeyPath = ()
+) -> Mapping[KeyPath, FieldInfo]:
     """Every key that holds a value (not the tables), by its path."""
     found: dict[KeyPath, FieldInfo] = {}
     for name, info in model.model_fields.items():
@@ -42,7 +44,7 @@ def holds_text(path: KeyPath) -> bool:
 
 
 def describe(
-    error: ErrorDetails, model: type[BaseModel] = JobConfig
+    error: ErrorDetails, model: type[BaseModel] = OnPolicyJob
 ) -> Iterator[tuple[KeyPath, str]]:
     """The keys that one pydantic error of `model` is about, and what is wrong with them."""
     path = tuple(str(part) for part in error["loc"])

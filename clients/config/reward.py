@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from clients.config.on_policy import Count, Name, _Table
+from clients.config.common import Count, Name, Table
 
 NAMED = ("exact_match", "word_match", "f1", "math", "regex", "python")
 GENERATED = "reasoning_gym:"
 
 
-class LengthPenalty(_Table):
+class LengthPenalty(Table):
     """Answers lose what they are too long: DAPO's soft punishment (arXiv 2503.14476, eq. 13)."""
 
     free_tokens: Count
@@ -32,7 +32,7 @@ class LengthPenalty(_Table):
         return most
 
 
-class RewardConfig(_Table):
+class RewardConfig(Table):
     """Who judges the answers."""
 
     type: Name

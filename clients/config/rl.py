@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from clients.config.common import Count, DataConfig, Table, TeacherLink, TrainingJob
 from clients.config.environment import SearchConfig
-from clients.config.on_policy import Count, DataConfig, TeacherLink, TrainingJob, _Table
 from clients.config.reward import RewardConfig
 
 Weight = Annotated[float, Field(ge=0)]
 
 
-class AnchorConfig(_Table):
+class AnchorConfig(Table):
     """A moving average of the student's own weights, which holds it back (EMA-PG)."""
 
     tau: Annotated[float, Field(ge=0, le=1)] = 0.95
@@ -24,7 +24,7 @@ class AnchorConfig(_Table):
     """What only the anchor reads before the prompt: text with {columns} of the data."""
 
 
-class RLConfig(_Table):
+class RLConfig(Table):
     """Reinforcement learning (GRPO), with a KL to the anchor, to a teacher, or to both."""
 
     type: Literal["rl"]
@@ -226,10 +226,10 @@ class RLJob(TrainingJob):
 
     @property
     def teacher_addresses(self) -> dict[str, str | list[str]]:
-        """As JobConfig's; empty where there is no teacher."""
+        """As OnPolicyJob's; empty where there is no teacher."""
         return {} if self.teacher is None else {"": self.teacher.address}
 
     @property
     def sequences_per_step(self) -> int:
-        """As JobConfig's."""
+        """As OnPolicyJob's."""
         return self.train.prompts_per_step * self.method.rollouts_per_prompt

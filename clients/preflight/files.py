@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from clients.config.common import StudentConfig, TrainingJob
 from clients.config.file import named_files
 from clients.config.kinds import AnyJob, AnyTraining
 from clients.config.offline import OfflineJob
-from clients.config.on_policy import StudentConfig, TrainingJob
 from clients.data.records import FILE_SUFFIXES
 from clients.preflight.disk import check_space
 from clients.preflight.trackers import check_trackers
-from clients.store.for_job import captured_of
+from clients.store.captured_store import captured_store_of
 from protos.errors import InvalidInput
 
 RELATIVE = "relative paths start at the current directory"
@@ -37,7 +37,7 @@ def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE) -> None:
     check_trackers(config.track)
     check_space(config, run)
     if isinstance(config, OfflineJob):
-        captured_of(config)
+        captured_store_of(config)
 
 
 def check_files(config: AnyJob, hint: str = RELATIVE) -> None:

@@ -9,9 +9,9 @@ from typing import Protocol
 from clients.config.capture import CaptureJob
 from clients.config.kinds import AnyJob
 from clients.config.offline import OfflineJob
-from clients.config.on_policy import JobConfig
+from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
-from clients.store.for_job import Captured, captured_of
+from clients.store.captured_store import CapturedStore, captured_store_of
 from clients.teacher.info import TeacherInfo
 from protos.errors import InvalidInput, WrongState
 from protos.rpc.transport import MAX_MESSAGE_BYTES
@@ -55,12 +55,12 @@ def check_teachers(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
     """Refuse what these teachers, by their names, cannot do. Raises InvalidInput, WrongState."""
     for name, info in infos.items():
         match config:
-            case JobConfig():
+            case OnPolicyJob():
                 _check_scorer(info, label_of(name), config, config.teacher.top_k, "teacher.top_k")
             case RLJob():
                 _check_scorer(info, label_of(name), config, config.method.top_k, "method.top_k")
             case OfflineJob():
-                _check_live_teacher(info, label_of(name), captured_of(config)[0])
+                _check_live_teacher(info, label_of(name), captured_store_of(config)[0])
             case CaptureJob():
                 check_capture(info, config)
 
@@ -100,7 +100,7 @@ def check_length(longest: int, model: str, most: int | None) -> None:
 
 
 def _check_scorer(
-    info: TeacherInfo, label: str, config: JobConfig | RLJob, top_k: int, key: str
+    info: TeacherInfo, label: str, config: OnPolicyJob | RLJob, top_k: int, key: str
 ) -> None:
     """Refuse k, which the job has under `key`, and lengths."""
     remedy = f"lower it to {info.max_top_k}, or start the teacher with a larger --max-top-k"
@@ -118,7 +118,7 @@ def _check_scorer(
         )
 
 
-def _check_live_teacher(info: TeacherInfo, label: str, store: Captured) -> None:
+def _check_live_teacher(info: TeacherInfo, label: str, store: CapturedStore) -> None:
     """Refuse one that cannot go on where the stored rows end: of other tokens, or with less k."""
     remedy = "start the teacher with a larger --max-top-k"
     _check_head(info, label, store.top_k, "teacher.address", remedy)

@@ -8,7 +8,7 @@ import os
 import urllib.parse
 from collections.abc import Mapping
 
-from clients.config.on_policy import TrackConfig
+from clients.config.common import TrackConfig
 from protos.errors import InvalidInput
 
 _WANDB = "https://api.wandb.ai"

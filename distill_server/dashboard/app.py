@@ -17,15 +17,15 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from clients.cli.live.job_view import WINDOW, Progress
 from clients.jobs.job import Job, JobState
+from clients.jobs.view import WINDOW, JobView
 from clients.runs.directory import RunDirectory
 from distill_server.dashboard.feeds import Turns, feed, job_messages, list_messages, log_messages
 from distill_server.dashboard.gate import STATIC, Gate
 from distill_server.dashboard.responses import job_record, on_error
 from distill_server.dashboard.samples import sample_steps, samples_of
 from distill_server.dashboard.teachers import Teachers
-from distill_server.jobs.change_notifier import Bells
+from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.store import Store
 from distill_server.rpc.streams import Streams
@@ -60,7 +60,7 @@ class Pages:
 
     store: Store
     runs: Path
-    bells: Bells
+    bells: ChangeNotifier
     control: JobControl
     streams: Streams
     teachers: Teachers
@@ -102,7 +102,7 @@ class Pages:
 
     def _row(self, job: Job) -> Mapping[str, Any]:
         """With the time that is left, as `distill watch` tells it."""
-        progress = Progress(job.id, attempt=job.attempt, max_steps=job.max_steps)
+        progress = JobView(job.id, attempt=job.attempt, max_steps=job.max_steps)
         if job.state is JobState.RUNNING:
             for event in self.store.events(job.id, max(0, job.last_seq - WINDOW), WINDOW):
                 progress.add(event)

@@ -18,7 +18,7 @@ from starlette.responses import StreamingResponse
 
 from clients.jobs.job import JobEvent
 from distill_server.dashboard.responses import event_record, fault_record
-from distill_server.jobs.change_notifier import ANY_JOB, Bells
+from distill_server.jobs.change_notifier import ANY_JOB, ChangeNotifier
 from distill_server.jobs.store import Store
 from distill_server.rpc.streams import LogPiece
 from protos.errors import DistillError
@@ -44,7 +44,9 @@ def message(kind: str, value: Any, last_id: str = "") -> str:
     return f"{head}event: {kind}\ndata: {json.dumps(value)}\n\n"
 
 
-async def job_messages(store: Store, bells: Bells, job_id: str, after_seq: int) -> Messages:
+async def job_messages(
+    store: Store, bells: ChangeNotifier, job_id: str, after_seq: int
+) -> Messages:
     """`steps`: lists of events, those of the past thinned; it ends with the server only."""
     until = store.job(job_id).last_seq
     group = -(-(until - after_seq) // _MOST_POINTS)
@@ -78,7 +80,7 @@ class Turns:
             return seen
 
 
-async def list_messages(bells: Bells, turns: Turns, look: Callable[[], Any]) -> Messages:
+async def list_messages(bells: ChangeNotifier, turns: Turns, look: Callable[[], Any]) -> Messages:
     """`page`: what `look` sees, whenever that is something else; it ends with the server only.
 
     Running jobs change with every step: looks are a second apart.

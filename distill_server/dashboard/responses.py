@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from clients.jobs.job import Job, JobEvent
 from protos.errors import DistillError, ErrorCode
-from protos.rpc.statuses import told
+from protos.rpc.statuses import public_error
 
 _STATUS = {
     ErrorCode.INVALID_ARGUMENT: 400,
@@ -55,4 +55,4 @@ def fault_answer(fault: DistillError) -> Response:
 
 async def on_error(request: Request, error: Exception) -> Response:
     """For the application: a fault as it is, a defect as an id that is also in the log."""
-    return fault_answer(told(error, request.url.path))
+    return fault_answer(public_error(error, request.url.path))

@@ -11,7 +11,7 @@ from distill_server.dashboard.app import Pages, make_app
 from distill_server.dashboard.exposition import exposition
 from distill_server.dashboard.listen import bind, listening
 from distill_server.dashboard.teachers import Teachers
-from distill_server.jobs.change_notifier import Bells
+from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.store import Store
 from distill_server.rpc.streams import Streams
@@ -36,7 +36,7 @@ class Dashboard:
         endpoint: Endpoint,
         runs: Path,
         store: Store,
-        bells: Bells,
+        bells: ChangeNotifier,
         control: JobControl,
         streams: Streams,
         slots: int,

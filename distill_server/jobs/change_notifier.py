@@ -10,7 +10,7 @@ from protos.errors import Unavailable
 ANY_JOB = ""
 
 
-class Bells:
+class ChangeNotifier:
     """One bell per job that somebody waits for, and one for all of them.
 
     Take the bell first, look second, wait third: then no ring is lost.

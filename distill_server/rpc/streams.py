@@ -13,7 +13,7 @@ from typing import BinaryIO
 from clients.jobs.artifacts import require_files
 from clients.jobs.job import TERMINAL, Job, JobEvent
 from clients.runs.directory import RunDirectory
-from distill_server.jobs.change_notifier import Bells
+from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.store import Store
 from protos.errors import InvalidInput, NotFound
 
@@ -35,7 +35,7 @@ class LogPiece:
 class Streams:
     """Events from the store, logs from the run directories."""
 
-    def __init__(self, store: Store, runs: Path, bells: Bells) -> None:
+    def __init__(self, store: Store, runs: Path, bells: ChangeNotifier) -> None:
         self._store = store
         self._runs = runs
         self._bells = bells

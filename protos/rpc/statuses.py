@@ -108,7 +108,7 @@ class _Messages:
         return _read(await anext(self._data), self._deserialize)
 
 
-def told(error: Exception, where: str) -> DistillError:
+def public_error(error: Exception, where: str) -> DistillError:
     """What a caller may know of `error`; a defect is logged under the id that the caller gets."""
     if isinstance(error, DistillError):
         return error
@@ -124,7 +124,7 @@ async def _abort(
 ) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    fault = told(error, method)
+    fault = public_error(error, method)
     status = grpc.StatusCode[fault.code.name]
     info = error_details_pb2.ErrorInfo(
         reason=type(fault).__name__,

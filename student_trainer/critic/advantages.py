@@ -12,16 +12,16 @@ from torch import Tensor
 from clients.config.rl import RLConfig
 from student_trainer.critic.critic import Critic, value_loss
 from student_trainer.data.batch import NumberedSequence, make_batch, unread
+from student_trainer.data.metric_sums import counted
 from student_trainer.data.packing import micro_batches
+from student_trainer.data.rollout import Rollout
 from student_trainer.losses.advantages import at_the_end, gae
-from student_trainer.objectives.distillation import counted
 from student_trainer.parallel.sharding import Replicated, Sharded
-from student_trainer.rollouts.hf import Rollout
 
 _CLIP = 0.2  # of the critic's own step, as in PPO's code
 
 
-class Values:
+class CriticAdvantages:
     """Owns the critic and its optimizer, which are the same in every process.
 
     The critic bends no weight of the student: it needs the states of a step's answers once (one

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from protos.rows.codec import RowBlock
 from student_trainer.data.packing import places
+from student_trainer.data.rollout import Rollout
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.losses import Rows
-from student_trainer.rollouts.hf import Rollout
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.config.offline import OfflineJob
+from clients.store.captured_store import CapturedStore, captured_store_of
 from clients.store.dataset import LogitDataset
-from clients.store.for_job import Captured, captured_of
 from protos.errors import DistillError, InvalidInput, WrongState
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Store(Captured):
+class Store(CapturedStore):
     """What a capture made, with its rows."""
 
     data: LogitDataset
@@ -47,7 +47,7 @@ class Stores:
 
 def open_stores(config: OfflineJob) -> Stores:
     """Raises a DistillError for a store that cannot be read, or is not what the job asks for."""
-    training, held_out = captured_of(config)
+    training, held_out = captured_store_of(config)
     return Stores(_open(training), None if held_out is None else _open(held_out))
 
 
@@ -75,7 +75,7 @@ def without_copies(
     return np.delete(chosen, copies)
 
 
-def _open(captured: Captured) -> Store:
+def _open(captured: CapturedStore) -> Store:
     try:
         data = LogitDataset(Path(captured.path))
     except DistillError as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+from student_trainer.data.rollout import Rollout
 from student_trainer.data.sequence import TokenSequence
-from student_trainer.rollouts.hf import Rollout
 
 
 class _HasSequence(Protocol):

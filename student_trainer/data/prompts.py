@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.config.on_policy import DataConfig
+from clients.config.common import DataConfig
 from clients.data.records import DataSet, text_of
 from clients.data.tokenization import prompt_ids
 from protos.errors import InvalidInput

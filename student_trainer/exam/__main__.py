@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clients.config.evaluation import ExamConfig
+from clients.config.exam import ExamConfig
 from protos.errors import DistillError, ExitCode, InvalidInput
 from student_trainer.exam.answer_store import Answer, AnswerStore
 from student_trainer.exam.asking import Refusals
 from student_trainer.exam.questions import Question, fingerprint, load_questions
-from student_trainer.exam.report import Judged, cells, columns_of, judge, save, summary
+from student_trainer.exam.report import GradedAnswers, cells, columns_of, judge, save, summary
 from student_trainer.parallel.launcher import end_with_parent
 from student_trainer.rewards import make_rewards
 
@@ -55,7 +55,7 @@ def run(config: ExamConfig) -> list[dict[str, Any]]:
         questions = load_questions(config)
         answered = {name: _answered(config, name, questions) for name in config.models}
         rows = []
-        first: Judged | None = None
+        first: GradedAnswers | None = None
         for name, answers in answered.items():
             judged = judge(questions, answers, rewards)
             save(judged, out / name / "judged.parquet")

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from clients.config.evaluation import ExamConfig
+from clients.config.exam import ExamConfig
 from protos.errors import (
     DistillError,
     Forbidden,

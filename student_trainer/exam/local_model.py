@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from clients.config.evaluation import ExamConfig
-from clients.config.on_policy import StudentConfig
+from clients.config.common import StudentConfig
+from clients.config.exam import ExamConfig
 from clients.data.tokenization import prompt_ids
 from protos.errors import InvalidInput
 from student_trainer.exam.answer_store import Answer
 from student_trainer.exam.asking import Ask, Keep, Refusals, seed_of
-from student_trainer.model.student import load_model, load_tokenizer
+from student_trainer.model.loading import load_model, load_tokenizer
 from student_trainer.rollouts.sampler import Sampler, noise_of
 
 _TOKENS_OF_A_BATCH = 65536

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from clients.config.evaluation import ExamConfig
-from clients.config.on_policy import DataConfig
+from clients.config.common import DataConfig
+from clients.config.exam import ExamConfig
 from clients.data.records import DataSet, text_of
 from protos.errors import InvalidInput
-from student_trainer.rewards.reasoning_gym import Questions, Task
+from student_trainer.rewards.reasoning_gym import Task, TaskQuestions
 
 _GENERATED = 200  # prompts of a task, where nobody says how many
 _NEED_NO_REFERENCE = ("python", "regex")
@@ -33,7 +33,7 @@ def load_questions(config: ExamConfig) -> list[Question]:
     if config.reward.task is not None:
         template = config.reward.template
         task = Task(config.reward.task, config.reward.options)
-        asked = Questions(task, config.seed, config.prompts or _GENERATED).held_out
+        asked = TaskQuestions(task, config.seed, config.prompts or _GENERATED).held_out
         return [
             Question(number, template.replace("{prompt}", one.text), one.answer, one.fields)
             for number, one in enumerate(asked)

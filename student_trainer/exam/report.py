@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from student_trainer.exam.answer_store import Answer, write_parquet
 from student_trainer.exam.questions import Question
 from student_trainer.exam.scores import estimate, majority, pass_at_k
-from student_trainer.rewards import Answered, Rewards
+from student_trainer.rewards import Rewards, RewardSample
 
 # An answer is right from this reward on; rewards of a user's own may be of any size.
 RIGHT = 1.0
 
 
 @dataclass(frozen=True, eq=False)
-class Judged:
+class GradedAnswers:
     """The answers to P prompts, n to each, None where the model refused. reward [P, n] float64, NaN
     where there is none.
     """
@@ -39,10 +39,10 @@ class Judged:
 
 def judge(
     questions: Sequence[Question], answers: Sequence[Sequence[Answer | None]], rewards: Rewards
-) -> Judged:
+) -> GradedAnswers:
     """answers[i] are those to questions[i], equally many."""
     samples = [
-        Answered(question.text, answer.text, question.reference, question.fields, answer.tokens)
+        RewardSample(question.text, answer.text, question.reference, question.fields, answer.tokens)
         for question, those in zip(questions, answers, strict=True)
         for answer in those
         if answer is not None
@@ -52,10 +52,10 @@ def judge(
     values[given] = rewards(samples).values
     said = iter(rewards.said(samples))
     votes = [["" if answer is None else next(said) for answer in those] for those in answers]
-    return Judged(questions, answers, values, votes)
+    return GradedAnswers(questions, answers, values, votes)
 
 
-def save(judged: Judged, file: Path) -> None:
+def save(judged: GradedAnswers, file: Path) -> None:
     """Every answer that was given with its reward, as Parquet."""
     rows = [
         {
@@ -78,7 +78,7 @@ def save(judged: Judged, file: Path) -> None:
     write_parquet(pyarrow.Table.from_pylist(rows), file)
 
 
-def summary(name: str, judged: Judged, first: Judged | None) -> dict[str, Any]:
+def summary(name: str, judged: GradedAnswers, first: GradedAnswers | None) -> dict[str, Any]:
     """The row of a model. `first`: the model it is compared with, on the same prompts."""
     right = judged.right
     n = right.shape[1]

@@ -31,7 +31,7 @@ from clients.runs.directory import fsync_directory
 from clients.runs.fence import require_unfenced
 from protos.errors import Corrupt, InvalidInput, NotFound
 from protos.rpc.failpoints import failpoint
-from student_trainer.critic.advantages import Values
+from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.model.lora import has_adapters, learned, merged, save_adapters
 from student_trainer.parallel.sharding import share_of, whole_tensors
 from student_trainer.teachers.anchor import Anchor
@@ -54,7 +54,7 @@ def save_checkpoint(
     tokenizer: Any,
     optimizer: torch.optim.Optimizer,
     anchor: Anchor | None = None,
-    values: Values | None = None,
+    values: CriticAdvantages | None = None,
     facts: Mapping[str, str] | None = None,
     main: bool = True,
 ) -> None:
@@ -263,7 +263,7 @@ def load_anchor(path: Path, anchor: Anchor) -> None:
         anchor.load_state(file.get_tensor, **json.loads(file.metadata()["counts"]))
 
 
-def load_values(path: Path, values: Values) -> None:
+def load_values(path: Path, values: CriticAdvantages) -> None:
     """Put the saved critic back. Raises InvalidInput if the run had none."""
     if not (path / _CRITIC).is_file():
         raise InvalidInput(

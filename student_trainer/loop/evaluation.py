@@ -1,14 +1,7 @@
-"""Held-out evaluation: the KL to the teacher, perplexity of stored text, and task accuracy.
-
-    python -m student_trainer.loop.evaluation MODEL_DIR --data heldout.jsonl [--json]
-
-prints the exact-match accuracy of a model's greedy answers; no teacher is needed for it.
-"""
+"""Held-out evaluation: the KL to the teacher, perplexity of stored text, and task accuracy."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,16 +12,20 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clients.config.on_policy import DataConfig, StudentConfig
 from student_trainer.data.batch import make_batch
 from student_trainer.data.packing import micro_batches
-from student_trainer.data.prompts import Prompt, load_prompts
-from student_trainer.model.student import Student, load_model, load_tokenizer
-from student_trainer.objectives.distillation import Objective, batch_metrics, distillation_loss
+from student_trainer.data.prompts import Prompt
+from student_trainer.data.rollout import Rollout
+from student_trainer.model.student import Student
+from student_trainer.objectives.distillation import (
+    DistillationObjective,
+    batch_metrics,
+    distillation_loss,
+)
 from student_trainer.parallel.collectives import together
-from student_trainer.rewards.rollout_rewards import Judged
+from student_trainer.rewards.rollout_rewards import RolloutRewards
 from student_trainer.rewards.text_match import exact_match
-from student_trainer.rollouts.hf import HuggingFaceRollouts, Rollout, Rollouts
+from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.source import PendingRows
 
 # Of `batch_metrics`; the perplexity is made of the mean.
@@ -40,7 +37,7 @@ _MEASURED = {
 _HIGHEST_LOG = 700.0  # whose exponential is a number
 
 
-class Examination:
+class TaskEvaluation:
     """Greedy answers, always to the same prompts, against the references and by a job's reward."""
 
     def __init__(
@@ -51,7 +48,7 @@ class Examination:
         rollouts: Rollouts,
         *,
         matched: bool = True,
-        judged: Judged | None = None,
+        judged: RolloutRewards | None = None,
     ) -> None:
         """`matched`: whether a reference is what an answer must be."""
         self._prompts = prompts[accelerator.process_index :: accelerator.num_processes]
@@ -89,9 +86,9 @@ class Evaluation:
     def __init__(
         self,
         accelerator: Accelerator,
-        objective: Objective,
+        objective: DistillationObjective,
         held_out: Callable[[], list[PendingRows]],
-        examination: Examination | None,
+        examination: TaskEvaluation | None,
         *,
         tokens_per_micro_batch: int,
     ) -> None:
@@ -144,47 +141,3 @@ def greedy_answers(
     """The likeliest answer to each prompt, and its text."""
     batches = rollouts.generate(prompts, [0] * len(prompts), seed=0, greedy=True)
     return [(rollout, rollout.answer_text(tokenizer)) for batch in batches for rollout in batch]
-
-
-def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens: int) -> float:
-    """Share of right greedy answers of the model at `model_path`."""
-    student = StudentConfig(model=model_path)
-    tokenizer = load_tokenizer(student)
-    model = load_model(student).eval().to("cuda" if torch.cuda.is_available() else "cpu")
-    _, chosen, _ = load_prompts(data, tokenizer, held_out=prompts, max_tokens=4096, seed=0)
-    rollouts = HuggingFaceRollouts(
-        model,
-        tokenizer,
-        top_k=0,
-        temperature=1.0,
-        max_new_tokens=max_new_tokens,
-        batch_tokens=65536,
-    )
-    answers = greedy_answers(rollouts, tokenizer, chosen)
-    return sum(exact_match(text, rollout.answer) for rollout, text in answers) / len(answers)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--data", required=True, help="a .jsonl or .parquet file")
-    parser.add_argument("--prompt-column", default="prompt")
-    parser.add_argument("--answer-column", default="answer")
-    parser.add_argument("--prompts", type=int, default=1000)
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    data = DataConfig(
-        path=options.data,
-        eval_path=options.data,
-        prompt_column=options.prompt_column,
-        answer_column=options.answer_column,
-    )
-    share = accuracy(
-        options.model, data, prompts=options.prompts, max_new_tokens=options.max_new_tokens
-    )
-    print(json.dumps({"accuracy": share}) if options.json else f"accuracy {share:.3f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-from clients.config.on_policy import TrainingJob
+from clients.config.common import TrainingJob
 from clients.config.rl import RLJob
 from clients.runs.metrics_follower import Point
 

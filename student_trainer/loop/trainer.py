@@ -8,7 +8,6 @@ been. It has one optimizer update, or several where its sequences are learned fr
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from clients.config.on_policy import TrainConfig, TrainingJob
+from clients.config.common import TrainingJob
 from clients.config.rl import RLJob
 from clients.runs.best_step import best_step
 from clients.runs.directory import RunDirectory, Verdict, replace_file
@@ -29,17 +28,18 @@ from clients.runs.metrics_writer import MetricsLog
 from clients.runs.progress import Progress
 from protos.errors import Corrupt, DistillError
 from protos.rpc.failpoints import failpoint
-from student_trainer.critic.advantages import Values
+from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.data.batch import ScoredSequence
 from student_trainer.data.packing import micro_batches
+from student_trainer.data.rollout import Rollout
 from student_trainer.loop import checkpoint
 from student_trainer.loop.anchor_watch import StabilityWatch
 from student_trainer.loop.evaluation import Evaluation
 from student_trainer.loop.head_watch import HeadWatch, learns_from_a_head
+from student_trainer.loop.schedule import learning_rate
 from student_trainer.loop.step import Objective, Steps
 from student_trainer.parallel.collectives import largest, together
 from student_trainer.parallel.sharding import Replicated, Sharded, whole
-from student_trainer.rollouts.hf import Rollout
 from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.source import PendingRows
 
@@ -58,7 +58,7 @@ class Parts:
     evaluation: Evaluation
     metrics: MetricsLog | None  # only in the main process
     anchor: Anchor | None = None
-    values: Values | None = None
+    values: CriticAdvantages | None = None
     facts: Mapping[str, str] = field(default_factory=dict)  # kept with every checkpoint
 
 
@@ -317,17 +317,3 @@ def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
         added = name == "tokens" or name.startswith("time/")
         means[name] = sum(found) / (1 if added else len(found))
     return means
-
-
-def learning_rate(train: TrainConfig, step: int, max_steps: int) -> float:
-    """The rate of `step` (from 1): a pure function, so a resume needs no scheduler state."""
-    if step <= train.warmup_steps:
-        return train.learning_rate * step / train.warmup_steps
-    left = (max_steps - step + 1) / max(1, max_steps - train.warmup_steps)
-    match train.schedule:
-        case "constant":
-            return train.learning_rate
-        case "linear":
-            return train.learning_rate * left
-        case "cosine":
-            return train.learning_rate * (1 - math.cos(math.pi * left)) / 2

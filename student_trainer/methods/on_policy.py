@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from accelerate import Accelerator
 
-from clients.config.on_policy import JobConfig
+from clients.config.on_policy import OnPolicyJob
 from student_trainer.data.prompts import Prompt, PromptSet
+from student_trainer.loop.step import one_update
+from student_trainer.methods.method import Method, kl_evaluation, plain_rollouts
+from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.sharding import Replicated, Sharded
-from student_trainer.rollouts.hf import Rollouts
-from student_trainer.teachers.source import PendingRows, TeacherSource
-
-
-class Answers:
-    """The student writes; the teacher reads each batch while the next is written."""
-
-    def __init__(
-        self,
-        student: Replicated | Sharded,
-        rollouts: Rollouts,
-        teacher: TeacherSource,
-        seed: int,
-    ) -> None:
-        self._student = student
-        self._rollouts = rollouts
-        self._teacher = teacher
-        self._seed = seed
-
-    def to(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[PendingRows]:
-        """As rollout number numbers[i] to prompts[i]; inside `student.gathered()`."""
-        self._student.whole.eval()
-        return [
-            PendingRows(rollout, self._teacher.score(rollout))
-            for batch in self._rollouts.generate(prompts, numbers, seed=self._seed)
-            for rollout in batch
-        ]
-
-    def gathered_to(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[PendingRows]:
-        """The same from outside; every process must call it."""
-        with self._student.gathered():
-            return self.to(prompts, numbers)
+from student_trainer.teachers.connections import Connection
+from student_trainer.teachers.remote import RemoteTeacher
+from student_trainer.teachers.scored_rollouts import ScoredRollouts
+from student_trainer.teachers.source import PendingRows, TeachersByName
 
 
 class OnPolicySteps:
@@ -48,11 +24,11 @@ class OnPolicySteps:
 
     def __init__(
         self,
-        config: JobConfig,
+        config: OnPolicyJob,
         accelerator: Accelerator,
         prompts: PromptSet,
         held_out: Sequence[Prompt],
-        answers: Answers,
+        answers: ScoredRollouts,
     ) -> None:
         self._accelerator = accelerator
         self._prompts = prompts
@@ -72,8 +48,47 @@ class OnPolicySteps:
         ]
         mine = range(self._accelerator.process_index, len(chosen), self._accelerator.num_processes)
         first = (step - 1) * len(chosen)
-        return self._answers.gathered_to([chosen[i] for i in mine], [first + i for i in mine])
+        written = self._answers.gathered_to([chosen[i] for i in mine], [first + i for i in mine])
+        self._answers.finish()
+        return written
 
     def held_out(self) -> list[PendingRows]:
         """Always the same prompts and random numbers, so that two evaluations compare."""
         return self._answers.to(self._held_out, self._held_out_numbers)
+
+
+def on_policy_method(
+    config: OnPolicyJob,
+    prompts: tuple[PromptSet, list[Prompt]],
+    teachers: Mapping[str, Connection],
+    accelerator: Accelerator,
+    student: Replicated | Sharded,
+    tokenizer: Any,
+) -> Method:
+    """Reverse KL is over the student's top-k, forward KL over the teacher's."""
+    objective = DistillationObjective.on_policy(config.method, tuple(config.teachers))
+    student_head = objective.direction == "reverse"
+    rollouts = plain_rollouts(
+        config,
+        student,
+        tokenizer,
+        top_k=config.teacher.top_k if student_head else 0,
+        temperature=objective.temperature,
+    )
+    remote = {
+        name: RemoteTeacher(
+            connection.client,
+            top_k=None if student_head else config.teacher.top_k,
+            temperature=objective.temperature,
+            f32=config.teacher.logprob_format == "f32",
+        )
+        for name, connection in teachers.items()
+    }
+    answers = ScoredRollouts(student, rollouts, TeachersByName(remote), config.seed)
+    training, held_out = prompts
+    steps = OnPolicySteps(config, accelerator, training, held_out, answers)
+    examined = held_out if config.eval.metric == "exact_match" else []
+    evaluation = kl_evaluation(
+        config, accelerator, objective, steps.held_out, examined, tokenizer, rollouts
+    )
+    return Method(objective, one_update(steps.of_step), evaluation)

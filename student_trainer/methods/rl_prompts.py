@@ -12,7 +12,7 @@ import numpy as np
 from clients.config.rl import RLJob
 from clients.data.tokenization import prompt_ids
 from student_trainer.data.prompts import Prompt, load_prompts
-from student_trainer.rewards.reasoning_gym import Question, Questions, Task
+from student_trainer.rewards.reasoning_gym import Task, TaskQuestion, TaskQuestions
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +57,12 @@ def _generated(config: RLJob, tokenizer: Any) -> RLPrompts:
     def ids(text: str) -> list[int]:
         return prompt_ids(tokenizer, template.replace("{prompt}", text))
 
-    def prompt(question: Question) -> Prompt:
+    def prompt(question: TaskQuestion) -> Prompt:
         tokens = np.array(ids(question.text), dtype=np.int32)
         return Prompt(tokens, question.answer, text=question.text, fields=question.fields)
 
     task = Task(config.reward.task, config.reward.options)
-    questions = Questions(
+    questions = TaskQuestions(
         task, config.seed, config.eval.prompts, fits=lambda text: 0 < len(ids(text)) <= most
     )
     return RLPrompts(_Asked(questions, prompt), [prompt(one) for one in questions.held_out])
@@ -70,8 +70,8 @@ def _generated(config: RLJob, tokenizer: Any) -> RLPrompts:
 
 @dataclass(frozen=True)
 class _Asked:
-    questions: Questions
-    prompt: Callable[[Question], Prompt]
+    questions: TaskQuestions
+    prompt: Callable[[TaskQuestion], Prompt]
 
     def of_step(self, step: int, count: int) -> list[Prompt]:
         return [self.prompt(question) for question in self.questions.of_step(step, count)]

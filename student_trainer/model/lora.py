@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from clients.config.on_policy import StudentConfig
+from clients.config.common import StudentConfig
 from protos.errors import InvalidInput
 
 _FILE = "adapter_model.safetensors"

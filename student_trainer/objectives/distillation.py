@@ -10,11 +10,12 @@ from torch import Tensor
 
 from clients.config.on_policy import OnPolicyConfig
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch
+from student_trainer.data.metric_sums import counted
 from student_trainer.losses import Direction, FusedLoss, LossFunction, Rows, Tail, topk_kl
 
 
 @dataclass(frozen=True)
-class Objective:
+class DistillationObjective:
     """What is made small: KL + cross_entropy * (-log p of the stored token), in nats a token.
 
     `tail` as in `topk_kl`. Tokens that the student wrote have samples of their own: where `tail`
@@ -30,7 +31,9 @@ class Objective:
     of_all_rows = False
 
     @classmethod
-    def on_policy(cls, method: OnPolicyConfig, teachers: Sequence[str] = ()) -> Objective:
+    def on_policy(
+        cls, method: OnPolicyConfig, teachers: Sequence[str] = ()
+    ) -> DistillationObjective:
         direction: Direction = "reverse" if method.divergence == "reverse_kl" else "forward"
         return cls(direction, method.tail, method.temperature, teachers=tuple(teachers))
 
@@ -49,7 +52,7 @@ class Objective:
         return "bucket+sampled" if by_teacher and batch.sampling_logprobs is not None else self.tail
 
 
-def distillation_loss(batch: Batch, objective: Objective) -> LossFunction:
+def distillation_loss(batch: Batch, objective: DistillationObjective) -> LossFunction:
     """The objective's terms, one a token."""
     in_head = batch.token_in_head
     tail = objective.tail_of(batch)
@@ -70,7 +73,9 @@ def distillation_loss(batch: Batch, objective: Objective) -> LossFunction:
 
 
 @torch.no_grad()
-def batch_metrics(batch: Batch, out: FusedLoss, objective: Objective) -> dict[str, Tensor]:
+def batch_metrics(
+    batch: Batch, out: FusedLoss, objective: DistillationObjective
+) -> dict[str, Tensor]:
     """(sum, number) of each metric over the batch's tokens, the same names for every batch.
 
     The KL is the unbiased one, whatever the loss is; rows without any sample have its lower bound.
@@ -82,7 +87,7 @@ def batch_metrics(batch: Batch, out: FusedLoss, objective: Objective) -> dict[st
     ratio = rows.token_logprobs - (rows.token_logprobs if sampling is None else sampling)
     sampled = written or batch.sample_ids is not None
     tail: Tail = "bucket+teacher_samples" if sampled else "bucket"
-    unbiased = Objective(objective.direction, tail, objective.temperature)
+    unbiased = DistillationObjective(objective.direction, tail, objective.temperature)
     kl = distillation_loss(batch, unbiased)(rows, slice(0, len(rows)))
     return {
         "kl/teacher": counted(kl, sampled),
@@ -94,12 +99,6 @@ def batch_metrics(batch: Batch, out: FusedLoss, objective: Objective) -> dict[st
         "topk/teacher_mass": counted(batch.teacher.head_logprobs.exp().sum(1)),
         **_by_teacher(batch, kl, objective.teachers),
     }
-
-
-def counted(values: Tensor, applies: bool = True) -> Tensor:
-    """(sum, number), or nothing."""
-    values = values if applies else values[:0]
-    return torch.stack([values.sum(), values.new_tensor(len(values))])
 
 
 def _by_teacher(batch: Batch, kl: Tensor, teachers: Sequence[str]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from clients.config.rl import RLConfig, RLJob
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch, teacher_rows
+from student_trainer.data.metric_sums import counted
 from student_trainer.losses import FusedLoss, LossFunction, Rows, sampled_kl, topk_kl
 from student_trainer.losses.advantages import kl_reward
 from student_trainer.losses.aggregate import token_weights
@@ -27,7 +28,6 @@ from student_trainer.losses.policy import (
     sequence_log_ratio,
     token_log_ratio,
 )
-from student_trainer.objectives.distillation import counted
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Pull:
 
 
 @dataclass(frozen=True)
-class ScoredRollout(ScoredSequence):
+class RLSequence(ScoredSequence):
     """`rows` are of the first pull, `others` of the further ones; advantage [] or [learned]; is it
     `kept`, or not learned from?
     """
@@ -103,7 +103,7 @@ class RLObjective:
     def batch(
         self, scored: Sequence[ScoredSequence], device: torch.device, *, pack: bool
     ) -> RLBatch:
-        rollouts = [cast(ScoredRollout, item) for item in scored]
+        rollouts = [cast(RLSequence, item) for item in scored]
         lengths = torch.tensor([item.sequence.learned for item in rollouts])
         advantages = [item.advantage.expand(item.sequence.learned) for item in rollouts]
         kept = torch.tensor([item.kept for item in rollouts])

@@ -13,10 +13,10 @@ import numpy as np
 
 from clients.config.reward import LengthPenalty, RewardConfig
 from student_trainer.rewards.judge import Judge, Unjudged
-from student_trainer.rewards.sample import Answered, Scores
+from student_trainer.rewards.sample import RewardSample, Scores
 from student_trainer.rewards.scorers import Scorer, make_scorer
 
-__all__ = ["Answered", "Rewards", "Scores", "make_rewards"]
+__all__ = ["RewardSample", "Rewards", "Scores", "make_rewards"]
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Rewards:
         for judge in self._judges:
             judge.close()
 
-    def __call__(self, samples: Sequence[Answered]) -> Scores:
+    def __call__(self, samples: Sequence[RewardSample]) -> Scores:
         """In the order of `samples`. An answer that cannot be judged is counted, never raised."""
         outcomes = self._each(samples, "score")
         values = np.array([np.nan if isinstance(o, _Fault) else o for o in outcomes], np.float64)
@@ -65,16 +65,16 @@ class Rewards:
             )
         return Scores(values, faults)
 
-    def said(self, samples: Sequence[Answered]) -> list[str]:
+    def said(self, samples: Sequence[RewardSample]) -> list[str]:
         """What of each answer is its vote; "" where nothing is."""
         return ["" if isinstance(o, _Fault) else o for o in self._each(samples, "said")]
 
-    def _each(self, samples: Sequence[Answered], what: Literal["score", "said"]) -> list[Any]:
+    def _each(self, samples: Sequence[RewardSample], what: Literal["score", "said"]) -> list[Any]:
         """A _Fault in place of what could not be found."""
         if self._direct is not None:
             return list(map(getattr(self._direct, what), samples))
 
-        def asked(sample: Answered) -> Any:
+        def asked(sample: RewardSample) -> Any:
             judge = self._idle.get()
             try:
                 return getattr(judge, what)(sample)

@@ -13,7 +13,7 @@ from typing import Any
 
 from clients.config.reward import RewardConfig
 from protos.errors import DistillError, InternalFault
-from student_trainer.rewards.sample import Answered
+from student_trainer.rewards.sample import RewardSample
 from student_trainer.rewards.scorers import Scorer, make_scorer
 
 # What a model writes can make algebra take all memory there is; a user's function may need it.
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _reply(scorer: Scorer, message: dict[str, Any]) -> dict[str, Any]:
-    sample = Answered(**message["sample"])
+    sample = RewardSample(**message["sample"])
     try:
         if message["what"] == "said":
             return {"found": scorer.said(sample)}

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from clients.config.reward import RewardConfig
 from protos.errors import InvalidInput
-from student_trainer.rewards.sample import Answered
+from student_trainer.rewards.sample import RewardSample
 
 SECONDS_TO_START = 120.0  # a user's file may import anything
 
@@ -59,11 +59,11 @@ class Judge:
             self.close()
             raise InvalidInput(first["fault"], field=first["field"], hint=first["hint"])
 
-    def score(self, sample: Answered) -> float:
+    def score(self, sample: RewardSample) -> float:
         """What it is worth. Raises Unjudged, after which another answer may be given."""
         return float(self._asked("score", sample))
 
-    def said(self, sample: Answered) -> str:
+    def said(self, sample: RewardSample) -> str:
         """What of it is its vote. Raises Unjudged likewise."""
         return str(self._asked("said", sample))
 
@@ -78,7 +78,7 @@ class Judge:
             self._socket.close()
             self._socket = None
 
-    def _asked(self, what: Literal["score", "said"], sample: Answered) -> Any:
+    def _asked(self, what: Literal["score", "said"], sample: RewardSample) -> Any:
         if self._process is None:
             try:
                 self.start()

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from protos.errors import InvalidInput
-from student_trainer.rewards.sample import Answered, conclusion
+from student_trainer.rewards.sample import RewardSample, conclusion
 
 # The library adds seed and index; together they stay below 2**32, numpy's largest seed.
 _SEEDS = 1 << 31
@@ -27,7 +27,7 @@ _ATTEMPTS = 64
 
 
 @dataclass(frozen=True)
-class Question:
+class TaskQuestion:
     """Its text and answer, and the fields by which `Task.score` knows it."""
 
     text: str
@@ -46,19 +46,19 @@ class Task:
         self._entry = lru_cache(maxsize=1024)(self._written)
         self._data(0, 0)
 
-    def question(self, seed: int, index: int) -> Question:
+    def question(self, seed: int, index: int) -> TaskQuestion:
         """Always the same one for the same numbers."""
         entry = self._entry(seed, index)
         fields = {"seed": seed, "index": index}
-        return Question(str(entry["question"]), str(entry["answer"]), fields)
+        return TaskQuestion(str(entry["question"]), str(entry["answer"]), fields)
 
-    def score(self, sample: Answered) -> float:
+    def score(self, sample: RewardSample) -> float:
         """From 0 to 1, of what stands between <answer> tags, after '####', or of all."""
         seed, index = sample.fields["seed"], sample.fields["index"]
         data = self._data(seed, index // _CHUNK)
         return float(data.score_answer(self.said(sample), self._entry(seed, index)))
 
-    def said(self, sample: Answered) -> str:
+    def said(self, sample: RewardSample) -> str:
         """What counts of an answer."""
         from reasoning_gym.utils import extract_answer
 
@@ -81,7 +81,7 @@ class Task:
                 from reasoning_gym import create_dataset
                 from reasoning_gym.factory import DATASETS
         except ImportError:
-            from student_trainer.rewards.scorers import missing
+            from student_trainer.rewards.missing_package import missing
 
             raise missing("reasoning-gym", f"reasoning_gym:{self._name}", "gym") from None
         if self._name not in DATASETS:
@@ -102,7 +102,7 @@ class Task:
             ) from error
 
 
-class Questions:
+class TaskQuestions:
     """The questions of a job: `held_out`, and any number of others for training."""
 
     def __init__(
@@ -114,14 +114,14 @@ class Questions:
         self._task = task
         self._seed = seed
         self._fits = fits
-        self.held_out: Sequence[Question] = list(self._first(held_out))
+        self.held_out: Sequence[TaskQuestion] = list(self._first(held_out))
         self._never = {question.text for question in self.held_out}
 
-    def of_step(self, step: int, count: int) -> list[Question]:
+    def of_step(self, step: int, count: int) -> list[TaskQuestion]:
         """The `count` questions of optimizer step `step` (from 1), whatever ran before."""
         return [self._training((step - 1) * count + number) for number in range(count)]
 
-    def _first(self, count: int) -> Iterator[Question]:
+    def _first(self, count: int) -> Iterator[TaskQuestion]:
         seen: set[str] = set()
         for index in range(min(_ATTEMPTS * count, _FIRST_TRAINING_INDEX)):
             if len(seen) == count:
@@ -133,7 +133,7 @@ class Questions:
         if len(seen) < count:
             raise self._too_few(f"{count} different prompts to hold out")
 
-    def _training(self, number: int) -> Question:
+    def _training(self, number: int) -> TaskQuestion:
         for attempt in range(_ATTEMPTS):
             index = _FIRST_TRAINING_INDEX + number % _QUESTIONS + attempt * _QUESTIONS
             question = self._task.question(self._seed, index)

@@ -10,24 +10,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from student_trainer.data.metric_sums import counted
 from student_trainer.data.prompts import Prompt
+from student_trainer.data.rollout import Rollout
 from student_trainer.losses.advantages import flat_groups
-from student_trainer.objectives.distillation import counted
-from student_trainer.rewards import Answered, Rewards
-from student_trainer.rollouts.hf import Rollout
+from student_trainer.rewards import Rewards, RewardSample
 
 
-class Judged:
+class RolloutRewards:
     """Reads answers as texts, and has them judged."""
 
     def __init__(self, rewards: Rewards, tokenizer: Any) -> None:
         self._rewards = rewards
         self._tokenizer = tokenizer
 
-    def texts(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Answered]:
+    def texts(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[RewardSample]:
         """rollouts[i] answers prompts[i]."""
         return [
-            Answered(
+            RewardSample(
                 prompt=prompt.text,
                 text=rollout.answer_text(self._tokenizer),
                 reference=prompt.answer,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class Answered:
+class RewardSample:
     """An answer: its text and number of tokens, what it answers, and what is known of that."""
 
     prompt: str

@@ -13,7 +13,8 @@ from typing import Any
 
 from clients.config.reward import RewardConfig
 from protos.errors import InvalidInput
-from student_trainer.rewards.sample import Answered, conclusion
+from student_trainer.rewards.missing_package import missing
+from student_trainer.rewards.sample import RewardSample, conclusion
 from student_trainer.rewards.text_match import exact_match, f1, final_answer, normalized, same_words
 
 
@@ -23,8 +24,8 @@ class Scorer:
     nothing does. Both may raise anything.
     """
 
-    score: Callable[[Answered], float]
-    said: Callable[[Answered], str] = lambda sample: final_answer(sample.text)
+    score: Callable[[RewardSample], float]
+    said: Callable[[RewardSample], str] = lambda sample: final_answer(sample.text)
 
 
 def make_scorer(config: RewardConfig) -> Scorer:
@@ -54,17 +55,8 @@ def make_scorer(config: RewardConfig) -> Scorer:
             return Scorer(task.score, task.said)
 
 
-def _words(sample: Answered) -> str:
+def _words(sample: RewardSample) -> str:
     return normalized(conclusion(sample.text))
-
-
-def missing(package: str, kind: str, extra: str = "rl") -> InvalidInput:
-    """The refusal of a reward whose package is not installed."""
-    return InvalidInput(
-        f"{kind} needs the package {package}, which is not installed",
-        field="reward.type",
-        hint=f"pip install 'distill-service[{extra}]'",
-    )
 
 
 def _math() -> Scorer:
@@ -75,13 +67,13 @@ def _math() -> Scorer:
     # Who waits for this process ends it: alarms of the library's own would only hide that.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-    def score(sample: Answered) -> float:
+    def score(sample: RewardSample) -> float:
         gold = parse(_marked(sample.reference), parsing_timeout=None)
         if not gold:
             raise ValueError(f"the reference {sample.reference!r} is no mathematics")
         return float(verify(gold, parse(sample.text, parsing_timeout=None), timeout_seconds=None))
 
-    def said(sample: Answered) -> str:
+    def said(sample: RewardSample) -> str:
         found = parse(sample.text, parsing_timeout=None)
         if found and getattr(found[0], "is_real", False) and found[0].is_number:
             return f"{float(found[0]):.10g}"  # 1/2 and 0.5 are one vote
@@ -103,11 +95,11 @@ def _regex(pattern: str) -> Scorer:
         *_, last = None, *compiled.finditer(text)
         return last
 
-    def said(sample: Answered) -> str:
+    def said(sample: RewardSample) -> str:
         match = found(sample.text)
         return final_answer(match[compiled.groups] or "") if match else ""
 
-    def score(sample: Answered) -> float:
+    def score(sample: RewardSample) -> float:
         if not compiled.groups:
             return float(found(sample.text) is not None)
         match = found(sample.text)
@@ -139,7 +131,7 @@ def _function(file: Path) -> Scorer:
             hint="define reward(prompt, answer, reference, fields) and return a number",
         )
 
-    def score(sample: Answered) -> float:
+    def score(sample: RewardSample) -> float:
         value = reward(
             prompt=sample.prompt,
             answer=sample.text,

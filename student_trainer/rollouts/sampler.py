@@ -18,7 +18,7 @@ from transformers import (
 
 
 @dataclass(frozen=True)
-class Written:
+class SampledTokens:
     """L tokens that were added to a sequence, on the CPU.
 
     token_ids [L] int64; head_ids [L, k] int64, the policy's top-k; token_logprobs [L] float32, its
@@ -92,7 +92,7 @@ class Sampler:
         limits: Sequence[int],
         noise: Sequence[Tensor] | None,
         marks: Marks | None = None,
-    ) -> list[Written]:
+    ) -> list[SampledTokens]:
         """What follows the tokens before[i] [T_i]: at most limits[i] tokens, up to an end or one of
         `marks`. noise[i] [limits[i]]: uniform, one a token; None: the most likely token is taken.
         """
@@ -135,7 +135,7 @@ class Sampler:
 
     def _cut(
         self, tokens: Tensor, head: Tensor, logprobs: Tensor, limit: int, marks: Marks | None
-    ) -> Written:
+    ) -> SampledTokens:
         """Up to the first end; `generate` fills up what is shorter than its neighbours."""
         tokens = tokens[:limit]
         ends = torch.isin(tokens, torch.tensor(self._ends, dtype=torch.long)).nonzero()
@@ -146,8 +146,10 @@ class Sampler:
             assert marks is not None
             if marks.closed_by(tokens[: last + 1]):
                 part = slice(0, last + 1)
-                return Written(tokens[part], head[part], logprobs[part], ended=False, closed=True)
-        return Written(tokens[:length], head[:length], logprobs[:length], ended, closed=False)
+                return SampledTokens(
+                    tokens[part], head[part], logprobs[part], ended=False, closed=True
+                )
+        return SampledTokens(tokens[:length], head[:length], logprobs[:length], ended, closed=False)
 
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]

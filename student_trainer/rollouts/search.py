@@ -16,9 +16,10 @@ from torch import Tensor
 
 from clients.config.environment import SearchConfig
 from student_trainer.data.prompts import Prompt
+from student_trainer.data.rollout import Rollout
 from student_trainer.environments.retriever import Retriever, as_text
-from student_trainer.rollouts.hf import Rollout, batches
-from student_trainer.rollouts.sampler import Marks, Sampler, Written, noise_of
+from student_trainer.rollouts.hf import batches
+from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, noise_of
 
 _ACTION = re.compile(r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", re.DOTALL)
 
@@ -83,7 +84,7 @@ class SearchRollouts:
             for (talk, _), passages in zip(asking, found, strict=True):
                 self._answer(talk, passages)
 
-    def _heard(self, talk: _Talk, turn: Written) -> str | None:
+    def _heard(self, talk: _Talk, turn: SampledTokens) -> str | None:
         """The query of a turn, if there is one; without one the talk is over."""
         text = self._tokenizer.decode(turn.token_ids, clean_up_tokenization_spaces=False)
         asked, query = action(text) if turn.closed else (None, "")
@@ -149,7 +150,7 @@ class _Talk:
         used = sum(int(part.sum()) for part in self.own)
         return None if self.noise is None else self.noise[used : used + limit]
 
-    def add(self, turn: Written) -> None:
+    def add(self, turn: SampledTokens) -> None:
         self.parts.append(turn.token_ids)
         self.heads.append(turn.head_ids)
         self.logprobs.append(turn.token_logprobs)

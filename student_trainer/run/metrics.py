@@ -50,7 +50,7 @@ Where a job names several teachers: kl/teacher/NAME, over the tokens that each o
 
 from __future__ import annotations
 
-from clients.config.on_policy import TrackConfig
+from clients.config.common import TrackConfig
 from clients.runs.directory import RunDirectory
 from clients.runs.metrics_writer import MetricsLog
 from student_trainer.run.trackers import start_trackers

@@ -8,6 +8,7 @@ phi begins as the student's own weights; tau = 1 leaves it there, the fixed refe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import numpy as np
@@ -19,10 +20,10 @@ from protos.rows.codec import RowBlock
 from protos.rpc.failpoints import failpoint
 from student_trainer.data.batch import NumberedSequence, make_batch, unread
 from student_trainer.data.packing import micro_batches
+from student_trainer.data.rollout import Rollout
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.parallel.collectives import together
 from student_trainer.parallel.sharding import Replicated, Sharded, local, share_of
-from student_trainer.rollouts.hf import Rollout
 
 
 class Anchor:
@@ -130,7 +131,11 @@ class Anchor:
 
 
 class AnchorTeacher:
-    """The anchor as a teacher: rows of rollouts, a step's at a time, without gradients."""
+    """The anchor as a TeacherSource: `score` collects rollouts, `finish` computes their rows.
+
+    All rollouts of a step are scored together, because the anchor's weights change places with the
+    student's once for all of them, in every process. No gradients.
+    """
 
     def __init__(
         self,
@@ -153,16 +158,23 @@ class AnchorTeacher:
         self._most = tokens_per_micro_batch
         self._top_k = top_k
         self._prompt = prompt
+        self._pending: list[tuple[Rollout, Future[RowBlock]]] = []
 
-    def score_all(self, rollouts: Sequence[Rollout]) -> list[RowBlock]:
-        """A block for each, of one row a token of its completion.
+    def score(self, rollout: Rollout) -> Future[RowBlock]:
+        """Resolved by the next `finish`; one row per token of the completion."""
+        future: Future[RowBlock] = Future()
+        self._pending.append((rollout, future))
+        return future
 
-        Every process must call it, each with its own rollouts, outside `gathered()`; what `prompt`
-        raises in one is raised in all.
+    def finish(self) -> None:
+        """Collective, outside `gathered()`: each process scores the rollouts that it collected.
+
+        Raises in every process what `prompt` raises in one.
         """
+        pending, self._pending = self._pending, []
         asked = together(
             self._accelerator,
-            lambda: [self._asked(number, rollout) for number, rollout in enumerate(rollouts)],
+            lambda: [self._asked(number, rollout) for number, (rollout, _) in enumerate(pending)],
         )
         blocks: dict[int, RowBlock] = {}
         packs = self._student.whole.packs
@@ -170,7 +182,8 @@ class AnchorTeacher:
             self._student.whole.eval()
             for group in micro_batches(asked, self._most, pack=packs):
                 blocks |= self._scored(group)
-        return [blocks[number] for number in range(len(rollouts))]
+        for number, (_, future) in enumerate(pending):
+            future.set_result(blocks[number])
 
     def _asked(self, number: int, rollout: Rollout) -> NumberedSequence:
         """What the anchor reads in place of the rollout."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clients.data.tokenization import prompt_ids
 from protos.errors import InvalidInput
-from student_trainer.rollouts.hf import Rollout
+from student_trainer.data.rollout import Rollout
 
 _COLUMN = re.compile(r"\{(\w+)\}")
 

@@ -7,14 +7,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
-from clients.teacher.client import TeacherClient
-from clients.teacher.query import ScoreQuery
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import ScoredSequence
+from student_trainer.data.rollout import Rollout
 from student_trainer.data.sequence import TokenSequence
-from student_trainer.rollouts.hf import Rollout
 
 
 @dataclass(frozen=True)
@@ -45,37 +41,14 @@ class TeacherSource(Protocol):
     """Scores completions: one row a token of `rollout.completion`."""
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
-        """The rows of one rollout, when they are there; head ids are always filled in."""
+        """The rows of one rollout, with head ids; resolved after the next `finish` at the latest,
+        or when a remote teacher answers.
+        """
 
-
-class RemoteTeacher:
-    """A teacher service behind gRPC; requests of many rollouts are in flight at once."""
-
-    def __init__(
-        self,
-        client: TeacherClient,
-        *,
-        top_k: int | None,
-        temperature: float,
-        f32: bool,
-    ) -> None:
-        """`top_k`: of the teacher; None: score at the rollout's own head ids."""
-        self._client = client
-        self._top_k = top_k
-        self._temperature = temperature
-        self._f32 = f32
-
-    def score(self, rollout: Rollout) -> Future[RowBlock]:
-        head = rollout.head_ids.numpy().astype(np.int32) if self._top_k is None else None
-        query = ScoreQuery(
-            token_ids=rollout.token_ids.numpy().astype(np.int32),
-            start=rollout.start,
-            top_k=self._top_k,
-            head_ids=head,
-            temperature=self._temperature,
-            f32=self._f32,
-        )
-        return self._client.submit(query)
+    def finish(self) -> None:
+        """Collective, once per step after its last `score`. Computes what `score` only collected;
+        a remote teacher, which answers by itself, has nothing to do here.
+        """
 
 
 class TeachersByName:
@@ -86,3 +59,7 @@ class TeachersByName:
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         return self._teachers[rollout.teacher].score(rollout)
+
+    def finish(self) -> None:
+        for teacher in self._teachers.values():
+            teacher.finish()

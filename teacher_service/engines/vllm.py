@@ -21,7 +21,7 @@ from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, concatenate
 from teacher_service.engines.base import EngineInfo, fingerprint_of
 from teacher_service.engines.vllm_process import VllmProcess, require_vllm
-from teacher_service.engines.vllm_wire import decode_answer, part_of, query_fields
+from teacher_service.engines.vllm_wire import decode_answer, encode_query, part_of
 from teacher_service.head.linear_head import HeadTensors, find_head
 from teacher_service.models.files import file_facts, model_directory
 from teacher_service.models.loading import load_model, load_vocabulary
@@ -103,7 +103,7 @@ class VllmEngine:
         """The last rows of `query`: all that need no state of a cached token."""
         # The last token predicts nothing.
         prompt = query.token_ids[:-1].tolist()
-        pooled = await self._vllm.pool(prompt, query_fields(query), read_cache=read_cache)
+        pooled = await self._vllm.pool(prompt, encode_query(query), read_cache=read_cache)
         answer = decode_answer(pooled)
         if isinstance(answer, DistillError):
             raise answer

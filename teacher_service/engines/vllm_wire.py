@@ -16,7 +16,7 @@ from protos.errors import DistillError, error_of
 from protos.rows.codec import RowBlock, decode_rows, encode_rows
 
 
-def query_fields(query: ScoreQuery) -> dict[str, Any]:
+def encode_query(query: ScoreQuery) -> dict[str, Any]:
     """Plain values and bytes: all that a request of vLLM can carry."""
     head_ids = query.head_ids
     return {
@@ -30,7 +30,7 @@ def query_fields(query: ScoreQuery) -> dict[str, Any]:
     }
 
 
-def query_of(fields: Mapping[str, Any]) -> ScoreQuery:
+def decode_query(fields: Mapping[str, Any]) -> ScoreQuery:
     token_ids = np.frombuffer(fields["token_ids"], "<i4")
     head_ids = None
     if fields["head_ids"] is not None:

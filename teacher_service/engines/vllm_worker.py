@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt
 from protos.rows.codec import RowBlock, concatenate
-from teacher_service.engines.vllm_wire import encode_answer, part_of, query_of
+from teacher_service.engines.vllm_wire import decode_query, encode_answer, part_of
 from teacher_service.head.head import Head
 from teacher_service.models.files import weight_files
 
@@ -179,7 +179,9 @@ def _progress(state: Any, params: Any, count: int) -> _Progress:
         fields = params.extra_kwargs
         # vLLM's own trial run, with which it measures memory, brings no query.
         nothing = np.zeros(count + 1, np.int32)
-        state.progress = _Progress(query_of(fields) if fields else ScoreQuery(nothing, 1, top_k=1))
+        state.progress = _Progress(
+            decode_query(fields) if fields else ScoreQuery(nothing, 1, top_k=1)
+        )
     progress: _Progress = state.progress
     return progress
 

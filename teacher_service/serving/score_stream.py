@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from protos import teacher_pb2
 from protos.errors import DistillError, Overloaded
 from protos.rpc.failpoints import failpoint
-from protos.rpc.statuses import told
+from protos.rpc.statuses import public_error
 from teacher_service.serving.validation import MAX_REQUEST_ID_CHARS
 
 # What one stream works on, and holds for a client that reads slowly; further requests stay in the
@@ -128,7 +128,7 @@ def _answer_bytes(request: teacher_pb2.ScoreRequest) -> int:
 
 
 def _refusal(request: teacher_pb2.ScoreRequest, error: Exception) -> teacher_pb2.ScoreChunk:
-    fault = told(error, "Score")
+    fault = public_error(error, "Score")
     pause = fault.retry_after_ms if isinstance(fault, Overloaded) else 0
     return teacher_pb2.ScoreChunk(
         request_id=request.request_id[:MAX_REQUEST_ID_CHARS],

@@ -13,7 +13,7 @@ from teacher_service.metrics_page import TeacherMetrics
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.score_stream import ScoreStream
 from teacher_service.serving.scorer import Scorer, chunks_of
-from teacher_service.serving.validation import Limits, query_of
+from teacher_service.serving.validation import Limits, parse_request
 from teacher_service.serving.weights import Weights
 
 _TOKENS_PER_CHUNK = 2048
@@ -116,7 +116,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         self, request: teacher_pb2.ScoreRequest
     ) -> AsyncIterator[teacher_pb2.ScoreChunk]:
         with self._metrics.request() as measured:
-            query = query_of(request, self._limits)
+            query = parse_request(request, self._limits)
             answer = await self._scorer.score(query)
             measured.answered(query.rows)
             for chunk in chunks_of(answer, query, request.request_id, request.next_position):

@@ -28,7 +28,7 @@ class Limits:
     max_top_k: int
 
 
-def query_of(request: teacher_pb2.ScoreRequest, limits: Limits) -> ScoreQuery:
+def parse_request(request: teacher_pb2.ScoreRequest, limits: Limits) -> ScoreQuery:
     """The query of a request; InvalidInput names the field, its index and the remedy."""
     if len(request.request_id) > MAX_REQUEST_ID_CHARS:
         _refuse("request_id", f"longer than {MAX_REQUEST_ID_CHARS} characters", "use a number")

@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from clients.config.capture import CaptureJob
 from clients.config.offline import OfflineJob
-from clients.config.on_policy import JobConfig
+from clients.config.on_policy import OnPolicyJob
 from clients.config.problems import table_in
 from clients.config.rl import RLJob
 
@@ -47,7 +47,7 @@ def rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def table() -> str:
     head = ["| key | default | |", "|---|---|---|"]
-    training = [*rows(JobConfig)]
+    training = [*rows(OnPolicyJob)]
     lines = [*head, *training]
     for intro, kind in ((OFFLINE, OfflineJob), (RL, RLJob), (CAPTURE, CaptureJob)):
         lines += ["", intro, "", *head, *(row for row in rows(kind) if row not in training)]

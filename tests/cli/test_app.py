@@ -112,7 +112,7 @@ def test_config_commands(capsys: Capture, job_file: Callable[..., str]) -> None:
     assert {"key": "seed", "value": 0, "source": "default"} in rows
     assert main(["config", "schema"]) == 0
     kinds = json.loads(capsys.readouterr().out)["$defs"]
-    assert kinds["JobConfig"]["properties"]["max_steps"]["description"] == "Optimizer steps."
+    assert kinds["OnPolicyJob"]["properties"]["max_steps"]["description"] == "Optimizer steps."
     assert "max_steps" not in kinds["CaptureJob"]["properties"]
     for method, kind in KINDS.items():
         assert main(["config", "schema", "--method", method]) == 0

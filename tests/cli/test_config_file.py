@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from clients.cli.app import main
+from clients.config.common import LoraConfig
 from clients.config.file import MAX_BYTES, load_job, localized
-from clients.config.on_policy import JobConfig, LoraConfig
+from clients.config.on_policy import OnPolicyJob
 from protos.errors import ExitCode, InvalidInput
 from tests.documents import blocks
 
@@ -27,7 +28,7 @@ def complaint(name: str, *overrides: str) -> str:
 def test_three_lines_are_a_job(job_file: Write) -> None:
     config = load_job(job_file()).config
     assert config.student.model == "org/model"
-    assert config.max_steps == JobConfig.model_fields["max_steps"].default
+    assert config.max_steps == OnPolicyJob.model_fields["max_steps"].default
 
 
 def test_toml_and_yaml_mean_the_same(job_file: Write) -> None:

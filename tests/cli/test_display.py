@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from clients.cli.live.display import LiveBlock, PlainLines, display
-from clients.cli.live.job_view import Progress, duration, sparkline
 from clients.cli.output import Output
 from clients.jobs.job import JobEvent, JobState
+from clients.jobs.view import JobView, duration, sparkline
 from protos.errors import InvalidInput
 
 
@@ -48,7 +48,7 @@ def attach(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def test_numbers_of_the_newest_step() -> None:
-    job = Progress("job")
+    job = JobView("job")
     for number in range(1, 11):
         job.add(
             step(number, **{"tokens_per_sec": 512.4, "time/step": 2.0, "time/teacher_wait": 0.5})
@@ -64,7 +64,7 @@ def test_numbers_of_the_newest_step() -> None:
 
 def test_a_bound_of_the_kl_has_its_own_name() -> None:
     """Of a store without samples; in a mixed job both are there, of other tokens each."""
-    alone, mixed = Progress("alone"), Progress("mixed")
+    alone, mixed = JobView("alone"), JobView("mixed")
     event = step(4)
     alone.add(replace(event, metrics={"kl/teacher_bound": 0.125}))
     mixed.add(replace(event, metrics={**event.metrics, "kl/teacher_bound": 0.125}))
@@ -74,7 +74,7 @@ def test_a_bound_of_the_kl_has_its_own_name() -> None:
 
 
 def test_a_new_attempt_starts_a_new_clock() -> None:
-    job = Progress("job")
+    job = JobView("job")
     job.add(step(1))
     job.add(step(2))
     assert job.seconds_left == 196.0
@@ -105,7 +105,7 @@ def test_one_line_in_ten_seconds(
 ) -> None:
     now = 0.0
     monkeypatch.setattr("clients.cli.live.display.time.monotonic", lambda: now)
-    job = Progress("job")
+    job = JobView("job")
     lines = PlainLines(job, Output())
     for number in range(1, 41):
         now = float(number)
@@ -117,7 +117,7 @@ def test_one_line_in_ten_seconds(
 
 def test_live_block(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = attach(monkeypatch)
-    job = Progress("job-7f3a")
+    job = JobView("job-7f3a")
     with display(Output(), job) as shown:
         assert isinstance(shown, LiveBlock)
         for number in range(1, 21):
@@ -140,7 +140,7 @@ def test_live_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_color_keeps_the_block_and_drops_colors(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = attach(monkeypatch)
-    with display(Output(color=False), job := Progress("job")) as shown:
+    with display(Output(color=False), job := JobView("job")) as shown:
         job.add(event := step(1))
         shown.show(event)
     assert "1/100" in terminal.getvalue()

@@ -13,7 +13,7 @@ import pytest
 
 from clients.cli.app import main
 from clients.cli.commands.logs_and_files import whole_lines
-from clients.config.on_policy import JobConfig
+from clients.config.on_policy import OnPolicyJob
 from clients.jobs.job import Job, JobEvent, JobState
 from protos.errors import (
     ExitCode,
@@ -77,7 +77,7 @@ class ScriptedClient:
         pass
 
     def submit(
-        self, config: JobConfig, *, config_text: str = "", idempotency_key: str | None = None
+        self, config: OnPolicyJob, *, config_text: str = "", idempotency_key: str | None = None
     ) -> Job:
         self.asked.append(("submit", config, config_text, idempotency_key))
         return made(JobState.QUEUED)

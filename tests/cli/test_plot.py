@@ -17,7 +17,7 @@ from clients.cli.app import main
 from clients.cli.plots.panels import Curve, Panel, panels_of, smoothed, ticks
 from clients.cli.plots.svg import panel_svg
 from clients.cli.plots.text import HEIGHT, panel_text
-from clients.config.on_policy import JobConfig
+from clients.config.on_policy import OnPolicyJob
 from clients.jobs.job import JobEvent, JobState
 from clients.jobs.record import JobRecord, notes_in, points_of, record_of_run
 from clients.runs.directory import RunDirectory, Status
@@ -33,7 +33,7 @@ def make_run(tmp_path: Path) -> MakeRun:
 
     def make(folder: str, steps: int = 100, scale: float = 1.0, **config: Any) -> RunDirectory:
         values = {"student": {"model": "m"}, "data": {"path": "d"}, "max_steps": steps, **config}
-        run = RunDirectory.create(tmp_path / folder, JobConfig.model_validate(values))
+        run = RunDirectory.create(tmp_path / folder, OnPolicyJob.model_validate(values))
         with run.metrics.open("w") as file:
             for step in range(steps + 1):
                 found: dict[str, float] = {"attempt": 1, "step": step}

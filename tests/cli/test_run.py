@@ -17,7 +17,7 @@ import pytest
 
 from clients.cli.app import main
 from clients.cli.live.run_follower import RunFollower
-from clients.config.on_policy import JobConfig
+from clients.config.on_policy import OnPolicyJob
 from clients.jobs.job import JobEvent, JobState
 from clients.runs.directory import Control, RunDirectory, Status
 from protos.errors import ExitCode
@@ -255,7 +255,7 @@ def test_ctrl_c_twice_kills(capsys: Capture, job_file: Callable[..., str], train
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    config = JobConfig.model_validate({"student": {"model": "m"}, "data": {"path": "d"}})
+    config = OnPolicyJob.model_validate({"student": {"model": "m"}, "data": {"path": "d"}})
     return RunDirectory.create(tmp_path / "run", config)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from clients.config.on_policy import JobConfig
+from clients.config.on_policy import OnPolicyJob
 from clients.jobs.client import DistillClient
 from tests.server.conftest import end_attempt, job_config
 
@@ -106,7 +106,7 @@ class Site:
         finally:
             connection.close()
 
-    def submit(self, config: JobConfig | None = None, **values: Any) -> str:
+    def submit(self, config: OnPolicyJob | None = None, **values: Any) -> str:
         """A job's id."""
         os.environ["DISTILL_TOKEN"] = TOKENS["submit"] if self.asks_tokens else ""
         try:

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from clients.config.on_policy import DataConfig, JobConfig, StudentConfig, TeacherConfig
+from clients.config.common import DataConfig, StudentConfig, TeacherConfig
+from clients.config.on_policy import OnPolicyJob
 from distill_server.jobs.database import open_database
 from distill_server.jobs.store import Store
 from tests.dashboard.site import Site
@@ -170,7 +171,7 @@ def test_names_lead_to_jobs_and_nowhere_else(site: Site, name: str) -> None:
 def test_a_dead_teacher_is_told_and_holds_up_nobody(site: Site, tmp_path: Path) -> None:
     with teacher(tmp_path / "teacher.log") as alive:
         for address in (alive.address, "127.0.0.1:1"):
-            config = JobConfig(
+            config = OnPolicyJob(
                 student=StudentConfig(model="tiny"),
                 data=DataConfig(path="prompts.jsonl"),
                 teacher=TeacherConfig(address=address),

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from clients.config.on_policy import DataConfig, JobConfig, StudentConfig, TeacherConfig
+from clients.config.common import DataConfig, StudentConfig, TeacherConfig
+from clients.config.on_policy import OnPolicyJob
 from tests.dashboard.browser import Browser
 from tests.dashboard.site import TOKENS, Site
 from tests.server.conftest import eventually
@@ -161,7 +162,7 @@ def test_cancel_and_resume_with_a_token_only(guarded: Site, browser: Browser) ->
 
 
 def test_nothing_sticks_out_at_400_pixels(site: Site, browser: Browser) -> None:
-    config = JobConfig(
+    config = OnPolicyJob(
         student=StudentConfig(model="tiny"),
         data=DataConfig(path="prompts.jsonl"),
         teacher=TeacherConfig(address="a-very-long-name-of-a-teacher.example.invalid:50052"),

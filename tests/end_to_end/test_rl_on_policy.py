@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from clients.config.on_policy import JobConfig
+from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
@@ -24,13 +24,13 @@ from tests.trainer import tiny
 STEPS = 6
 
 
-def rewards_of(config: JobConfig | RLJob) -> AbstractContextManager[Rewards | None]:
-    if isinstance(config, JobConfig) or config.reward is None:
+def rewards_of(config: OnPolicyJob | RLJob) -> AbstractContextManager[Rewards | None]:
+    if isinstance(config, OnPolicyJob) or config.reward is None:
         return nullcontext()
     return make_rewards(config.reward)
 
 
-def trained(path: Path, config: JobConfig | RLJob) -> RunDirectory:
+def trained(path: Path, config: OnPolicyJob | RLJob) -> RunDirectory:
     """By a teacher service, in a process of its own."""
     run = RunDirectory.create(path, config)
     progress = Progress(run, attempt=1, max_steps=STEPS, main=True, terminated=lambda: False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from clients.config.on_policy import JobConfig
+from clients.config.on_policy import OnPolicyJob
 from clients.runs.directory import RunDirectory
 from protos.errors import ExitCode
 from tests.end_to_end.conftest import teacher_arguments
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 STEPS = 4
 
 
-def job_of(material: Material, **changes: Any) -> JobConfig:
+def job_of(material: Material, **changes: Any) -> OnPolicyJob:
     from tests.trainer.tiny import job
 
     return job(material, max_steps=STEPS, **changes)

@@ -13,8 +13,8 @@ from torch import Tensor
 from clients.config.environment import SearchConfig
 from student_trainer.data.batch import make_batch
 from student_trainer.data.prompts import Prompt
+from student_trainer.data.rollout import Rollout
 from student_trainer.model.student import Student
-from student_trainer.rollouts.hf import Rollout
 from student_trainer.rollouts.sampler import Marks, Sampler
 from student_trainer.rollouts.search import SearchRollouts, action
 from student_trainer.teachers.source import PendingRows

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from clients.config.evaluation import ExamConfig
-from clients.config.on_policy import DataConfig
+from clients.config.common import DataConfig
+from clients.config.exam import ExamConfig
 from clients.config.reward import RewardConfig
 from tests.trainer import tiny
 

@@ -7,17 +7,17 @@ import pytest
 
 from student_trainer.exam.answer_store import Answer
 from student_trainer.exam.questions import Question
-from student_trainer.exam.report import Judged, cells, columns_of, summary
+from student_trainer.exam.report import GradedAnswers, cells, columns_of, summary
 
 NONE = np.nan
 REWARD = np.array([[1, 0, 0, NONE], [1, 1, 0.5, 1], [0, 0, NONE, 0]])
 VOTES = [["7", "8", "8", ""], ["9", "9", "1", "9"], ["", "", "", "3"]]
 
 
-def judged(reward: np.ndarray = REWARD) -> Judged:
+def judged(reward: np.ndarray = REWARD) -> GradedAnswers:
     questions = [Question(number, "q", "r") for number in range(len(reward))]
     answers = [[Answer(p, n, "", 10 * p + n, n == 3) for n in range(4)] for p in range(len(reward))]
-    return Judged(questions, answers, reward, VOTES[: len(reward)])
+    return GradedAnswers(questions, answers, reward, VOTES[: len(reward)])
 
 
 def test_the_row_of_a_model() -> None:
@@ -44,7 +44,7 @@ def test_a_gain_is_paired() -> None:
     better = hard.copy()
     better[1::2, 0] = 1
     first, second = (
-        Judged(
+        GradedAnswers(
             [Question(n, "q", "r") for n in range(24)],
             [[Answer(n, k, "", 1, False) for k in range(4)] for n in range(24)],
             reward,

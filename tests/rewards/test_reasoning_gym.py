@@ -7,8 +7,8 @@ import random
 import pytest
 
 from protos.errors import InvalidInput
-from student_trainer.rewards.reasoning_gym import Questions, Task
-from student_trainer.rewards.sample import Answered
+from student_trainer.rewards.reasoning_gym import Task, TaskQuestions
+from student_trainer.rewards.sample import RewardSample
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -20,20 +20,22 @@ def sums() -> Task:
 
 
 def test_steps_are_the_same_whatever_ran_before(sums: Task) -> None:
-    questions = Questions(sums, seed=3, held_out=8)
+    questions = TaskQuestions(sums, seed=3, held_out=8)
     random.random()  # the library draws from the global generator in places
     later = questions.of_step(7, 16)
-    again = Questions(Task("chain_sum", SUMS), seed=3, held_out=8)
+    again = TaskQuestions(Task("chain_sum", SUMS), seed=3, held_out=8)
     assert again.of_step(7, 16) == later
     assert again.held_out == questions.held_out
     assert questions.of_step(1, 16) + questions.of_step(2, 16) == questions.of_step(1, 32)
-    assert Questions(sums, seed=4, held_out=8).of_step(7, 16) != later
+    assert TaskQuestions(sums, seed=4, held_out=8).of_step(7, 16) != later
 
 
 def test_a_task_that_draws_from_the_global_generator_is_the_same_too() -> None:
     def asked() -> list[str]:
         random.seed(None)
-        return [question.text for question in Questions(Task("list_functions", {}), 0, 4).held_out]
+        return [
+            question.text for question in TaskQuestions(Task("list_functions", {}), 0, 4).held_out
+        ]
 
     before = asked()
     random.seed(5)
@@ -44,7 +46,7 @@ def test_a_task_that_draws_from_the_global_generator_is_the_same_too() -> None:
 
 
 def test_held_out_questions_are_never_trained_on(sums: Task) -> None:
-    questions = Questions(sums, seed=0, held_out=100)
+    questions = TaskQuestions(sums, seed=0, held_out=100)
     held_out = [question.text for question in questions.held_out]
     assert len(set(held_out)) == 100
     trained = {question.text for question in questions.of_step(1, 500)}
@@ -56,18 +58,18 @@ def test_held_out_questions_are_never_trained_on(sums: Task) -> None:
 
 def test_a_task_that_is_too_small_is_refused(sums: Task) -> None:
     with pytest.raises(InvalidInput, match="does not give 300 different prompts to hold out"):
-        Questions(sums, seed=0, held_out=300)
-    everything = Questions(sums, seed=0, held_out=8, fits=lambda text: True)
+        TaskQuestions(sums, seed=0, held_out=300)
+    everything = TaskQuestions(sums, seed=0, held_out=8, fits=lambda text: True)
     only = everything.held_out[0].text
     with pytest.raises(InvalidInput, match="does not give a prompt that is not held out"):
-        Questions(sums, seed=0, held_out=1, fits=lambda text: text == only).of_step(1, 1)
+        TaskQuestions(sums, seed=0, held_out=1, fits=lambda text: text == only).of_step(1, 1)
 
 
 def test_its_own_scorer_judges(sums: Task) -> None:
-    question = Questions(sums, seed=0, held_out=1).held_out[0]
+    question = TaskQuestions(sums, seed=0, held_out=1).held_out[0]
 
     def score(text: str) -> float:
-        return sums.score(Answered(question.text, text, fields=question.fields))
+        return sums.score(RewardSample(question.text, text, fields=question.fields))
 
     right, wrong = question.answer, str(int(question.answer) + 1000)
     assert score(right) == score(f"I think {wrong}, no: #### {right}") == 1
@@ -78,8 +80,8 @@ def test_its_own_scorer_judges(sums: Task) -> None:
 
 def test_commas_of_an_answer_are_its_own() -> None:
     task = Task("number_sorting", {})
-    for question in Questions(task, seed=0, held_out=8).held_out:
-        assert task.score(Answered(question.text, question.answer, fields=question.fields)) == 1
+    for question in TaskQuestions(task, seed=0, held_out=8).held_out:
+        assert task.score(RewardSample(question.text, question.answer, fields=question.fields)) == 1
 
 
 @pytest.mark.parametrize(

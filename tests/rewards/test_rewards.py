@@ -15,7 +15,7 @@ import pytest
 
 from clients.config.reward import LengthPenalty, RewardConfig
 from protos.errors import InvalidInput
-from student_trainer.rewards import Answered, Rewards, length_penalty
+from student_trainer.rewards import Rewards, RewardSample, length_penalty
 
 # The answer says what becomes of the process that judges it.
 FUNCTION = """
@@ -60,7 +60,7 @@ def test_every_way_to_fail_costs_one_reward(rewards: Rewards) -> None:
         "text": "raised ValueError: could not convert string to float: 'much'",
         "hang": "took more than 1 s",
     }
-    samples = [Answered("", text) for way in ways for text in (way, "2.5")]
+    samples = [RewardSample("", text) for way in ways for text in (way, "2.5")]
     scores = rewards(samples)
     np.testing.assert_array_equal(scores.values, [np.nan, 2.5] * len(ways))
     assert scores.errors == len(ways)
@@ -70,12 +70,15 @@ def test_every_way_to_fail_costs_one_reward(rewards: Rewards) -> None:
 
 def test_long_answers_do_not_fill_a_pipe(rewards: Rewards) -> None:
     prompt = "x" * (1 << 20)  # more than a socket holds
-    assert rewards([Answered(prompt, "1"), Answered(prompt, "2")]).values.tolist() == [1.0, 2.0]
+    assert rewards([RewardSample(prompt, "1"), RewardSample(prompt, "2")]).values.tolist() == [
+        1.0,
+        2.0,
+    ]
 
 
 def test_what_a_function_started_ends_with_it(rewards: Rewards, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    assert rewards([Answered("", "child", fields={"pid": str(pid)})]).errors == 1
+    assert rewards([RewardSample("", "child", fields={"pid": str(pid)})]).errors == 1
     wait_until_gone(int(pid.read_text()))
 
 
@@ -86,7 +89,7 @@ def test_no_samples(rewards: Rewards) -> None:
 def test_pattern_that_backtracks_for_ever_is_left() -> None:
     config = RewardConfig(type="regex", pattern="(a+)+b", timeout_seconds=0.5)
     with Rewards(config, judges=1) as rewards:
-        scores = rewards([Answered("", "a" * 60 + "c", "a"), Answered("", "aab", "aa")])
+        scores = rewards([RewardSample("", "a" * 60 + "c", "a"), RewardSample("", "aab", "aa")])
     np.testing.assert_array_equal(scores.values, [np.nan, 1.0])
     assert scores.faults == ("took more than 0.5 s",)
 
@@ -144,5 +147,5 @@ def test_length_penalty() -> None:
     lost = [length_penalty(tokens, length) for tokens in (0, 100, 101, 200, 300, 900)]
     assert lost == [0, 0, 0.0025, 0.25, 0.5, 0.5]
     with Rewards(RewardConfig(type="exact_match", length=length), judges=1) as rewards:
-        samples = [Answered("", "4", "4", tokens=200), Answered("", "5", "4", tokens=999)]
+        samples = [RewardSample("", "4", "4", tokens=200), RewardSample("", "5", "4", tokens=999)]
         assert rewards(samples).values.tolist() == [0.75, -0.5]

@@ -8,7 +8,7 @@ import pytest
 
 from clients.config.reward import RewardConfig
 from protos.errors import InvalidInput
-from student_trainer.rewards.sample import Answered
+from student_trainer.rewards.sample import RewardSample
 from student_trainer.rewards.scorers import make_scorer
 
 
@@ -28,12 +28,14 @@ from student_trainer.rewards.scorers import make_scorer
     ],
 )
 def test_math_is_by_value(answer: str, reference: str, right: bool) -> None:
-    assert make_scorer(RewardConfig(type="math")).score(Answered("", answer, reference)) == right
+    assert (
+        make_scorer(RewardConfig(type="math")).score(RewardSample("", answer, reference)) == right
+    )
 
 
 def test_math_without_a_reference_is_no_wrong_answer() -> None:
     with pytest.raises(ValueError, match="is no mathematics"):
-        make_scorer(RewardConfig(type="math")).score(Answered("", "5", ""))
+        make_scorer(RewardConfig(type="math")).score(RewardSample("", "5", ""))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_math_without_a_reference_is_no_wrong_answer() -> None:
 )
 def test_regex(pattern: str, answer: str, value: float) -> None:
     scorer = make_scorer(RewardConfig(type="regex", pattern=pattern))
-    assert scorer.score(Answered("", answer, "4")) == value
+    assert scorer.score(RewardSample("", answer, "4")) == value
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_regex(pattern: str, answer: str, value: float) -> None:
     ],
 )
 def test_words(answer: str, reference: str, value: float) -> None:
-    sample = Answered("", answer, reference)
+    sample = RewardSample("", answer, reference)
     assert make_scorer(RewardConfig(type="f1")).score(sample) == value
     assert make_scorer(RewardConfig(type="word_match")).score(sample) == float(value == 1)
 
@@ -82,7 +84,7 @@ def test_function_of_the_user(tmp_path: Path) -> None:
         "    return HALF * len(answer) + (prompt == reference) + fields['bonus']\n"
     )
     scorer = make_scorer(RewardConfig(type="python", file=str(file)))
-    assert scorer.score(Answered("p", "four", "p", {"bonus": 10})) == 13.0
+    assert scorer.score(RewardSample("p", "four", "p", {"bonus": 10})) == 13.0
 
 
 @pytest.mark.parametrize(
@@ -112,4 +114,4 @@ def test_function_that_is_none(tmp_path: Path, source: str, said: str) -> None:
     ],
 )
 def test_what_an_answer_votes_for(config: RewardConfig, answer: str, vote: str) -> None:
-    assert make_scorer(config).said(Answered("", answer)) == vote
+    assert make_scorer(config).said(RewardSample("", answer)) == vote

@@ -15,7 +15,8 @@ import pytest
 from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from clients.config.on_policy import DataConfig, JobConfig, StudentConfig
+from clients.config.common import DataConfig, StudentConfig
+from clients.config.on_policy import OnPolicyJob
 from clients.jobs.client import DistillClient
 from clients.teacher.client import TeacherClient
 from protos import distill_pb2, teacher_pb2, teacher_pb2_grpc
@@ -26,7 +27,7 @@ from tests.security.conftest import Secrets
 from tests.security.processes import Program
 
 Metadata = Sequence[tuple[str, str | bytes]]
-CONFIG = JobConfig(student=StudentConfig(model="tiny"), data=DataConfig(path="prompts.jsonl"))
+CONFIG = OnPolicyJob(student=StudentConfig(model="tiny"), data=DataConfig(path="prompts.jsonl"))
 HEADER = teacher_pb2.WeightsHeader(mode=teacher_pb2.WEIGHTS_MODE_REPLACE)
 # What each method would act on; the others get an empty message.
 REQUESTS = {

@@ -14,7 +14,7 @@ from clients.config.offline import OfflineJob
 from clients.data.regular_file import read_document
 from clients.data.tokenizer_file import tokens_in
 from clients.preflight.disk import parameters_of
-from clients.store.for_job import captured_of
+from clients.store.captured_store import captured_store_of
 from clients.store.manifest import read_manifest
 from protos.errors import Corrupt, DistillError, InvalidInput
 
@@ -53,5 +53,5 @@ def test_a_hostile_manifest_is_a_sentence(
     (tmp_path / "manifest.json").write_text(manifest)
     job = {"student": {"model": "x/y"}, "data": {"path": str(tmp_path)}}
     with pytest.raises(category) as caught:
-        captured_of(OfflineJob.model_validate({**job, "method": {"type": "offline"}}))
+        captured_store_of(OfflineJob.model_validate({**job, "method": {"type": "offline"}}))
     assert caught.value.field == "data.path"

@@ -17,13 +17,14 @@ from typing import Any
 
 import pytest
 
-from clients.config.on_policy import DataConfig, JobConfig, StudentConfig
+from clients.config.common import DataConfig, StudentConfig
+from clients.config.on_policy import OnPolicyJob
 from clients.jobs.download import Download
 from clients.jobs.job import JobState
 from clients.runs.directory import RunDirectory
 from clients.store.manifest import SCHEMA_VERSION
 from clients.store.store import LogitStore
-from distill_server.jobs.change_notifier import Bells
+from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.database import open_database
 from distill_server.jobs.store import Change, Store
@@ -142,7 +143,7 @@ def test_what_clients_send_never_leaves_the_runs(place: Path) -> None:
     with open_database(place / "server.sqlite") as connection:
         store = Store(connection, on_change=lambda job_id: None)
         control = JobControl(store, runs, wake=lambda: None)
-        service = DistillService(store, runs, control, Streams(store, runs, Bells()))
+        service = DistillService(store, runs, control, Streams(store, runs, ChangeNotifier()))
         job_id = _finished_job(control, store, runs)
         refused, answered, touched = asyncio.run(_fuzz(service, order, job_id))
     print(f"\n{CASES} calls: {refused} refused, {answered} answered, {len(touched)} paths touched")
@@ -155,7 +156,7 @@ def test_what_clients_send_never_leaves_the_runs(place: Path) -> None:
 
 def _finished_job(control: JobControl, store: Store, runs: Path) -> str:
     """One that succeeded, whose export and log have something in them."""
-    config = JobConfig(student=StudentConfig(model="m"), data=DataConfig(path="p"), max_steps=1)
+    config = OnPolicyJob(student=StudentConfig(model="m"), data=DataConfig(path="p"), max_steps=1)
     job = control.submit(config.model_dump_json(), "", "")
     run = RunDirectory(runs / job.id)
     (run.export / "deep").mkdir(parents=True)
@@ -191,7 +192,7 @@ def test_names_of_jobs_become_names_of_directories(place: Path) -> None:
         made = []
         for number in range(200):
             name = evil(order, "x")[:200] or "x"
-            config = JobConfig(
+            config = OnPolicyJob(
                 student=StudentConfig(model="m"), data=DataConfig(path="p"), name=name
             )
             text = evil(order, "x")

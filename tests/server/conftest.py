@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from clients.config.on_policy import DataConfig, JobConfig, StudentConfig
+from clients.config.common import DataConfig, StudentConfig
+from clients.config.on_policy import OnPolicyJob
 from clients.jobs.client import DistillClient
 from distill_server.runners.local.process import claim, identity_of, kill_family
 
@@ -22,8 +23,8 @@ _COUNTER = itertools.count()
 SCRIPT = Path(__file__).with_name("scripted_server.py")
 
 
-def job_config(name: str = "test", max_steps: int = 5) -> JobConfig:
-    return JobConfig(
+def job_config(name: str = "test", max_steps: int = 5) -> OnPolicyJob:
+    return OnPolicyJob(
         student=StudentConfig(model="tiny"),
         data=DataConfig(path="prompts.jsonl"),
         name=name,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.config.on_policy import JobConfig
+from clients.config.on_policy import OnPolicyJob
 from clients.jobs.job import JobState
 from distill_server.jobs import database
 from distill_server.jobs.database import open_database
@@ -97,7 +97,7 @@ def test_a_key_of_before_the_upgrade_is_the_same_job(old: Path) -> None:
 def test_a_key_of_today_outlives_new_keys_and_a_resume(old: Path) -> None:
     """The next server has a key more, and the job has been given more steps meanwhile."""
 
-    class Next(JobConfig):
+    class Next(OnPolicyJob):
         """The job of a later version."""
 
         surprise: int = 7

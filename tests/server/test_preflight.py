@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from clients.config.on_policy import JobConfig
+from clients.config.on_policy import OnPolicyJob
 from clients.data.tokenization import tokens_of
 from clients.data.tokenizer_file import tokens_in
 from clients.jobs.job import JobState
@@ -358,7 +358,7 @@ def test_a_resume_is_looked_at_too(
 def test_disk_of_a_resume(address: str, tmp_path: Path) -> None:
     """What earlier attempts wrote needs no room any more."""
     big = write_student(tmp_path / "big", rows=10**8)
-    asked = JobConfig.model_validate(job(tmp_path, address, student__model=str(big)))
+    asked = OnPolicyJob.model_validate(job(tmp_path, address, student__model=str(big)))
     run_directory = tmp_path / "run"
     with pytest.raises(WrongState, match=r"3 checkpoints of 1\.2e\+03 GB .* export of 400 GB"):
         check_space(asked, run_directory)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from clients.config.on_policy import JobConfig
+from clients.config.on_policy import OnPolicyJob
 from clients.jobs.client import DistillClient
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import RunDirectory
@@ -141,7 +141,7 @@ def test_waiting_for_more_than_there_is(start_server: Callable[..., Server]) -> 
     """The cluster has no GPU; the job can be cancelled, and has said what it waits for."""
     server, history = start_server(gpus=2), History()
     config = job_config("gpus", 5)
-    config = JobConfig.model_validate({**config.model_dump(), "resources": {"gpus": 1}})
+    config = OnPolicyJob.model_validate({**config.model_dump(), "resources": {"gpus": 1}})
     with DistillClient(server.address) as client:
         job = client.submit(config)
         history.submitted("", job.id)
@@ -256,9 +256,9 @@ def test_a_job_of_two_nodes(start_server: Callable[..., Server]) -> None:
         check(history, server, client, [job])
 
 
-def pair(config: JobConfig) -> JobConfig:
+def pair(config: OnPolicyJob) -> OnPolicyJob:
     values = config.model_dump()
-    return JobConfig.model_validate({**values, "train": {**values["train"], "processes": 2}})
+    return OnPolicyJob.model_validate({**values, "train": {**values["train"], "processes": 2}})
 
 
 def child_of(shim: Path) -> Identity:

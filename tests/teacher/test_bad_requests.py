@@ -24,7 +24,7 @@ from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
 from protos.rpc.transport import CHANNEL_OPTIONS
 from teacher_service.engines.fake import FakeEngine, FakeSettings
-from teacher_service.serving.validation import Limits, query_of
+from teacher_service.serving.validation import Limits, parse_request
 from tests.teacher.conftest import StartTeacher
 from tests.teacher.processes import TeacherProcess
 
@@ -104,7 +104,7 @@ def test_every_bad_request_is_refused_by_name(seed: int) -> None:
     """T9, T10: 20 x 50 examples of a hundred requests are 10^5."""
     for request in bad_requests(seed, BATCH):
         with pytest.raises(InvalidInput) as caught:
-            query_of(request, LIMITS)
+            parse_request(request, LIMITS)
         assert caught.value.field
         assert caught.value.hint
 
@@ -120,7 +120,7 @@ def test_changed_bytes_are_a_request_or_none(seed: int) -> None:
         except DecodeError:
             continue
         try:
-            query = query_of(request, LIMITS)
+            query = parse_request(request, LIMITS)
         except InvalidInput:
             continue
         assert 2 <= len(query.token_ids) <= MAX_LENGTH
@@ -176,7 +176,7 @@ def test_bad_requests_among_good_ones(
             assert chunk.error.hint
             codes[chunk.error.code] = codes.get(chunk.error.code, 0) + 1
             continue
-        query = query_of(good[int(chunk.request_id.split()[1])], LIMITS)
+        query = parse_request(good[int(chunk.request_id.split()[1])], LIMITS)
         [expected] = exact.score([query])
         assert isinstance(expected, RowBlock)
         block = ScoreAssembly(query).add(chunk)

@@ -10,7 +10,7 @@ import pytest
 from clients.teacher.query import ScoreQuery, request_of, row_key
 from protos import teacher_pb2
 from protos.errors import InvalidInput
-from teacher_service.serving.validation import Limits, query_of
+from teacher_service.serving.validation import Limits, parse_request
 
 LIMITS = Limits(vocab_size=100, max_length=10, max_top_k=4)
 
@@ -60,7 +60,7 @@ def request(**changes: Any) -> teacher_pb2.ScoreRequest:
 )
 def test_refused(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        query_of(request(**changes), LIMITS)
+        parse_request(request(**changes), LIMITS)
     assert caught.value.field == field
     assert caught.value.hint
 
@@ -69,7 +69,7 @@ def test_no_head_at_all() -> None:
     message = request()
     message.ClearField("top_k")
     with pytest.raises(InvalidInput, match="neither"):
-        query_of(message, LIMITS)
+        parse_request(message, LIMITS)
 
 
 def test_a_request_and_its_query_are_the_same() -> None:
@@ -81,7 +81,7 @@ def test_a_request_and_its_query_are_the_same() -> None:
         ScoreQuery(tokens, 2, head_ids=head, tail_samples=256, seed=2**64 - 1),
         ScoreQuery(tokens, 2, top_k=0, tail_samples=1),
     ):
-        back = query_of(request_of(query, "1"), LIMITS)
+        back = parse_request(request_of(query, "1"), LIMITS)
         assert row_key("teacher", 0, back) == row_key("teacher", 0, query)
 
 

@@ -17,7 +17,7 @@ from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.privileged import privileged_prompt
 from tests.forks import Forks
 from tests.trainer import tiny
-from tests.trainer.anchors import move, rollouts, spread_student, teacher_of
+from tests.trainer.anchors import move, rollouts, rows_of, spread_student, teacher_of
 
 TAU, PERIOD = 0.9, 2
 
@@ -33,7 +33,7 @@ def work(out: Path, sharding: str, until: int, resumed: Path | None = None) -> P
     for update in range(anchor.updates + 1, until + 1):
         move(student, anchor, update)
     numbers = range(rank, len(rollouts()), world)
-    blocks = teacher_of(anchor, student).score_all([rollouts()[number] for number in numbers])
+    blocks = rows_of(teacher_of(anchor, student), [rollouts()[number] for number in numbers])
     said = {
         "gap": anchor.gap(),
         "version": anchor.version,
@@ -75,7 +75,7 @@ def score_without_a_column(out: Path) -> None:
     )
     (rollout,) = rollouts(1)
     try:
-        teacher.score_all([rollout if rank == 0 else replace(rollout, fields={})])
+        rows_of(teacher, [rollout if rank == 0 else replace(rollout, fields={})])
     except InvalidInput as error:
         (out / f"rank-{rank}.json").write_text(json.dumps(str(error)))
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from protos.rows.codec import RowBlock
+from student_trainer.data.rollout import Rollout
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import make_accelerator
 from student_trainer.parallel.sharding import Replicated, Sharded, local, share_of, spread
-from student_trainer.rollouts.hf import Rollout
 from student_trainer.teachers.anchor import Anchor, AnchorTeacher
 
 TEMPERATURE = 1.3
@@ -68,3 +70,10 @@ def teacher_of(anchor: Anchor, student: Replicated | Sharded, **options: Any) ->
         tokens_per_micro_batch=16,
         **options,
     )
+
+
+def rows_of(teacher: AnchorTeacher, scored: Sequence[Rollout]) -> list[RowBlock]:
+    """As a step asks: every rollout first, then `finish`."""
+    futures = [teacher.score(rollout) for rollout in scored]
+    teacher.finish()
+    return [future.result(timeout=0) for future in futures]

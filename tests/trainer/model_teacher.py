@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from protos.rows.codec import RowBlock
-from student_trainer.rollouts.hf import Rollout
+from student_trainer.data.rollout import Rollout
 
 
 class ModelTeacher:
@@ -38,8 +38,8 @@ class ModelTeacher:
         )
         return future
 
-    def close(self) -> None:
-        pass
+    def finish(self) -> None:
+        """Nothing to do: `score` answers at once."""
 
 
 @torch.no_grad()

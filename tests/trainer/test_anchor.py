@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from clients.config.on_policy import LoraConfig, StudentConfig
+from clients.config.common import LoraConfig, StudentConfig
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
 from student_trainer.loop import checkpoint
 from student_trainer.losses import fused_linear_top_ids
-from student_trainer.model.student import load_model
+from student_trainer.model.loading import load_model
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.privileged import privileged_prompt
@@ -29,6 +29,7 @@ from tests.trainer.anchors import (
     TEMPERATURE,
     move,
     rollouts,
+    rows_of,
     spread_student,
     teacher_of,
     theta,
@@ -111,14 +112,14 @@ def test_with_tau_1_it_is_a_frozen_reference() -> None:
     frozen = copy.deepcopy(model)
     student, anchor = anchored(model, tau=1.0, update_period=1)
     reference, of_reference = anchored(frozen, tau=1.0)
-    expected = teacher_of(of_reference, reference).score_all(rollouts())
+    expected = rows_of(teacher_of(of_reference, reference), rollouts())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(4):
         train(student, anchor, optimizer, step)
     assert anchor.version == 0
     assert_equal(anchor.state(), weights_of(frozen))
     for block, other in zip(
-        teacher_of(anchor, student).score_all(rollouts()), expected, strict=True
+        rows_of(teacher_of(anchor, student), rollouts()), expected, strict=True
     ):
         assert bytes_of(block) == bytes_of(other)
     assert anchor.gap() > 0.01, "the student has not moved"
@@ -141,7 +142,7 @@ def test_scoring_changes_nothing_of_the_training() -> None:
         for step in range(4):
             train(student, anchor, optimizer, step)
             if scored:
-                teacher_of(anchor, student).score_all(rollouts())
+                rows_of(teacher_of(anchor, student), rollouts())
                 fail_in_place(anchor)
         assert [parameter.data_ptr() for parameter in model.parameters()] == places
         runs.append((weights_of(model), anchor.state()))
@@ -183,7 +184,7 @@ def test_rows_are_those_of_the_averaged_model(
     oracle = ModelTeacher(model, temperature=TEMPERATURE, top_k=top_k or 0)
     written = rollouts()
     for rollout, block in zip(
-        written, teacher_of(anchor, student, top_k=top_k).score_all(written), strict=True
+        written, rows_of(teacher_of(anchor, student, top_k=top_k), written), strict=True
     ):
         assert_rows(block, oracle.score(rollout).result())
 
@@ -213,7 +214,7 @@ def test_what_an_environment_wrote_has_rows_too() -> None:
     student, anchor = anchored(tiny.model(seed=2))
     (rollout,) = [one for one in rollouts() if len(one.completion) == 5][:1]
     own = torch.tensor([True, False, False, True, True])
-    plain, masked = teacher_of(anchor, student).score_all([rollout, replace(rollout, own=own)])
+    plain, masked = rows_of(teacher_of(anchor, student), [rollout, replace(rollout, own=own)])
     assert len(masked) == 5
     assert_rows(masked, plain)
 
@@ -225,7 +226,7 @@ def test_a_privileged_anchor_reads_a_prompt_of_its_own() -> None:
     move(student, anchor, 1)
     prompt = privileged_prompt("{hint}={answer}", "{prompt}0", words)
     written = rollouts()
-    blocks = teacher_of(anchor, student, prompt=prompt).score_all(written)
+    blocks = rows_of(teacher_of(anchor, student, prompt=prompt), written)
     oracle = ModelTeacher(model_in_place(anchor, student), temperature=TEMPERATURE)
     for number, (rollout, block) in enumerate(zip(written, blocks, strict=True)):
         text = f"{number}+{number}={number}1+2=0"
@@ -263,7 +264,7 @@ def test_of_adapters_only_those_are_copied(head: str, tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "export" / "anchor").eval()
     oracle = ModelTeacher(plain, temperature=TEMPERATURE)
     for rollout, block in zip(
-        rollouts(), teacher_of(anchor, student).score_all(rollouts()), strict=True
+        rollouts(), rows_of(teacher_of(anchor, student), rollouts()), strict=True
     ):
         assert_rows(block, oracle.score(rollout).result())
 

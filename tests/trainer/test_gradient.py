@@ -13,16 +13,18 @@ from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
 from protos.errors import Corrupt
 from student_trainer.data.prompts import load_prompts
-from student_trainer.loop.evaluation import Evaluation, Examination
+from student_trainer.loop.evaluation import Evaluation, TaskEvaluation
 from student_trainer.loop.step import one_update
 from student_trainer.loop.trainer import Parts, Trainer
 from student_trainer.losses import exact_kl
-from student_trainer.methods.on_policy import Answers, OnPolicySteps
-from student_trainer.model.student import Student, load_model, load_tokenizer
-from student_trainer.objectives.distillation import Objective
+from student_trainer.methods.on_policy import OnPolicySteps
+from student_trainer.model.loading import load_model, load_tokenizer
+from student_trainer.model.student import Student
+from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.sharding import Replicated
 from student_trainer.rollouts.hf import HuggingFaceRollouts
 from student_trainer.run.metrics import open_metrics
+from student_trainer.teachers.scored_rollouts import ScoredRollouts
 from tests.trainer import tiny
 from tests.trainer.model_teacher import ModelTeacher, completion_logprobs
 
@@ -48,8 +50,8 @@ def trainer(
     accelerator = Accelerator(cpu=True)
     student = Student(model)
     replicated = Replicated(accelerator, student)
-    objective = Objective.on_policy(config.method)
-    answers = Answers(replicated, rollouts, teacher, config.seed)
+    objective = DistillationObjective.on_policy(config.method)
+    answers = ScoredRollouts(replicated, rollouts, teacher, config.seed)
     steps = OnPolicySteps(config, accelerator, prompts, held_out, answers)
     parts = Parts(
         step=0,
@@ -63,7 +65,7 @@ def trainer(
             accelerator,
             objective,
             steps.held_out,
-            Examination(held_out, accelerator, words, rollouts),
+            TaskEvaluation(held_out, accelerator, words, rollouts),
             tokens_per_micro_batch=48,
         ),
         metrics=open_metrics(run, attempt=1, last_step=None, track=config.track) if log else None,

@@ -12,11 +12,13 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from clients.config.on_policy import LoraConfig, StudentConfig
+from clients.config.common import LoraConfig, StudentConfig
 from protos.errors import InvalidInput
 from student_trainer.loop import checkpoint
+from student_trainer.model.loading import load_model
 from student_trainer.model.lora import add_adapters, learned
-from student_trainer.model.student import Student, has_linear_head, load_model
+from student_trainer.model.probes import has_linear_head
+from student_trainer.model.student import Student
 from tests.trainer import tiny
 from tests.trainer.test_model import (
     assert_rows,

@@ -11,25 +11,21 @@ import torch
 from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from clients.config.on_policy import OnPolicyConfig, StudentConfig
+from clients.config.common import StudentConfig
+from clients.config.on_policy import OnPolicyConfig
 from protos.errors import InvalidInput
 from student_trainer.data.batch import Batch, make_batch
 from student_trainer.losses import FusedLoss, Rows
-from student_trainer.model.student import (
-    Student,
-    has_linear_head,
-    load_config,
-    load_model,
-    load_tokenizer,
-    vocabulary,
-)
-from student_trainer.objectives.distillation import Objective, distillation_loss
+from student_trainer.model.loading import load_config, load_model, load_tokenizer, vocabulary
+from student_trainer.model.probes import has_linear_head
+from student_trainer.model.student import Student
+from student_trainer.objectives.distillation import DistillationObjective, distillation_loss
 from student_trainer.rollouts.hf import HuggingFaceRollouts
 from student_trainer.teachers.source import PendingRows
 from tests.trainer import tiny
 from tests.trainer.model_teacher import ModelTeacher
 
-METHOD = Objective.on_policy(OnPolicyConfig(temperature=1.3))
+METHOD = DistillationObjective.on_policy(OnPolicyConfig(temperature=1.3))
 
 
 def untied(bias: bool) -> Any:

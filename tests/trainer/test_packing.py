@@ -22,13 +22,14 @@ from transformers import (
 from student_trainer.data.batch import ScoredSequence, make_batch
 from student_trainer.data.packing import micro_batches
 from student_trainer.data.sequence import TokenSequence
-from student_trainer.model.student import Student, keeps_apart
-from student_trainer.objectives.distillation import Objective, distillation_loss
+from student_trainer.model.probes import keeps_apart
+from student_trainer.model.student import Student
+from student_trainer.objectives.distillation import DistillationObjective, distillation_loss
 from tests.trainer import tiny
 from tests.trainer.small_store import Text, block_of
 
 CPU = torch.device("cpu")
-OBJECTIVE = Objective("forward", "bucket+teacher_samples", 1.3, cross_entropy=0.3)
+OBJECTIVE = DistillationObjective("forward", "bucket+teacher_samples", 1.3, cross_entropy=0.3)
 VOCABULARY = len(tiny.ALPHABET) + 1
 
 

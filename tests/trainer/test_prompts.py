@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from clients.config.on_policy import DataConfig
+from clients.config.common import DataConfig
 from protos.errors import InvalidInput
 from student_trainer.data.prompts import Prompt, PromptSet, load_prompts
 from tests.trainer import tiny

@@ -18,11 +18,12 @@ from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
 from protos.errors import InvalidInput
 from student_trainer.assembly import assemble
+from student_trainer.data.rollout import Rollout
 from student_trainer.loop.trainer import Trainer
 from student_trainer.losses import exact_kl
-from student_trainer.methods.rl import PendingRollout
+from student_trainer.methods.rl import PendingRLSequence
 from student_trainer.rewards import make_rewards
-from student_trainer.rollouts.hf import Rollout, Rollouts
+from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.run import metrics
 from student_trainer.teachers.source import PendingRows
 from tests.end_to_end.processes import metrics_of
@@ -77,11 +78,11 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
 
 def by_plain_passes(
     made: Trainer, items: Sequence[PendingRows]
-) -> Iterator[tuple[PendingRollout, Tensor, Tensor, Tensor]]:
+) -> Iterator[tuple[PendingRLSequence, Tensor, Tensor, Tensor]]:
     """(item, log p [T, V], log q [T, V] of the anchor, log p/mu [T]) of each, in float64."""
     model = made._student.trained.model
     assert made._anchor is not None
-    pending = [cast(PendingRollout, item) for item in items]
+    pending = [cast(PendingRLSequence, item) for item in items]
     rollouts = [cast(Rollout, item.sequence) for item in pending]
     # All at once: the anchor takes the student's place, which no graph may outlive.
     with made._anchor.in_place():
@@ -149,7 +150,7 @@ def test_the_gradient_is_that_of_the_formula(
         expected = expected_gradient(made, second, config.method.beta, by_sequence)
         assert_near(found, expected, 2e-3)
         assert means["tokens"] == sum(item.sequence.learned for item in second)
-        assert any(cast(PendingRollout, item).advantage for item in second)
+        assert any(cast(PendingRLSequence, item).advantage for item in second)
         # Not trivially so: some tokens are beyond their clip, and the anchor is not the student.
         assert by_sequence or 0 < means["ratio/clipped"] < 1
         assert means["kl/anchor"] > 1e-3
@@ -184,7 +185,7 @@ def test_truncated_answers_can_be_left_out(material: tiny.Material, tmp_path: Pa
     )
     with trainer_of(tmp_path / "run", config) as made:
         (pending,) = made._steps(1).updates
-        items = [cast(PendingRollout, item) for item in pending]
+        items = [cast(PendingRLSequence, item) for item in pending]
         assert all(item.kept != cast(Rollout, item.sequence).truncated for item in items)
         # A random student hardly ever ends by itself: let some have done so.
         ended = [replace(item, kept=True, weight=float(item.sequence.learned)) for item in items]

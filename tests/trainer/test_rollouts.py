@@ -11,7 +11,8 @@ import torch
 from transformers import GenerationConfig
 
 from student_trainer.data.prompts import Prompt
-from student_trainer.rollouts.hf import HuggingFaceRollouts, Rollout
+from student_trainer.data.rollout import Rollout
+from student_trainer.rollouts.hf import HuggingFaceRollouts
 from tests.trainer import tiny
 from tests.trainer.model_teacher import completion_logprobs
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from clients.config.on_policy import TrainConfig
+from clients.config.common import TrainConfig
 from clients.data.tokenization import first_difference
 from clients.preflight.files import check_processes, check_student
 from clients.runs import progress as progress_module
 from clients.runs.directory import Control, RunDirectory
 from clients.runs.progress import Progress
 from protos.errors import InvalidInput
-from student_trainer.loop.trainer import learning_rate
+from student_trainer.loop.schedule import learning_rate
 from student_trainer.rewards.text_match import exact_match
 from student_trainer.run.model_checks import check_hub
 from tests.trainer import tiny

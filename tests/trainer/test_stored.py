@@ -22,9 +22,8 @@ from protos.errors import Corrupt, InvalidInput
 from student_trainer.assembly import assemble
 from student_trainer.data.captured_stores import open_stores
 from student_trainer.loop.trainer import Trainer
-from student_trainer.methods.method import _split
-from student_trainer.methods.offline import StoredSteps
-from student_trainer.model.student import load_model
+from student_trainer.methods.offline import StoredSteps, _split
+from student_trainer.model.loading import load_model
 from tests.trainer import tiny
 from tests.trainer.small_store import Text, block_of, logprobs_of, sums, write_store
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.config.on_policy import TrackConfig, TrackerConfig
+from clients.config.common import TrackConfig, TrackerConfig
 from clients.preflight.trackers import check_trackers
 from clients.runs.directory import RunDirectory
 from clients.runs.metrics_writer import MetricsLog

@@ -14,9 +14,9 @@ from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
 from protos.errors import Unavailable
 from student_trainer.assembly import assemble
-from student_trainer.methods.rl import PendingRollout
+from student_trainer.data.rollout import Rollout
+from student_trainer.methods.rl import PendingRLSequence
 from student_trainer.rewards import make_rewards
-from student_trainer.rollouts.hf import Rollout
 from tests.end_to_end.processes import metrics_of
 from tests.trainer import tiny
 from tests.trainer.test_rl import HOT, trainer_of
@@ -61,7 +61,7 @@ def test_advantages_are_those_of_the_recursion(material: tiny.Material, tmp_path
             expected = (states[rollout.start - 1 : -1].detach() @ weight.T + bias)[:, 0]
             reward = float("1" in tiny.tokenizer().decode(rollout.completion))
             rewarded += reward > 0
-            found = cast(PendingRollout, item).advantage.double()
+            found = cast(PendingRLSequence, item).advantage.double()
             torch.testing.assert_close(found, recursion(expected, reward), rtol=1e-4, atol=1e-5)
         assert 0 < rewarded < len(step.updates[0])
         assert not torch.equal(values.state()["linear.weight"], before["linear.weight"])

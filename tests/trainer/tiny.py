@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from clients.config.offline import OfflineJob
-from clients.config.on_policy import JobConfig
+from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from student_trainer.data.prompts import Prompt
 from student_trainer.tools import addition
@@ -71,7 +71,7 @@ def save_material(root: Path) -> Material:
     return material
 
 
-def job(material: Material, address: str = "localhost:1", **changes: Any) -> JobConfig:
+def job(material: Material, address: str = "localhost:1", **changes: Any) -> OnPolicyJob:
     """A job of a few seconds. `train__processes=2` sets train.processes."""
     values: dict[str, Any] = {
         "student": {"model": str(material.student)},
@@ -90,7 +90,7 @@ def job(material: Material, address: str = "localhost:1", **changes: Any) -> Job
         "checkpoint": {"every": 4},
         "track": {"tensorboard": False},
     }
-    return JobConfig.model_validate(_changed(values, changes))
+    return OnPolicyJob.model_validate(_changed(values, changes))
 
 
 def offline_job(material: Material, store: Path, **changes: Any) -> OfflineJob:

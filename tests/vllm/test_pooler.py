@@ -13,7 +13,7 @@ import torch
 from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt
 from protos.rows.codec import RowBlock
-from teacher_service.engines.vllm_wire import decode_answer, query_fields
+from teacher_service.engines.vllm_wire import decode_answer, encode_query
 from teacher_service.head.head import Head
 
 pytestmark = [
@@ -35,7 +35,7 @@ class Request:
         from vllm import PoolingParams
         from vllm.v1.pool.metadata import PoolingStates
 
-        self.params = PoolingParams(task="token_embed", extra_kwargs=query_fields(query))
+        self.params = PoolingParams(task="token_embed", extra_kwargs=encode_query(query))
         self.states = PoolingStates()
 
 

@@ -18,7 +18,7 @@ from clients.cli.settings import settings_of
 from protos.errors import ExitCode, InternalFault, InvalidInput, NotFound, error_of
 
 if TYPE_CHECKING:
-    from clients.config.evaluation import ExamConfig
+    from clients.config.exam import ExamConfig
 
 # It names a directory, and stands in a table.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
@@ -144,7 +144,7 @@ def _tables(reward: str, data: str, sets: Sequence[str]) -> dict[str, Any]:
 def _checked(values: Mapping[str, Any]) -> ExamConfig:
     from pydantic import ValidationError
 
-    from clients.config.evaluation import ExamConfig
+    from clients.config.exam import ExamConfig
     from clients.config.problems import describe
 
     try:

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from clients.cli.live.job_view import duration, kl_of
 from clients.cli.output import plain
 from clients.cli.settings import JobArgument, SetOption, settings_of
 from clients.jobs.job import Job, JobState
+from clients.jobs.view import duration, kl_of
 from protos.errors import InvalidInput
 
 COLUMNS = ("id", "state", "steps", "kl", "age", "attempt", "name", "reason")

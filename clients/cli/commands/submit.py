@@ -9,7 +9,6 @@ import typer
 from clients.cli.commands.config import print_values
 from clients.cli.commands.jobs import facts_of
 from clients.cli.live.display import conclude, display
-from clients.cli.live.job_view import Progress
 from clients.cli.output import Output
 from clients.cli.settings import (
     JobArgument,
@@ -20,6 +19,7 @@ from clients.cli.settings import (
     overrides,
     settings_of,
 )
+from clients.jobs.view import JobView
 from protos.errors import ExitCode, Unavailable
 
 TimeoutOption = Annotated[
@@ -94,7 +94,7 @@ def watch_job(
     client: DistillClient, job_id: str, output: Output, timeout: float | None = None
 ) -> ExitCode:
     """Show a job until it is over. Ctrl-C detaches, as TimedOut does: the job goes on."""
-    progress = Progress(job_id)
+    progress = JobView(job_id)
     try:
         with display(output, progress) as shown:
             for event in client.watch(job_id, timeout=timeout):

@@ -19,9 +19,9 @@ from protos.errors import DistillError, ExitCode, InternalFault, InvalidInput
 
 if TYPE_CHECKING:
     from clients.cli.demos.services import Services
-    from clients.cli.live.job_view import Progress
-    from clients.config.on_policy import JobConfig
+    from clients.config.on_policy import OnPolicyJob
     from clients.jobs.client import DistillClient
+    from clients.jobs.view import JobView
 
 # Arguments after `python -m`; {data} and so on are directories of the demo.
 MAKE_DATA = ("student_trainer.tools.addition", "{data}", "--seed", "0")
@@ -40,7 +40,7 @@ MAKE_STUDENT = (
     *("--until-loss", "0.85"),
 )
 EVALUATE_TEACHER = (
-    *("student_trainer.loop.evaluation", "{teacher}", "--data", "{data}/heldout.jsonl"),
+    *("student_trainer.tools.accuracy", "{teacher}", "--data", "{data}/heldout.jsonl"),
     *("--max-new-tokens", "4", "--json"),
 )
 TEACHER = (
@@ -132,9 +132,9 @@ def _make_models(place: Path, services: Services, output: Output) -> float:
     return float(json.loads(printed.strip().splitlines()[-1])["accuracy"])
 
 
-def _train(place: Path, server: str, teacher: str, output: Output) -> tuple[JobConfig, Progress]:
+def _train(place: Path, server: str, teacher: str, output: Output) -> tuple[OnPolicyJob, JobView]:
     from clients.config.file import load_job
-    from clients.config.on_policy import JobConfig
+    from clients.config.on_policy import OnPolicyJob
     from clients.jobs.client import DistillClient
 
     file = load_job(
@@ -153,17 +153,17 @@ def _train(place: Path, server: str, teacher: str, output: Output) -> tuple[JobC
             progress = _watched(client, job_id, place, output)
         with output.stage("pulling the trained student"):
             client.pull(job_id, place / "export")
-    assert isinstance(file.config, JobConfig)
+    assert isinstance(file.config, OnPolicyJob)
     return file.config, progress
 
 
-def _watched(client: DistillClient, job_id: str, place: Path, output: Output) -> Progress:
+def _watched(client: DistillClient, job_id: str, place: Path, output: Output) -> JobView:
     from clients.cli.live.display import display
-    from clients.cli.live.job_view import Progress
     from clients.jobs.job import JobState
+    from clients.jobs.view import JobView
     from clients.runs.directory import RunDirectory
 
-    progress = Progress(job_id)
+    progress = JobView(job_id)
     # With --json, stdout is for the summary alone.
     with display(output.for_people(), progress) as shown:
         for event in client.watch(job_id):
@@ -194,7 +194,7 @@ def _cancelled_on_error(client: DistillClient, job_id: str, output: Output) -> I
         raise
 
 
-def _summary(config: JobConfig, progress: Progress, accuracy: float, seconds: float) -> Summary:
+def _summary(config: OnPolicyJob, progress: JobView, accuracy: float, seconds: float) -> Summary:
     first, last = _figures(progress.evaluations[0][1]), _figures(progress.evaluations[-1][1])
     return Summary(
         teacher_accuracy=accuracy,

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from clients.cli.live.job_view import Progress, evaluation, sparkline
 from clients.cli.output import Output
 from clients.jobs.job import TERMINAL, JobEvent, JobState
+from clients.jobs.view import JobView, evaluation, sparkline
 from protos.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Display(Protocol):
 
 
 @contextmanager
-def display(output: Output, progress: Progress) -> Iterator[Display]:
+def display(output: Output, progress: JobView) -> Iterator[Display]:
     """What suits the caller: events as JSON Lines, a live block, plain lines, or nothing."""
     if output.as_json:
         yield JsonLines()
@@ -53,7 +53,7 @@ class JsonLines:
 class PlainLines:
     """A line every ten seconds, and one for each change of state and each evaluation."""
 
-    def __init__(self, progress: Progress, output: Output) -> None:
+    def __init__(self, progress: JobView, output: Output) -> None:
         self._progress = progress
         self._output = output
         self._next = 0.0
@@ -74,7 +74,7 @@ class PlainLines:
 class LiveBlock:
     """Bar, numbers and curve, redrawn in place; evaluations and changes of state stay above it."""
 
-    def __init__(self, progress: Progress, console: Console) -> None:
+    def __init__(self, progress: JobView, console: Console) -> None:
         self._progress = progress
         self._console = console
         self._state: JobState | None = None
@@ -107,7 +107,7 @@ class LiveBlock:
         return Group(Text(job.job_id) + Text("  ") + state, bar, numbers, Text(curve, style="cyan"))
 
 
-def line_of(job: Progress, event: JobEvent) -> str:
+def line_of(job: JobView, event: JobEvent) -> str:
     """One event in one line: `job-7f3a RUNNING training  12/500  loss 0.41  kl 0.02  eta 3m20s`."""
     parts = [f"{job.job_id} {job.state} {job.phase}".rstrip()]
     if job.attempt > 1:
@@ -122,7 +122,7 @@ def line_of(job: Progress, event: JobEvent) -> str:
     return "  ".join(parts)
 
 
-def conclude(output: Output, job: Progress, **more: Any) -> ExitCode:
+def conclude(output: Output, job: JobView, **more: Any) -> ExitCode:
     """The last line about a job that is over, and the exit code that stands for it."""
     if not output.as_json:
         parts = [f"{job.job_id} {job.state}", f"{job.step}/{job.max_steps} steps"]

@@ -12,11 +12,11 @@ from pathlib import Path
 from types import FrameType
 
 from clients.cli.live.display import display
-from clients.cli.live.job_view import Progress
 from clients.cli.live.run_follower import RunFollower
 from clients.cli.output import Output
 from clients.config.kinds import processes_of
 from clients.jobs.job import JobState
+from clients.jobs.view import JobView
 from clients.runs.directory import Control, RunDirectory
 from clients.runs.launch import trainer_command
 from protos.errors import ExitCode
@@ -27,10 +27,10 @@ SECONDS_TO_STOP = 60.0
 _ERROR = "error: "
 
 
-def run_attempt(run: RunDirectory, attempt: int, output: Output) -> tuple[Progress, ExitCode]:
+def run_attempt(run: RunDirectory, attempt: int, output: Output) -> tuple[JobView, ExitCode]:
     """Run until the trainer ends. The code is what the trainer exited with, or INTERRUPTED."""
     config = run.config()
-    progress = Progress(run.path.name, attempt=attempt, max_steps=config.max_steps)
+    progress = JobView(run.path.name, attempt=attempt, max_steps=config.max_steps)
     follower = RunFollower(run, attempt, config.max_steps)
     with (
         _trainer(run, attempt, processes_of(config)) as trainer,

@@ -9,10 +9,10 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from clients.cli.live.job_view import duration
 from clients.cli.plots.panels import panels_of
 from clients.cli.plots.svg import panel_svg
 from clients.jobs.record import JobRecord
+from clients.jobs.view import duration
 
 # Where a step's seconds go; what is in none of them is the loss, forward and backward.
 _PARTS = {

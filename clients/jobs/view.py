@@ -15,7 +15,7 @@ KL = {"kl": "kl/teacher", "kl bound": "kl/teacher_bound"}
 
 
 @dataclass
-class Progress:
+class JobView:
     job_id: str
     state: JobState = JobState.QUEUED
     phase: str = ""

@@ -18,7 +18,7 @@ _NUMBERS = ("vocab_size", "top_k", "tail_samples", SEQUENCES)
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedStore:
     """What a capture made, complete. `label` is what people are told, `field` the job's key."""
 
     path: str
@@ -43,7 +43,7 @@ class Captured:
         return int(self.facts["tail_samples"]) > 0
 
 
-def captured_of(config: OfflineJob) -> tuple[Captured, Captured | None]:
+def captured_store_of(config: OfflineJob) -> tuple[CapturedStore, CapturedStore | None]:
     """The store to learn from, and the held-out one, if it is another.
 
     Raises a DistillError for a manifest that cannot be read, or is not what the job asks for.
@@ -68,7 +68,7 @@ def captured_of(config: OfflineJob) -> tuple[Captured, Captured | None]:
     return training, held_out
 
 
-def _read(path: str, field: str) -> Captured:
+def _read(path: str, field: str) -> CapturedStore:
     try:
         manifest = read_manifest(Path(path))
         if manifest is None:
@@ -96,7 +96,7 @@ def _read(path: str, field: str) -> Captured:
         )
     if not count:
         raise InvalidInput(f"{path} has no sequences", field=field, hint="capture some")
-    return Captured(path, field, facts, count)
+    return CapturedStore(path, field, facts, count)
 
 
 def _is_of_a_capture(manifest: Manifest) -> bool:
@@ -113,7 +113,7 @@ def _is_of_a_capture(manifest: Manifest) -> bool:
     return all(isinstance(shard.count, int) for shard in manifest.shards)
 
 
-def _check_count(config: OfflineJob, store: Captured, most: int) -> None:
+def _check_count(config: OfflineJob, store: CapturedStore, most: int) -> None:
     """Refuse more held-out sequences than `most`, where they are to be taken from `store`; another
     one may have fewer, but some for each process.
     """
@@ -126,7 +126,7 @@ def _check_count(config: OfflineJob, store: Captured, most: int) -> None:
         )
 
 
-def _check_facts(method: OfflineConfig, store: Captured) -> None:
+def _check_facts(method: OfflineConfig, store: CapturedStore) -> None:
     """Refuse a store of other facts than the job says."""
     said = {
         "top_k": (method.top_k, store.top_k),
@@ -154,7 +154,7 @@ def _check_facts(method: OfflineConfig, store: Captured) -> None:
         )
 
 
-def _check_prompts(store: Captured) -> None:
+def _check_prompts(store: CapturedStore) -> None:
     if store.facts.get("form") == "text" or not store.top_k:
         what = "plain text, no prompts" if store.top_k else "rows without a head"
         raise WrongState(

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from clients.config.on_policy import Count, DataConfig, Name, _Table
+from clients.config.common import Count, DataConfig, Name, Table
 from clients.config.reward import RewardConfig
 
 
-class ExamConfig(_Table):
+class ExamConfig(Table):
     """An evaluation. Its program reads it as JSON."""
 
     models: Mapping[Name, Name]

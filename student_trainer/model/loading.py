@@ -1,0 +1,82 @@
+"""The student's configuration, tokenizer and weights, read from a directory or the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from clients.config.common import StudentConfig
+from clients.data.model_files import refuse_code
+from protos.errors import InvalidInput
+from student_trainer.model.lora import add_adapters, load_adapters
+
+
+def load_config(student: StudentConfig) -> Any:
+    """The model's config; raises InvalidInput where there is no usable model."""
+    return _explained(student, AutoConfig.from_pretrained)
+
+
+def load_tokenizer(student: StudentConfig) -> Any:
+    return _explained(student, AutoTokenizer.from_pretrained)
+
+
+def load_model(student: StudentConfig, directory: Path | None = None) -> Any:
+    """The model with its weights: from `directory` (a checkpoint's) if given, else from the job.
+
+    A checkpoint of adapters has nothing else: the frozen weights are the job's.
+    """
+    source = student
+    if directory is not None and student.lora is None:
+        source = student.model_copy(update={"model": str(directory)})
+    # Frozen weights are never updated: there is nothing to lose in what is computed in anyway.
+    frozen = torch.bfloat16 if student.dtype == "bfloat16" else torch.float32
+    model = _explained(
+        source,
+        AutoModelForCausalLM.from_pretrained,
+        config=_without_dropout(load_config(source)),
+        dtype=frozen if student.lora is not None else torch.float32,
+        use_safetensors=True,
+    )
+    if student.lora is not None:
+        add_adapters(model, student)
+        if directory is not None:
+            load_adapters(directory, model)
+    if student.gradient_checkpointing:
+        # Its newer name; the older one warns where both exist.
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    return model
+
+
+def _without_dropout(config: Any) -> Any:
+    """With dropout the student that learns would not be the one that sampled, nor repeatable."""
+    for name, value in config.to_dict().items():
+        if ("drop" in name) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def _explained(student: StudentConfig, load: Any, **options: Any) -> Any:
+    path = Path(student.model)
+    if path.is_dir():
+        refuse_code(path, "student.model")
+    revision = student.revision if not path.is_dir() else None
+    try:
+        return load(student.model, revision=revision, trust_remote_code=False, **options)
+    except (OSError, ValueError, SafetensorError) as error:
+        what = "directory" if path.is_dir() else "directory or reachable hub id"
+        raise InvalidInput(
+            f"no usable model at {student.model!r}: {str(error).strip().splitlines()[0]}",
+            field="student.model",
+            hint=f"give a Hugging Face {what} with config, tokenizer and safetensors",
+        ) from error
+
+
+def vocabulary(tokenizer: Any) -> list[str]:
+    """The tokens by id, "" for an unused one."""
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    return [token or "" for token in tokens]

@@ -1,0 +1,62 @@
+"""Exact-match accuracy of a model's greedy answers. No teacher is needed.
+
+python -m student_trainer.tools.accuracy MODEL_DIR --data heldout.jsonl [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import torch
+
+from clients.config.common import DataConfig, StudentConfig
+from student_trainer.data.prompts import load_prompts
+from student_trainer.loop.evaluation import greedy_answers
+from student_trainer.model.loading import load_model, load_tokenizer
+from student_trainer.rewards.text_match import exact_match
+from student_trainer.rollouts.hf import HuggingFaceRollouts
+
+
+def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens: int) -> float:
+    """Share of right greedy answers of the model at `model_path`."""
+    student = StudentConfig(model=model_path)
+    tokenizer = load_tokenizer(student)
+    model = load_model(student).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    _, chosen, _ = load_prompts(data, tokenizer, held_out=prompts, max_tokens=4096, seed=0)
+    rollouts = HuggingFaceRollouts(
+        model,
+        tokenizer,
+        top_k=0,
+        temperature=1.0,
+        max_new_tokens=max_new_tokens,
+        batch_tokens=65536,
+    )
+    answers = greedy_answers(rollouts, tokenizer, chosen)
+    return sum(exact_match(text, rollout.answer) for rollout, text in answers) / len(answers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--data", required=True, help="a .jsonl or .parquet file")
+    parser.add_argument("--prompt-column", default="prompt")
+    parser.add_argument("--answer-column", default="answer")
+    parser.add_argument("--prompts", type=int, default=1000)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    data = DataConfig(
+        path=options.data,
+        eval_path=options.data,
+        prompt_column=options.prompt_column,
+        answer_column=options.answer_column,
+    )
+    share = accuracy(
+        options.model, data, prompts=options.prompts, max_new_tokens=options.max_new_tokens
+    )
+    print(json.dumps({"accuracy": share}) if options.json else f"accuracy {share:.3f}")
+
+
+if __name__ == "__main__":
+    main()
