@@ -27,15 +27,15 @@ test-vllm: .venv-vllm/.installed  ## the vLLM engine with a real vLLM, on the CP
 	$(VLLM)/pytest -n 2 --dist worksteal tests/vllm
 
 soak: setup  ## every injected fault and fuzzed request 15 times as often as in the tests; an hour
-	DISTILL_REPEATS=300 $(BIN)/pytest -n 2 --timeout 7200 tests/faults tests/teacher/test_bad_requests.py
+	DISTILL_REPEATS=300 $(BIN)/pytest -n 2 --timeout 7200 tests/faults tests/teacher_service/serving/test_bad_requests.py
 
 test-ray: setup  ## captures and jobs on a Ray cluster of this machine; `make test` has no Ray
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[ray]'
-	$(BIN)/pytest tests/capture/test_ray.py tests/server/test_ray.py tests/server/test_ray_runner.py
+	$(BIN)/pytest tests/teacher_service/capture/test_ray.py tests/distill_server/runners/test_ray.py tests/distill_server/runners/test_ray_runner.py
 
 test-track: setup  ## the trackers with a real trackio, which `make test` does not install
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[track]'
-	$(BIN)/pytest tests/trainer/test_trackers.py
+	$(BIN)/pytest tests/student_trainer/run/test_trackers.py
 
 lint: setup  ## style, types, import contracts
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -24,8 +24,8 @@ import numpy as np
 from clients.jobs.client import DistillClient
 from protos import distill_pb2, distill_pb2_grpc
 from protos.rpc.transport import CHANNEL_OPTIONS
-from tests.server.conftest import Server, eventually, job_config
-from tests.server.history import History
+from tests.distill_server.conftest import Server, eventually, job_config
+from tests.distill_server.jobs.history import History
 
 RESULTS = Path(__file__).parent / "results" / "server.json"
 SLOTS, CLIENTS, PAGES = 4, 8, 400

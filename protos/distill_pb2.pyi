@@ -150,7 +150,7 @@ class SubmitJobRequest(_message.Message):
     CONFIG_TEXT_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     config_json: _builtins.str
-    """a clients.config.JobConfig"""
+    """a JSON of a job model of clients.config"""
     config_text: _builtins.str
     """the file as its author wrote it, kept beside the run"""
     idempotency_key: _builtins.str

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.preloaded", "tests.trainer.anchors"])
+_CONTEXT.set_forkserver_preload(["tests.preloaded", "tests.student_trainer.teachers.anchors"])
 _ROOT = Path(__file__).parents[1]
 
 

@@ -17,7 +17,7 @@ from benchmarks.offline_kills import digests
 from benchmarks.offline_page import targets
 from benchmarks.offline_training import Examiner
 from clients.store.dataset import LogitDataset
-from tests.trainer import small_store, tiny
+from tests.student_trainer import small_store, tiny
 
 WORDS = ("apples", "pears", "boys", "girls", "had", "gave", "took", "more", "less", "than", "each")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.server import SLOTS, measure_load, measure_watching
-from tests.server.conftest import Server
+from tests.distill_server.conftest import Server
 
 MIB = 1 << 20
 

@@ -16,7 +16,7 @@ from tests.end_to_end.forked_trainer import finish
 from tests.end_to_end.processes import MakeServer, RealServer, new_run
 
 if TYPE_CHECKING:
-    from tests.trainer.tiny import Material
+    from tests.student_trainer.tiny import Material
 
 
 def teacher_arguments(material: Material) -> list[str]:
@@ -47,7 +47,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 
 @pytest.fixture(scope="session")
 def material(once: Once) -> Material:
-    from tests.trainer.tiny import Material, save_material
+    from tests.student_trainer.tiny import Material, save_material
 
     return Material.at(once("material", save_material))
 
@@ -64,7 +64,7 @@ def teacher(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Ite
 @pytest.fixture(scope="session")
 def undisturbed(material: Material, teacher: str, once: Once) -> RunDirectory:
     """What every disturbed run of the same job must come to, bit by bit."""
-    from tests.trainer.tiny import job
+    from tests.student_trainer.tiny import job
 
     return RunDirectory(
         once("undisturbed", lambda path: finish(new_run(path, job(material, teacher))))

@@ -18,7 +18,7 @@ from typing import Any
 from clients.config.kinds import AnyJob, processes_of
 from clients.runs.directory import RunDirectory
 from clients.runs.launch import trainer_command
-from tests.server.conftest import Server
+from tests.distill_server.conftest import Server
 
 # A warning in one of our processes is an error there, as it is in this one.
 ENVIRONMENT = {

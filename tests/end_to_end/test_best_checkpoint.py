@@ -11,11 +11,11 @@ from tests.end_to_end.forked_trainer import finish
 from tests.end_to_end.processes import metrics_of, new_run
 
 if TYPE_CHECKING:
-    from tests.trainer.tiny import Material
+    from tests.student_trainer.tiny import Material
 
 
 def test_it_is_kept_besides_the_newest(material: Material, teacher: str, tmp_path: Path) -> None:
-    from tests.trainer.tiny import job
+    from tests.student_trainer.tiny import job
 
     much = {"learning_rate": 0.1, "schedule": "constant", "warmup_steps": 0}
     changes = {f"train__{key}": value for key, value in much.items()}

@@ -14,9 +14,16 @@ from clients.cli.app import main
 from clients.jobs.client import DistillClient
 from clients.jobs.job import JobState
 from protos.errors import InvalidInput
-from tests.capture.material import capture_here, digests, job, pairs, save_words, write_pairs
 from tests.documents import blocks
 from tests.end_to_end.processes import ENVIRONMENT, MakeServer
+from tests.teacher_service.capture.material import (
+    capture_here,
+    digests,
+    job,
+    pairs,
+    save_words,
+    write_pairs,
+)
 
 JOB_FILE = "deploy/jobs/gsm8k_capture.toml"
 JOB = """

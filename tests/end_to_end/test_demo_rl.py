@@ -10,7 +10,7 @@ import pytest
 from clients.cli.app import main
 from clients.cli.demos import demo_rl
 from protos.errors import ExitCode
-from tests.trainer import tiny
+from tests.student_trainer import tiny
 
 # A student that knows nothing finds one sign in seconds; to add, it would need the demo's minutes.
 CHANGES = {

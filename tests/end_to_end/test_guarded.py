@@ -20,7 +20,7 @@ from tests.security.conftest import Certificates, Secrets, certificates, tokens
 from tests.security.processes import Program, server
 
 if TYPE_CHECKING:
-    from tests.trainer.tiny import Material
+    from tests.student_trainer.tiny import Material
 
 # Fixtures of the security tests, by their names.
 __all__ = ["certificates", "tokens"]
@@ -44,7 +44,7 @@ def test_a_guarded_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """mTLS and tokens on both servers; the trainer has one of its own for the teacher, no other."""
-    from tests.trainer.tiny import job
+    from tests.student_trainer.tiny import job
 
     of_server = secrets.token_urlsafe(32)
     guard = (*certificates.tls(), "--tls-client-ca", certificates.pem("ca"))
@@ -106,7 +106,7 @@ def trainer_of(job_id: str) -> psutil.Process:
 def test_a_server_without_the_token_says_so(
     material: Material, tmp_path: Path, tokens: Secrets
 ) -> None:
-    from tests.trainer.tiny import job
+    from tests.student_trainer.tiny import job
 
     log = tmp_path / "teacher.log"
     with (

@@ -14,14 +14,14 @@ from clients.jobs.client import DistillClient
 from clients.jobs.job import JobState
 from clients.runs.directory import RunDirectory
 from protos.errors import ExitCode
-from tests.capture.material import capture_here
 from tests.end_to_end.conftest import Once
 from tests.end_to_end.forked_trainer import finish, trainer
 from tests.end_to_end.processes import MakeServer, metrics_of, new_run, weights
 from tests.end_to_end.test_two_processes import assert_close
+from tests.teacher_service.capture.material import capture_here
 
 if TYPE_CHECKING:
-    from tests.trainer.tiny import Material
+    from tests.student_trainer.tiny import Material
 
 SEQUENCES = 200
 # Of the processor, so that it does not count what else the machine does. Most of it is torch.
@@ -57,7 +57,7 @@ def store(material: Material, once: Once) -> Path:
 
 
 def job_of(material: Material, store: Path, **changes: Any) -> Any:
-    from tests.trainer.tiny import offline_job
+    from tests.student_trainer.tiny import offline_job
 
     return offline_job(material, store, **{"max_steps": 40, **changes})
 
@@ -103,8 +103,8 @@ def test_killed_swapped_and_resumed(
     material: Material, store: Path, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
     """Killed in the second epoch of 24 steps; it goes on with the store that it began with."""
-    from tests.trainer.small_store import sums, write_store
-    from tests.trainer.tiny import curve, model
+    from tests.student_trainer.small_store import sums, write_store
+    from tests.student_trainer.tiny import curve, model
 
     place, aside = tmp_path / "store", tmp_path / "aside"
     shutil.copytree(store, place)
@@ -145,7 +145,7 @@ def test_a_damaged_sequence_ends_the_job(
     material: Material, store: Path, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
     """Nothing of its step is learned, the steps before are kept; once mended, it goes on."""
-    from tests.trainer.tiny import curve
+    from tests.student_trainer.tiny import curve
 
     copied = tmp_path / "store"
     shutil.copytree(store, copied)
@@ -206,8 +206,8 @@ def test_submitted(
 
 @pytest.mark.parametrize("other", [True, False], ids=["another tokenizer", "another k"])
 def test_refused_in_seconds(other: bool, material: Material, store: Path, tmp_path: Path) -> None:
-    """What else is refused is in tests/trainer/test_stores.py."""
-    from tests.trainer import tiny
+    """What else is refused is in tests/student_trainer/data/test_captured_stores.py."""
+    from tests.student_trainer import tiny
 
     if not other:
         run = new_run(tmp_path / "run", job_of(material, store, method__top_k=8))

@@ -21,7 +21,7 @@ from protos.errors import DistillError, ExitCode
 from tests.end_to_end.processes import ENVIRONMENT, MakeServer
 
 if TYPE_CHECKING:
-    from tests.trainer.tiny import Material
+    from tests.student_trainer.tiny import Material
 
 # The promise is 10 s; the rest is for a machine that has much else to do.
 SECONDS = 40.0
@@ -50,7 +50,7 @@ def other_student(characters: str, width: int = 0) -> Callable[[Path], object]:
     """A student of another alphabet, or with logits for `width` ids."""
 
     def make(root: Path) -> None:
-        from tests.trainer import tiny
+        from tests.student_trainer import tiny
 
         student = tiny.model(characters=characters)
         if width:
@@ -176,7 +176,7 @@ def test_the_server(
     """The same sentence: at once, where it can be known without reading the data; else the job is
     FAILED with it, and without a second try.
     """
-    from tests.trainer.tiny import job
+    from tests.student_trainer.tiny import job
 
     # What distill run and submit refuse from the looks of the file alone comes to a server as well.
     at_once = ("another tokenizer", "k > max", "no data file", "no student", "no teacher")

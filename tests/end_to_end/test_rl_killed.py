@@ -18,7 +18,7 @@ from tests.end_to_end.forked_trainer import attempt, finish
 from tests.end_to_end.processes import metrics_of, new_run
 
 if TYPE_CHECKING:
-    from tests.trainer.tiny import Material
+    from tests.student_trainer.tiny import Material
 
 REPEATS = int(os.environ.get("DISTILL_REPEATS", "2"))
 # With a critic there is more to lose. One case for every two kills.
@@ -34,7 +34,7 @@ IN_SAVES = {"metrics-written": 2, "checkpoint-filled": 1, "checkpoint-renamed": 
 def test_killed_as_often_as_one_likes(
     material: Material, sharding: str, advantages: str, tmp_path: Path
 ) -> None:
-    from tests.trainer.tiny import curve, rl_job
+    from tests.student_trainer.tiny import curve, rl_job
 
     config = rl_job(
         material,
@@ -75,7 +75,7 @@ def test_a_killed_student_that_searches(material: Material, tmp_path: Path) -> N
     """
     import torch
 
-    from tests.trainer.tiny import curve, model, rl_job, save, tokenizer
+    from tests.student_trainer.tiny import curve, model, rl_job, save, tokenizer
 
     characters = "0123456789+=\nDoc(Title): "
     tags = ["<search>", "</search>", "<answer>", "</answer>"]

@@ -19,7 +19,7 @@ from student_trainer.assembly import assemble
 from student_trainer.rewards import Rewards, make_rewards
 from student_trainer.teachers.connections import connect
 from tests.end_to_end.processes import metrics_of
-from tests.trainer import tiny
+from tests.student_trainer import tiny
 
 STEPS = 6
 

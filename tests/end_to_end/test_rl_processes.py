@@ -19,7 +19,7 @@ from tests.end_to_end.processes import metrics_of, new_run
 from tests.end_to_end.test_two_processes import assert_close
 
 if TYPE_CHECKING:
-    from tests.trainer.tiny import Material
+    from tests.student_trainer.tiny import Material
 
 REPEATS = int(os.environ.get("DISTILL_REPEATS", "2"))
 CASES = [
@@ -37,7 +37,7 @@ GROUPS = {"max_steps": 4, "eval__every": 4, "train__prompts_per_step": 9}
 def made(
     material: Material, path: Path, advantages: str, processes: int = 1, sharding: str = "none"
 ) -> RunDirectory:
-    from tests.trainer.tiny import rl_job
+    from tests.student_trainer.tiny import rl_job
 
     how = {
         "train__processes": processes,

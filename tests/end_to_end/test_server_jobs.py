@@ -14,12 +14,12 @@ import pytest
 from clients.jobs.client import DistillClient
 from clients.jobs.job import JobEvent, JobState
 from clients.runs.directory import RunDirectory
+from tests.distill_server.conftest import eventually
+from tests.distill_server.test_restart import Watcher
 from tests.end_to_end.processes import MakeServer, metrics_of, weights
-from tests.server.conftest import eventually
-from tests.server.test_restart import Watcher
 
 if TYPE_CHECKING:
-    from tests.trainer.tiny import Material
+    from tests.student_trainer.tiny import Material
 
 
 def states(events: Sequence[JobEvent]) -> list[tuple[JobState, int]]:
@@ -52,7 +52,7 @@ def test_cancelled_resumed_pulled(
     tmp_path: Path,
 ) -> None:
     """The same bits as the run that nobody stopped; no step is told twice, or not at all."""
-    from tests.trainer.tiny import curve, job
+    from tests.student_trainer.tiny import curve, job
 
     server = make_server()
     with DistillClient(server.address) as client:
@@ -109,7 +109,7 @@ def test_the_server_is_killed_under_a_job(
     material: Material, teacher: str, make_server: MakeServer, watchers: list[Watcher]
 ) -> None:
     """The same trainer goes on; a watcher sees every event once."""
-    from tests.trainer.tiny import job
+    from tests.student_trainer.tiny import job
 
     steps = 120
     server = make_server()
@@ -137,7 +137,7 @@ def test_the_trainer_is_killed_under_the_server(
     material: Material, teacher: str, make_server: MakeServer, undisturbed: RunDirectory
 ) -> None:
     """It is started again, by itself, and comes to the same bits."""
-    from tests.trainer.tiny import curve, job
+    from tests.student_trainer.tiny import curve, job
 
     server = make_server()
     with DistillClient(server.address) as client:

@@ -18,13 +18,13 @@ from tests.end_to_end.forked_trainer import finish, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights
 
 if TYPE_CHECKING:
-    from tests.trainer.tiny import Material
+    from tests.student_trainer.tiny import Material
 
 STEPS = 4
 
 
 def job_of(material: Material, **changes: Any) -> OnPolicyJob:
-    from tests.trainer.tiny import job
+    from tests.student_trainer.tiny import job
 
     return job(material, max_steps=STEPS, **changes)
 
@@ -41,7 +41,7 @@ def plain(
 @pytest.fixture
 def routed(material: Material, tmp_path: Path) -> Material:
     """The prompts of `material`, every third one for the teacher `sums`, the others for `rest`."""
-    from tests.trainer.tiny import Material
+    from tests.student_trainer.tiny import Material
 
     records = [json.loads(line) for line in material.prompts.read_text().splitlines()]
     lines = [
@@ -56,7 +56,7 @@ def routed(material: Material, tmp_path: Path) -> Material:
 @pytest.fixture
 def other_teacher(tmp_path: Path) -> Iterator[str]:
     """The same tokenizer, other weights."""
-    from tests.trainer.tiny import model, save, tokenizer
+    from tests.student_trainer.tiny import model, save, tokenizer
 
     path = save(model(seed=7, layers=2), tokenizer(), tmp_path / "other")
     arguments = ["--model", str(path), "--batch-invariant", "--no-cache"]

@@ -15,7 +15,7 @@ from tests.end_to_end.processes import metrics_of, new_run, weights
 from tests.end_to_end.test_two_processes import assert_close
 
 if TYPE_CHECKING:
-    from tests.trainer.tiny import Material
+    from tests.student_trainer.tiny import Material
 
 # 7 answers, one a micro-batch: one process has more micro-batches than the other. 13 rows
 # of embeddings, tied with the head, are no even number either.
@@ -37,7 +37,7 @@ PAIR = {"train__processes": 2, "train__sharding": "fsdp2"}
 
 
 def made(once: Once, name: str, material: Material, teacher: str, **changes: Any) -> RunDirectory:
-    from tests.trainer.tiny import job
+    from tests.student_trainer.tiny import job
 
     config = job(material, teacher, **changes)
     return RunDirectory(once(name, lambda path: finish(new_run(path, config))))
@@ -83,7 +83,7 @@ def test_the_same_curve_as_one_process(alone: RunDirectory, pair: RunDirectory) 
 def test_killed_and_resumed_by_two_or_by_one(
     material: Material, teacher: str, alone: RunDirectory, pair: RunDirectory, tmp_path: Path
 ) -> None:
-    from tests.trainer.tiny import curve, job
+    from tests.student_trainer.tiny import curve, job
 
     run = killed(new_run(tmp_path / "run", job(material, teacher, **UNEVEN, **PAIR)))
     assert_close(metrics_of(in_one_process(run, tmp_path / "one")), metrics_of(alone))
@@ -96,7 +96,7 @@ def test_killed_and_resumed_by_two_or_by_one(
 def test_adapters_killed_with_two_and_resumed_by_one(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:
-    from tests.trainer.tiny import job
+    from tests.student_trainer.tiny import job
 
     alone = finish(new_run(tmp_path / "alone", job(material, teacher, **ADAPTED)))
     run = killed(new_run(tmp_path / "run", job(material, teacher, **ADAPTED, **PAIR)))

@@ -10,14 +10,14 @@ import pytest
 
 from clients.runs.directory import RunDirectory, Status
 from protos.errors import ExitCode
+from tests.distill_server.conftest import eventually
 from tests.end_to_end.conftest import teacher_arguments
 from tests.end_to_end.forked_teacher import ForkedTeacher
 from tests.end_to_end.forked_trainer import finish, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights
-from tests.server.conftest import eventually
 
 if TYPE_CHECKING:
-    from tests.trainer.tiny import Material
+    from tests.student_trainer.tiny import Material
 
 PATIENCE = 3.5  # as much as a busy machine may need for an evaluation's first answer
 
@@ -51,7 +51,7 @@ def test_the_job_outlives_its_teacher(
     material: Material, mortal: MortalTeacher, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
     """Killed twice and started again: not a row is missing or counted twice."""
-    from tests.trainer.tiny import curve, job
+    from tests.student_trainer.tiny import curve, job
 
     run = new_run(tmp_path / "run", job(material, mortal.address))
     with trainer(run) as process:
@@ -76,7 +76,7 @@ def test_a_teacher_that_stays_away(
     material: Material, mortal: MortalTeacher, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
     """The job fails in time, names the teacher, and goes on where it was."""
-    from tests.trainer.tiny import job
+    from tests.student_trainer.tiny import job
 
     run = new_run(
         tmp_path / "run", job(material, mortal.address, teacher__patience_seconds=PATIENCE)
@@ -96,7 +96,7 @@ def test_a_teacher_that_stays_away_from_an_evaluation(
     material: Material, mortal: MortalTeacher, teacher: str, tmp_path: Path
 ) -> None:
     """No checkpoint is of a step whose line was never written: the curve has no gap."""
-    from tests.trainer.tiny import job
+    from tests.student_trainer.tiny import job
 
     # A second of evaluation, in which to kill.
     changes = {"max_steps": 8, "eval__every": 4, "eval__prompts": 600, "checkpoint__every": 3}
@@ -132,7 +132,7 @@ def newest(run: RunDirectory) -> int:
 
 
 def go_on(run: RunDirectory, mortal: MortalTeacher, expected: RunDirectory) -> None:
-    from tests.trainer.tiny import curve
+    from tests.student_trainer.tiny import curve
 
     mortal.start()
     finish(run, 2)
@@ -145,7 +145,7 @@ def test_two_processes_lose_their_teacher(
     material: Material, mortal: MortalTeacher, tmp_path: Path
 ) -> None:
     """Neither waits for the other for ever; together they go on."""
-    from tests.trainer.tiny import job
+    from tests.student_trainer.tiny import job
 
     config = job(
         material,

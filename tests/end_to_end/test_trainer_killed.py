@@ -14,7 +14,7 @@ from tests.end_to_end.forked_trainer import Death, finish, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights
 
 if TYPE_CHECKING:
-    from tests.trainer.tiny import Material
+    from tests.student_trainer.tiny import Material
 
 # Where in a save the trainer dies. Several of its files are there by then.
 IN_SAVES: list[Death] = [
@@ -38,7 +38,7 @@ def kill_at(run: RunDirectory, attempt: int, step: int) -> None:
 
 
 def assert_same(run: RunDirectory, undisturbed: RunDirectory) -> None:
-    from tests.trainer.tiny import curve
+    from tests.student_trainer.tiny import curve
 
     assert curve(metrics_of(run)) == curve(metrics_of(undisturbed))
     assert weights(run) == weights(undisturbed)
@@ -51,7 +51,7 @@ def test_ten_kills(
     material: Material, teacher: str, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
     """At random steps, inside saves and inside the export."""
-    from tests.trainer.tiny import job
+    from tests.student_trainer.tiny import job
 
     run = new_run(tmp_path / "run", job(material, teacher))
     numbers = random.Random(0)

@@ -15,7 +15,7 @@ from tests.end_to_end.forked_trainer import finish, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights
 
 if TYPE_CHECKING:
-    from tests.trainer.tiny import Material
+    from tests.student_trainer.tiny import Material
 
 STEPS = 12
 COUNTS = {"tokens", "length/mean", "length/truncated", "step", "lr"}
@@ -27,7 +27,7 @@ PAIR = {"max_steps": STEPS, "train__processes": 2, "eval__every": 4}
 @pytest.fixture(scope="module")
 def pair(material: Material, teacher: str, once: Once) -> RunDirectory:
     """Two processes of the launcher, undisturbed."""
-    from tests.trainer.tiny import job
+    from tests.student_trainer.tiny import job
 
     run = RunDirectory(
         once(
@@ -43,7 +43,7 @@ def pair(material: Material, teacher: str, once: Once) -> RunDirectory:
 def test_the_same_curve_as_one_process(
     material: Material, teacher: str, pair: RunDirectory, tmp_path: Path
 ) -> None:
-    from tests.trainer.tiny import job
+    from tests.student_trainer.tiny import job
 
     config = job(material, teacher, max_steps=STEPS, eval__every=4)
     assert_close(metrics_of(pair), metrics_of(finish(new_run(tmp_path / "run", config))))
@@ -51,7 +51,7 @@ def test_the_same_curve_as_one_process(
 
 def assert_close(found: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> None:
     """The same curve but for the order of sums; of whole numbers, the same."""
-    from tests.trainer.tiny import curve
+    from tests.student_trainer.tiny import curve
 
     worst = 0.0
     for one, other in zip(curve(found), curve(expected), strict=True):
@@ -70,7 +70,7 @@ def test_two_processes_stopped_killed_and_resumed(
     material: Material, teacher: str, pair: RunDirectory, tmp_path: Path
 ) -> None:
     """Both leave together after a checkpoint; both are killed; the bits are those of `pair`."""
-    from tests.trainer.tiny import curve, job
+    from tests.student_trainer.tiny import curve, job
 
     run = new_run(tmp_path / "run", job(material, teacher, **PAIR))
     with trainer(run, 1) as process:

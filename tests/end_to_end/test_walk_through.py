@@ -23,7 +23,7 @@ from tests.documents import blocks
 from tests.end_to_end.processes import ENVIRONMENT, MakeServer, RealServer
 
 if TYPE_CHECKING:
-    from tests.trainer.tiny import Material
+    from tests.student_trainer.tiny import Material
 
 SERVERS, *SHOWN = blocks("README.md", "walk-through")
 STEPS_AFTER_RESUME = 20

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
+from tests.distill_server.conftest import make_server
 from tests.faults.history import History, record
-from tests.server.conftest import make_server
-from tests.teacher.conftest import start_teacher
+from tests.teacher_service.conftest import start_teacher
 
 __all__ = ["make_server", "start_teacher"]
 

@@ -21,7 +21,7 @@ import psutil
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
 from tests.faults.sequences import VOCAB, WAIT, fake
-from tests.teacher.processes import TeacherProcess
+from tests.teacher_service.processes import TeacherProcess
 
 MIB = 1 << 20
 

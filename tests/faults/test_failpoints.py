@@ -23,7 +23,7 @@ from tests.architecture.test_code import OURS, sources
 from tests.faults.dying import NEW, OLD
 from tests.faults.history import History
 from tests.faults.sequences import WAIT, assert_equal, expected, fake, sequences
-from tests.teacher.conftest import StartTeacher
+from tests.teacher_service.conftest import StartTeacher
 
 # In the order in which they are reached; the second time, the file is the manifest.
 STORE = [
@@ -159,8 +159,8 @@ def test_teachers(start_teacher: StartTeacher, history: History, spec: str) -> N
 def test_pushes(start_teacher: StartTeacher, tmp_path: Path, spec: str) -> None:
     """A fault before the update changes nothing; after it only the reply is lost."""
     from teacher_service.engines.hf import HfEngine
-    from tests.teacher.pushing import arrays
-    from tests.teacher.tiny_model import save_tiny_model
+    from tests.teacher_service.serving.pushing import arrays
+    from tests.teacher_service.tiny_model import save_tiny_model
 
     paths = [save_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     engines = [HfEngine(str(path), batch_invariant=True) for path in paths]

@@ -19,10 +19,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from clients.teacher.client import TeacherClient
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.rpc.transport import CHANNEL_OPTIONS
+from tests.distill_server.conftest import eventually
 from tests.faults.sequences import WAIT, fake, sequences
-from tests.server.conftest import eventually
-from tests.teacher.conftest import StartTeacher
-from tests.teacher.processes import TeacherProcess
+from tests.teacher_service.conftest import StartTeacher
+from tests.teacher_service.processes import TeacherProcess
 
 MIB = 1 << 20
 ASKED = 5

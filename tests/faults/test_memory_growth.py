@@ -12,7 +12,7 @@ from clients.teacher.query import ScoreQuery
 from tests.faults.leaking_teacher import LEAK
 from tests.faults.memory_growth import bytes_a_query, new_queries, slope
 from tests.faults.sequences import fake
-from tests.teacher.conftest import StartTeacher
+from tests.teacher_service.conftest import StartTeacher
 
 Ask = Callable[[int], list[ScoreQuery]]
 # A quarter of what the planted leak is: between the two no allocator's habits lie.

@@ -14,8 +14,8 @@ from protos.rpc import channel
 from tests.faults.history import History
 from tests.faults.proxy import FaultProxy, Toxics
 from tests.faults.sequences import VOCAB, WAIT, assert_equal, expected, fake, sequences
-from tests.teacher.conftest import StartTeacher
-from tests.teacher.processes import TeacherProcess
+from tests.teacher_service.conftest import StartTeacher
+from tests.teacher_service.processes import TeacherProcess
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.scorer import Scorer
 from tests.faults.conftest import REPEATS
 from tests.faults.proxy import FaultProxy, Toxics
-from tests.teacher.redis_server import RedisServer, patient
+from tests.teacher_service.cache.redis_server import RedisServer, patient
 
 __all__ = ["patient"]
 

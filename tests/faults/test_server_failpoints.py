@@ -14,8 +14,8 @@ import pytest
 from clients.jobs.client import DistillClient
 from clients.jobs.job import TERMINAL, JobState
 from protos.errors import Unavailable
-from tests.server.conftest import SCRIPT, Server, end_attempt, eventually, job_config
-from tests.server.history import History
+from tests.distill_server.conftest import SCRIPT, Server, end_attempt, eventually, job_config
+from tests.distill_server.jobs.history import History
 
 KEY = "the same key"
 # Reached by a job that is submitted and runs to its end.

@@ -13,8 +13,8 @@ import pytest
 from clients.jobs.client import DistillClient
 from clients.jobs.job import JobEvent, JobState
 from distill_server.runners.local.process import Identity, family, identity_of, send_signal
-from tests.server.conftest import Server, eventually, job_config
-from tests.server.history import History
+from tests.distill_server.conftest import Server, eventually, job_config
+from tests.distill_server.jobs.history import History
 
 KILLS = int(os.environ.get("DISTILL_REPEATS", "3"))
 JOBS = 8

@@ -22,8 +22,8 @@ from clients.store.store import LogitStore, StoredRows
 from protos.errors import Corrupt, WrongState
 from protos.rows.codec import decode_rows
 from teacher_service.cache.disk_tier import DiskTier
+from tests.clients.store.test_store import META, ROOT, entry
 from tests.faults.conftest import REPEATS
-from tests.teacher.test_logit_store import META, ROOT, entry
 
 MUTATIONS = 10_000
 ENTRIES = [entry(number) for number in range(6)]
@@ -246,7 +246,7 @@ def test_an_error_at_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyP
 WRITERS = """
 import os, sys
 from clients.store.store import LogitStore
-from tests.teacher.test_logit_store import META, entry
+from tests.clients.store.test_store import META, entry
 for path in sys.stdin:
     child = os.fork()
     if child:

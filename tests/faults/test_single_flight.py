@@ -12,7 +12,7 @@ import numpy as np
 from clients.teacher.query import ScoreQuery, request_of
 from protos import teacher_pb2, teacher_pb2_grpc
 from tests.faults.sequences import fake
-from tests.teacher.conftest import StartTeacher
+from tests.teacher_service.conftest import StartTeacher
 
 CLIENTS = 100
 QUERY = ScoreQuery(np.arange(1, 200, dtype=np.int32) % 64, 1, top_k=4)

@@ -13,7 +13,7 @@ from protos.errors import Unavailable
 from tests.faults.conftest import REPEATS
 from tests.faults.history import History, record
 from tests.faults.sequences import WAIT, assert_equal, expected, fake, sequences
-from tests.teacher.conftest import StartTeacher
+from tests.teacher_service.conftest import StartTeacher
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from tests.end_to_end.forked_trainer import finish, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights
 
 if TYPE_CHECKING:
-    from tests.trainer.tiny import Material
+    from tests.student_trainer.tiny import Material
 
 __all__ = ["material", "once", "teacher", "undisturbed"]
 
@@ -25,7 +25,7 @@ SPECS = ["gradients-ready:kill:6", "step-done:kill:3", "metrics-written:kill:4"]
 def test_deaths_within_a_step(
     material: Material, teacher: str, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
-    from tests.trainer.tiny import curve, job
+    from tests.student_trainer.tiny import curve, job
 
     run = new_run(tmp_path / "run", job(material, teacher))
     for attempt, spec in enumerate(SPECS, 1):

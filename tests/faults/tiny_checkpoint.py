@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from student_trainer.loop import checkpoint
-from tests.trainer import tiny
+from tests.student_trainer import tiny
 
 
 @cache

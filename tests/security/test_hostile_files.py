@@ -25,7 +25,7 @@ from student_trainer.loop.checkpoint import newest_checkpoint
 from student_trainer.model.loading import load_model, load_tokenizer
 from teacher_service.engines.hf import HfEngine
 from tests.architecture.test_code import code_from_data
-from tests.trainer.tiny import model, save, tokenizer
+from tests.student_trainer.tiny import model, save, tokenizer
 
 CODE = "import pathlib; pathlib.Path({path!r}).touch()\n"
 TEMPLATES = (

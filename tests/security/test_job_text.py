@@ -20,8 +20,8 @@ from distill_server.jobs.store import Store
 from distill_server.runners.local.runner import LocalRunner
 from distill_server.scheduler import Policy
 from protos.errors import InvalidInput
-from tests.server.conftest import eventually
-from tests.server.scripted_runner import SmallServer
+from tests.distill_server.conftest import eventually
+from tests.distill_server.scripted_runner import SmallServer
 
 MAX_SECONDS = 0.1
 MAX_BYTES = 50 << 20

@@ -26,6 +26,7 @@ from protos.auth.access import NEEDED, Role, Tokens, read_tokens
 from protos.auth.scoped_token import scoped_token
 from protos.errors import Forbidden, InvalidInput
 from protos.rpc.channel import TEACHER_TOKEN, open_channel
+from tests.distill_server.conftest import eventually, job_config
 from tests.security.conftest import Secrets
 from tests.security.processes import Program
 from tests.security.test_access import (
@@ -36,7 +37,6 @@ from tests.security.test_access import (
     call,
 )
 from tests.security.timing import times_in_turns
-from tests.server.conftest import eventually, job_config
 
 JOB = "on-policy-qwen3-0.6b-7f3a"
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.teacher.conftest import tiny_model
+from tests.teacher_service.conftest import tiny_model
 
 __all__ = ["tiny_model"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.teacher.tiny_model import save_tokenizer
+from tests.teacher_service.tiny_model import save_tokenizer
 
 VOCAB_SIZE = 500  # vLLM pads it to 512
 MAX_LENGTH = 1024

@@ -19,7 +19,7 @@ from clients.teacher.query import ScoreQuery
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
 from teacher_service.engines.hf import HfEngine
-from tests.teacher.processes import TeacherProcess
+from tests.teacher_service.processes import TeacherProcess
 from tests.vllm.model import MAX_LENGTH, VOCAB_SIZE, save_model
 
 pytestmark = [

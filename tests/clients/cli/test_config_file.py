@@ -1,0 +1,233 @@
+"""Job files: what they mean, and what is said of wrong ones, to the letter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clients.cli.app import main
+from clients.config.common import LoraConfig
+from clients.config.file import MAX_BYTES, load_job, localized
+from clients.config.on_policy import OnPolicyJob
+from protos.errors import ExitCode, InvalidInput
+from tests.documents import blocks
+
+Write = Callable[..., str]
+HEAD = '[student]\nmodel = "m"\n[data]\npath = "d"\n'
+
+
+def complaint(name: str, *overrides: str) -> str:
+    with pytest.raises(InvalidInput) as caught:
+        load_job(name, overrides)
+    return str(caught.value)
+
+
+def test_three_lines_are_a_job(job_file: Write) -> None:
+    config = load_job(job_file()).config
+    assert config.student.model == "org/model"
+    assert config.max_steps == OnPolicyJob.model_fields["max_steps"].default
+
+
+def test_toml_and_yaml_mean_the_same(job_file: Write) -> None:
+    toml = job_file(HEAD + "[train]\nlearning_rate = 1e-5\n")
+    yaml = job_file(
+        "student: {model: m}\ndata:\n  path: d\ntrain:\n  learning_rate: 1e-5\n", "job.yaml"
+    )
+    assert load_job(toml).config == load_job(yaml).config
+
+
+def test_every_problem_at_once_with_its_line(job_file: Write) -> None:
+    name = job_file(
+        HEAD + '[teacher]\ntopk = 5\ntop_k = 0\n[method]\ntype = "on-policy"\ndivergence = "kl"\n',
+        "a.toml",
+    )
+    assert complaint(name) == (
+        "a.toml: 4 problems\n"
+        "  a.toml:7: teacher.top_k: must be greater than or equal to 1 (got 0)\n"
+        "  a.toml:6: teacher.topk: unknown key; did you mean 'top_k'?\n"
+        "  a.toml:9: method.type: got 'on-policy', expected one of"
+        " 'on_policy', 'offline', 'rl', 'capture'\n"
+        "  a.toml:10: method.divergence: got 'kl', expected one of 'reverse_kl', 'forward_kl'"
+    )
+
+
+def test_the_same_of_yaml(job_file: Write) -> None:
+    name = job_file(
+        "student:\n  model: m\ndata:\n  path: d\nteacher:\n  topk: 5\n  top_k: 0\n", "a.yaml"
+    )
+    assert complaint(name) == (
+        "a.yaml: 2 problems\n"
+        "  a.yaml:7: teacher.top_k: must be greater than or equal to 1 (got 0)\n"
+        "  a.yaml:6: teacher.topk: unknown key; did you mean 'top_k'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "a.toml: 2 problems\n"
+             "  a.toml: student.model: missing; Hugging Face directory or hub id\n"
+             "  a.toml: data.path: missing; A .jsonl or .parquet file, or a hub data set id"),
+        (HEAD + "max_step = 4", "a.toml:5: data.max_step: unknown key; did you mean 'max_steps'?"),
+        ("step = 4\n" + HEAD, "a.toml:1: step: unknown key; did you mean 'max_steps'?"),
+        ("top_k = 4\n" + HEAD, "a.toml:1: top_k: unknown key; it belongs to [teacher]"),
+        (HEAD + "[train]\ntemperature = 2.0",
+         "a.toml:6: train.temperature: unknown key; it belongs to [method]"),
+        (HEAD + "[train]\nseed = 2",
+         "a.toml:6: train.seed: unknown key; it belongs to the top of the file"),
+        (HEAD + "[tracker]\nwandb = 2", "a.toml:5: tracker: unknown key; did you mean 'track'?"),
+        (HEAD + "[eval]\nzzzz = 2", "a.toml:6: eval.zzzz: unknown key"),
+        ("max_steps = 1.5\n" + HEAD, "a.toml:1: max_steps: must be a valid integer (got 1.5)"),
+        ("max_steps = true\n" + HEAD, "a.toml:1: max_steps: must be a valid integer (got true)"),
+        ("name = 3\n" + HEAD, "a.toml:1: name: must be a valid string (got 3)"),
+        ("teacher = 'x'\n" + HEAD, "a.toml:1: teacher: must be a table (got 'x')"),
+        ("train = { learning_rate = inf }\n" + HEAD,
+         "a.toml:1: train.learning_rate: must be a finite number (got inf)"),
+        ("a = [1,\n" + HEAD, "a.toml:2: not TOML: Invalid value (column 2)"),
+        ("a = 1\na = 2\n", "a.toml:2: not TOML: Cannot overwrite a value (column 6)"),
+        ("a = " + "[" * 9999, "a.toml: nested too deeply"),
+        ("a = " + "9" * 9999, "a.toml: not TOML: Exceeds the limit"),
+    ],
+)  # fmt: skip
+def test_toml_mistakes(job_file: Write, text: str, expected: str) -> None:
+    said = complaint(job_file(text, "a.toml"))
+    assert said == expected or expected in said
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("- a\n", "a.yaml:1: must be a mapping of keys to values"),
+        ("a: 1\na: 2\n", "a.yaml:2: a: given twice"),
+        ("a: &x [1]\nb: *x\n", "a.yaml:2: not YAML: aliases are not allowed"),
+        ("a: [1,\n", "a.yaml:2: not YAML: "),
+        ("a: !!python/name:os.system\n", "a.yaml:1: not YAML: could not determine a constructor"),
+        ("seed: 2001-99-99\n", "a.yaml: not YAML: month must be in 1..12"),
+        ("? [1, 2]\n: 3\n", "a.yaml:1: a key must be a plain word"),
+        ("student: x\ndata:\n  path: d\n", "a.yaml:1: student: must be a table (got 'x')"),
+    ],
+)
+def test_yaml_mistakes(job_file: Write, text: str, expected: str) -> None:
+    assert complaint(job_file(text, "a.yaml")).startswith(expected)
+
+
+def test_files_that_cannot_be_read(job_file: Write, tmp_path: Path) -> None:
+    assert complaint("none.toml") == "none.toml: no such file"
+    assert complaint(job_file("{}", "a.json")) == "a.json: a job file ends in .toml, .yaml or .yml"
+    (tmp_path / "dir.toml").mkdir()
+    assert complaint("dir.toml") == "dir.toml: is a directory"
+    assert "larger than 64 KiB" in complaint(job_file("#" * (MAX_BYTES + 1)))
+    (tmp_path / "latin.toml").write_bytes(b"seed = 1\nname = '\xe9'\n")
+    assert complaint("latin.toml") == "latin.toml:2: not UTF-8 text"
+
+
+def test_what_a_parser_takes_and_nobody_else(job_file: Write) -> None:
+    deep = ".".join(["a"] * 2000)
+    assert "nested too deeply" in complaint(job_file(f"{deep} = 1\n"))
+    assert "nested too deeply" in complaint(job_file(), f"{deep}=1")
+    assert "thousands of digits" in complaint(job_file(f"max_steps = 0x{'f' * 4000}\n" + HEAD))
+
+
+def test_overrides_are_toml_values_or_bare_strings(job_file: Write) -> None:
+    chosen = ("max_steps=7", "teacher.address=host:1", "track.tensorboard=false", "name=12",
+              "train.learning_rate=3e-4", 'student.model="quoted"', "data.template=a=b",
+              "eval={every = 3}")  # fmt: skip
+    config = load_job(job_file(), chosen).config
+    assert (config.max_steps, config.teacher.address, config.name) == (7, "host:1", "12")
+    assert (config.track.tensorboard, config.train.learning_rate) == (False, 3e-4)
+    assert (config.student.model, config.data.template, config.eval.every) == ("quoted", "a=b", 3)
+
+
+def test_overrides_are_named_as_such(job_file: Write) -> None:
+    said = complaint(
+        job_file(), "teacher.top_k=0", "teachr.top_k=1", "seed", "max_steps=2\nseed=3", "seed.x=1"
+    )
+    assert said == (
+        "job.toml: 5 problems\n"
+        "  --set: 'seed' is not KEY=VALUE\n"
+        "  --set: seed: must be a valid integer (got {'x': 1})\n"
+        "  --set: max_steps: must be a valid integer (got '2\\nseed=3')\n"
+        "  --set: teacher.top_k: must be greater than or equal to 1 (got 0)\n"
+        "  --set: teachr: unknown key; did you mean 'teacher'?"
+    )
+    assert complaint(job_file(), "data.path.x=1") == (
+        "--set: data.path.x: 'data.path' is not a table"
+    )
+
+
+def test_sources(job_file: Write) -> None:
+    sources = load_job(
+        job_file(HEAD + "[eval]\nevery = 3\n"), ("train={warmup_steps = 1}",)
+    ).sources
+    assert sources["student.model"] == "job.toml:2"
+    assert sources["eval.every"] == "job.toml:6"
+    assert sources["eval.prompts"] == "default"
+    assert sources["train.warmup_steps"] == "--set"
+    assert sources["train.learning_rate"] == "default"
+
+
+def test_a_table_that_is_off_until_it_is_there(job_file: Write) -> None:
+    assert load_job(job_file()).config.student.lora is None
+    assert load_job(job_file(), ["student.lora={}"]).config.student.lora == LoraConfig()
+    read = load_job(job_file(), ["student.lora.rank=8"])
+    assert read.config.student.lora == LoraConfig(rank=8)
+    assert (read.sources["student.lora.rank"], read.sources["student.lora.alpha"]) == (
+        "--set",
+        "default",
+    )
+    assert "student.lora.rnak: unknown key; did you mean 'rank'?" in complaint(
+        job_file(), "student.lora.rnak=8"
+    )
+    assert "student.lora: must be a table (got true)" in complaint(job_file(), "student.lora=true")
+
+
+def test_only_files_that_exist_here_become_absolute(job_file: Write, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").touch()
+    chosen = ("data.path=prompts.jsonl", "data.eval_path=none.jsonl")
+    config = localized(load_job(job_file(), chosen).config)
+    assert config.data.path == str(tmp_path / "prompts.jsonl")
+    assert config.data.eval_path == "none.jsonl"
+    assert config.student.model == "org/model"
+
+
+SHIPPED = [
+    *(Path(__file__).parents[3] / "deploy" / "jobs").glob("*.toml"),
+    *(Path(__file__).parents[3] / "clients").rglob("*.toml"),
+]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_every_shipped_job_file_is_valid(path: Path) -> None:
+    assert load_job(path).config.method.type
+
+
+def test_the_minimal_file_is_three_lines() -> None:
+    minimal = next(path for path in SHIPPED if path.name == "minimal.toml")
+    assert len(minimal.read_text().splitlines()) == 3
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "job.toml")
+    with pytest.raises(InvalidInput, match="not a regular file"):
+        load_job(tmp_path / "job.toml")
+
+
+@pytest.mark.parametrize("key", ["name", "student.model", "data.path"])
+def test_names_are_not_empty(job_file: Callable[..., str], key: str) -> None:
+    with pytest.raises(InvalidInput, match=f"--set: {key}: .*at least 1"):
+        load_job(job_file(), [f'{key}=""'])
+
+
+def test_the_readme_s_problems(job_file: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    """To the letter, of the file that it is about."""
+    (block,) = blocks("README.md", "config")
+    job_file(
+        'student.model = "m"\ndata.path = "d"\n\n[teacher]\ntopk = 8\ntop_k = 0\n'
+        '[method]\ntype = "on-policy"\ntemprature = 0.7\n'
+    )
+    (command,) = block.commands
+    assert main(command.split()[1:]) == ExitCode.USAGE
+    assert block.body == f"$ {command}\n{capsys.readouterr().err}"

@@ -1,0 +1,297 @@
+"""The client against real teachers that are killed, stopped, replaced and frozen."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import fields
+from typing import NoReturn
+
+import grpc
+import numpy as np
+import pytest
+
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
+from protos import teacher_pb2_grpc
+from protos.errors import Corrupt, InternalFault, InvalidInput, Unavailable, WrongState
+from protos.rows.codec import RowBlock
+from teacher_service.engines.fake import FakeEngine, FakeSettings
+from tests.teacher_service.conftest import StartTeacher
+
+VOCAB = 64
+WAIT = 60.0
+
+
+def fake(**settings: int) -> list[str]:
+    pairs = ",".join(f"{name}={value}" for name, value in {"vocab": VOCAB, **settings}.items())
+    return ["--engine", "fake", "--model", pairs]
+
+
+def queries(count: int, length: int = 40, seed: int = 0) -> list[ScoreQuery]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for number in range(count):
+        tokens = rng.integers(0, VOCAB, length).astype(np.int32)
+        if number % 2:
+            drawn = {"tail_samples": 3, "seed": seed} if number % 4 == 1 else {}
+            made.append(ScoreQuery(tokens, 3, top_k=4, f32=True, **drawn))
+        else:
+            head = np.argsort(rng.random((length - 3, VOCAB)))[:, :4].astype(np.int32)
+            made.append(ScoreQuery(tokens, 3, head_ids=head, f32=True))
+    return made
+
+
+def assert_undisturbed(asked: Sequence[ScoreQuery], answers: Sequence[Future[RowBlock]]) -> None:
+    """Every row once, with the numbers of an engine that nobody disturbed."""
+    expected = FakeEngine(FakeSettings(vocab=VOCAB)).score(asked)
+    for answer, block in zip(answers, expected, strict=True):
+        assert isinstance(block, RowBlock)
+        rows = answer.result(WAIT)
+        for column in fields(RowBlock):
+            found, drawn = getattr(rows, column.name), getattr(block, column.name)
+            np.testing.assert_array_equal(found, drawn)
+
+
+def test_info_vocabulary_and_rows(start_teacher: StartTeacher) -> None:
+    teacher = start_teacher(*fake())
+    with TeacherClient(teacher.address) as client:
+        info = client.info()
+        assert (info.engine, info.vocab_size, info.max_top_k) == ("fake", VOCAB, VOCAB)
+        tokens = client.vocabulary()
+        assert tokenizer_fingerprint(tokens) == info.tokenizer_fingerprint
+        asked = queries(50)
+        assert_undisturbed(asked, [client.submit(query) for query in asked])
+
+
+def test_a_long_sequence_comes_in_several_messages(start_teacher: StartTeacher) -> None:
+    teacher = start_teacher(*fake(max_length=20000))
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 20000).astype(np.int32)
+    # 20,000 rows of 32 x 8 bytes: five messages of a MiB.
+    asked = [ScoreQuery(tokens, 1, top_k=32, f32=True)]
+    with TeacherClient(teacher.address) as client:
+        assert_undisturbed(asked, [client.submit(asked[0])])
+
+
+def test_faults_stay_with_their_request(start_teacher: StartTeacher) -> None:
+    teacher = start_teacher(*fake(nan_token=60, crash_token=61))
+    good = queries(1)[0]
+    tokens = good.token_ids % 50
+    good = ScoreQuery(tokens, 3, top_k=4)
+
+    def with_token(token: int) -> ScoreQuery:
+        return ScoreQuery(np.append(tokens, token).astype(np.int32), 3, top_k=4)
+
+    with TeacherClient(teacher.address) as client:
+        asked = [
+            good,
+            ScoreQuery(tokens, 3, top_k=VOCAB + 1),
+            with_token(VOCAB),
+            ScoreQuery(np.insert(tokens, 5, 60).astype(np.int32), 3, top_k=4),
+            with_token(61),
+            good,
+        ]
+        answers = [client.submit(query) for query in asked]
+        faults = [answer.exception(WAIT) for answer in answers]
+    kinds = [None, InvalidInput, InvalidInput, Corrupt, InternalFault, None]
+    assert [type(fault) if fault else None for fault in faults] == kinds
+    assert isinstance(faults[2], InvalidInput)
+    assert faults[2].field == "token_ids[40]"
+    assert "internal error" in str(faults[4])
+    assert "told to crash" in teacher.log.read_text()
+
+
+def test_what_cannot_be_sent_is_refused_at_once(start_teacher: StartTeacher) -> None:
+    with TeacherClient("127.0.0.1:1") as client:
+        tokens = np.zeros(100_000, np.int32)
+        with pytest.raises(InvalidInput, match="message"):
+            client.submit(ScoreQuery(tokens, 1, head_ids=np.zeros((99_999, 64), np.int32)))
+        with pytest.raises(InvalidInput):
+            client.submit(ScoreQuery(tokens[:9], -1, top_k=2))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_teacher_killed_and_restarted(start_teacher: StartTeacher, how: signal.Signals) -> None:
+    args = [*fake(latency_ms=5), "--max-batch-tokens", "80"]
+    teacher = start_teacher(*args)
+    asked = queries(400)
+    with TeacherClient(teacher.address, max_in_flight=64) as client:
+        answers = [client.submit(query) for query in asked]
+        for done_before_kill in (60, 200):
+            answers[done_before_kill].result(WAIT)
+            teacher.send(how)
+            teacher.process.wait(20)
+            assert not all(answer.done() for answer in answers)
+            teacher = start_teacher(*args, port=teacher.port)
+        assert_undisturbed(asked, answers)
+
+
+def test_many_threads_share_a_client(start_teacher: StartTeacher) -> None:
+    teacher = start_teacher(*fake())
+    asked = queries(120)
+    answers: dict[int, Future[RowBlock]] = {}
+    with TeacherClient(teacher.address, max_in_flight=8) as client:
+
+        def submit(first: int) -> None:
+            for number in range(first, len(asked), 4):
+                answers[number] = client.submit(asked[number])
+
+        threads = [threading.Thread(target=submit, args=(first,)) for first in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert_undisturbed(asked, [answers[number] for number in range(len(asked))])
+
+
+def test_a_teacher_gone_for_good_is_given_up_on_time(start_teacher: StartTeacher) -> None:
+    teacher = start_teacher(*fake(latency_ms=50), "--max-batch-tokens", "40")
+    patience = 3.0
+    with TeacherClient(teacher.address, patience_seconds=patience) as client:
+        answers = [client.submit(query) for query in queries(30)]
+        answers[0].result(WAIT)
+        teacher.kill()
+        gone = time.monotonic()
+        fault = answers[-1].exception(WAIT)
+        assert patience * 0.9 < time.monotonic() - gone < patience * 1.1 + 0.5
+        assert isinstance(fault, Unavailable)
+        assert fault.field == "teacher.address"
+        assert "3 s" in fault.message
+        # The next attempt has its own patience, and a teacher that is back is used.
+        start_teacher(*fake(), port=teacher.port)
+        assert_undisturbed(queries(1), [client.submit(queries(1)[0])])
+
+
+def test_a_frozen_teacher_is_given_up_too(start_teacher: StartTeacher) -> None:
+    teacher = start_teacher(*fake())
+    with TeacherClient(teacher.address, patience_seconds=2.0) as client:
+        client.submit(queries(1)[0]).result(WAIT)
+        teacher.send(signal.SIGSTOP)
+        frozen = time.monotonic()
+        fault = client.submit(queries(1)[0]).exception(WAIT)
+        assert time.monotonic() - frozen < 2.7
+        assert isinstance(fault, Unavailable)
+        teacher.send(signal.SIGCONT)
+        assert_undisturbed(queries(1), [client.submit(queries(1)[0])])
+
+
+def test_a_slow_teacher_is_waited_for_but_not_for_ever(
+    start_teacher: StartTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = start_teacher(*fake(latency_ms=3000))
+    with TeacherClient(teacher.address, patience_seconds=1.0) as client:
+        assert_undisturbed(queries(3), [client.submit(query) for query in queries(3)])
+
+        monkeypatch.setattr("clients.teacher.client._BUSY_FACTOR", 2)
+        began = time.monotonic()
+        fault = client.submit(queries(1)[0]).exception(WAIT)
+        assert isinstance(fault, Unavailable)
+        assert "answers, but has sent no row for 2 s" in fault.message
+        assert 1.8 <= time.monotonic() - began < 2.9
+
+        monkeypatch.undo()
+        answer = client.submit(queries(1)[0])
+        time.sleep(1.5)
+        assert not answer.done()
+        teacher.kill()
+        fault = answer.exception(WAIT)
+        assert isinstance(fault, Unavailable)
+        assert "has not answered for 1 s" in fault.message
+
+
+def test_a_restarted_teacher_is_found_within_a_second(start_teacher: StartTeacher) -> None:
+    """Many refused connections must not add up to a long pause."""
+    teacher = start_teacher(*fake())
+    with TeacherClient(teacher.address) as client:
+        client.submit(queries(1)[0]).result(WAIT)
+        teacher.kill()
+        answer = client.submit(queries(1)[0])
+        time.sleep(4)
+        start_teacher(*fake(), port=teacher.port)
+        listening = time.monotonic()
+        answer.result(WAIT)
+        assert time.monotonic() - listening < 2.5  # 1.2 s of back-off at most, on an idle machine
+
+
+def test_other_weights_after_a_restart_are_refused(start_teacher: StartTeacher) -> None:
+    teacher = start_teacher(*fake(latency_ms=50), "--max-batch-tokens", "40")
+    with TeacherClient(teacher.address) as client:
+        before = client.info().fingerprint
+        answers = [client.submit(query) for query in queries(30)]
+        answers[0].result(WAIT)
+        teacher.kill()
+        start_teacher(*fake(seed=1), port=teacher.port)
+        fault = answers[-1].exception(WAIT)
+        assert isinstance(fault, WrongState)
+        assert before in fault.message
+        assert isinstance(client.submit(queries(1)[0]).exception(WAIT), WrongState)
+
+
+def test_nobody_there() -> None:
+    began = time.monotonic()
+    with TeacherClient("127.0.0.1:1") as client:
+        with pytest.raises(Unavailable) as caught:
+            client.info()
+        assert caught.value.field == "teacher.address"
+    assert time.monotonic() - began < 10
+
+
+def test_something_else_there() -> None:
+    """A port that accepts and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        began = time.monotonic()
+        with TeacherClient(address, patience_seconds=1.0) as client:
+            waiting = client.submit(queries(1)[0])
+            assert isinstance(waiting.exception(WAIT), Unavailable)
+            with pytest.raises(Unavailable):
+                client.info()
+        assert time.monotonic() - began < 10
+
+
+class BrokenTeacher(teacher_pb2_grpc.TeacherServicer):
+    """Every call fails, with details that a program of ours would not write."""
+
+    def __init__(self, details: bytes) -> None:
+        self._details = details
+
+    def _fail(self, request: object, context: grpc.ServicerContext) -> NoReturn:
+        context.set_trailing_metadata((("grpc-status-details-bin", self._details),))
+        context.abort(grpc.StatusCode.INTERNAL, "broken 7f3a")
+
+    GetInfo = Score = _fail
+
+
+@pytest.mark.parametrize("details", [b"", b"\xff\xff\xff"])
+def test_the_fault_of_a_broken_teacher_is_told(details: bytes) -> None:
+    """Not taken for one that is not there, or too slow; and what it says may be garbled."""
+    server = grpc.server(ThreadPoolExecutor(4))
+    teacher_pb2_grpc.add_TeacherServicer_to_server(BrokenTeacher(details), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with TeacherClient(f"127.0.0.1:{port}", patience_seconds=0.2) as client:
+        fault = client.submit(queries(1)[0]).exception(WAIT)
+        assert isinstance(fault, Unavailable)
+        assert "broken 7f3a" in str(fault)
+        with pytest.raises(InternalFault, match="broken 7f3a"):
+            client.info()
+    server.stop(None).wait()
+
+
+def test_close_ends_at_once(start_teacher: StartTeacher) -> None:
+    teacher = start_teacher(*fake(latency_ms=500), "--max-batch-tokens", "40")
+    client = TeacherClient(teacher.address)
+    answers = [client.submit(query) for query in queries(20)]
+    time.sleep(0.2)
+    began = time.monotonic()
+    client.close()
+    assert time.monotonic() - began < 2
+    with pytest.raises(CancelledError):
+        answers[-1].result(WAIT)
+    with pytest.raises(Unavailable):
+        client.submit(queries(1)[0])
+    assert teacher.stop() == 0

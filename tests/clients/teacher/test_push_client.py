@@ -1,0 +1,175 @@
+"""A client that pushes weights goes on with the new ones; any other finds out that it cannot."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery
+from protos.errors import InvalidInput, WrongState
+from protos.rows.codec import RowBlock
+from teacher_service.engines.hf import HfEngine
+from tests.teacher_service.processes import TeacherProcess
+from tests.teacher_service.serving.pushing import Arrays, arrays
+from tests.teacher_service.tiny_model import save_tiny_model
+
+WAIT = 60.0
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[HfEngine]:
+    folder = tmp_path_factory.mktemp("models")
+    paths = [save_tiny_model(folder / str(seed), seed=seed) for seed in (0, 1)]
+    return [HfEngine(str(path), batch_invariant=True) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TeacherProcess]:
+    """One for all tests: it starts with the weights of seed 0, each test goes on with its own."""
+    folder = tmp_path_factory.mktemp("teacher")
+    model = save_tiny_model(folder / "model", seed=0)
+    process = TeacherProcess(
+        ["--model", str(model), "--batch-invariant", "--max-batch-tokens", "80", "--no-cache"],
+        log=folder / "teacher.log",
+    )
+    yield process
+    assert process.stop() == 0
+    process.close()
+
+
+def queries(count: int) -> list[ScoreQuery]:
+    tokens = np.random.default_rng(1).integers(0, 90, (count, 40)).astype(np.int32)
+    return [ScoreQuery(row, 1, top_k=8, f32=True) for row in tokens]
+
+
+def same(block: RowBlock, expected: object) -> bool:
+    assert isinstance(expected, RowBlock)
+    return block.head_logprobs.tobytes() == expected.head_logprobs.tobytes()
+
+
+def test_after_a_push_every_row_is_of_the_new_weights(
+    teacher: TeacherProcess, models: list[HfEngine]
+) -> None:
+    """Requests are in flight at every push."""
+    asked = queries(60)
+    expected = [model.score(asked) for model in models]
+    tensors: list[Arrays] = [arrays(model) for model in models]
+    with TeacherClient(teacher.address) as client:
+        known = client.push_weights(tensors[0])
+        first = known.version + 1
+        for version in range(first, first + 4):
+            answers = [client.submit(query) for query in asked]
+            answers[5].result(WAIT)
+            before = [answer.done() for answer in answers]
+            info = client.push_weights(tensors[(version - first + 1) % 2])
+            assert info.version == version == client.info().version
+            assert info.fingerprint == client.info().fingerprint != known.fingerprint
+            known = info
+            old, new = expected[(version - first) % 2], expected[(version - first + 1) % 2]
+            for number, answer in enumerate(answers):
+                block = answer.result(WAIT)
+                is_new = same(block, new[number])
+                assert is_new or (before[number] or same(block, old[number]))
+            # What is asked for now, and all that was unfinished when the push returned.
+            for number, answer in enumerate([client.submit(query) for query in asked]):
+                assert same(answer.result(WAIT), new[number])
+
+
+def test_rows_of_the_old_weights_never_come_after_a_push(
+    teacher: TeacherProcess, models: list[HfEngine]
+) -> None:
+    asked = queries(200)
+    new = models[1].score(asked)
+    with TeacherClient(teacher.address) as client:
+        client.push_weights(arrays(models[0]))
+        answers = [client.submit(query) for query in asked]
+        answers[20].result(WAIT)
+        client.push_weights(arrays(models[1]))
+        late = [number for number, answer in enumerate(answers) if not answer.done()]
+        assert len(late) > 20, "nothing was in flight"
+        assert all(same(answers[number].result(WAIT), new[number]) for number in late)
+
+
+def test_another_client_is_told(teacher: TeacherProcess, models: list[HfEngine]) -> None:
+    [query] = queries(1)
+    with TeacherClient(teacher.address) as pushing, TeacherClient(teacher.address) as other:
+        before = other.submit(query).result(WAIT)
+        version = other.info().version
+        pushing.push_weights(arrays(models[1]))
+        fault = other.submit(query).exception(WAIT)
+        assert isinstance(fault, WrongState)
+        assert f"version {version + 1}" in fault.message
+        with pytest.raises(WrongState):
+            other.push_weights(arrays(models[0]))
+        # Averages: an update that follows the one that the pusher knows of.
+        pushing.push_weights(arrays(models[0]), tau=0.5)
+        after = pushing.submit(query).result(WAIT)
+        assert not same(after, before)
+        assert pushing.info().version == version + 2
+    with TeacherClient(teacher.address) as late:
+        assert same(late.submit(query).result(WAIT), after)
+
+
+def test_a_refused_push_reaches_its_caller_and_changes_nothing(
+    teacher: TeacherProcess, models: list[HfEngine]
+) -> None:
+    [query] = queries(1)
+    good = arrays(models[1])
+    first = next(iter(good))
+    wrong = {**good, first: good[first].astype(np.float64)}
+    short = {name: good[name] for name in list(good)[1:]}
+    bad = {**good, first: np.full_like(good[first], np.nan)}
+    with TeacherClient(teacher.address) as client:
+        before, version = client.submit(query).result(WAIT), client.info().version
+        for tensors in (wrong, short, bad):
+            with pytest.raises(InvalidInput) as caught:
+                client.push_weights(tensors)
+            assert caught.value.field == first
+        with pytest.raises(InvalidInput) as caught:
+            client.push_weights(good, tau=1.5)
+        assert caught.value.field == "tau"
+        assert client.info().version == version
+        assert same(client.submit(query).result(WAIT), before)
+
+
+def test_a_push_that_is_cut_off_changes_nothing(
+    teacher: TeacherProcess, models: list[HfEngine]
+) -> None:
+    """The pusher dies half-way; the next one is not in its way."""
+    reached = threading.Event()
+
+    class Endless(dict[str, np.ndarray]):
+        reads = 0
+
+        def __getitem__(self, name: str) -> np.ndarray:
+            self.reads += 1
+            if self.reads > len(self) + 5:
+                reached.set()
+                time.sleep(3)
+            return super().__getitem__(name)
+
+    pusher = TeacherClient(teacher.address)
+    version = pusher.info().version
+    fault: list[BaseException] = []
+
+    def push() -> None:
+        try:
+            pusher.push_weights(Endless(arrays(models[1])))
+        except Exception as error:
+            fault.append(error)
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    assert reached.wait(WAIT)
+    pusher._lanes[0]._channel.close()
+    thread.join()
+    pusher.close()
+    assert len(fault) == 1
+    with TeacherClient(teacher.address) as client:
+        assert client.info().version == version
+        assert client.push_weights(arrays(models[1])).version == version + 1

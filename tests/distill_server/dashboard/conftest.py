@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distill_server.dashboard.site import Site
+
+
+@pytest.fixture
+def make_site(tmp_path: Path) -> Iterator[Callable[..., Site]]:
+    sites: list[Site] = []
+
+    def make(**options: object) -> Site:
+        sites.append(Site(tmp_path / "runs", **options))  # type: ignore[arg-type]
+        return sites[-1]
+
+    yield make
+    for site in sites:
+        site.clean_up()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Without tokens: a person's own machine."""
+    site = Site(tmp_path_factory.mktemp("open") / "runs")
+    yield site
+    site.clean_up()
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("guarded") / "runs", tokens=True)
+    yield site
+    site.clean_up()

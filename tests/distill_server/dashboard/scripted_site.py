@@ -1,0 +1,42 @@
+"""The real server with its dashboard and the scripted trainer: RUNS PATIENCE_SECONDS PORT.
+
+Tokens come as for any server, in $DISTILL_TOKENS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from distill_server.dashboard import listen
+from distill_server.dashboard.serve import Dashboard
+from distill_server.jobs.preflight import unchecked
+from distill_server.runners.local.runner import LocalRunner
+from distill_server.runners.machine import Machine
+from distill_server.scheduler import Policy
+from distill_server.server import run_server
+from protos.auth.access import read_tokens
+from protos.rpc.server import Endpoint
+from tests.distill_server.scripted_server import POLICY, command
+
+
+def main() -> None:
+    logging.basicConfig()
+    listen.PATIENCE_SECONDS = float(sys.argv[2])
+    asyncio.run(
+        run_server(
+            Path(sys.argv[1]),
+            endpoint=Endpoint(tokens=read_tokens(None)),
+            runner=LocalRunner(command=command),
+            policy=Policy(Machine(slots=4), retries=1, **POLICY),
+            preflight=unchecked,
+            on_ready=lambda bound: print(bound, flush=True),
+            dashboard=Dashboard(int(sys.argv[3]), on_ready=lambda url: print(url, flush=True)),
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""A server with a dashboard, and a reader that is no part of it: the standard library's."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from clients.config.on_policy import OnPolicyJob
+from clients.jobs.client import DistillClient
+from tests.distill_server.conftest import end_attempt, job_config
+
+ROOT = Path(__file__).parents[3]
+TOKENS = {role: role[0] * 43 for role in ("read", "submit", "admin")}
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Site:
+    """`tokens`: whether the server asks for them."""
+
+    def __init__(
+        self, runs: Path, *, tokens: bool = False, patience: float = 10.0, port: int = 0
+    ) -> None:
+        self.runs = runs
+        self.asks_tokens = tokens
+        lines = "\n".join(f"{role} {token}" for role, token in TOKENS.items())
+        self.log = runs.with_suffix(".log")
+        words = [str(runs), str(patience), str(port)]
+        with self.log.open("ab") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.distill_server.dashboard.scripted_site", *words],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, "DISTILL_TOKENS": lines if tokens else ""},
+            )
+        assert self.process.stdout is not None
+        port, self.url = (self.process.stdout.readline().strip() for _ in range(2))
+        assert self.url, self.log.read_text()
+        self.address = f"127.0.0.1:{port}"
+        self.port = urlsplit(self.url).port or 0
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+
+    def ask(
+        self,
+        path: str,
+        *,
+        method: str = "GET",
+        role: str = "",
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        connection = self.connect()
+        try:
+            sent = dict(headers or {})
+            if role:
+                sent["Authorization"] = f"Bearer {TOKENS[role]}"
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, sent)
+            found = connection.getresponse()
+            return Answer(found.status, dict(found.getheaders()), found.read())
+        finally:
+            connection.close()
+
+    def messages(
+        self, path: str, *, after: str = "", role: str = ""
+    ) -> Iterator[tuple[str, str, Any]]:
+        """(event, id, data) of a feed; closing the iterator hangs up."""
+        connection = self.connect()
+        try:
+            sent = {"Last-Event-ID": after} if after else {}
+            if role:
+                sent["Authorization"] = f"Bearer {TOKENS[role]}"
+            connection.request("GET", path, headers=sent)
+            found = connection.getresponse()
+            assert found.status == 200, found.read()
+            assert found.getheader("Content-Type", "").startswith("text/event-stream")
+            fields: dict[str, str] = {}
+            for line in found:
+                name, colon, value = line.decode().rstrip("\n").partition(": ")
+                if colon:
+                    fields[name] = value
+                elif fields:
+                    yield fields["event"], fields.get("id", ""), json.loads(fields["data"])
+                    fields = {}
+        finally:
+            connection.close()
+
+    def submit(self, config: OnPolicyJob | None = None, **values: Any) -> str:
+        """A job's id."""
+        os.environ["DISTILL_TOKEN"] = TOKENS["submit"] if self.asks_tokens else ""
+        try:
+            with DistillClient(self.address) as client:
+                return client.submit(config or job_config(**values)).id
+        finally:
+            del os.environ["DISTILL_TOKEN"]
+
+    def job(self, job_id: str, role: str = "") -> Any:
+        return self.ask(f"/api/jobs/{job_id}", role=role).json()
+
+    def stop(self, signum: int = signal.SIGTERM) -> int:
+        assert self.process.stdout is not None
+        self.process.send_signal(signum)
+        code = self.process.wait(20)
+        self.process.stdout.close()
+        return code
+
+    def clean_up(self) -> None:
+        if self.process.poll() is None:
+            self.stop(signal.SIGKILL)
+        for directory in self.runs.glob("*/logs/attempt-*"):
+            end_attempt(directory)
+        assert "Traceback" not in self.log.read_text()

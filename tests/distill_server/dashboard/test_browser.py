@@ -1,0 +1,212 @@
+"""The pages in a real browser: Debian's chromium, headless."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from clients.config.common import DataConfig, StudentConfig, TeacherConfig
+from clients.config.on_policy import OnPolicyJob
+from tests.distill_server.conftest import eventually
+from tests.distill_server.dashboard.browser import Browser
+from tests.distill_server.dashboard.site import TOKENS, Site
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("chromium") is None or shutil.which("chromedriver") is None,
+    reason="needs Debian's chromium and chromium-driver",
+)
+# An alert that came up would end any test.
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)> pause=0.1"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser
+
+
+@pytest.fixture(autouse=True)
+def nothing_went_wrong(browser: Browser) -> Iterator[None]:
+    """No script failed and nothing was blocked. What the server refuses is told here too."""
+    browser.resize(1280)
+    browser.complaints()
+    yield
+    refused = ("(Unauthorized)", "(Bad Request)")
+    assert [said for said in browser.complaints() if not said.endswith(refused)] == []
+
+
+def test_a_curve_grows_while_its_job_runs(site: Site, browser: Browser) -> None:
+    job = site.submit(name="pause=0.1", max_steps=1000)
+    browser.open(f"{site.url}/#/jobs/{job}")
+    eventually(lambda: browser.count(".curve:not([hidden]) .line path") == 1)
+
+    def last_step() -> int:
+        label = browser.attribute(".curve:not([hidden]) svg", "aria-label")
+        return int(label.split(" at step ")[1].partition(":")[0])
+
+    first = last_step()
+    drawn = browser.attribute(".line path", "d")
+    eventually(lambda: last_step() >= first + 5)
+    assert browser.attribute(".line path", "d") != drawn
+    assert "running" in browser.text(".title")
+    assert f"of {1000}" in browser.text(".progress")
+
+
+def test_the_list_is_live_and_searched(site: Site, browser: Browser) -> None:
+    browser.open(f"{site.url}/#/")
+    eventually(lambda: browser.count(".filters button") > 0)
+    job = site.submit(name="pause=0.1 wanted", max_steps=400)
+    row = f"[data-job='{job}']"
+    eventually(lambda: browser.count(row) == 1)
+    browser.type("[type=search]", "WANTED running")
+    eventually(lambda: browser.count(".jobs tbody tr") == 1 == browser.count(row))
+    earlier = browser.text(f"{row} td:nth-child(3)")
+    eventually(lambda: browser.text(f"{row} td:nth-child(3)") != earlier)
+    left = f"{row} td:nth-child(8)"
+    eventually(lambda: browser.text(left).endswith("s"))
+    assert browser.run("return document.activeElement.type") == "search", "typing goes on"
+    browser.type("[type=search]", " nothing")
+    eventually(lambda: "No job has all of these words" in browser.text(".notice"))
+    browser.clear("[type=search]")
+    eventually(lambda: browser.count(row) == 1)
+
+
+@pytest.mark.parametrize("page", ["#/", "#/jobs/{job}", "#/teachers"])
+def test_who_has_the_focus_is_seen(site: Site, browser: Browser, page: str) -> None:
+    """Everything that the tab key comes to, once around."""
+    job = site.submit(name="pause=0", max_steps=5)
+    eventually(lambda: site.job(job)["state"] == "SUCCEEDED")
+    browser.open(f"{site.url}/{page.format(job=job)}")
+    eventually(lambda: browser.count("main *") > 3)
+    seen = set()
+    for _ in range(12):
+        browser.tab()
+        name, style, width = browser.run(
+            "const e = document.activeElement, s = getComputedStyle(e);"
+            " return [e.outerHTML.slice(0, 60), s.outlineStyle, parseFloat(s.outlineWidth)]"
+        )
+        if name.startswith("<body"):
+            break
+        seen.add(name)
+        assert (style, width >= 2) == ("solid", True), name
+    assert len(seen) >= 3
+
+
+def test_the_keys_read_a_curve(site: Site, browser: Browser) -> None:
+    job = site.submit(name="pause=0", max_steps=20)
+    eventually(lambda: site.job(job)["state"] == "SUCCEEDED")
+    browser.open(f"{site.url}/#/jobs/{job}")
+    eventually(lambda: "step 20" in browser.attribute(".curve:not([hidden]) svg", "aria-label"))
+    browser.press(".curve:not([hidden]) svg", "HOME")
+    label = browser.attribute(".curve:not([hidden]) svg", "aria-label")
+    assert label == "Loss at step 1: loss 1"
+    browser.press(".curve:not([hidden]) svg", "ARROW_RIGHT")
+    assert browser.text(".mark text") == "step 2"
+    assert browser.text(".legend b") == "0.5"
+
+
+def test_a_hostile_name_is_text(site: Site, browser: Browser) -> None:
+    job = site.submit(name=HOSTILE, max_steps=300)
+    eventually(lambda: site.job(job)["step"] >= 1)
+    samples = site.runs / job / "samples"
+    samples.mkdir()
+    sample = {"<b>prompt</b>": "<script>window.hit=1</script>", "turns": [{"x": "</dd><script>"}]}
+    (samples / "step-000001.jsonl").write_text(json.dumps(sample) + "\n")
+    with (site.runs / job / "logs" / "attempt-1" / "rank-0.log").open("a") as log:
+        log.write("<script>window.hit=1</script>\n")
+    browser.open(f"{site.url}/#/")
+    eventually(lambda: HOSTILE in browser.text(".jobs"))
+    browser.open(f"{site.url}/#/jobs/{job}")
+    eventually(lambda: browser.text("h1") == HOSTILE)
+    browser.run("document.querySelectorAll('main details').forEach(d => d.open = true)")
+    eventually(lambda: "</dd><script>" in browser.text(".samples"))
+    eventually(lambda: "window.hit=1</script>\n" in browser.text(".log"))
+    assert HOSTILE in browser.text(".config")
+    assert browser.run("return [window.hit ?? null, document.scripts.length]") == [None, 1]
+    # Even a script of ours that tried could not: the browser is told to refuse.
+    assert browser.run(
+        "try { document.body.innerHTML = '<b>x</b>'; return 'done'; } catch (e) { return e.name; }"
+    ) == ("TypeError")
+    browser.complaints()
+
+
+def test_cancel_and_resume_with_a_token_only(guarded: Site, browser: Browser) -> None:
+    job = guarded.submit(name="pause=0.1", max_steps=1000)
+    browser.open(f"{guarded.url}/#/jobs/{job}")
+    eventually(lambda: browser.run("return document.querySelector('#token').open"))
+    assert job not in browser.text("body")
+    browser.give_token(TOKENS["read"])
+    eventually(lambda: browser.count(".title .badge") == 1)
+    assert browser.text("#access") == "token: read"
+    assert browser.count(".actions") == 0
+    browser.click("#access")
+    browser.give_token(TOKENS["submit"])
+    eventually(lambda: browser.count(".actions .danger") > 0 and guarded.job(job, "read")["step"])
+    browser.click(".actions .buttons button")
+    browser.click(".actions dialog .danger")
+    eventually(lambda: browser.text(".title .badge") == "cancelled")
+    assert guarded.job(job, "read")["state"] == "CANCELLED"
+    browser.click(".actions .buttons button")
+    browser.type("#resume-steps", "1")
+    browser.click(".actions dialog .strong")
+    eventually(lambda: "already made" in browser.text(".actions .fault"))
+    browser.click(".actions .buttons button")
+    browser.click(".actions dialog .strong")
+    eventually(lambda: browser.text(".title .badge") == "running")
+    assert guarded.job(job, "read")["attempt"] == 2
+    assert browser.run("return [document.cookie, location.search]") == ["", ""]
+
+
+def test_nothing_sticks_out_at_400_pixels(site: Site, browser: Browser) -> None:
+    config = OnPolicyJob(
+        student=StudentConfig(model="tiny"),
+        data=DataConfig(path="prompts.jsonl"),
+        teacher=TeacherConfig(address="a-very-long-name-of-a-teacher.example.invalid:50052"),
+        name="a-name-without-any-place-to-break-it-which-is-wider-than-a-phone-is pause=0.1",
+        max_steps=1000,
+    )
+    job = site.submit(config)
+    eventually(lambda: site.job(job)["step"] >= 2)
+    browser.resize(400)
+    for page, ready in (
+        ("#/", ".jobs tr"),
+        (f"#/jobs/{job}", ".curve:not([hidden])"),
+        ("#/teachers", ".card"),
+    ):
+        browser.open(f"{site.url}/{page}")
+        eventually(lambda: browser.count(ready) > 0)  # noqa: B023
+        browser.run("document.querySelectorAll('main details').forEach(d => d.open = true)")
+        wide = browser.run(
+            "return [...document.querySelectorAll('main *')].filter(e =>"
+            " e.getBoundingClientRect().right > 401 && e.closest('pre') === null)"
+            ".map(e => e.outerHTML.slice(0, 80))"
+        )
+        assert wide == [], page
+        assert browser.run("return document.documentElement.scrollWidth") == 400, page
+
+
+def test_states_and_a_server_that_comes_back(
+    tmp_path: Path, make_site: Callable[..., Site], browser: Browser
+) -> None:
+    site = make_site()
+    ids = [site.submit(name=f"fail_at=1 number-{n:02}", max_steps=1) for n in range(3)]
+    eventually(lambda: all(site.job(job)["state"] == "FAILED" for job in ids))
+    browser.open(f"{site.url}/#/")
+    eventually(lambda: browser.count(".jobs tbody tr") == 3)
+    browser.click(".filters [data-state=FAILED]")
+    eventually(lambda: browser.attribute("[data-state=FAILED]", "aria-pressed") == "true")
+    assert browser.count(".jobs tbody tr") == 3
+    browser.click(".jobs tbody tr a")
+    eventually(lambda: "failed" in browser.text(".title"))
+    assert browser.text(".reason") == "the loss is not finite"
+    site.stop()
+    eventually(lambda: browser.text("#link") == "server not reached")
+    make_site(port=site.port)
+    eventually(lambda: browser.text("#link") == "connected")
+    browser.open("about:blank")
+    # While the server was gone: what could not be fetched is told by the browser too.
+    browser.complaints()

@@ -1,0 +1,150 @@
+"""The history of a long job is thinned, and nothing of it is lost that a curve shows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from clients.jobs.job import JobEvent, JobState
+from distill_server.dashboard import feeds
+from distill_server.dashboard.feeds import Turns, job_messages, list_messages, thinned
+from distill_server.jobs.change_notifier import ChangeNotifier
+from distill_server.jobs.database import open_database
+from distill_server.jobs.store import Change, Store
+from protos.errors import Unavailable
+from tests.distill_server.conftest import job_config
+
+EVENT = JobEvent(1, 0.0, JobState.RUNNING, "", "training", 1, 1, 100)
+
+
+def events(count: int, attempt: int = 1) -> list[JobEvent]:
+    return [
+        replace(EVENT, seq=n, step=n, attempt=attempt, metrics={"loss": float(n)})
+        for n in range(1, count + 1)
+    ]
+
+
+def test_groups_are_their_last_event_with_means() -> None:
+    kept = thinned(events(10), 4)
+    assert [(event.seq, event.metrics["loss"]) for event in kept] == [(4, 2.5), (8, 6.5), (10, 9.5)]
+
+
+def test_a_rare_metric_survives() -> None:
+    rare = events(9)
+    rare[4] = replace(rare[4], metrics={"loss": 5.0, "eval/kl": 0.25})
+    assert [event.metrics.get("eval/kl") for event in thinned(rare, 9)] == [0.25]
+
+
+def test_attempts_are_never_mixed() -> None:
+    kept = thinned([*events(3), *events(3, attempt=2)], 4)
+    assert [(event.attempt, event.metrics["loss"]) for event in kept] == [(1, 2.0), (2, 2.0)]
+
+
+def test_the_list_is_told_when_it_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often its jobs change, there is one look a moment; a look that sees no news is not
+    told.
+    """
+    monkeypatch.setattr(feeds, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    looks = []
+
+    async def follow(store: Store, bells: ChangeNotifier) -> None:
+        def look() -> list[str]:
+            looks.append(1)
+            return [f"{job.id} {job.step}" for job in store.page(limit=2)]
+
+        messages = list_messages(bells, Turns(), look)
+        assert told(await anext(messages)) == []
+        store.add("one", job_config(), "")
+        assert told(await anext(messages)) == ["one 0"]
+        for step in range(1, 101):
+            store.change("one", Change(step=step, metrics={"loss": 1.0}))
+        assert told(await anext(messages)) == ["one 100"]
+        for name in ("two", "three"):
+            store.add(name, job_config(), "")
+        assert told(await anext(messages)) == ["three 0", "two 0"]
+        pending = asyncio.ensure_future(anext(messages))
+        before = len(looks)
+        store.change("one", Change(step=101, metrics={"loss": 1.0}))  # on another page
+        while len(looks) == before:
+            await asyncio.sleep(0.01)
+        assert not pending.done()
+        bells.close()
+        with pytest.raises(Unavailable):
+            await pending
+
+    with open_database(tmp_path / "jobs.sqlite") as connection:
+        bells = ChangeNotifier()
+        asyncio.run(follow(Store(connection, on_change=bells.ring), bells))
+    assert len(looks) < 10
+
+
+def test_many_readers_leave_half_of_the_time_to_everybody_else() -> None:
+    """However slow a look is: a pause is never shorter than it was asked for."""
+    looks: list[tuple[float, float]] = []
+
+    def look() -> list[str]:
+        began = time.monotonic()
+        while time.monotonic() < began + 0.003:
+            pass
+        looks.append((began, time.monotonic()))
+        return []
+
+    async def read() -> None:
+        turns, bells = Turns(), ChangeNotifier()
+        await asyncio.gather(*(anext(list_messages(bells, turns, look)) for _ in range(20)))
+
+    asyncio.run(read())
+    assert len(looks) == 20
+    for (began, ended), (next_began, _) in pairwise(looks):
+        assert next_began - ended >= 0.9 * (ended - began)
+
+
+def told(message: str) -> list[str]:
+    assert message.startswith("event: page\n")
+    found: list[str] = json.loads(message.split("data: ")[1])
+    return found
+
+
+def test_groups_of_one_change_nothing() -> None:
+    assert thinned(events(5), 1) == events(5)
+    assert thinned([], 3) == []
+
+
+def test_a_long_past_is_thinned_and_the_present_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeds, "_MOST_POINTS", 50)
+    monkeypatch.setattr(feeds, "_PAGE_EVENTS", 40)
+
+    async def follow(store: Store, bells: ChangeNotifier) -> list[dict[str, float]]:
+        found: list[dict[str, float]] = []
+        messages = job_messages(store, bells, "job", 0)
+        while not found or found[-1]["seq"] < store.job("job").last_seq:
+            found += json.loads((await anext(messages)).split("data: ")[1])
+        past = len(found)
+        assert past <= 50 + 500 / 40
+        for step in (501, 502, 503):
+            store.change("job", Change(step=step, metrics={"loss": float(step)}))
+        found += json.loads((await anext(messages)).split("data: ")[1])
+        assert [event["step"] for event in found[past:]] == [501, 502, 503]
+        return found
+
+    with open_database(tmp_path / "jobs.sqlite") as connection:
+        connection.execute("PRAGMA synchronous = OFF")
+        bells = ChangeNotifier()
+        store = Store(connection, on_change=bells.ring)
+        store.add("job", job_config(), "")
+        for step in range(1, 501):
+            store.change("job", Change(step=step, metrics={"loss": float(step)}))
+        found = asyncio.run(follow(store, bells))
+    steps = [event["step"] for event in found]
+    assert steps == sorted(steps)
+    assert {500, 503} <= set(steps)

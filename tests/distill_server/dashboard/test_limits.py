@@ -1,0 +1,147 @@
+"""Who says nothing, or does not read, is hung up on; and the server ends in spite of all."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from distill_server.dashboard.listen import MAX_CONNECTIONS
+from tests.distill_server.conftest import eventually
+from tests.distill_server.dashboard.site import Site
+
+PATIENCE = 1.0
+REQUEST = b"GET /api/jobs HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("limits") / "runs", patience=PATIENCE)
+    yield site
+    site.clean_up()
+
+
+def hung_up(connection: socket.socket) -> bool:
+    """Whether the server ends the connection, after whatever it answers."""
+    connection.settimeout(20)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        REQUEST[:20],
+        REQUEST,
+        b"POST /api/jobs/x/cancel HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{",
+        REQUEST + b"X: " + b"y" * 1_000_000,
+    ],
+    ids=["silence", "half a line", "half a request", "half a body", "an endless head"],
+)
+def test_half_a_request_is_not_waited_for(site: Site, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", site.port)) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(sent)
+        assert hung_up(connection)
+
+
+def test_half_of_a_second_request_is_not_waited_for_either(site: Site) -> None:
+    with socket.create_connection(("127.0.0.1", site.port)) as connection:
+        connection.sendall(REQUEST + b"\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        connection.sendall(REQUEST)
+        assert hung_up(connection)
+
+
+def test_a_request_that_trickles_in_is_cut(site: Site) -> None:
+    with socket.create_connection(("127.0.0.1", site.port)) as connection:
+        over = threading.Event()
+
+        def trickle() -> None:
+            for byte in REQUEST * 100:
+                if over.wait(PATIENCE / 10):
+                    return
+                try:
+                    connection.sendall(bytes([byte]))
+                except OSError:
+                    return
+
+        sender = threading.Thread(target=trickle)
+        sender.start()
+        try:
+            assert hung_up(connection)
+        finally:
+            over.set()
+            sender.join()
+
+
+def test_a_reader_that_does_not_read_is_dropped(site: Site) -> None:
+    job = site.submit(name="pause=0.2", max_steps=2000)
+    path = site.runs / job / "logs" / "attempt-1" / "rank-0.log"
+    eventually(lambda: path.exists() and site.job(job)["step"] >= 1)
+    # Few lines, but far more than any buffer between the two holds.
+    with path.open("a") as log:
+        log.write(("x" * 100_000 + "\n") * 400)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", site.port))
+        connection.sendall(f"GET /api/jobs/{job}/log HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        eventually(lambda: not is_open(site, connection.getsockname()[1]))
+    assert site.ask("/api/jobs").status == 200
+
+
+def is_open(site: Site, port: int) -> bool:
+    """Whether the server's end is there, by the kernel's table."""
+    wanted = (f":{site.port:04X}", f":{port:04X}")
+    for line in Path(f"/proc/{site.process.pid}/net/tcp").read_text().splitlines()[1:]:
+        local, remote, state = line.split()[1:4]
+        if local.endswith(wanted[0]) and remote.endswith(wanted[1]) and state == "01":
+            return True
+    return False
+
+
+def test_there_are_never_too_many_connections(make_site: Callable[..., Site]) -> None:
+    site = make_site(patience=60.0)
+    idle = [socket.create_connection(("127.0.0.1", site.port)) for _ in range(MAX_CONNECTIONS + 20)]
+    try:
+        # Those over the limit are closed at once, long before their patience is over.
+        assert all(hung_up(connection) for connection in idle[-20:])
+        for connection in idle[:5]:
+            connection.close()
+
+        def answered() -> bool:
+            try:
+                return site.ask("/api/jobs").status == 200
+            except OSError:
+                return False
+
+        eventually(answered)
+    finally:
+        for connection in idle:
+            connection.close()
+
+
+def test_readers_do_not_hold_up_the_end(make_site: Callable[..., Site]) -> None:
+    site = make_site()
+    job = site.submit(name="pause=0.05", max_steps=2000)
+    feeds = [site.messages(f"/api/jobs/{job}/{feed}") for feed in ("events", "log", "events")]
+    for feed in feeds:
+        assert next(feed)[0] in ("steps", "text")
+    assert site.stop() == 0
+    # Each ended as a whole answer: a broken one would raise here.
+    for feed in feeds:
+        assert {kind for kind, _, _ in feed} <= {"steps", "text", "fault"}
+    said = site.log.read_text()
+    assert "Traceback" not in said
+    assert "Cancel" not in said

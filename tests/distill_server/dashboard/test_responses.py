@@ -1,0 +1,225 @@
+"""What the dashboard's port answers: jobs by the page, events and logs that go on, teachers."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import subprocess
+import sys
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from clients.config.common import DataConfig, StudentConfig, TeacherConfig
+from clients.config.on_policy import OnPolicyJob
+from distill_server.jobs.database import open_database
+from distill_server.jobs.store import Store
+from tests.distill_server.conftest import eventually, job_config
+from tests.distill_server.dashboard.site import Site
+from tests.documents import blocks
+from tests.security.processes import environment, teacher
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "dashboard.md"
+MANY = 10_000
+
+
+def test_the_command_of_the_document(tmp_path: Path) -> None:
+    """At other ports."""
+    (block,) = blocks("docs/dashboard.md", "dashboard")
+    (command,) = block.commands
+    assert command.endswith(" --dashboard 8080")
+    words = [sys.executable, "-m", "distill_server", *command.split()[1:-1], "0", "--port", "0"]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment()
+    ) as process:
+        assert process.stdout is not None
+        _, line = process.stdout.readline(), process.stdout.readline()
+        with urllib.request.urlopen(line.removeprefix("dashboard at ").strip()) as answer:
+            assert b"<title>distill</title>" in answer.read()
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+def test_a_search_is_for_every_word_of_id_name_and_state(site: Site) -> None:
+    """In either case; what is special to a database is not special here."""
+    ids = [site.submit(name=f"fail_at=1 {name}", max_steps=1) for name in ("Al%pha", "be_ta")]
+    eventually(lambda: all(site.job(job)["state"] == "FAILED" for job in ids))
+
+    def found(search: str, state: str = "") -> set[str]:
+        asked = urllib.parse.urlencode({"search": search, "state": state})
+        answer = site.ask(f"/api/jobs?{asked}").json()
+        assert sum(answer["counts"].values()) >= len(answer["jobs"])
+        return {job["id"] for job in answer["jobs"]} & set(ids)
+
+    assert found("") == found("fail") == found("on-policy FAILED") == set(ids)
+    assert found("al%PHA") == found(f"{ids[0]} alpha".replace("alpha", "l%p")) == {ids[0]}
+    assert found("e_t") == found("be_ta", "FAILED") == {ids[1]}
+    assert found("al_pha") == found("%") - {ids[0]} == found("' OR 1 --") == set()
+    assert found("be_ta", "RUNNING") == found("be_ta al%pha") == set()
+    answer = site.ask(f"/api/jobs?search={'x' * 101}")
+    assert (answer.status, answer.json()["error"]["field"]) == (400, "search")
+
+
+def test_the_list_of_jobs_is_told_as_it_changes(site: Site) -> None:
+    messages = site.messages("/api/events?search=listed")
+    assert next(messages)[2]["jobs"] == []
+    job = site.submit(name="pause=0.05 listed", max_steps=150)
+    site.submit(name="another", max_steps=1)
+    steps = []
+    for kind, _, page in messages:
+        assert kind == "page"
+        assert {record["id"] for record in page["jobs"]} <= {job}
+        steps += [record["step"] for record in page["jobs"]]
+        if len(set(steps)) > 3:
+            # 0.05 s a step, and more where the machine is busy.
+            assert page["jobs"][0]["seconds_left"] > 0.05 * (150 - steps[-1]) * 0.9
+            break
+    assert steps == sorted(steps)
+    messages.close()
+
+
+def test_ten_thousand_jobs_are_paged(tmp_path: Path, make_site: Callable[..., Site]) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    ids = [f"job-{number:05}" for number in range(MANY)]
+    with open_database(runs / "server.sqlite") as connection:
+        fill(connection, ids)
+    site = make_site()
+    seen: list[str] = []
+    for _ in range(MANY):
+        answer = site.ask(f"/api/jobs?before={seen[-1] if seen else ''}")
+        assert len(answer.body) < 100_000
+        found = answer.json()
+        assert found["counts"]["SUCCEEDED"] == MANY
+        if not found["jobs"]:
+            break
+        seen += [job["id"] for job in found["jobs"]]
+    assert seen == ids[::-1]
+    assert site.ask("/api/jobs?state=FAILED").json()["jobs"] == []
+    assert site.ask("/api/jobs?state=NOSUCH").status == 400
+
+
+def fill(connection: sqlite3.Connection, ids: list[str]) -> None:
+    """Jobs that are over, by copies of a first one: ten thousand commits would take long."""
+    Store(connection, on_change=lambda _: None).add(ids[0], job_config(), "")
+    connection.execute("UPDATE jobs SET state = 'SUCCEEDED'")
+    row = dict(connection.execute("SELECT * FROM jobs").fetchone())
+    columns = ", ".join(row)
+    rows = [{**row, "id": job, "number": n, "place": n} for n, job in enumerate(ids[1:], 2)]
+    connection.execute("BEGIN")
+    marks = ", ".join(f":{name}" for name in row)
+    connection.executemany(f"INSERT INTO jobs ({columns}) VALUES ({marks})", rows)
+    connection.execute("COMMIT")
+
+
+def test_a_reader_that_comes_back_gets_each_event_once(site: Site) -> None:
+    job = site.submit(name="pause=0.02", max_steps=40)
+    path = f"/api/jobs/{job}/events"
+    seen: list[int] = []
+    last = ""
+    while site.job(job)["state"] != "SUCCEEDED" or seen[-1] < site.job(job)["last_seq"]:
+        kind, last, events = next(site.messages(path, after=last))
+        assert kind == "steps"
+        seen += [event["seq"] for event in events]
+    assert seen == list(range(1, len(seen) + 1))
+    assert site.ask(path, headers={"Last-Event-ID": str(len(seen) + 1)}).status == 400
+    assert site.ask(path, headers={"Last-Event-ID": "x"}).status == 400
+
+
+def test_a_log_goes_on_where_its_reader_was(site: Site) -> None:
+    job = site.submit(name="pause=0.02", max_steps=30)
+    path = f"/api/jobs/{job}/log?attempt=1"
+    eventually(lambda: site.job(job)["step"] > 1)
+    first = next(site.messages(path))
+    assert first[0] == "text"
+    rest = list(site.messages(path, after=first[1]))
+    assert rest[-1][0] == "over"
+    whole = first[2] + "".join(data for kind, _, data in rest if kind == "text")
+    assert whole == (site.runs / job / "logs" / "attempt-1" / "rank-0.log").read_text()
+    kind, _, fault = next(site.messages(f"/api/jobs/{job}/log?attempt=7"))
+    assert (kind, fault["code"]) == ("fault", "NOT_FOUND")
+
+
+def test_samples_are_read_as_far_as_they_are_whole(site: Site) -> None:
+    job = site.submit(max_steps=1)
+    path = f"/api/jobs/{job}/samples"
+    assert site.ask(path).json() == {"steps": []}
+    samples = site.runs / job / "samples"
+    samples.mkdir()
+    lines = [json.dumps({"prompt": f"<b>{n}</b>", "answer": n}) for n in range(3)]
+    (samples / "step-000050.jsonl").write_text("\n".join([*lines, "[1]", '{"cut": "of']))
+    (samples / "step-000100.jsonl").symlink_to("/etc/passwd")
+    (samples / "notes.txt").write_text("x")
+    assert site.ask(path).json() == {"steps": [100, 50]}
+    found = site.ask(f"{path}/50").json()["samples"]
+    assert found == [json.loads(line) for line in lines]
+    assert site.ask(f"{path}/100").status == 404
+    assert site.ask(f"{path}/7").status == 404
+
+
+@pytest.mark.parametrize("name", ["../server.sqlite", "%2e%2e%2fserver.sqlite", "..", "%00"])
+def test_names_lead_to_jobs_and_nowhere_else(site: Site, name: str) -> None:
+    for path in (f"/api/jobs/{name}", f"/api/jobs/{name}/samples", f"/{name}", f"//{name}"):
+        assert site.ask(path).status in (400, 404), path
+
+
+def test_a_dead_teacher_is_told_and_holds_up_nobody(site: Site, tmp_path: Path) -> None:
+    with teacher(tmp_path / "teacher.log") as alive:
+        for address in (alive.address, "127.0.0.1:1"):
+            config = OnPolicyJob(
+                student=StudentConfig(model="tiny"),
+                data=DataConfig(path="prompts.jsonl"),
+                teacher=TeacherConfig(address=address),
+                name="pause=0.1",
+                max_steps=1000,
+            )
+            site.submit(config)
+        both: list[dict[str, object]] = []
+
+        def reached() -> bool:
+            both[:] = site.ask("/api/teachers").json()["teachers"]
+            return len(both) == 2 and any("load" in one for one in both)
+
+        eventually(reached)
+    by_address = {one["address"]: one for one in both}
+    told = by_address[alive.address]
+    assert set(told) == {"address", "jobs", "info", "load", "at"}
+    assert "cannot reach" in str(by_address["127.0.0.1:1"]["fault"])
+    # The pages of jobs do not wait for any teacher.
+    assert site.ask("/api/jobs").status == 200
+
+
+def test_prometheus_reads_what_the_database_holds(make_site: Callable[..., Site]) -> None:
+    site = make_site()
+    done = site.submit(max_steps=1)
+    failed = site.submit(name="crash_at=2 every=100", max_steps=3)
+    eventually(lambda: site.job(done)["state"] == "SUCCEEDED")
+    eventually(lambda: site.job(failed)["state"] == "FAILED")
+    families = {
+        family.name: {tuple(s.labels.values()): s.value for s in family.samples}
+        for family in text_string_to_metric_families(site.ask("/metrics").body.decode())
+    }
+    jobs = families["distill_server_jobs"]
+    assert {state: int(count) for (state,), count in jobs.items() if count} == {
+        "SUCCEEDED": 1,
+        "FAILED": 1,
+    }
+    assert families["distill_server_attempts"] == {(): 3}
+    assert families["distill_server_retries"] == {(): 1}
+    assert families["distill_server_slots"] == {(): 4}
+    assert families["distill_server_queue_seconds"] == {(): 0}
+    assert set(re.findall(r"`(distill_server_\w+?)(?:_total)?`", DOCUMENT.read_text())) == set(
+        families
+    )
+
+
+def test_what_is_not_found_says_so(site: Site) -> None:
+    answer = site.ask("/api/jobs/no-such-job")
+    assert answer.status == 404
+    assert "no-such-job" in answer.json()["error"]["message"]
+    assert site.ask("/api/nothing").json()["error"]["code"] == "NOT_FOUND"

@@ -1,0 +1,196 @@
+"""Wishes at the level of the store: what the disk refuses, and what strangers send."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clients.jobs.job import JobState
+from clients.runs.directory import Control, RunDirectory
+from distill_server.jobs.control import JobControl
+from distill_server.jobs.database import open_database
+from distill_server.jobs.store import Store
+from distill_server.rpc.encode import decode_state
+from protos.errors import InvalidInput, NotFound, Unavailable
+from tests.distill_server.conftest import job_config
+
+
+@pytest.fixture
+def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
+    with open_database(tmp_path / "server.sqlite") as connection:
+        yield connection
+
+
+@pytest.fixture
+def control(tmp_path: Path, connection: sqlite3.Connection) -> JobControl:
+    (tmp_path / "runs").mkdir()
+    store = Store(connection, on_change=lambda job_id: None)
+    return JobControl(store, tmp_path / "runs", wake=lambda: None)
+
+
+def submit(control: JobControl, **change: object) -> str:
+    config = job_config().model_dump() | change
+    return control.submit(json.dumps(config), "", "").id
+
+
+def test_full_database_acknowledges_nothing_and_leaves_nothing(
+    tmp_path: Path, connection: sqlite3.Connection, control: JobControl
+) -> None:
+    submit(control, name="x")
+    pages = connection.execute("PRAGMA page_count").fetchone()[0]
+    connection.execute(f"PRAGMA max_page_count = {pages}")
+    stored = 1
+    with contextlib.suppress(Unavailable):
+        while stored < 1000:
+            submit(control, name="x" * 200)
+            stored += 1
+    assert stored < 1000
+    assert len(list((tmp_path / "runs").iterdir())) == stored
+    assert connection.execute("SELECT count(*) FROM jobs").fetchone()[0] == stored
+    with pytest.raises(Unavailable, match="full"):
+        submit(control, name="x" * 200)
+    assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+
+
+def test_directory_that_cannot_be_made_is_unavailable(
+    tmp_path: Path, connection: sqlite3.Connection, control: JobControl
+) -> None:
+    (tmp_path / "runs").rmdir()
+    (tmp_path / "runs").touch()
+    with pytest.raises(Unavailable, match="cannot write the job"):
+        submit(control)
+    assert connection.execute("SELECT count(*) FROM jobs").fetchone()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("Qwen3-0.6B from 4B", "qwen3-0.6b-from-4b"),
+        ("../../etc/passwd", "etc-passwd"),
+        ("\x00\n\u4f60\u597d", "job"),
+        ("x" * 200, "x" * 40),
+        ("...", "job"),
+    ],
+)
+def test_ids_are_safe_names(tmp_path: Path, control: JobControl, name: str, slug: str) -> None:
+    job_id = submit(control, name=name)
+    assert job_id.rsplit("-", 1)[0] == f"on-policy-{slug}"
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [job_id]
+
+
+def test_id_that_is_taken_is_not_given_again(
+    tmp_path: Path, control: JobControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda count: "ab" * count)
+    assert submit(control) == "on-policy-test-abab"
+    assert submit(control) == "on-policy-test-abababab"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', "\x00", "{}" * 2, "9" * 5000])
+def test_nonsense_is_invalid_input(control: JobControl, text: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        control.submit(text, "", "")
+    assert caught.value.field
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"max_steps": 2**31}, "max_steps"), ({"name": "x" * 201}, "name"), ({"name": ""}, "name")],
+)
+def test_values_that_would_not_fit(
+    control: JobControl, change: dict[str, object], field: str
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        submit(control, **change)
+    assert caught.value.field == field
+
+
+def test_all_problems_are_told(control: JobControl) -> None:
+    with pytest.raises(InvalidInput, match=r"seed: .*; surprise: Extra"):
+        submit(control, max_steps=0, seed=-1, surprise=1)
+
+
+def test_author_s_file_keeps_its_kind(tmp_path: Path, control: JobControl) -> None:
+    config = job_config().model_dump_json()
+    toml = control.submit(config, 'name = "a"\n', "").id
+    yaml = control.submit(config, "name: a\n", "").id
+    assert (tmp_path / "runs" / toml / "job.toml").exists()
+    assert (tmp_path / "runs" / yaml / "job.yaml").exists()
+
+
+def test_resume_checks_max_steps(control: JobControl, connection: sqlite3.Connection) -> None:
+    job_id = submit(control, max_steps=50)
+    control.cancel(job_id, now=False)
+    connection.execute("UPDATE jobs SET step = 20")
+    for steps in (20, 2**31, 2**63):
+        with pytest.raises(InvalidInput) as caught:
+            control.resume(job_id, max_steps=steps, from_step=0)
+        assert caught.value.field == "max_steps"
+    job = control.resume(job_id, max_steps=21, from_step=0)
+    assert (job.state, job.max_steps, job.attempt) == (JobState.QUEUED, 21, 2)
+    assert json.loads(job.config_json)["max_steps"] == 21
+
+
+@pytest.mark.parametrize("nonsense", ["", "{", "[]", '{"stop": "later"}', '{"start": 1}'])
+def test_wishes_that_cannot_be_read(
+    control: JobControl, connection: sqlite3.Connection, tmp_path: Path, nonsense: str
+) -> None:
+    job_id = submit(control)
+    connection.execute("UPDATE jobs SET state = 'RUNNING'")
+    run = RunDirectory(tmp_path / "runs" / job_id)
+    (run.path / "control.json").write_text(nonsense)
+    assert run.read_control() == Control()
+    assert control.cancel(job_id, now=False).state is JobState.CANCELLING
+    assert run.read_control() == Control("checkpoint")
+
+
+def test_files_that_are_gone(
+    control: JobControl, connection: sqlite3.Connection, tmp_path: Path
+) -> None:
+    job_id = submit(control)
+    connection.execute("UPDATE jobs SET state = 'RUNNING'")
+    shutil.rmtree(tmp_path / "runs" / job_id)
+    assert control.cancel(job_id, now=False).state is JobState.CANCELLING
+    connection.execute("UPDATE jobs SET state = 'FAILED'")
+    with pytest.raises(NotFound, match=f"the files of job {job_id} are gone") as caught:
+        control.resume(job_id, max_steps=0, from_step=0)
+    assert str(tmp_path) not in str(caught.value)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("# why\n\nmax_steps = 1\n", "job.toml"),
+        ("[student]\n", "job.toml"),
+        ("max_steps: 1\n", "job.yaml"),
+        ("a: b=c\n", "job.yaml"),
+        # Minutes of parsing, a RecursionError, and an integer that Python refuses.
+        (".".join("a" * 100_000) + " = 1", "job.toml"),
+        ("a = " + "[" * 100_000, "job.toml"),
+        ("a = " + "9" * 5_000, "job.toml"),
+    ],
+)
+def test_the_author_s_text_is_kept_and_not_parsed(
+    control: JobControl, tmp_path: Path, text: str, name: str
+) -> None:
+    job = control.submit(job_config().model_dump_json(), text, "")
+    assert (tmp_path / "runs" / job.id / name).read_text() == text
+
+
+def test_texts_are_bounded(control: JobControl) -> None:
+    with pytest.raises(InvalidInput, match="config_text"):
+        control.submit(job_config().model_dump_json(), "#" * 300_000, "")
+    with pytest.raises(InvalidInput, match="config_json"):
+        submit(control, name="n" * 300_000)
+
+
+def test_a_state_that_is_none() -> None:
+    with pytest.raises(InvalidInput, match="no state 99"):
+        decode_state(99)  # type: ignore[arg-type]

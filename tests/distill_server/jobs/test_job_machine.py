@@ -1,0 +1,216 @@
+"""Whatever people and trainers do, and however often the server dies, jobs are as a model says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from clients.jobs.job import TERMINAL, JobState
+from clients.runs.directory import Verdict
+from distill_server.runners.interface import Exited, Lost
+from distill_server.runners.machine import Machine
+from distill_server.scheduler import Policy
+from protos.errors import InvalidInput, Overloaded, WrongState
+from tests.distill_server.conftest import job_config
+from tests.distill_server.jobs.history import ACTIVE, History
+from tests.distill_server.scripted_runner import ScriptedRunner, SmallServer
+
+MOST_QUEUED, RETRIES, SLOTS = 4, 1, 2
+POLICY = Policy(Machine(slots=SLOTS), MOST_QUEUED, RETRIES, backoff=0.0)
+KEYS = st.sampled_from(["a", "b", "c", "d", "e", "f"])
+WHICH = st.integers(0, 5)
+
+
+@dataclass
+class Model:
+    """A job, as a person would describe it."""
+
+    place: int
+    priority: int
+    state: JobState = JobState.QUEUED
+    attempt: int = 1
+    retries: int = 0
+
+
+class Jobs(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        # No machine dies here, and a disk that is asked for each job takes most of the time.
+        self._no_disk = patch("os.fsync")
+        self._no_disk.start()
+        self._directory = tempfile.TemporaryDirectory()
+        self.runs = Path(self._directory.name)
+        self.runner = ScriptedRunner()
+        self.server = SmallServer(self.runs, self.runner, POLICY)
+        self.models: dict[str, Model] = {}
+        self.by_key: dict[str, tuple[str, int]] = {}
+        self.places = itertools.count()
+        self.history = History()
+
+    def teardown(self) -> None:
+        self.history.check(self.runs, SLOTS)
+        self.server.close()
+        self._directory.cleanup()
+        self._no_disk.stop()
+
+    def pick(self, which: int) -> tuple[str, Model]:
+        return list(self.models.items())[which % len(self.models)]
+
+    def pick_active(self, which: int) -> tuple[str, Model]:
+        active = self.in_state(ACTIVE)
+        return list(active.items())[which % len(active)]
+
+    def in_state(self, states: Iterable[JobState]) -> dict[str, Model]:
+        return {job_id: job for job_id, job in self.models.items() if job.state in states}
+
+    def queue_is_full(self) -> bool:
+        return len(self.in_state({JobState.QUEUED})) >= MOST_QUEUED
+
+    @initialize(priorities=st.tuples(*[st.sampled_from([0, 5])] * 3))
+    def submit_three(self, priorities: tuple[int, int, int]) -> None:
+        for key, priority in zip("abc", priorities, strict=True):
+            self.submit(key, priority)
+
+    @rule(key=KEYS, priority=st.sampled_from([0, 0, 5]))
+    def submit(self, key: str, priority: int) -> None:
+        config = json.dumps(job_config().model_dump() | {"priority": priority})
+        known = self.by_key.get(key)
+        if known is not None and known[1] != priority:
+            with pytest.raises(InvalidInput, match="another job"):
+                self.server.control.submit(config, "", key)
+            return
+        if known is None and self.queue_is_full():
+            with pytest.raises(Overloaded):
+                self.server.control.submit(config, "", key)
+            return
+        job_id = self.server.control.submit(config, "", key).id
+        assert known is None or job_id == known[0]
+        self.history.submitted(key, job_id)
+        if known is None:
+            self.by_key[key] = (job_id, priority)
+            self.models[job_id] = Model(next(self.places), priority)
+
+    @precondition(lambda self: self.models)
+    @rule(which=WHICH, now=st.booleans())
+    def cancel(self, which: int, now: bool) -> None:
+        job_id, job = self.pick(which)
+        if job.state in (JobState.SUCCEEDED, JobState.FAILED):
+            with pytest.raises(WrongState):
+                self.server.control.cancel(job_id, now=now)
+            return
+        self.server.control.cancel(job_id, now=now)
+        if job.state is JobState.QUEUED:
+            job.state = JobState.CANCELLED
+        elif job.state in ACTIVE:
+            job.state = JobState.CANCELLING
+
+    @precondition(lambda self: self.models)
+    @rule(which=WHICH)
+    def resume(self, which: int) -> None:
+        job_id, job = self.pick(which)
+        if job.state not in (JobState.FAILED, JobState.CANCELLED):
+            with pytest.raises(WrongState):
+                self.server.control.resume(job_id, max_steps=0, from_step=0)
+        elif self.queue_is_full():
+            with pytest.raises(Overloaded):
+                self.server.control.resume(job_id, max_steps=0, from_step=0)
+        else:
+            self.history.resumed(job_id)
+            self.server.control.resume(job_id, max_steps=0, from_step=0)
+            job.state, job.attempt, job.retries = JobState.QUEUED, job.attempt + 1, 0
+            job.place = next(self.places)
+
+    @rule()
+    def look(self) -> None:
+        self.server.look()
+        self.start_queued()
+
+    def start_queued(self) -> None:
+        queued = self.in_state({JobState.QUEUED})
+        order = sorted(queued.values(), key=lambda job: (-job.priority, job.place))
+        for job in order[: max(0, SLOTS - len(self.in_state(ACTIVE)))]:
+            job.state = JobState.PREPARING
+
+    @precondition(lambda self: self.in_state(ACTIVE))
+    @rule(which=WHICH)
+    def trainer_speaks(self, which: int) -> None:
+        job_id, job = self.pick_active(which)
+        self.runner.say(self.runs, job_id, "running")
+        self.server.look()
+        if job.state is JobState.PREPARING:
+            job.state = JobState.RUNNING
+        self.start_queued()
+
+    @precondition(lambda self: self.in_state(ACTIVE))
+    @rule(
+        which=WHICH,
+        verdict=st.sampled_from(["succeeded", "failed", "cancelled", "running", "running"]),
+        outcome=st.sampled_from([Exited(0), Exited(1), Exited(-9), Lost(False), Lost(True)]),
+    )
+    def trainer_ends(self, which: int, verdict: Verdict, outcome: Exited | Lost) -> None:
+        """With its last word, and its end."""
+        job_id, job = self.pick_active(which)
+        self.runner.say(self.runs, job_id, verdict)
+        self.runner.end(job_id, outcome)
+        self.server.look()
+        rebooted = outcome == Lost(True)
+        if verdict == "succeeded":
+            job.state = JobState.SUCCEEDED
+        elif verdict == "failed":
+            job.state = JobState.FAILED
+        elif job.state is JobState.CANCELLING or (verdict == "cancelled" and not rebooted):
+            job.state = JobState.CANCELLED
+        elif job.retries + (not rebooted) > RETRIES:
+            job.state = JobState.FAILED
+        else:
+            job.state, job.attempt = JobState.QUEUED, job.attempt + 1
+            job.retries += not rebooted
+        self.start_queued()
+
+    @precondition(lambda self: self.in_state(ACTIVE))
+    @rule(times=st.integers(1, 4))
+    def trainer_dies_again_and_again(self, times: int) -> None:
+        """Of the job that started first."""
+        for _ in range(times):
+            if self.in_state(ACTIVE):
+                self.trainer_ends(0, "running", Exited(-9))
+                self.everything_is_as_the_model_says()
+
+    @rule()
+    def server_dies_and_returns(self) -> None:
+        self.server.close()
+        self.server.start()
+
+    @invariant()
+    def everything_is_as_the_model_says(self) -> None:
+        found = {job.id: (job.state, job.attempt) for job in self.server.store.page(limit=100)}
+        assert found == {job_id: (job.state, job.attempt) for job_id, job in self.models.items()}
+        assert {job_id for job_id, _ in self.runner.alive} == set(self.in_state(ACTIVE))
+        over = self.in_state(TERMINAL)
+        assert all((self.server.store.job(job_id).ended_at > 0) for job_id in over)
+
+
+TestJobs = Jobs.TestCase
+TestJobs.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)

@@ -1,0 +1,369 @@
+"""What cannot run is refused before it is queued: for a look at files, and one question."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from clients.config.on_policy import OnPolicyJob
+from clients.data.tokenization import tokens_of
+from clients.data.tokenizer_file import tokens_in
+from clients.jobs.job import JobState
+from clients.preflight.disk import check_space
+from clients.teacher import connection as teacher_lane
+from clients.teacher.query import tokenizer_fingerprint
+from distill_server.jobs import preflight
+from distill_server.jobs.student_tokens import StudentTokens
+from protos.errors import DistillError, InvalidInput, NotFound, Unavailable, WrongState
+from tests.distill_server.jobs.preflight_site import (
+    TOKENS,
+    VOCABULARY,
+    Teacher,
+    checking,
+    job,
+    listening,
+    write_student,
+    write_tokens,
+)
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teacher_lane, "CONNECT_SECONDS", 0.5)
+
+
+@pytest.fixture
+def teacher() -> Teacher:
+    return Teacher()
+
+
+@pytest.fixture
+def address(teacher: Teacher) -> Iterator[str]:
+    with listening(teacher) as found:
+        yield found
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What is changed in the job, {root} being a directory of the test; what is said of it."""
+
+    changes: Mapping[str, Any]
+    says: tuple[str, ...]
+    category: type[DistillError] = InvalidInput
+    student: Mapping[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "no data": Refusal(
+        {"data__path": "{root}/no.jsonl"},
+        ("data.path: no such file: ", "the machine of the distill server has"),
+    ),
+    "no held-out data": Refusal(
+        {"data__eval_path": "no.parquet"}, ("data.eval_path: no such file: no.parquet",)
+    ),
+    "no student": Refusal(
+        {"student__model": "{root}/nobody"}, ("student.model: no such file: ", "/nobody")
+    ),
+    "a name too long": Refusal(
+        {"student__model": "a" * 5000}, ("student.model: cannot look for aaa", "File name too long")
+    ),
+    "no name": Refusal({"student__model": "a\0b"}, ("student.model: no such file: a\0b",)),
+    "no store": Refusal(
+        {"method__type": "offline", "data__path": "{root}"},
+        ("data.path: {root} is not a store of rows",),
+        NotFound,
+    ),
+    "no weights": Refusal(
+        {"student__model": "{root}"}, ("student.model: no config.json in ", "Hugging Face")
+    ),
+    "idle processes": Refusal(
+        {"train__processes": 200, "train__prompts_per_step": 400},
+        ("eval.prompts: 128 sequences cannot be shared by 200 processes",),
+    ),
+    "no key": Refusal({"track__wandb": {}}, ("track.wandb: there is no key", "WANDB_API_KEY")),
+    "no room": Refusal(
+        {},
+        ("checkpoint.keep: ", "3 checkpoints of 1.2e+07 GB", "an export of 4e+06 GB", "lower it"),
+        WrongState,
+        {"rows": 10**12},
+    ),
+    "no teacher": Refusal(
+        {"teacher__address": "127.0.0.1:1"},
+        ("teacher.address: no teacher answers at 127.0.0.1:1", "distill-teacher"),
+        Unavailable,
+    ),
+    "k > max": Refusal(
+        {"teacher__top_k": 14},
+        ("teacher.top_k: 14 is more than the teacher gives (13)", "lower it to 13"),
+    ),
+    "too long": Refusal(
+        {"method__max_new_tokens": 49},
+        ("method.max_new_tokens: ", "65 tokens, the teacher takes 64"),
+    ),
+    "another tokenizer": Refusal(
+        {},
+        (
+            "student.model: the tokenizers differ: id 1 is '*' to the student and '0' to",
+            "needs a student with the teacher's tokenizer",
+        ),
+        WrongState,
+        {"tokens": ["<end>", *"*0123456789+="], "width": 14},
+    ),
+    "another tokenizer of the same size": Refusal(
+        {},
+        ("student.model: the tokenizers differ: id 12 is '-' to the student and '=' to",),
+        WrongState,
+        {"tokens": ["<end>", *"0123456789+-"], "unigram": True},
+    ),
+    "another width": Refusal(
+        {},
+        ("student.model: ", "logits for 16 ids, the teacher for 13", "pad or trim"),
+        WrongState,
+        {"width": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_cannot_run_is_refused(
+    case: Refusal, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    asked = job(tmp_path, address)
+    if case.student:
+        asked["student"]["model"] = str(write_student(tmp_path / "other", **case.student))
+    for name, value in case.changes.items():
+        table, key = name.split("__")
+        told = value.format(root=tmp_path) if isinstance(value, str) else value
+        asked.setdefault(table, {})[key] = told
+    if asked["method"].get("type") == "offline":
+        del asked["teacher"], asked["method"]["max_prompt_tokens"]
+    with checking(tmp_path) as server:
+        with pytest.raises(case.category) as caught:
+            server.submit(asked)
+        assert server.store.page(limit=1) == []
+        assert [path.name for path in server.runs.iterdir() if path.is_dir()] == []
+    said = str(caught.value).replace(str(tmp_path), "{root}")
+    assert said.startswith(case.says[0])
+    assert all(word in said for word in case.says)
+
+
+def test_what_can_run_is_queued(address: str, tmp_path: Path) -> None:
+    """With one teacher, several of a name, none; from a directory, and from the hub."""
+    two = {"teachers": {"math": address, "prose": [address, address]}}
+    alone = {**job(tmp_path, address), "method": {"type": "rl", "beta": 0.1}}
+    del alone["teacher"]
+    with checking(tmp_path) as server:
+        for asked in (
+            job(tmp_path, address),
+            {**job(tmp_path, "127.0.0.1:1"), **two},
+            job(tmp_path, address, student__model="Qwen/Qwen3-0.6B", data__path="openai/gsm8k"),
+            {**alone, "reward": {"type": "exact_match"}, "method": {"type": "rl"}},
+        ):
+            assert server.submit(asked) is JobState.QUEUED
+        with pytest.raises(Unavailable, match="no teacher answers") as caught:
+            server.submit({**job(tmp_path, address), "teachers": {"a": address, "b": "[::1]:1"}})
+    assert caught.value.field == "teachers.b"
+
+
+def test_many_submits_ask_a_teacher_once(
+    teacher: Teacher, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "_FRESH_SECONDS", 600.0)
+    asked = job(tmp_path, address)
+    with checking(tmp_path) as server:
+
+        async def all_at_once() -> None:
+            text = json.dumps(asked)
+            control = server.control
+            await asyncio.gather(*(control.submit_checked(text, "", "") for _ in range(100)))
+
+        server.run(all_at_once())
+        for _ in range(10):
+            server.submit(asked)
+        assert server.store.queue_length() == 110
+    assert teacher.asked == 1
+
+
+def test_tokens_that_other_files_name_are_no_difference(
+    teacher: Teacher, address: str, tmp_path: Path
+) -> None:
+    """A library may add some behind those of the file; and a student is looked at once, until it
+    changes.
+    """
+    with checking(tmp_path) as server:
+        asked = job(tmp_path, address)
+        for tokens in (TOKENS[:-1], [*TOKENS[:5], "", *TOKENS[6:]]):
+            write_tokens(tmp_path / "student", tokens)
+            before = teacher.vocabularies
+            for _ in range(3):
+                assert server.submit(asked) is JobState.QUEUED
+            assert teacher.vocabularies == before + 1
+        (tmp_path / "student" / "tokenizer.json").write_text("{")
+        assert server.submit(asked) is JobState.QUEUED
+        write_tokens(tmp_path / "student", ["<end>", *"9876543210+="])
+        with pytest.raises(WrongState, match="id 1 is '9' to the student"):
+            server.submit(asked)
+
+
+def test_a_teacher_that_takes_its_time_holds_up_nobody_else(tmp_path: Path) -> None:
+    write_tokens(tmp_path, TOKENS)
+    seen = StudentTokens()
+
+    def info(fingerprint: str) -> Any:
+        return SimpleNamespace(tokenizer_fingerprint=fingerprint, vocab_size=VOCABULARY)
+
+    def slowly() -> list[str]:
+        same = info(tokenizer_fingerprint(TOKENS))
+        other = threading.Thread(
+            target=seen.check, args=(tmp_path, same, "other", TOKENS.copy), daemon=True
+        )
+        other.start()
+        other.join(10)
+        assert not other.is_alive()
+        return TOKENS
+
+    seen.check(tmp_path, info("another"), "teacher", slowly)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        "[]",
+        '{"model": {"vocab": {"a": 1000000000000}}}',
+        '{"model": {"vocab": {"a": "b"}}}',
+        '{"model": {"vocab": [[7, 0.0]]}}',
+        '{"model": {"vocab": [7]}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_tokenizer_file_that_is_none(document: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(document)
+    assert tokens_in(tmp_path) is None
+
+
+def test_the_file_of_a_real_tokenizer(tmp_path: Path) -> None:
+    """As the library reads it."""
+    from tests.student_trainer import tiny
+
+    words = tiny.tokenizer()
+    words.save_pretrained(tmp_path)
+    assert tokens_in(tmp_path) == tokens_of(words)
+
+
+def test_a_teacher_that_was_started_meanwhile_is_found_at_once(
+    teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "_FRESH_SECONDS", 600.0)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    asked = job(tmp_path, f"127.0.0.1:{port}")
+    with checking(tmp_path) as server:
+        with pytest.raises(Unavailable):
+            server.submit(asked)
+        with listening(teacher, port):
+            assert server.submit(asked) is JobState.QUEUED
+
+
+def test_a_check_is_a_submit_that_queues_nothing(address: str, tmp_path: Path) -> None:
+    with checking(tmp_path) as server:
+        check = server.control.check
+        server.run(check(json.dumps(job(tmp_path, address))))
+        with pytest.raises(InvalidInput, match="14 is more than the teacher gives"):
+            server.run(check(json.dumps(job(tmp_path, address, teacher__top_k=14))))
+        with pytest.raises(InvalidInput, match="max_steps"):
+            server.run(check(json.dumps({**job(tmp_path, address), "max_steps": 0})))
+        assert server.store.page(limit=1) == []
+        assert [path.name for path in server.runs.iterdir() if path.is_dir()] == []
+
+
+def test_a_known_key_needs_no_preflight(teacher: Teacher, tmp_path: Path) -> None:
+    """A submit that is sent again is the same job, also when its teacher is gone by now."""
+    with checking(tmp_path) as server:
+        with listening(teacher) as address:
+            asked = job(tmp_path, address)
+            server.submit(asked, "key")
+        (tmp_path / "prompts.jsonl").unlink()
+        server.submit(asked, "key")
+        assert len(server.store.page(limit=9)) == 1
+
+
+def test_one_key_at_the_same_time_is_one_job(address: str, tmp_path: Path) -> None:
+    text = json.dumps(job(tmp_path, address))
+    with checking(tmp_path) as server:
+
+        async def all_at_once() -> set[str]:
+            control = server.control
+            made = (control.submit_checked(text, "", "key") for _ in range(20))
+            return {job.id for job in await asyncio.gather(*made)}
+
+        assert len(server.run(all_at_once())) == 1
+        assert len(server.store.page(limit=9)) == 1
+
+
+def test_a_token_that_the_teacher_does_not_take(
+    teacher: Teacher, address: str, tmp_path: Path
+) -> None:
+    """The fault is the server's, and must not read as if the caller's own token were wrong."""
+    teacher.refuses = True
+    with (
+        checking(tmp_path) as server,
+        pytest.raises(WrongState, match="does not take the token of the distill server") as caught,
+    ):
+        server.submit(job(tmp_path, address))
+    assert caught.value.field == "teacher.address"
+
+
+def test_what_does_not_answer_in_time_is_left_to_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(preflight, "_MOST_SECONDS", 0.1)
+    with checking(tmp_path) as server, socket.create_server(("127.0.0.1", 0)) as silent:
+        asked = job(tmp_path, f"127.0.0.1:{silent.getsockname()[1]}")
+        assert server.submit(asked) is JobState.QUEUED
+    assert "a job was not looked at within" in caplog.text
+
+
+def test_a_resume_is_looked_at_too(
+    teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "_FRESH_SECONDS", 0.0)
+    with checking(tmp_path) as server:
+        with listening(teacher) as address:
+            server.submit(job(tmp_path, address))
+        (made,) = server.store.page(limit=1)
+        server.control.cancel(made.id, now=False)
+        resume = server.control.resume_checked
+        with pytest.raises(Unavailable, match="no teacher answers"):
+            server.run(resume(made.id, max_steps=0, from_step=0))
+        assert server.store.job(made.id).state is JobState.CANCELLED
+        with listening(teacher, int(address.rpartition(":")[2])):
+            assert server.run(resume(made.id, max_steps=0, from_step=0)).state is JobState.QUEUED
+        with pytest.raises(WrongState, match="only a job that ended can be resumed"):
+            server.run(resume(made.id, max_steps=0, from_step=0))
+
+
+def test_disk_of_a_resume(address: str, tmp_path: Path) -> None:
+    """What earlier attempts wrote needs no room any more."""
+    big = write_student(tmp_path / "big", rows=10**8)
+    asked = OnPolicyJob.model_validate(job(tmp_path, address, student__model=str(big)))
+    run_directory = tmp_path / "run"
+    with pytest.raises(WrongState, match=r"3 checkpoints of 1\.2e\+03 GB .* export of 400 GB"):
+        check_space(asked, run_directory)
+    kept = run_directory / "checkpoints" / "step-000050"
+    kept.mkdir(parents=True)
+    with (kept / "model.safetensors").open("wb") as sparse:
+        sparse.truncate(4 * 10**12)
+    check_space(asked, run_directory)

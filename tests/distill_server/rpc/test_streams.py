@@ -1,0 +1,281 @@
+"""Logs, artifacts, and a server that is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from clients.cli.app import main
+from clients.jobs.artifacts import Checkpoint, checkpoint_step, pull_run
+from clients.jobs.client import DistillClient
+from clients.jobs.job import JobState
+from clients.jobs.record import record_of_run
+from clients.runs.directory import RunDirectory
+from distill_server.rpc.streams import _tail_offset
+from distill_server.runners.local.process import family
+from protos.errors import InvalidInput, NotFound, TimedOut, Unavailable, WrongState
+from tests.distill_server.conftest import Server, eventually, job_config
+
+
+def test_log_of_a_finished_job(server: Server, client: DistillClient) -> None:
+    job = client.submit(job_config(max_steps=4))
+    client.wait(job.id, timeout=20)
+    log = b"".join(client.logs(job.id))
+    assert log == b"attempt 1 starts after step 0\nstep 1\nstep 2\nstep 3\nstep 4\n"
+    assert b"".join(client.logs(job.id, tail_lines=2)) == b"step 3\nstep 4\n"
+    assert b"".join(client.logs(job.id, tail_lines=99, follow=True)) == log
+    with pytest.raises(NotFound, match="made 1 attempts"):
+        list(client.logs(job.id, attempt=2))
+
+
+def test_files_of_a_job_that_were_removed(server: Server, client: DistillClient) -> None:
+    blocker = client.submit(job_config("pause=1", max_steps=1000))
+    job = client.submit(job_config(max_steps=4))
+    shutil.rmtree(server.runs / job.id)
+    with pytest.raises(NotFound, match=r"files .* are gone"):
+        list(client.logs(job.id))
+    client.cancel(blocker.id, now=True)
+    # Nothing was in them yet that the server does not know.
+    assert client.wait(job.id, timeout=20).state is JobState.SUCCEEDED
+    shutil.rmtree(server.runs / job.id)
+    with pytest.raises(NotFound, match=r"files .* are gone"):
+        client.resume(job.id, max_steps=8)
+
+
+def test_a_running_job_whose_files_were_removed_can_be_cancelled(
+    server: Server, client: DistillClient
+) -> None:
+    job = client.submit(job_config("hang_at=2 deaf=1", max_steps=9))
+    eventually(lambda: client.get(job.id).step == 1)
+    card = server.card(job.id)
+    shutil.rmtree(server.runs / job.id)
+    client.cancel(job.id)
+    assert client.wait(job.id, timeout=30).state is JobState.CANCELLED
+    assert family(str(card["mark"])) == []
+
+
+def test_log_is_followed_through_a_restart(server: Server, client: DistillClient) -> None:
+    """From before the first attempt starts until it is over; no byte is lost or doubled."""
+    first = client.submit(job_config("pause=0.2", max_steps=2))
+    job = client.submit(job_config("pause=0.03", max_steps=40))
+    got: list[bytes] = []
+    thread = threading.Thread(target=lambda: got.extend(client.logs(job.id, follow=True)))
+    thread.start()
+    eventually(lambda: b"step 3" in b"".join(got))
+    server.kill()
+    server.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    expected = "attempt 1 starts after step 0\n" + "".join(f"step {n}\n" for n in range(1, 41))
+    assert b"".join(got).decode() == expected
+    assert client.get(first.id).state is JobState.SUCCEEDED
+
+
+def test_logs_of_attempts(client: DistillClient) -> None:
+    job = client.submit(job_config("crash_at=3 crashes=1", max_steps=4))
+    followed = b"".join(client.logs(job.id, attempt=1, follow=True))
+    assert followed.endswith(b"step 2\nabout to crash\n")
+    client.wait(job.id, timeout=20)
+    assert b"".join(client.logs(job.id)).startswith(b"attempt 2 starts after step 0")
+    assert b"".join(client.logs(job.id, attempt=1)) == followed
+
+
+@pytest.mark.parametrize("content", [b"", b"a", b"a\n", b"a\nb", b"\n\n\n", b"x\n" * 100_000])
+@pytest.mark.parametrize("lines", [1, 2, 70_000, 200_000])
+def test_tail_offset(tmp_path: Path, content: bytes, lines: int) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(content)
+    tail = b"".join(content.splitlines(keepends=True)[-lines:])
+    assert content[_tail_offset(path, lines) :] == tail
+
+
+def test_tail_of_a_log_that_is_one_line(tmp_path: Path) -> None:
+    """A progress bar's: a look at every byte took seconds, and held every other call up."""
+    path = tmp_path / "log"
+    path.write_bytes(b"progress 5%\r" * 8_000_000)
+    began = time.process_time()
+    assert _tail_offset(path, 5) == 0
+    assert time.process_time() - began < 2
+
+
+def test_pull(server: Server, client: DistillClient, tmp_path: Path) -> None:
+    job = client.submit(job_config(max_steps=5))
+    client.wait(job.id, timeout=20)
+    export = server.runs / job.id / "export"
+    out = client.pull(job.id, tmp_path / "deep" / "out")
+    names = sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file())
+    assert names == ["config.json", "empty.txt", "nested/model.bin"]
+    for name in names:
+        assert (out / name).read_bytes() == (export / name).read_bytes()
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+    with pytest.raises(InvalidInput, match="not an empty directory"):
+        client.pull(job.id, out)
+    (tmp_path / "empty").mkdir()
+    weights = client.pull(job.id, tmp_path / "empty", checkpoint=5) / "weights.bin"
+    assert weights.read_bytes() == bytes([5]) * 1000
+
+
+def test_pull_of_a_checkpoint_by_its_evaluation(
+    server: Server, client: DistillClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same from the server and from the run directory, by Python and on the command line."""
+    monkeypatch.chdir(tmp_path)
+    job = client.submit(job_config("best=10", max_steps=20))
+    assert client.wait(job.id, timeout=20).checkpoints == (5, 10, 15, 20)
+    run = server.runs / job.id
+    choices: tuple[tuple[Checkpoint, int], ...] = (("best", 10), ("last", 20))
+    for wanted, step in choices:
+        weights = bytes([step]) * 1000
+        paths = [
+            client.pull(job.id, f"client-{wanted}", checkpoint=wanted),
+            pull_run(run, f"run-{wanted}", checkpoint=wanted),
+        ]
+        for source in (job.id, str(run)):
+            out = f"{wanted}-{len(source)}"
+            options = ["pull", source, "--checkpoint", str(wanted), "-o", out]
+            assert main(["-q", "--server", server.address, *options]) == 0
+            paths.append(tmp_path / out)
+        assert [(path / "weights.bin").read_bytes() for path in paths] == [weights] * 4
+    exported = pull_run(run, "export") / "nested" / "model.bin"
+    assert exported.read_bytes() == (run / "export" / "nested" / "model.bin").read_bytes()
+    shutil.rmtree(run / "checkpoints" / "step-000010")
+    client.pull(job.id, "next", checkpoint="best")  # of two that are as good, the later one
+    assert (tmp_path / "next" / "weights.bin").read_bytes() == bytes([15]) * 1000
+    for step in (5, 15):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
+    with pytest.raises(NotFound, match=r"was evaluated; .*, or one of 20"):
+        client.pull(job.id, "none", checkpoint="best")
+    with pytest.raises(NotFound, match="no checkpoint of step 5; there are: 20"):
+        pull_run(run, "none", checkpoint=5)
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "best"),
+    [
+        ({5: {"eval/kl": 2.0}, 10: {"eval/kl": 3.0}, 7: {"eval/kl": 0.0}}, 5),
+        ({5: {"eval/kl_bound": 2.0}, 10: {"eval/kl_bound": 1.0}}, 10),
+        ({5: {"eval/reward": 0.6, "eval/kl": 9.0}, 10: {"eval/reward": 0.5, "eval/kl": 1.0}}, 5),
+        ({10: {"eval/kl": 9.0}, 5: {"eval/accuracy": 1.0}}, 10),
+        ({5: {"eval/kl": 1.0}, 10: {"eval/kl": 1.0}}, 10),
+    ],
+)
+def test_which_checkpoint_is_the_best(
+    evaluated: dict[int, dict[str, float]], best: int, tmp_path: Path
+) -> None:
+    run = RunDirectory.create(tmp_path / "run", job_config())
+    for step in (5, 10):
+        run.checkpoint(step).mkdir(parents=True)
+    lines = ({"attempt": 1, "step": step, **found} for step, found in evaluated.items())
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = record_of_run(run.path)
+    assert checkpoint_step(record.job, "best", lambda: record.points) == best
+
+
+def test_pull_of_what_is_not_there(client: DistillClient, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    failed = client.submit(job_config("fail_at=3"))
+    running = client.submit(job_config("pause=1", max_steps=99))
+    client.wait(failed.id, timeout=20)
+    with pytest.raises(WrongState, match="failed: the loss is not finite"):
+        client.pull(failed.id, out)
+    with pytest.raises(WrongState, match="has no export"):
+        client.pull(running.id, out)
+    with pytest.raises(NotFound, match="no checkpoint of step 3"):
+        client.pull(failed.id, out, checkpoint=3)
+    assert list(tmp_path.glob("*out*")) == []
+
+
+def test_pull_follows_no_links(server: Server, client: DistillClient, tmp_path: Path) -> None:
+    job = client.submit(job_config(max_steps=2))
+    client.wait(job.id, timeout=20)
+    (server.runs / job.id / "export" / "link").symlink_to("/etc/passwd")
+    with pytest.raises(WrongState, match="link is a link"):
+        client.pull(job.id, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_watchers_and_late_ones_see_the_same(client: DistillClient) -> None:
+    job = client.submit(job_config("pause=0.02", max_steps=20))
+    seen: list[list[object]] = [[], []]
+    threads = [
+        threading.Thread(target=lambda out=out: out.extend(client.watch(job.id))) for out in seen
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    late = list(client.watch(job.id))
+    assert seen == [late, late]
+    assert list(client.watch(job.id, after_seq=late[4].seq)) == late[5:]
+    assert list(client.watch(job.id, after_seq=late[-1].seq)) == []
+    with pytest.raises(InvalidInput) as caught:
+        list(client.watch(job.id, after_seq=late[-1].seq + 1))
+    assert caught.value.field == "after_seq"
+
+
+def test_slow_watcher_holds_nobody_up_and_misses_nothing(client: DistillClient) -> None:
+    job = client.submit(job_config("pause=0 every=1000", max_steps=600))
+    slow = client.watch(job.id)
+    first = next(slow)
+    prompt = list(client.watch(job.id))
+    assert prompt[-1].state is JobState.SUCCEEDED
+    assert [first, *slow] == prompt
+    assert sum(bool(event.metrics) for event in prompt) == 600
+
+
+def test_watch_of_a_resumed_job_goes_on_to_its_last_end(client: DistillClient) -> None:
+    job = client.submit(job_config("fail_at=2"))
+    client.wait(job.id, timeout=20)
+    client.resume(job.id)
+    states = [event.state for event in client.watch(job.id)]
+    assert states.count(JobState.FAILED) == 2
+
+
+def test_dead_server_is_told_within_the_timeout() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        with DistillClient(address, timeout=2, patience_seconds=0.5) as client:
+            for call in (
+                lambda: client.get("x"),
+                lambda: client.submit(job_config()),
+                client.list,
+                lambda: client.resume("x"),
+                lambda: list(client.watch("x")),
+            ):
+                started = time.monotonic()
+                with pytest.raises(Unavailable, match=f"cannot reach the distill server {address}"):
+                    call()
+                assert time.monotonic() - started < 2.5
+
+
+def test_silent_server_is_told_within_the_timeout() -> None:
+    """It accepts connections and never says a word."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with DistillClient(address, timeout=0.5) as client:
+            started = time.monotonic()
+            with pytest.raises((Unavailable, TimedOut)):
+                client.get("x")
+            assert time.monotonic() - started < 5
+
+
+def test_watch_gives_up_when_the_server_stays_away(server: Server) -> None:
+    with DistillClient(server.address, patience_seconds=0.5) as client:
+        job = client.submit(job_config(max_steps=100_000))
+        events = client.watch(job.id)
+        next(events)
+        server.kill()
+        with pytest.raises(Unavailable):
+            list(events)
+        with pytest.raises(Unavailable):
+            client.pull(job.id, f"{os.devnull}-out")

@@ -1,0 +1,314 @@
+"""Jobs through the real server and client, with scripted trainers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from clients.jobs.client import DistillClient
+from clients.jobs.job import JobState
+from clients.runs.directory import RunDirectory
+from distill_server.runners.local.process import family
+from protos.errors import InvalidInput, NotFound, TimedOut, WrongState
+from tests.distill_server.conftest import Server, eventually, job_config
+
+
+def wait_for(client: DistillClient, job_id: str, state: JobState) -> None:
+    eventually(lambda: client.get(job_id).state is state)
+
+
+def steps_of(client: DistillClient, job_id: str) -> list[tuple[int, int]]:
+    return [(event.attempt, event.step) for event in client.watch(job_id) if event.metrics]
+
+
+def test_submit_watch_succeeded(server: Server, client: DistillClient) -> None:
+    config = job_config("My First job!", max_steps=7)
+    job = client.submit(config, config_text="max_steps = 7\n")
+    assert job.state is JobState.QUEUED
+    assert job.id.startswith("on-policy-my-first-job-")
+    events = list(client.watch(job.id))
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    assert [event.step for event in events if event.metrics] == [1, 2, 3, 4, 5, 6, 7]
+    states = [event.state for event in events]
+    order = [JobState.QUEUED, JobState.PREPARING, JobState.RUNNING, JobState.SUCCEEDED]
+    assert list(dict.fromkeys(states)) == order
+    done = client.get(job.id)
+    assert (done.state, done.step, done.metrics) == (JobState.SUCCEEDED, 7, {"loss": 1 / 7})
+    assert 0 < done.created_at <= done.started_at <= done.ended_at
+    assert done.config_json == config.model_dump_json()
+    assert (server.runs / job.id / "job.toml").read_text() == "max_steps = 7\n"
+    assert RunDirectory(server.runs / job.id).config() == config
+
+
+@pytest.mark.parametrize("key", ["a-key", None])
+def test_same_key_from_many_threads_is_one_job(client: DistillClient, key: str | None) -> None:
+    config = job_config()
+    with ThreadPoolExecutor(8) as pool:
+        jobs = pool.map(lambda _: client.submit(config, idempotency_key=key), range(8))
+        ids = {job.id for job in jobs}
+    assert len(ids) == (1 if key else 8)
+    assert {job.id for job in client.list()} == ids
+
+
+def test_key_of_another_job_is_refused(client: DistillClient) -> None:
+    client.submit(job_config("one"), idempotency_key="key")
+    with pytest.raises(InvalidInput, match="another job"):
+        client.submit(job_config("two"), idempotency_key="key")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"max_steps": 0}, "max_steps"),
+        ({"student": {}}, "student.model"),
+        ({"train": {"learning_rate": -1}}, "train.learning_rate"),
+        ({"surprise": 1}, "surprise"),
+        ({"name": None}, "name"),
+    ],
+)
+def test_bad_config_names_its_field(
+    client: DistillClient, change: dict[str, object], field: str
+) -> None:
+    """A client of another version, or without our checks: what it sends is validated again."""
+
+    class Unchecked:
+        def model_dump_json(self) -> str:
+            return json.dumps(job_config().model_dump() | change)
+
+    with pytest.raises(InvalidInput) as caught:
+        client.submit(Unchecked())  # type: ignore[arg-type]
+    assert caught.value.field == field
+    assert client.list() == []
+
+
+def test_slots_and_first_come_first_served(make_server: Callable[..., Server]) -> None:
+    server = make_server(slots=2)
+    with DistillClient(server.address) as client:
+        ids = [client.submit(job_config(f"n{n}", max_steps=4 + n % 3)).id for n in range(6)]
+        changes = []
+        for job_id in ids:
+            for event in client.watch(job_id):
+                changes.append((event.time, event.state, job_id))
+        running: set[str] = set()
+        started: list[str] = []
+        for _, state, job_id in sorted(changes, key=lambda change: change[0]):
+            if state is JobState.SUCCEEDED:
+                running.remove(job_id)
+            elif state is not JobState.QUEUED and job_id not in running:
+                running.add(job_id)
+                started.append(job_id)
+            assert len(running) <= 2
+        assert started == ids
+
+
+def test_cancel_queued(client: DistillClient) -> None:
+    first = client.submit(job_config("pause=1", max_steps=1000))
+    second = client.submit(job_config())
+    cancelled = client.cancel(second.id)
+    assert cancelled.state is JobState.CANCELLED
+    assert cancelled.reason == "cancelled while queued"
+    assert client.cancel(second.id) == cancelled
+    assert client.get(first.id).state is not JobState.CANCELLED
+
+
+def test_cancel_running_writes_a_checkpoint(server: Server, client: DistillClient) -> None:
+    job = client.submit(job_config(max_steps=100_000))
+    eventually(lambda: client.get(job.id).step >= 3)
+    assert client.cancel(job.id).state is JobState.CANCELLING
+    client.cancel(job.id)
+    done = client.wait(job.id, timeout=20)
+    assert (done.state, done.reason) == (JobState.CANCELLED, "cancelled on request")
+    assert (server.runs / job.id / "checkpoints" / f"step-{done.step:06d}").is_dir()
+    assert client.cancel(job.id).state is JobState.CANCELLED
+
+
+def test_cancel_now_takes_no_checkpoint(server: Server, client: DistillClient) -> None:
+    job = client.submit(job_config("every=1000000", max_steps=100_000))
+    eventually(lambda: client.get(job.id).step >= 1)
+    client.cancel(job.id, now=True)
+    # Too late to ask for a checkpoint.
+    client.cancel(job.id)
+    assert RunDirectory(server.runs / job.id).read_control().stop == "now"
+    done = client.wait(job.id, timeout=20)
+    assert done.state is JobState.CANCELLED
+    assert not (server.runs / job.id / "checkpoints" / f"step-{done.step:06d}").exists()
+
+
+@pytest.mark.parametrize("now", [True, False])
+def test_cancel_of_a_trainer_that_ignores_everything(
+    server: Server, client: DistillClient, now: bool
+) -> None:
+    job = client.submit(job_config("hang_at=2 deaf=1 orphan=1", max_steps=10))
+    eventually(lambda: client.get(job.id).step == 1)
+    mark = str(server.card(job.id)["mark"])
+    assert len(family(mark)) == 2
+    client.cancel(job.id)
+    if now:
+        client.cancel(job.id, now=True)
+    done = client.wait(job.id, timeout=30)
+    assert done.state is JobState.CANCELLED
+    assert done.reason == "cancelled; the trainer was killed by signal 9 at step 1"
+    assert family(mark) == []
+
+
+def test_cancel_of_what_is_over_or_unknown(client: DistillClient) -> None:
+    job = client.submit(job_config())
+    client.wait(job.id, timeout=20)
+    with pytest.raises(WrongState, match="has already succeeded"):
+        client.cancel(job.id)
+    with pytest.raises(NotFound):
+        client.cancel("nothing")
+
+
+def test_cancel_and_resume_from_many_threads(client: DistillClient) -> None:
+    """Whatever the order, only legal states, one job, and it can still be ended."""
+    job = client.submit(job_config(max_steps=100_000))
+
+    def press(number: int) -> None:
+        try:
+            if number % 2:
+                client.cancel(job.id, now=True)
+            else:
+                client.resume(job.id)
+        except WrongState:
+            pass
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(press, range(60)))
+    client.cancel(job.id, now=True)
+    assert client.wait(job.id, timeout=30).state is JobState.CANCELLED
+    events = list(client.watch(job.id))
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+
+
+def test_resume_after_cancel_continues(client: DistillClient) -> None:
+    job = client.submit(job_config(max_steps=100_000))
+    eventually(lambda: client.get(job.id).step >= 3)
+    client.cancel(job.id)
+    stopped = client.wait(job.id, timeout=20)
+    last = stopped.step + 5
+    resumed = client.resume(job.id, max_steps=last)
+    assert (resumed.state, resumed.attempt, resumed.ended_at) == (JobState.QUEUED, 2, 0.0)
+    done = client.wait(job.id, timeout=30)
+    assert (done.state, done.step, done.attempt) == (JobState.SUCCEEDED, last, 2)
+    steps = steps_of(client, job.id)
+    assert steps == [(1 if n <= stopped.step else 2, n) for n in range(1, last + 1)]
+
+
+def test_resume_after_failure_redoes_from_the_checkpoint(client: DistillClient) -> None:
+    job = client.submit(job_config("fail_at=8", max_steps=10))
+    failed = client.wait(job.id, timeout=20)
+    assert (failed.state, failed.reason) == (JobState.FAILED, "the loss is not finite")
+    client.resume(job.id, from_step=5)
+    client.wait(job.id, timeout=20)
+    first = [(1, n) for n in range(1, 8)]
+    assert steps_of(client, job.id) == [*first, (2, 6), (2, 7)]
+    with pytest.raises(NotFound, match="no checkpoint of step 6"):
+        client.resume(job.id, from_step=6)
+
+
+def test_resume_of_a_success_needs_more_steps(server: Server, client: DistillClient) -> None:
+    job = client.submit(job_config(max_steps=5))
+    client.wait(job.id, timeout=20)
+    for steps in (None, 5, 3):
+        with pytest.raises(WrongState, match="succeeded with 5 steps"):
+            client.resume(job.id, max_steps=steps)
+    assert client.resume(job.id, max_steps=8).max_steps == 8
+    done = client.wait(job.id, timeout=20)
+    assert (done.state, done.step) == (JobState.SUCCEEDED, 8)
+    assert RunDirectory(server.runs / job.id).config().max_steps == 8
+    assert steps_of(client, job.id)[-3:] == [(2, 6), (2, 7), (2, 8)]
+
+
+def test_resume_of_a_running_job(client: DistillClient) -> None:
+    job = client.submit(job_config(max_steps=100_000))
+    with pytest.raises(WrongState, match="only a job that ended"):
+        client.resume(job.id)
+
+
+def test_killed_trainer_is_retried_once(client: DistillClient) -> None:
+    job = client.submit(job_config("crash_at=7 crashes=1", max_steps=9))
+    done = client.wait(job.id, timeout=20)
+    assert (done.state, done.attempt, done.reason) == (JobState.SUCCEEDED, 2, "")
+    events = list(client.watch(job.id))
+    again = [event for event in events if event.state is JobState.QUEUED][1]
+    assert again.reason == "the trainer was killed by signal 9 at step 6"
+    assert again.phase == "trying again in 0.1 s"
+    seen = [(event.attempt, event.step) for event in events if event.metrics]
+    assert seen == [(1, n) for n in range(1, 7)] + [(2, n) for n in range(6, 10)]
+
+
+def test_trainer_that_dies_every_time_fails_with_its_last_words(client: DistillClient) -> None:
+    job = client.submit(job_config("crash_at=3 crash_code=5", max_steps=9))
+    done = client.wait(job.id, timeout=20)
+    assert (done.state, done.attempt) == (JobState.FAILED, 2)
+    first, *log = done.reason.splitlines()
+    assert first == (
+        "the trainer exited with code 5 without a verdict at step 2; its log ends with:"
+    )
+    assert log[-1] == "about to crash"
+    # A person may try again, and gets a retry again.
+    client.resume(job.id)
+    assert client.wait(job.id, timeout=20).attempt == 4
+
+
+def test_trainer_killed_from_outside(server: Server, client: DistillClient) -> None:
+    job = client.submit(job_config("hang_at=5 hangs=1", max_steps=10))
+    eventually(lambda: client.get(job.id).step == 4)
+    os.kill(int(server.card(job.id)["child_pid"]), signal.SIGKILL)
+    done = client.wait(job.id, timeout=30)
+    assert (done.state, done.attempt, done.step) == (JobState.SUCCEEDED, 2, 10)
+
+
+def test_trainer_told_to_stop_from_outside_is_cancelled(
+    server: Server, client: DistillClient
+) -> None:
+    job = client.submit(job_config(max_steps=100_000))
+    eventually(lambda: client.get(job.id).step >= 1)
+    os.kill(int(server.card(job.id)["child_pid"]), signal.SIGTERM)
+    done = client.wait(job.id, timeout=20)
+    assert (done.state, done.reason) == (
+        JobState.CANCELLED,
+        "the trainer was told to stop by SIGTERM",
+    )
+
+
+def test_names_of_jobs(client: DistillClient) -> None:
+    first = client.submit(job_config("same"))
+    second = client.submit(job_config("same"))
+    client.submit(job_config("../../etc/passwd \u00e9"))
+    with pytest.raises(InvalidInput, match="could be") as caught:
+        client.get("on-policy-same-")
+    assert first.id in str(caught.value)
+    assert second.id in str(caught.value)
+    # The last digit alone may tell them apart.
+    beginning = first.id[:-1] if first.id[:-1] != second.id[:-1] else first.id
+    assert client.get(beginning).id == first.id
+    assert client.get("@last").id.startswith("on-policy-etc-passwd-")
+    with pytest.raises(NotFound, match="no job 'nope'"):
+        client.get("nope")
+
+
+def test_list(client: DistillClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [client.submit(job_config(f"n{n}")).id for n in range(5)]
+    client.wait(ids[-1], timeout=30)
+    newest = client.list(limit=2)
+    assert [job.id for job in newest] == [ids[4], ids[3]]
+    assert [job.id for job in client.list(before_id=ids[3])] == ids[2::-1]
+    assert len(client.list(state=JobState.SUCCEEDED)) == 5
+    monkeypatch.setattr("clients.jobs.client.MAX_PAGE_JOBS", 2)
+    assert [job.id for job in client.list(limit=3)] == ids[:1:-1]
+    assert [job.id for job in client.list()] == ids[::-1]
+    assert client.list(state=JobState.RUNNING) == []
+    assert newest[0].config_json == ""
+
+
+def test_wait_times_out(client: DistillClient) -> None:
+    job = client.submit(job_config(max_steps=100_000))
+    with pytest.raises(TimedOut, match=f"{job.id} is not over after 0.3 s"):
+        client.wait(job.id, timeout=0.3)

@@ -1,0 +1,190 @@
+"""Slots, GPUs, CPU threads, priorities, the bound of the queue, and the pauses before retries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.jobs.client import DistillClient
+from clients.jobs.job import Job, JobState
+from distill_server import scheduler
+from distill_server.runners.interface import Exited
+from distill_server.runners.machine import Machine, Share, visible_gpus
+from distill_server.runners.trainer_environment import trainer_environment
+from distill_server.scheduler import Policy
+from protos.errors import InvalidInput, Overloaded
+from tests.distill_server.conftest import Server, job_config
+from tests.distill_server.scripted_runner import SmallServer, small_server
+
+EIGHT = Machine(slots=8, cpus_per_job=2, cpus=16, gpus=tuple("01234567"))
+
+
+def submit(server: SmallServer, key: str = "", **changes: Any) -> Job:
+    config = job_config().model_dump() | changes
+    return server.control.submit(json.dumps(config), "", key)
+
+
+def running(server: SmallServer) -> dict[str, Share]:
+    server.look()
+    return {job_id: share for (job_id, _), share in server.runner.alive.items()}
+
+
+def test_gpus_are_divided_and_given_back(tmp_path: Path) -> None:
+    with small_server(tmp_path, Policy(EIGHT)) as server:
+        one = submit(server).id
+        four = submit(server, resources={"gpus": 4, "cpus": 8}).id
+        none = submit(server, resources={"gpus": 0}).id
+        two_ranks = submit(server, train={"processes": 2}).id
+        assert running(server) == {
+            one: Share(2, ("0",)),
+            four: Share(8, ("1", "2", "3", "4")),
+            none: Share(2, ()),
+            two_ranks: Share(2, ("5", "6")),
+        }
+        server.close()
+        server.start()  # who holds what is stored
+        waits = submit(server, resources={"gpus": 2}).id
+        assert waits not in running(server)
+        server.runner.end(four, Exited(1))
+        server.runner.say(tmp_path, one, "succeeded")
+        server.runner.end(one, Exited(0))
+        assert running(server)[waits] == Share(2, ("0", "1"))
+
+
+def test_threads_bound_what_runs(tmp_path: Path) -> None:
+    with small_server(tmp_path, Policy(Machine(slots=9, cpus=8))) as server:
+        jobs = [submit(server, resources={"cpus": n}).id for n in (3, 4, 2, 1)]
+        # The third does not fit, and nobody passes it.
+        assert list(running(server)) == jobs[:2]
+        server.runner.end(jobs[0], Exited(1))
+        assert list(running(server)) == [jobs[1], jobs[2], jobs[3]]
+
+
+def test_what_is_never_there_is_refused(tmp_path: Path) -> None:
+    with small_server(tmp_path, Policy(EIGHT)) as server:
+        with pytest.raises(InvalidInput, match="asks for 9 GPUs, the server has 8") as caught:
+            submit(server, resources={"gpus": 9})
+        assert caught.value.field == "resources.gpus"
+        with pytest.raises(InvalidInput, match="asks for 17 CPU threads, the server has 16"):
+            submit(server, resources={"cpus": 17})
+        assert list(tmp_path.glob("on-policy*")) == []
+
+
+def test_a_job_too_large_for_a_smaller_server_holds_nobody_up(tmp_path: Path) -> None:
+    with small_server(tmp_path, Policy(EIGHT)) as server:
+        large = submit(server, resources={"gpus": 4})
+        server.close()
+        server.policy = Policy(Machine(gpus=("0", "1")))
+        server.start()
+        small = submit(server)
+        server.look()  # finds that it is too large
+        assert list(running(server)) == [small.id]
+        server.look()
+        found = server.store.job(large.id)
+        assert found.state is JobState.QUEUED
+        assert "asks for 4 GPUs, the server has 2" in found.phase
+        assert found.last_seq == 2
+
+
+def test_a_job_that_an_upgrade_refuses_ends_and_holds_nobody_up(tmp_path: Path) -> None:
+    """A key that is gone, or values that are now known to be wrong; it was taken by an old one."""
+    with small_server(tmp_path, Policy(retries=1, backoff=0)) as server:
+        old, new = submit(server), submit(server)
+        server.store._db.execute(
+            "UPDATE jobs SET config_json = json_set(config_json, '$.train.gone', 1) WHERE id = ?",
+            (old.id,),
+        )
+        for _ in range(2):  # its start, and its retry
+            server.look()
+        assert list(running(server)) == [new.id]
+        found = server.store.job(old.id)
+        assert found.state is JobState.FAILED
+        assert found.reason.startswith("the trainer could not be started: train.gone: ")
+        assert server.runner.started == [(new.id, 1)]
+
+
+def test_priorities_first_then_first_come(tmp_path: Path) -> None:
+    with small_server(tmp_path, Policy()) as server:
+        jobs = [submit(server, priority=p).id for p in (0, -5, 7, 0, 7)]
+        order = []
+        for _ in jobs:
+            (now,) = running(server)
+            order.append(now)
+            server.runner.say(tmp_path, now, "succeeded")
+            server.runner.end(now, Exited(0))
+        assert order == [jobs[2], jobs[4], jobs[0], jobs[3], jobs[1]]
+
+
+def test_a_full_queue_says_how_many_and_what_to_do(tmp_path: Path) -> None:
+    with small_server(tmp_path, Policy(most_queued=3)) as server:
+        jobs = [submit(server, key=f"k{n}") for n in range(3)]
+        with pytest.raises(Overloaded, match="3 jobs are queued") as caught:
+            submit(server, key="k3")
+        assert "--most-queued" in caught.value.hint
+        assert submit(server, key="k1").id == jobs[1].id  # it is in already
+        assert len(list(tmp_path.glob("on-policy*"))) == 3
+        server.control.cancel(jobs[0].id, now=False)
+        submit(server, key="k3")
+        with pytest.raises(Overloaded):
+            server.control.resume(jobs[0].id, max_steps=0, from_step=0)
+
+
+def test_pauses_double_to_six_minutes_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop of crashes on a clock of its own; others run meanwhile, and a person need not wait."""
+    now = [0.0]
+    monkeypatch.setattr(scheduler.time, "monotonic", lambda: now[0])
+    with small_server(tmp_path, Policy(retries=8)) as server:
+        job = submit(server)
+        pauses = []
+        while server.store.job(job.id).state is not JobState.FAILED:
+            assert list(running(server)) == [job.id]
+            server.runner.end(job.id, Exited(1))
+            server.look()
+            before = now[0]
+            while not running(server) and server.store.job(job.id).state is JobState.QUEUED:
+                now[0] += 1
+            pauses.append(now[0] - before)
+        assert pauses[:-1] == [10, 20, 40, 80, 160, 320, 360, 360]
+        assert server.store.job(job.id).attempt == 9
+        assert "exited with code 1" in server.store.job(job.id).reason
+        server.control.resume(job.id, max_steps=0, from_step=0)
+        assert list(running(server)) == [job.id]
+        server.runner.end(job.id, Exited(1))
+        server.look()
+        other = submit(server)
+        assert list(running(server)) == [other.id]
+
+
+def test_the_environment_names_the_share() -> None:
+    given = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    seen = [
+        trainer_environment(given, Share(8, gpus), processes=2)["CUDA_VISIBLE_DEVICES"]
+        for gpus in (None, (), ("2", "3"))
+    ]
+    assert seen == ["0,1,2,3", "", "2,3"]
+    assert trainer_environment(given, Share(8), processes=2)["OMP_NUM_THREADS"] == "4"
+
+
+def test_gpus_of_a_server_that_has_not_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-1f,5")
+    assert visible_gpus(2) == ("3", "GPU-1f")
+    with pytest.raises(InvalidInput, match="names 3 GPUs, not 4"):
+        visible_gpus(4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_gpus(2) == ("0", "1")
+
+
+def test_a_trainer_is_given_its_gpus(make_server: Callable[..., Server]) -> None:
+    server = make_server(slots=2, gpus=2)
+    with DistillClient(server.address) as client:
+        jobs = [client.submit(job_config(f"pause=0.1 tells_gpus=1 n={n}", 5)) for n in range(2)]
+        for job in jobs:
+            assert client.wait(job.id, timeout=60).state is JobState.SUCCEEDED
+        logs = [(server.runs / j.id / "logs/attempt-1/rank-0.log").read_text() for j in jobs]
+    assert sorted(log.split("GPUs: ")[1].split()[0] for log in logs) == ["0", "1"]

@@ -1,0 +1,150 @@
+"""Shims that end with their owner, or with their attempt, and who waits for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from clients.runs.directory import RunDirectory
+from clients.runs.fence import VARIABLE, raise_fence
+from distill_server.runners.local import living_shims
+from distill_server.runners.local.living_shims import LivingShims, attempts_before
+from distill_server.runners.local.process import family, kill_family, send_signal, write_json
+from distill_server.runners.local.shim_files import card_of, exit_code_of
+from tests.distill_server.conftest import eventually
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    return run
+
+
+class Clock:
+    """Time passes while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_earlier_attempts_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until they say that they ended, or have been still for long."""
+    clock = Clock()
+    monkeypatch.setattr(living_shims, "time", clock)
+    logs = tmp_path / "logs"
+    shims = [logs / "attempt-1", logs / "attempt-2" / "rank-0", logs / "attempt-2" / "rank-1"]
+    for shim in [*shims, logs / "attempt-10" / "rank-0", logs / "attempt-3" / "rank-0"]:
+        shim.mkdir(parents=True)
+        write_json(shim / "shim.json", {})
+    write_json(shims[0] / "exit.json", {"code": 0})
+    old = LivingShims(attempts_before(logs / "attempt-3"))
+    for beat in range(100):
+        for shim in shims[1:]:
+            (shim / "heartbeat").touch()
+            os.utime(shim / "heartbeat", ns=(beat, beat + 1))
+        assert not old.are_gone()
+    write_json(shims[1] / "exit.json", {"code": 0})
+    since = clock.now
+    while not old.are_gone():
+        assert clock.now < since + 20
+    assert clock.now >= since + 14
+    assert LivingShims(attempts_before(logs / "attempt-1")).are_gone()
+
+
+class OwnedShim:
+    """A shim of one process among several, and the end of its stdin that we hold."""
+
+    def __init__(self, run: RunDirectory, code: str, attempt: int = 1) -> None:
+        self.directory = run.logs(attempt) / "rank-0"
+        self.directory.mkdir(parents=True)
+        log = run.log_file(attempt)
+        self.ours, theirs = socket.socketpair()
+        argv = [sys.executable, "-m", "distill_server.runners.local.shim", str(log), "5"]
+        argv += ["--rank", str(self.directory), "--", sys.executable, "-S", "-c", code]
+        environment = {**os.environ, VARIABLE: raise_fence(run.path, attempt)}
+        with theirs:
+            subprocess.run(argv, stdin=theirs.fileno(), env=environment, check=True)
+        eventually(lambda: card_of(self.directory) or self.code is not None)
+
+    @property
+    def mark(self) -> str:
+        found = json.loads((self.directory / "shim.json").read_text())["mark"]
+        assert isinstance(found, str)
+        return found
+
+    @property
+    def code(self) -> int | None:
+        return exit_code_of(self.directory)
+
+    def ended(self) -> int | None:
+        """Its stdin is closed when it has ended, and not before."""
+        self.ours.settimeout(60)
+        assert self.ours.recv(1) == b""
+        return self.code
+
+
+ORPHAN = (
+    "import subprocess, time\n"
+    "subprocess.Popen(['sleep', '99'], start_new_session=True)\n"
+    "time.sleep(99)"
+)
+
+
+@pytest.fixture
+def shim(run: RunDirectory) -> Iterator[Callable[..., OwnedShim]]:
+    made: list[OwnedShim] = []
+
+    def make(code: str, attempt: int = 1) -> OwnedShim:
+        made.append(OwnedShim(run, code, attempt))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.ours.close()
+        kill_family(one.mark)
+
+
+def test_an_owned_shim_tells_its_owner(shim: Callable[..., OwnedShim]) -> None:
+    assert shim("raise SystemExit(3)").ended() == 3
+
+
+def test_an_owned_shim_ends_with_its_owner(shim: Callable[..., OwnedShim]) -> None:
+    one = shim(ORPHAN)
+    eventually(lambda: len(family(one.mark)) == 2)
+    one.ours.close()
+    eventually(lambda: one.code == -signal.SIGKILL)
+    assert family(one.mark) == []
+
+
+def test_a_shim_ends_when_another_attempt_begins(
+    run: RunDirectory, shim: Callable[..., OwnedShim]
+) -> None:
+    """Wherever it is: it reads the fence, which no node can miss that sees the run directory."""
+    one = shim(ORPHAN)
+    eventually(lambda: len(family(one.mark)) == 2)
+    raise_fence(run.path, 2)
+    assert one.ended() == -signal.SIGKILL
+    assert family(one.mark) == []
+
+
+def test_an_owned_shim_is_stopped_as_any_other(shim: Callable[..., OwnedShim]) -> None:
+    one = shim("import time; time.sleep(99)")
+    card = card_of(one.directory)
+    assert card is not None
+    assert send_signal(card.shim, signal.SIGTERM)
+    assert one.ended() == -signal.SIGTERM

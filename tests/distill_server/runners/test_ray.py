@@ -1,0 +1,394 @@
+"""Jobs on a Ray cluster of this machine: a head of its own, which one of the tests kills."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from clients.config.on_policy import OnPolicyJob
+from clients.jobs.client import DistillClient
+from clients.jobs.job import Job, JobState
+from clients.runs.directory import RunDirectory
+from clients.runs.fence import VARIABLE as FENCE
+from clients.runs.fence import raise_fence
+from distill_server.runners.local.process import Identity, family, identity_of, kill_family
+from distill_server.runners.local.shim_files import card_of, exit_code_of
+from distill_server.runners.ray.order import Order, write_order
+from tests.distill_server import conftest
+from tests.distill_server.conftest import Server, job_config
+from tests.distill_server.jobs.history import History
+from tests.end_to_end.conftest import material, once, teacher
+from tests.end_to_end.forked_trainer import finish
+from tests.end_to_end.processes import ENVIRONMENT, RealServer, metrics_of, new_run, weights
+from tests.ray_cluster import Cluster
+
+if TYPE_CHECKING:
+    from tests.student_trainer.tiny import Material
+
+pytest.importorskip("ray", reason="needs the extra [ray]")
+pytest.importorskip("aiohttp", reason="needs the extra [ray]")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+KILLS = int(os.environ.get("DISTILL_REPEATS", "2"))
+# Every process of Ray's imports seconds' worth: on a busy machine an attempt begins late.
+PATIENCE = 200
+__all__ = ["material", "once", "teacher"]
+
+
+def eventually(true: Callable[[], object]) -> None:
+    conftest.eventually(true, PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two nodes that ask for a token; they claim more CPUs than there are, as scripts need none."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_AUTH_MODE", "token")
+        environment.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        made = Cluster(tmp_path_factory.mktemp("ray") / "log", 4, 4, dashboard=True)
+        yield made
+        made.kill()
+
+
+@pytest.fixture
+def start_server(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(slots: int = 4, **options: object) -> Server:
+        servers.append(Server(tmp_path / "runs", slots, ray=cluster.jobs, **options))
+        servers[-1].start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        if server.process is not None:
+            server.kill()
+        for card in server.runs.rglob("shim.json"):
+            if found := card_of(card.parent):
+                kill_family(found.mark)
+
+
+def begun(server: Server, job_id: str, attempt: int = 1, rank: int = 0) -> Path:
+    """The directory of a process's shim, once it has begun."""
+    found = server.runs / job_id / f"logs/attempt-{attempt}/rank-{rank}"
+    eventually(lambda: card_of(found))
+    return found
+
+
+def mark_of(directory: Path) -> str:
+    card = card_of(directory)
+    assert card is not None
+    return card.mark
+
+
+def check(history: History, server: Server, client: DistillClient, jobs: Sequence[Job]) -> None:
+    """The rules of the history, and no order is left with the secrets that it had."""
+    for job in jobs:
+        history.watched(job.id, list(client.watch(job.id)))
+    history.check(server.runs, server.slots)
+    assert not list(server.runs.rglob("order.json"))
+
+
+def test_jobs_end_are_tried_again_and_stopped(start_server: Callable[..., Server]) -> None:
+    server, history = start_server(), History()
+    scripts = [
+        ("pause=0.01", 5),
+        ("pause=0.01 crash_at=3 crashes=1 every=2", 5),
+        ("pause=0.05", 1_000_000),
+        ("hang_at=3 deaf=1 orphan=1", 1_000_000),
+    ]
+    with DistillClient(server.address) as client:
+        jobs = [client.submit(job_config(script, steps)) for script, steps in scripts]
+        for job in jobs:
+            history.submitted("", job.id)
+        good, crashing, polite, deaf = (job.id for job in jobs)
+        eventually(lambda: client.get(polite).step >= 3 and client.get(deaf).step >= 2)
+        mark = mark_of(begun(server, deaf))
+        client.cancel(polite)
+        client.cancel(deaf, now=True)
+        ended = [client.wait(job.id, timeout=PATIENCE) for job in jobs]
+        assert [(job.state, job.attempt) for job in ended] == [
+            (JobState.SUCCEEDED, 1),
+            (JobState.SUCCEEDED, 2),
+            (JobState.CANCELLED, 1),
+            (JobState.CANCELLED, 1),
+        ]
+        assert ended[2].reason == "cancelled on request"
+        assert (server.runs / polite / "checkpoints" / f"step-{ended[2].step:06d}").is_dir()
+        assert "killed by signal 9" in ended[3].reason
+        assert family(mark) == []  # the orphan, too
+        lines = b"".join(client.logs(good)).decode().splitlines()
+        assert lines == ["attempt 1 starts after step 0", *(f"step {n}" for n in range(1, 6))]
+        assert (
+            "starts after step 2"
+            in (server.runs / crashing / "logs/attempt-2/rank-0.log").read_text()
+        )
+        check(history, server, client, jobs)
+
+
+def test_waiting_for_more_than_there_is(start_server: Callable[..., Server]) -> None:
+    """The cluster has no GPU; the job can be cancelled, and has said what it waits for."""
+    server, history = start_server(gpus=2), History()
+    config = job_config("gpus", 5)
+    config = OnPolicyJob.model_validate({**config.model_dump(), "resources": {"gpus": 1}})
+    with DistillClient(server.address) as client:
+        job = client.submit(config)
+        history.submitted("", job.id)
+        claimed = server.runs / job.id / "logs/attempt-1/claim"
+        eventually(claimed.exists)
+        waiting = client.get(job.id)
+        assert (waiting.state, waiting.phase) == (JobState.PREPARING, "waiting for the Ray cluster")
+        client.cancel(job.id)
+        ended = client.wait(job.id, timeout=PATIENCE)
+        assert (ended.state, ended.reason) == (JobState.CANCELLED, "cancelled on request")
+        check(history, server, client, [job])
+
+
+def test_a_stranger_is_refused(cluster: Cluster) -> None:
+    """What the server says of it, in place of starting jobs. Ray reads its token once a process."""
+    stranger = told("jobs.look('job')", cluster, RAY_AUTH_TOKEN="0" * 64)
+    assert stranger.startswith("WrongState the Ray cluster refuses: Authentication failed")
+    # From another address than this machine's: it asks for a token, so it is not open.
+    friend = told("jobs._host = 'elsewhere'; print(jobs.look('job'), jobs.is_open())", cluster)
+    assert friend == "Absent() False\n"
+
+
+def test_a_node_that_cannot_begin_says_why(cluster: Cluster, tmp_path: Path) -> None:
+    """As where the run directory is not shared: here a file is in the way."""
+    run = RunDirectory(tmp_path / "run")
+    directory = run.logs(1)
+    directory.mkdir(parents=True)
+    (directory / "rank-0").touch()
+    order = Order(str(run.path), 1, ["-c", "pass"], {FENCE: raise_fence(run.path, 1)}, "/", 1, 1, 0)
+    write_order(directory / "order.json", order)
+    subprocess.run(
+        [sys.executable, "-m", "distill_server.runners.ray.driver", str(directory / "order.json")],
+        env={**os.environ, "RAY_ADDRESS": cluster.address},
+        check=False,
+    )
+    assert exit_code_of(directory) == -signal.SIGKILL
+    log = run.log_file(1).read_text()
+    assert re.fullmatch(r"process 0 ended first, with code -9: .*File exists: .*rank-0'\n", log)
+
+
+def told(question: str, cluster: Cluster, **variables: str) -> str:
+    code = (
+        "import sys\nfrom distill_server.runners.ray.jobs import RayJobs\n"
+        f"try: jobs = RayJobs(sys.argv[1]); {question}\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    asked = subprocess.run(
+        [sys.executable, "-c", code, cluster.jobs],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+        check=True,
+    )
+    return asked.stdout
+
+
+RANKS = """
+import os, subprocess, time
+print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)
+subprocess.Popen(['sleep', '1000'], start_new_session=True)
+time.sleep(1000)
+"""
+
+
+def test_a_rank_or_its_worker_is_killed(
+    start_server: Callable[..., Server], cluster: Cluster
+) -> None:
+    """The attempt ends, and nothing is left, not even what a rank left in its own session."""
+    server, history = start_server(slots=2, ranks=RANKS, retries=0), History()
+    with DistillClient(server.address) as client:
+        jobs = [client.submit(pair(job_config(name))) for name in ("rank", "worker")]
+        for job in jobs:
+            history.submitted("", job.id)
+        shims = [[begun(server, job.id, rank=rank) for rank in (0, 1)] for job in jobs]
+        marks = [mark_of(shim) for both in shims for shim in both]
+        for mark in marks:
+            eventually(lambda mark=mark: len(family(mark)) == 2)
+        os.kill(child_of(shims[0][1]).pid, signal.SIGKILL)
+        first = client.wait(jobs[0].id, timeout=PATIENCE)
+        for worker in cluster.processes("ray::Rank"):
+            worker.kill()
+        for job in (first, client.wait(jobs[1].id, timeout=PATIENCE)):
+            assert job.state is JobState.FAILED
+            assert job.reason.startswith("the trainer was killed by signal 9")
+            text = (server.runs / job.id / "logs/attempt-1/rank-0.log").read_text()
+            assert re.fullmatch(
+                "rank 0 of 2\nprocess [01] ended first, with code -9(: .+)?\n", text
+            )
+            assert job.reason.endswith(text.strip())
+        assert "process 1" in first.reason
+        for mark in marks:
+            eventually(lambda mark=mark: not family(mark))
+        check(history, server, client, jobs)
+
+
+PLACES = """
+import os
+print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')))
+"""
+
+
+def test_a_job_of_two_nodes(start_server: Callable[..., Server]) -> None:
+    """No node has eight CPUs."""
+    server, history = start_server(slots=1, ranks=PLACES, retries=0, threads=8), History()
+    with DistillClient(server.address) as client:
+        job = client.submit(pair(job_config("two nodes")))
+        history.submitted("", job.id)
+        ended = client.wait(job.id, timeout=PATIENCE)
+        assert ended.reason.startswith("the trainer exited with code 0 without a verdict")
+        logs = [server.runs / job.id / f"logs/attempt-1/rank-{rank}.log" for rank in (0, 1)]
+        assert [log.read_text() for log in logs] == ["0 2 0 1\n", "1 2 0 1\n"]
+        check(history, server, client, [job])
+
+
+def pair(config: OnPolicyJob) -> OnPolicyJob:
+    values = config.model_dump()
+    return OnPolicyJob.model_validate({**values, "train": {**values["train"], "processes": 2}})
+
+
+def child_of(shim: Path) -> Identity:
+    mark = mark_of(shim)
+    (found,) = [who for who in family(mark) if "ranks.py" in cmdline(who.pid)]
+    return found
+
+
+def cmdline(pid: int) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(psutil.Process(pid).cmdline())
+    return ""
+
+
+def driver_of(cluster: Cluster, job_id: str) -> psutil.Process:
+    """Without the shell around it."""
+    found = cluster.processes(f"/{job_id}/logs/attempt-1/order.json")
+    return next(one for one in found if "python" in one.name())
+
+
+def test_servers_and_a_driver_are_killed(
+    start_server: Callable[..., Server], cluster: Cluster
+) -> None:
+    """The same processes go on; one job ends while nobody looks; one is tried again."""
+    server, history = start_server(slots=3), History()
+    with DistillClient(server.address) as client:
+        names = ["pause=0.05 n=0", "pause=0.05 n=1 orphan=1", "fail_at=20 pause=0.2"]
+        jobs = []
+        for number, name in enumerate(names):
+            jobs.append(client.submit(job_config(name, 1_000_000), idempotency_key=f"key {number}"))
+            history.submitted(f"key {number}", jobs[-1].id)
+        going = [job.id for job in jobs[:2]]
+        for job_id in going:
+            eventually(lambda j=job_id: client.get(j).step > 0)
+        shims = [card_of(begun(server, job_id)) for job_id in going]
+        for _ in range(KILLS):
+            steps = [client.get(job_id).step for job_id in going]
+            server.kill()
+            server.start()
+            for job_id, step in zip(going, steps, strict=True):
+                eventually(lambda j=job_id, s=step: client.get(j).step > s)
+        assert [card_of(begun(server, job_id)) for job_id in going] == shims
+        assert all(card and identity_of(card.shim.pid) == card.shim for card in shims)
+        mark = mark_of(begun(server, going[1]))
+        driver_of(cluster, going[1]).kill()
+        eventually(lambda: not family(mark))
+        begun(server, going[1], attempt=2)
+        for job_id in going:
+            client.cancel(job_id)
+        ended = [client.wait(job.id, timeout=PATIENCE) for job in jobs]
+        assert [(job.state, job.attempt) for job in ended] == [
+            (JobState.CANCELLED, 1),
+            (JobState.CANCELLED, 2),
+            (JobState.FAILED, 1),
+        ]
+        check(history, server, client, jobs)
+
+
+class RayServer(RealServer):
+    """`python -m distill_server --ray` with the real trainer."""
+
+    def __init__(self, runs: Path, address: str) -> None:
+        super().__init__(runs, 1)
+        self._address = address
+
+    def launch(self) -> subprocess.Popen[str]:
+        where = ["--runs", str(self.runs), "--host", self.host, "--port", str(self.port)]
+        database = ["--database", str(self.runs.with_suffix(".sqlite"))]
+        return subprocess.Popen(
+            [sys.executable, "-m", "distill_server", *where, *database, "--ray", self._address],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **ENVIRONMENT},
+        )
+
+
+def test_two_processes_train(
+    cluster: Cluster,
+    material: Material,
+    teacher: str,
+    tmp_path: Path,
+) -> None:
+    """The bits of `accelerate launch`: the trainer finds its place in the same variables."""
+    from tests.student_trainer.tiny import curve, job
+
+    config = job(material, teacher, max_steps=6, train__processes=2, checkpoint__every=6)
+    server = RayServer(tmp_path / "runs", cluster.jobs)
+    server.start()
+    try:
+        with DistillClient(server.address) as client:
+            ended = client.wait(client.submit(config).id, timeout=PATIENCE)
+            assert ended.state is JobState.SUCCEEDED, ended.reason
+    finally:
+        server.kill()
+    run = RunDirectory(server.runs / ended.id)
+    assert (run.logs(1) / "rank-1.log").exists()
+    expected = finish(new_run(tmp_path / "run", config))
+    assert curve(metrics_of(run)) == curve(metrics_of(expected))
+    assert weights(run) == weights(expected)
+    assert not (server.runs / "server.sqlite").exists()
+
+
+def test_the_head_is_killed_and_comes_back_empty(
+    start_server: Callable[..., Server], cluster: Cluster
+) -> None:
+    """Jobs say so, keep their retries, and run once more; no two trainers of one are alive."""
+    server, history = start_server(slots=2), History()
+    with DistillClient(server.address) as client:
+        jobs = [client.submit(job_config(f"pause=0.05 n={n}", 1_000_000)) for n in range(2)]
+        for job in jobs:
+            history.submitted("", job.id)
+        for job in jobs:
+            eventually(lambda job=job: client.get(job.id).step > 0)
+        marks = [mark_of(begun(server, job.id)) for job in jobs]
+        cluster.kill()
+        for job in jobs:
+            eventually(lambda job=job: "cannot be reached" in client.get(job.id).phase)
+            assert client.get(job.id).state is JobState.RUNNING
+        for mark in marks:
+            eventually(lambda mark=mark: not family(mark))
+        server.kill()
+        server.start()
+        late = client.submit(job_config("pause=0.05 late=1", 3))
+        history.submitted("", late.id)
+        cluster.start()
+        for job in jobs:
+            eventually(lambda job=job: client.get(job.id).attempt == 2)
+            begun(server, job.id, attempt=2)
+            client.cancel(job.id)
+        ended = [client.wait(job.id, timeout=PATIENCE) for job in jobs]
+        assert {(job.state, job.attempt) for job in ended} == {(JobState.CANCELLED, 2)}
+        assert client.wait(late.id, timeout=PATIENCE).state is JobState.SUCCEEDED
+        check(history, server, client, [*jobs, late])

@@ -1,0 +1,268 @@
+"""Shims and the runner without a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clients.runs.directory import RunDirectory
+from distill_server.runners.interface import Exited, Lost, Running
+from distill_server.runners.local.process import (
+    claim,
+    family,
+    identity_of,
+    kill_family,
+    send_signal,
+)
+from distill_server.runners.local.runner import LocalRunner
+from distill_server.runners.machine import Share
+from distill_server.runners.trainer_environment import trainer_environment
+from tests.distill_server.conftest import eventually
+
+# Every shim is waited for at the end of its test.
+RUNNERS: list[LocalRunner] = []
+
+
+class Command:
+    """A command factory for one line of Python."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+
+    def __call__(
+        self, run: Path, *, attempt: int, processes: int, from_step: int | None = None
+    ) -> list[str]:
+        return [sys.executable, "-S", "-c", self.code]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    yield run
+    for card in run.path.glob("logs/*/shim.json"):
+        kill_family(json.loads(card.read_text())["mark"])
+    for runner in RUNNERS:
+        for shim in runner._children.values():
+            shim.wait(10)
+    RUNNERS.clear()
+
+
+def start(run: RunDirectory, code: str) -> LocalRunner:
+    runner = LocalRunner(command=Command(code))
+    RUNNERS.append(runner)
+    runner.start(run, attempt=1, processes=1, from_step=None, share=Share(cpus=2))
+    return runner
+
+
+def card_of(run: RunDirectory) -> dict[str, object]:
+    path = run.logs(1) / "shim.json"
+    eventually(path.exists)
+    found: dict[str, object] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("print('hello')", Exited(0)),
+        ("raise SystemExit(3)", Exited(3)),
+        ("import os; os.kill(os.getpid(), 9)", Exited(-9)),
+        ("import os; os.abort()", Exited(-6)),
+    ],
+)
+def test_exit_is_recorded(run: RunDirectory, code: str, expected: Exited) -> None:
+    runner = start(run, code)
+    eventually(lambda: runner.poll(run, 1) != Running())
+    assert runner.poll(run, 1) == expected
+    # A runner that knows nothing gets the same answer.
+    assert LocalRunner().poll(run, 1) == expected
+
+
+def test_output_is_appended_to_the_log(run: RunDirectory) -> None:
+    run.logs(1).mkdir(parents=True)
+    run.log_file(1).write_text("before\n")
+    runner = start(run, "import sys; print('out'); print('err', file=sys.stderr)")
+    eventually(lambda: runner.poll(run, 1) == Exited(0))
+    assert run.log_file(1).read_text() == "before\nout\nerr\n"
+
+
+def test_program_that_does_not_exist(run: RunDirectory) -> None:
+    runner = LocalRunner(command=lambda *a, **k: ["/no/such/program"])
+    RUNNERS.append(runner)
+    runner.start(run, attempt=1, processes=1, from_step=None, share=Share(cpus=2))
+    eventually(lambda: runner.poll(run, 1) == Exited(127))
+    assert "cannot run /no/such/program" in run.log_file(1).read_text()
+
+
+def test_stop_is_sigterm_first(run: RunDirectory) -> None:
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(15, lambda *_: sys.exit(7))\n"
+        "print('up')\ntime.sleep(99)"
+    )
+    runner = start(run, code)
+    eventually(lambda: run.log_file(1).read_text() == "up\n")
+    runner.stop(run, 1, now=False)
+    runner.stop(run, 1, now=False)
+    eventually(lambda: runner.poll(run, 1) != Running())
+    assert runner.poll(run, 1) == Exited(7)
+
+
+NONSENSE = ["", "{", "[]", "null", '{"pid": "x"}', '{"code": "x"}', "\0"]
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE)
+def test_files_that_are_nonsense(run: RunDirectory, nonsense: str) -> None:
+    """Whoever started the shim still knows it; for anybody else the attempt is lost."""
+    runner = start(run, "import time; print('up')\ntime.sleep(99)")
+    eventually(lambda: run.log_file(1).exists() and run.log_file(1).read_text() == "up\n")
+    mark = str(card_of(run)["mark"])
+    (run.logs(1) / "exit.json").write_text(nonsense)
+    assert runner.poll(run, 1) == Running()
+    (run.logs(1) / "shim.json").write_text(nonsense)
+    assert runner.poll(run, 1) == Running()
+    runner.stop(run, 1, now=True)
+    eventually(lambda: family(mark) == [])
+    eventually(lambda: runner.poll(run, 1) == Exited(-9))
+    (run.logs(1) / "exit.json").write_text(nonsense)
+    eventually(lambda: runner.poll(run, 1) == Lost(blameless=False))
+    shutil.rmtree(run.logs(1))
+
+
+def test_stop_now_kills_the_whole_family(run: RunDirectory) -> None:
+    """Also a process in a session of its own, which a signal to the group would miss."""
+    code = (
+        "import signal, subprocess, time\n"
+        "signal.signal(15, signal.SIG_IGN)\n"
+        "subprocess.Popen(['sleep', '99'], start_new_session=True)\n"
+        "print('up')\ntime.sleep(99)"
+    )
+    runner = start(run, code)
+    eventually(lambda: run.log_file(1).read_text() == "up\n")
+    mark = str(card_of(run)["mark"])
+    assert len(family(mark)) == 2
+    runner.stop(run, 1, now=True)
+    eventually(lambda: runner.poll(run, 1) == Exited(-9))
+    assert family(mark) == []
+
+
+def test_leftovers_are_killed_when_the_trainer_ends(run: RunDirectory) -> None:
+    code = "import subprocess; subprocess.Popen(['sleep', '99'], start_new_session=True)"
+    runner = start(run, code)
+    eventually(lambda: runner.poll(run, 1) == Exited(0))
+    assert family(str(card_of(run)["mark"])) == []
+
+
+def test_trainer_ignoring_sigterm_is_killed_after_the_grace(run: RunDirectory) -> None:
+    directory = run.logs(1)
+    directory.mkdir(parents=True)
+    code = (
+        "import signal, time\n"
+        "signal.signal(15, signal.SIG_IGN)\n"
+        "print('up', flush=True)\ntime.sleep(99)"
+    )
+    log = run.log_file(1)
+    trainer = [sys.executable, "-S", "-c", code]
+    shim = subprocess.Popen(
+        [sys.executable, "-m", "distill_server.runners.local.shim", str(log), "0.3", "--", *trainer]
+    )
+    eventually(lambda: log.exists() and log.read_text() == "up\n")
+    started = time.monotonic()
+    shim.terminate()
+    assert shim.wait(20) == 0
+    assert time.monotonic() - started >= 0.3
+    assert json.loads((directory / "exit.json").read_text())["code"] == -9
+
+
+def test_killed_shim_takes_its_trainer_along(run: RunDirectory) -> None:
+    runner = start(run, "import time; time.sleep(99)")
+    card = card_of(run)
+    os.kill(int(str(card["pid"])), signal.SIGKILL)
+    eventually(lambda: runner.poll(run, 1) != Running())
+    assert runner.poll(run, 1) == Lost(blameless=False)
+    assert family(str(card["mark"])) == []
+
+
+def test_heartbeat(run: RunDirectory) -> None:
+    start(run, "import time; time.sleep(99)")
+    beat = run.logs(1) / "heartbeat"
+    eventually(beat.exists)
+    first = beat.stat().st_mtime_ns
+    eventually(lambda: beat.stat().st_mtime_ns > first)
+
+
+def test_reused_pid_is_never_signalled(run: RunDirectory) -> None:
+    """The pid of the shim now belongs to a stranger, started at another time or boot."""
+    with subprocess.Popen(["sleep", "99"]) as stranger:
+        who = identity_of(stranger.pid)
+        assert who is not None
+        run.logs(1).mkdir(parents=True)
+        (run.logs(1) / "claim").touch()
+        for other in (replace(who, start_time=who.start_time - 1), replace(who, boot_id="old")):
+            card = {**vars(other), "child_pid": stranger.pid, "child_start_time": 1, "mark": "none"}
+            (run.logs(1) / "shim.json").write_text(json.dumps(card))
+            runner = LocalRunner()
+            runner.stop(run, 1, now=False)
+            runner.stop(run, 1, now=True)
+            assert isinstance(runner.poll(run, 1), Lost)
+            assert not send_signal(other, signal.SIGKILL)
+        time.sleep(0.1)
+        assert stranger.poll() is None
+        assert send_signal(who, signal.SIGKILL)
+    assert identity_of(who.pid) != who
+    assert not send_signal(who, signal.SIGKILL)
+
+
+def test_attempt_that_never_started_is_claimed(run: RunDirectory) -> None:
+    """A shim that comes late finds the claim and starts nothing."""
+    run.logs(1).mkdir(parents=True)
+    assert LocalRunner().poll(run, 1) == Lost(blameless=True)
+    late = start(run, "print('started')")
+    eventually(lambda: late.poll(run, 1) != Running())
+    assert late.poll(run, 1) == Lost(blameless=False)
+    assert run.log_file(1).read_text() == ""
+
+
+def test_claimed_attempt_of_another_server_is_waited_for(run: RunDirectory) -> None:
+    run.logs(1).mkdir(parents=True)
+    assert claim(run.logs(1))
+    assert not claim(run.logs(1))
+    assert LocalRunner().poll(run, 1) == Running()
+
+
+def test_environment_is_an_allow_list() -> None:
+    given = {"PATH": "/bin", "HF_TOKEN": "t", "AWS_SECRET": "s", "PYTHONPATH": "x", "LC_ALL": "C"}
+    environment = trainer_environment(given, Share(cpus=1), processes=4)
+    assert environment == {
+        "PATH": "/bin",
+        "HF_TOKEN": "t",
+        "LC_ALL": "C",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def test_threads_are_shared_by_the_processes_of_a_job(run: RunDirectory) -> None:
+    runner = start(run, "import os; print(os.environ['OMP_NUM_THREADS'])")
+    eventually(lambda: runner.poll(run, 1) == Exited(0))
+    assert run.log_file(1).read_text() == "2\n"
+
+
+def test_shim_is_light() -> None:
+    code = (
+        "import sys, distill_server.runners.local.shim\n"
+        "print([m for m in ('grpc', 'pydantic') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "[]\n"

@@ -1,0 +1,235 @@
+"""The server is killed and comes back; trainers and watchers do not mind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from clients.jobs.client import DistillClient
+from clients.jobs.job import JobEvent, JobState
+from clients.runs.directory import RunDirectory
+from distill_server.jobs.database import open_database
+from distill_server.jobs.store import Change, Store
+from distill_server.runners.local.process import family, kill_family
+from protos.errors import Unavailable
+from tests.distill_server.conftest import Server, eventually, job_config
+from tests.distill_server.jobs.history import History
+
+
+@pytest.fixture(autouse=True)
+def history(tmp_path: Path) -> Iterator[History]:
+    """Checked when the test is over and its server dead."""
+    history = History()
+    yield history
+    history.check(tmp_path / "runs", slots=3)
+
+
+class Watcher(threading.Thread):
+    """Watches one job from its first event to its end."""
+
+    def __init__(self, address: str, job_id: str) -> None:
+        super().__init__()
+        self.address, self.job_id = address, job_id
+        self.events: list[JobEvent] = []
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with DistillClient(self.address) as client:
+                self.events.extend(client.watch(self.job_id))
+        except Exception as error:
+            self.error = error
+
+    def result(self) -> list[JobEvent]:
+        self.join(60)
+        assert not self.is_alive()
+        assert self.error is None
+        return self.events
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_running_jobs_are_adopted(make_server: Callable[..., Server], signum: int) -> None:
+    server = make_server(slots=3)
+    with DistillClient(server.address) as client:
+        jobs = [client.submit(job_config(f"pause=0.04 n={n}", 50)) for n in range(3)]
+        watchers = [Watcher(server.address, job.id) for job in jobs for _ in range(2)]
+        for job in jobs:
+            eventually(lambda job=job: client.get(job.id).step >= 2)
+        before = [server.card(job.id) for job in jobs]
+        for _ in range(3):
+            code = server.kill(signum)
+            assert code == (0 if signum == signal.SIGTERM else -signum)
+            server.start()
+        assert [server.card(job.id) for job in jobs] == before
+        for watcher in watchers:
+            events = watcher.result()
+            assert [event.seq for event in events] == list(range(1, len(events) + 1))
+            steps = [(event.attempt, event.step) for event in events if event.metrics]
+            assert steps == [(1, n) for n in range(1, 51)]
+            assert events[-1].state is JobState.SUCCEEDED
+        for job in jobs:
+            assert not (server.runs / job.id / "logs" / "attempt-2").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "reason"),
+    [
+        ("pause=0.02", JobState.SUCCEEDED, ""),
+        ("pause=0.02 fail_at=20", JobState.FAILED, "the loss is not finite"),
+    ],
+)
+def test_job_that_ended_meanwhile(
+    server: Server, client: DistillClient, name: str, state: JobState, reason: str
+) -> None:
+    job = client.submit(job_config(name, max_steps=20))
+    watcher = Watcher(server.address, job.id)
+    directory = server.runs / job.id / "logs" / "attempt-1"
+    server.card(job.id)
+    server.kill()
+    eventually((directory / "exit.json").exists)
+    server.start()
+    done = client.wait(job.id, timeout=20)
+    assert (done.state, done.reason, done.attempt) == (state, reason, 1)
+    steps = [event.step for event in watcher.result() if event.metrics]
+    assert steps == list(range(1, 21 if state is JobState.SUCCEEDED else 20))
+
+
+def test_job_whose_processes_are_gone_is_queued_again(
+    server: Server, client: DistillClient
+) -> None:
+    """Everything was killed: a new attempt, and nothing of the old one is left."""
+    job = client.submit(job_config("hang_at=8 hangs=1 orphan=1", max_steps=10))
+    eventually(lambda: client.get(job.id).step == 7)
+    card = server.card(job.id)
+    server.kill()
+    os.kill(int(card["pid"]), signal.SIGKILL)
+    assert family(str(card["mark"]))
+    server.start()
+    done = client.wait(job.id, timeout=30)
+    assert (done.state, done.attempt, done.step) == (JobState.SUCCEEDED, 2, 10)
+    assert family(str(card["mark"])) == []
+
+
+def test_reboot_costs_no_retry(server: Server, client: DistillClient) -> None:
+    job = client.submit(job_config("hang_at=6 hangs=3", max_steps=10))
+    for attempt in (1, 2, 3):
+        card = server.card(job.id, attempt)
+        server.kill()
+        os.kill(int(card["pid"]), signal.SIGKILL)
+        kill_family(str(card["mark"]))
+        path = server.runs / job.id / "logs" / f"attempt-{attempt}" / "shim.json"
+        path.write_text(json.dumps({**card, "boot_id": "of yesterday"}))
+        server.start()
+    done = client.wait(job.id, timeout=30)
+    assert (done.state, done.attempt) == (JobState.SUCCEEDED, 4)
+
+
+def test_job_that_was_recorded_but_not_started(server: Server, client: DistillClient) -> None:
+    """The server died between the record and the process."""
+    blocker = client.submit(job_config("pause=1", max_steps=1000))
+    job = client.submit(job_config())
+    server.kill()
+    with open_database(server.runs / "server.sqlite") as connection:
+        store = Store(connection, on_change=lambda job_id: None)
+        store.change(job.id, Change(JobState.PREPARING))
+    server.start()
+    eventually(lambda: client.get(job.id).attempt == 2)
+    client.cancel(blocker.id, now=True)
+    done = client.wait(job.id, timeout=20)
+    assert (done.state, done.attempt) == (JobState.SUCCEEDED, 2)
+
+
+def test_cancel_is_finished_by_the_next_server(server: Server, client: DistillClient) -> None:
+    job = client.submit(job_config("hang_at=2 deaf=1", max_steps=9))
+    eventually(lambda: client.get(job.id).step == 1)
+    client.cancel(job.id, now=True)
+    server.kill()
+    server.start()
+    done = client.wait(job.id, timeout=30)
+    assert done.state is JobState.CANCELLED
+
+
+def test_queue_survives(server: Server, client: DistillClient) -> None:
+    ids = [
+        client.submit(job_config(f"n{n}", max_steps=3), idempotency_key=f"k{n}").id
+        for n in range(5)
+    ]
+    server.kill()
+    server.start()
+    again = [
+        client.submit(job_config(f"n{n}", max_steps=3), idempotency_key=f"k{n}").id
+        for n in range(5)
+    ]
+    assert again == ids
+    for job_id in ids:
+        assert client.wait(job_id, timeout=30).state is JobState.SUCCEEDED
+    assert len(client.list()) == 5
+
+
+def test_queue_survives_without_its_directories(server: Server, client: DistillClient) -> None:
+    """A power cut may take what no disk was waited for; the database has the jobs."""
+    ids = [client.submit(job_config(f"n{n}", max_steps=3)).id for n in range(3)]
+    server.kill()
+    for job_id in ids[1:]:
+        shutil.rmtree(server.runs / job_id)
+    server.start()
+    for job_id in ids:
+        assert client.wait(job_id, timeout=30).state is JobState.SUCCEEDED
+        assert RunDirectory(server.runs / job_id).config().max_steps == 3
+
+
+def test_second_server_is_refused(server: Server, tmp_path: Path) -> None:
+    other = server.launch()
+    assert other.stdout is not None
+    assert other.wait(20) == 2
+    assert other.stdout.read() == ""
+    other.stdout.close()
+
+
+def test_storm_of_kills(make_server: Callable[..., Server], history: History) -> None:
+    """Killed while jobs are submitted and end: none is lost, doubled or run twice."""
+    server = make_server(slots=2)
+    acknowledged: dict[str, str] = {}
+
+    def submit(thread: int) -> None:
+        with DistillClient(server.address, timeout=20) as client:
+            for number in range(4):
+                key = f"{thread}-{number}"
+                while key not in acknowledged:
+                    with contextlib.suppress(Unavailable):
+                        config = job_config(f"pause=0.002 k={key}", 3)
+                        job = client.submit(config, idempotency_key=key)
+                        history.submitted(key, job.id)
+                        acknowledged[key] = job.id
+
+    threads = [threading.Thread(target=submit, args=[number]) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for pause in (0.05, 0.1, 0.2, 0.3, 0.0):
+        time.sleep(pause)
+        server.kill()
+        server.start()
+    for thread in threads:
+        thread.join(60)
+    with DistillClient(server.address) as client:
+        jobs = [client.wait(job_id, timeout=60) for job_id in acknowledged.values()]
+        assert {job.state for job in jobs} == {JobState.SUCCEEDED}
+        assert len({job.id for job in jobs}) == 16
+        assert {job.id for job in client.list()} == {job.id for job in jobs}
+        for job in jobs:
+            events = list(client.watch(job.id))
+            assert [event.seq for event in events] == list(range(1, len(events) + 1))
+            assert [event.step for event in events if event.metrics] == [1, 2, 3]
+            # An attempt may have been recorded without ever starting, but only one started.
+            logs = (server.runs / job.id / "logs").glob("attempt-*/rank-0.log")
+            assert sum(log.read_text().count("starts after step") for log in logs) == 1

@@ -1,0 +1,160 @@
+"""What cannot be learned from is refused at once, in one sentence: field, fault, remedy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.teacher.query import tokenizer_fingerprint
+from protos.errors import Corrupt, DistillError, InvalidInput, NotFound, WrongState
+from student_trainer.data.captured_stores import open_stores
+from student_trainer.run.model_checks import check_stored_length, check_stored_vocabulary
+from tests.student_trainer import tiny
+from tests.student_trainer.small_store import sums, write_store
+
+SEQUENCES = 20
+WORDS = ["a", "b", "c"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stores") / "store"
+    return write_store(path, tiny.model(), sums(SEQUENCES), samples=2)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What is changed of a job that works; `spoil` has a copy of the store to work on."""
+
+    changes: dict[str, Any]
+    says: tuple[str, ...]  # the field first, then what is wrong, then the remedy
+    category: type[DistillError] = WrongState
+    spoil: Callable[[Path], object] = lambda store: None
+
+
+def manifest(**facts: str) -> Callable[[Path], object]:
+    def spoil(store: Path) -> None:
+        document = json.loads((store / "manifest.json").read_text())
+        document["metadata"] |= facts
+        (store / "manifest.json").write_text(json.dumps(document))
+
+    return spoil
+
+
+def without_facts(store: Path) -> None:
+    document = json.loads((store / "manifest.json").read_text())
+    (store / "manifest.json").write_text(json.dumps(document | {"metadata": {}}))
+
+
+def cut(store: Path) -> None:
+    shard = sorted(store.glob("*.arrow"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+REFUSALS = {
+    "another k": Refusal(
+        {"method__top_k": 8}, ("method.top_k: ", "says 8", "captured with 4", "leave the key out")
+    ),
+    "another temperature": Refusal(
+        {"method__temperature": 2.0}, ("method.temperature: ", "says 2.0", "captured with 1.0")
+    ),
+    "another teacher": Refusal(
+        {"method__teacher_fingerprint": "ab"}, ("method.teacher_fingerprint: ", "says ab")
+    ),
+    "no samples": Refusal(
+        {"method__tail": "bucket+teacher_samples"},
+        ("method.tail: ", "has no samples", "capture with method.tail_samples"),
+        spoil=manifest(tail_samples="0"),
+    ),
+    "not complete": Refusal(
+        {},
+        ("data.path: ", f"has {SEQUENCES} of 999 sequences", "let its capture end"),
+        spoil=manifest(sequences="999"),
+    ),
+    "a cache": Refusal(
+        {}, ("data.path: ", "no capture made it"), InvalidInput, spoil=without_facts
+    ),
+    "no store": Refusal(
+        {}, ("data.path: ", "is not a store of rows"), NotFound, spoil=shutil.rmtree
+    ),
+    "a damaged shard": Refusal(
+        {},
+        (
+            "data.path: ",
+            "shard 00000001.arrow of ",
+            "is damaged or missing",
+            "distill store verify",
+        ),
+        Corrupt,
+        spoil=cut,
+    ),
+    "plain text": Refusal(
+        {"method__on_policy_fraction": 0.5, "teacher__address": "localhost:1"},
+        ("method.on_policy_fraction: ", "has plain text, no prompts", "leave the key out"),
+        spoil=manifest(form="text"),
+    ),
+    "no head and no tail": Refusal(
+        {"method__tail": "none"},
+        ("method.tail: ", "have no head", "leave the key out"),
+        spoil=manifest(top_k="0"),
+    ),
+    "a held-out store of another teacher": Refusal(
+        {"data__eval_path": True},
+        ("data.eval_path: ", "teacher_fingerprint is of a test in the", "capture both"),
+        spoil=manifest(teacher_fingerprint="another"),
+    ),
+    "too few": Refusal(
+        {"eval__prompts": SEQUENCES}, ("data.path: ", "lower eval.prompts"), InvalidInput
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS.values(), ids=REFUSALS)
+def test_refusals(case: Refusal, material: tiny.Material, store: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "store"
+    shutil.copytree(store, copied)
+    case.spoil(copied)
+    changes = {**case.changes}
+    if changes.pop("data__eval_path", None):
+        changes["data__eval_path"] = str(store)
+    with pytest.raises(case.category) as caught:
+        open_stores(tiny.offline_job(material, copied, **changes))
+    said = str(caught.value)
+    assert said.startswith(case.says[0])
+    assert all(text in said for text in case.says)
+    assert "\n" not in said
+
+
+def test_what_fits_is_taken(material: tiny.Material, store: Path) -> None:
+    changes = {"top_k": 4, "temperature": 1.0, "teacher_fingerprint": "of a test"}
+    pinned = {f"method__{name}": value for name, value in changes.items()}
+    found = open_stores(tiny.offline_job(material, store, data__eval_path=str(store), **pinned))
+    assert found.held_out is not None
+    assert found.training.longest == max(len(ids) for ids, _ in sums(SEQUENCES))
+    assert found.training.identity == found.held_out.identity
+    check_stored_length(found.training, found.training.longest)
+    with pytest.raises(InvalidInput, match=r"tokens, the student takes 5; capture with"):
+        check_stored_length(found.training, 5)
+
+
+def test_tokens_of_a_store(material: tiny.Material, store: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "store"
+    shutil.copytree(store, copied)
+    manifest(tokenizer_fingerprint=tokenizer_fingerprint(WORDS), vocab_size="3")(copied)
+    found = open_stores(tiny.offline_job(material, copied)).training
+    check_stored_vocabulary(found, WORDS, 3, None)
+    with pytest.raises(WrongState, match=r"the student has logits for 4 ids, the store .* for 3;"):
+        check_stored_vocabulary(found, WORDS, 4, None)
+    other = ["a", "x", "c"]
+    with pytest.raises(WrongState, match="id 1 is 'x' to the student and 'b' to the teacher"):
+        check_stored_vocabulary(found, other, 3, WORDS)
+    # Whatever stands there now is not what the store was captured with.
+    for stored in (None, ["a"]):
+        with pytest.raises(WrongState, match="captured with another tokenizer than the student's"):
+            check_stored_vocabulary(found, other, 3, stored)

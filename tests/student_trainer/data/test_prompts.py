@@ -1,0 +1,151 @@
+"""Which prompts, in which order; and data that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from clients.config.common import DataConfig
+from protos.errors import InvalidInput
+from student_trainer.data.prompts import Prompt, PromptSet, load_prompts
+from tests.student_trainer import tiny
+
+PAIRS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(30)]
+
+
+def write(path: Path, records: list[Any]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataConfig:
+    return DataConfig(path=write(tmp_path / "data.jsonl", PAIRS))
+
+
+def load(data: DataConfig, words: Any, **changes: int) -> tuple[PromptSet, list[Prompt], int]:
+    return load_prompts(data, words, **{"held_out": 5, "max_tokens": 16, "seed": 0, **changes})
+
+
+def keys(prompts: list[Prompt]) -> list[tuple[Any, ...]]:
+    return [(*prompt.ids, prompt.answer) for prompt in prompts]
+
+
+def texts(words: Any, prompts: list[Prompt]) -> list[str]:
+    return [words.decode(prompt.ids) for prompt in prompts]
+
+
+def test_an_epoch_visits_each_prompt_once(data: DataConfig, words: Any) -> None:
+    chosen, _, _ = load(data, words)
+    walk = [prompt for step in range(1, 51) for prompt in chosen.of_step(step, 4)]
+    epochs = [walk[first : first + 25] for first in range(0, 200, 25)]
+    for epoch in epochs:
+        assert {p.answer for p in epoch} == {p.answer for p in chosen.prompts}
+    assert len({tuple(p.answer for p in epoch) for epoch in epochs}) == 8, "in another order"
+
+
+def test_a_step_is_a_pure_function(data: DataConfig, words: Any) -> None:
+    chosen, _, _ = load(data, words)
+    expected = {step: keys(chosen.of_step(step, 7)) for step in range(1, 20)}
+    again, _, _ = load(data, words)
+    for step in (19, 3, 11, 3, 1):
+        assert keys(again.of_step(step, 7)) == expected[step]
+    other, _, _ = load(data, words, seed=1)
+    assert [keys(other.of_step(step, 7)) for step in range(1, 4)] != list(expected.values())[:3]
+
+
+def test_held_out_prompts_are_never_trained_on(data: DataConfig, words: Any) -> None:
+    chosen, held_out, too_long = load(data, words)
+    assert (len(held_out), too_long) == (5, 0)
+    trained = {prompt.answer for step in range(1, 100) for prompt in chosen.of_step(step, 4)}
+    apart = {prompt.answer for prompt in held_out}
+    assert trained | apart == {pair["answer"] for pair in PAIRS}
+    assert not trained & apart
+
+
+def test_a_file_of_held_out_prompts(data: DataConfig, words: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "held.jsonl", [{"prompt": f"{n}+9=", "answer": ""} for n in range(9)])
+    chosen, held_out, _ = load(data.model_copy(update={"eval_path": path}), words)
+    assert len(chosen.prompts) == 30
+    assert len(held_out) == 5
+    assert all(text.endswith("+9=") for text in texts(words, held_out))
+
+
+def test_long_prompts_are_left_out_and_counted(data: DataConfig, words: Any) -> None:
+    chosen, held_out, too_long = load(data, words, max_tokens=4)
+    assert (len(chosen.prompts) + len(held_out), too_long) == (10, 20)
+
+
+def test_template_and_columns(words: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", [{"q": f"{n}", "a": n} for n in range(9)])
+    data = DataConfig(path=path, prompt_column="q", answer_column="a", template="1+{prompt}=")
+    chosen, held_out, _ = load(data, words)
+    for prompt in [*chosen.prompts, *held_out]:
+        assert words.decode(prompt.ids) == f"1+{prompt.answer}="
+
+
+def test_a_chat_template_is_used(data: DataConfig) -> None:
+    chat = tiny.tokenizer()
+    chat.chat_template = (
+        "{% for m in messages %}={{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}+{% endif %}"
+    )
+    chosen, _, _ = load(data, chat)
+    for prompt in chosen.prompts:
+        assert chat.decode(prompt.ids) == f"={int(prompt.answer) - 1}+1=+"
+
+
+def test_an_end_token_does_not_end_a_prompt(data: DataConfig) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    words = tiny.tokenizer()
+    words.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <|end|>", special_tokens=[("<|end|>", 0)]
+    )
+    assert words("1+1=")["input_ids"][-1] == 0
+    chosen, _, _ = load(data, words)
+    assert all(0 not in prompt.ids for prompt in chosen.prompts)
+
+
+def test_parquet(data: DataConfig, words: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "data.parquet")
+    pyarrow.parquet.write_table(pa.Table.from_pylist(PAIRS), path)
+    found, found_aside, _ = load(DataConfig(path=path), words)
+    expected, expected_aside, _ = load(data, words)
+    assert keys(found.prompts) == keys(expected.prompts)
+    assert keys(found_aside) == keys(expected_aside) != []
+
+
+@pytest.mark.parametrize(
+    ("lines", "field", "says"),
+    [
+        (['{"question": "1"}'], "data.prompt_column", "it has question"),
+        (['{"prompt": "1"}', "{"], "data.path", "data.jsonl:2 is not JSON"),
+        (['{"prompt": "1"}', "[1, 2]"], "data.path", "data.jsonl:2 is not a JSON object"),
+        (["3"], "data.path", "data.jsonl:1 is not a JSON object"),
+        (['{"prompt": ""}'], "data.path", ""),
+        (['{"prompt": "1"}'] * 5, "data.path", "of at most 16 tokens"),
+        ([], "data.path", "of at most 16 tokens"),
+    ],
+)
+def test_bad_data(tmp_path: Path, words: Any, lines: list[str], field: str, says: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
+    with pytest.raises(InvalidInput) as caught:
+        load(DataConfig(path=str(path)), words)
+    assert says in caught.value.message
+    assert caught.value.field == field
+    assert caught.value.hint
+
+
+def test_the_held_out_file_is_named(data: DataConfig, tmp_path: Path, words: Any) -> None:
+    path = tmp_path / "held.jsonl"
+    path.write_text("{\n")
+    with pytest.raises(InvalidInput) as caught:
+        load(data.model_copy(update={"eval_path": str(path)}), words)
+    assert caught.value.field == "data.eval_path"

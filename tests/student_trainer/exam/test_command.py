@@ -1,0 +1,188 @@
+"""`distill eval` as it is typed: what it prints, what it refuses, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from clients.cli.app import main
+from protos.errors import ExitCode, InvalidInput
+from student_trainer.exam.__main__ import run
+from tests.documents import blocks
+from tests.student_trainer.exam.conftest import Material, exam
+from tests.student_trainer.exam.openai_server import OpenAIServer
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_the_readme_s_commands(
+    material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    """Of other models, and fewer answers: the first of a directory and a run, then of a server."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "student").symlink_to(material.model)
+    (tmp_path / "jobs" / "trained").mkdir(parents=True)
+    (tmp_path / "jobs" / "trained" / "export").symlink_to(material.model)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "heldout.jsonl").symlink_to(material.prompts)
+    prompts = material.prompts.read_text().replace('"prompt"', '"question"')
+    (tmp_path / "test.jsonl").write_text(prompts)
+    (block,) = blocks("README.md", "eval")
+    here, served = (shlex.split(command)[1:] for command in block.commands)
+    fewer = ["--prompts", "4", "--samples", "16", "--max-tokens", "2"]
+    assert main(["-q", *here, *fewer]) == ExitCode.OK
+    shown, printed = block.body.splitlines()[2:4], capfd.readouterr().out.splitlines()
+    assert printed[0].split() == shown[0].split()  # the columns
+    assert [row.split()[0] for row in printed[1:]] == ["student", "trained"]
+    monkeypatch.setenv("NO_PROXY", "*")
+    with OpenAIServer(material.model) as server:
+        served[served.index("http://localhost:8000/v1")] = server.endpoint
+        assert main(["-q", *served, *fewer, "--out", "served"]) == ExitCode.OK
+    assert server.paths == {"/v1/chat/completions"}
+    assert capfd.readouterr().out.splitlines()[1].startswith("Qwen3-0.6B ")
+
+
+def test_two_models_side_by_side(material: Material, tmp_path: Path, capfd: Capture) -> None:
+    """A run directory stands for the model it made and for its anchor."""
+    made = tmp_path / "run" / "export"
+    made.mkdir(parents=True)
+    for file in material.model.iterdir():
+        (made / file.name).symlink_to(file)
+    (made / "anchor").symlink_to(material.model)
+    arguments = [
+        *("eval", str(tmp_path / "run"), "--data", str(material.prompts), "--prompts", "6"),
+        *("--samples", "4", "--max-tokens", "2", "--reward", "exact_match"),
+        *("--out", str(tmp_path / "out")),
+    ]
+    assert main(["-q", *arguments]) == ExitCode.OK
+    head, *rows = capfd.readouterr().out.splitlines()
+    columns = ["MODEL", "PASS@1", "PASS@4", "GAIN", "MAJ@4", "TOKENS", "TRUNCATED", "ERRORS"]
+    assert head.split() == columns
+    assert [row.split()[0] for row in rows] == ["run", "run-anchor"]
+    assert main(["-q", "--json", *arguments]) == ExitCode.OK
+    document = json.loads(capfd.readouterr().out)
+    first, second = document["models"]
+    # The same weights and seeds: the same answers.
+    assert {**second, "model": "run"} == {**first, "gain": {"mean": 0.0, "low": 0.0, "high": 0.0}}
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["models"] == [first, second]
+
+
+def test_answers_are_the_seed_s_and_judged_again_without_being_asked_again(
+    material: Material, tmp_path: Path
+) -> None:
+    (row,) = run(exam(material, tmp_path / "one"))
+    (other,) = run(exam(material, tmp_path / "two", prompts=3))
+    table = pyarrow.parquet.read_table(tmp_path / "one" / "tiny" / "judged.parquet").to_pylist()
+    few = pyarrow.parquet.read_table(tmp_path / "two" / "tiny" / "judged.parquet").to_pylist()
+    assert (row["prompts"], other["prompts"], len(table), len(few)) == (10, 3, 240, 72)
+    texts = {(one["prompt"], one["sample"]): one["text"] for one in table}
+    assert all(texts[one["prompt"], one["sample"]] == one["text"] for one in few)
+    assert sum(one["reward"] for one in table) / 240 == pytest.approx(row["pass@1"]["mean"])
+    before = (tmp_path / "one" / "tiny" / "part-000001.parquet").stat().st_mtime_ns
+    looser = exam(material, tmp_path / "one", reward={"type": "regex", "pattern": "="})
+    assert run(looser)[0]["pass@1"]["mean"] > row["pass@1"]["mean"]
+    assert (tmp_path / "one" / "tiny" / "part-000001.parquet").stat().st_mtime_ns == before
+
+
+def test_greedy(material: Material, tmp_path: Path) -> None:
+    (row,) = run(exam(material, tmp_path, temperature=0.0, samples=3, prompts=4))
+    assert row["pass@3"] == row["pass@1"]  # all answers to a prompt are one
+
+
+def test_prompts_of_a_task(material: Material, tmp_path: Path) -> None:
+    reward = {"type": "reasoning_gym:chain_sum", "template": "{prompt}\n"}
+    config = exam(material, tmp_path, data=None, reward=reward, prompts=5, samples=2)
+    (row,) = run(config)
+    assert (row["prompts"], row["samples"], row["errors"]) == (5, 2, 0)
+
+
+def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_path: Path) -> None:
+    """`0+0=` and two tokens are six; `10+10=` and two are eight."""
+    model = tmp_path / "model"
+    shutil.copytree(material.model, model)
+    shape = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 7}
+    (model / "config.json").write_text(json.dumps(shape))
+    short = {"models": {"tiny": str(model)}, "prompts": None, "samples": 2}
+    (row,) = run(exam(material, tmp_path / "out", **short))
+    assert (row["prompts"], row["refused"], row["errors"]) == (30, 20 * 2, 20 * 2)
+    assert 0 < row["pass@2"]["mean"] <= 1 / 3
+    with pytest.raises(InvalidInput, match="more than the 7 that the model can read") as caught:
+        run(exam(material, tmp_path / "long", **short, max_tokens=4))
+    assert (caught.value.field, caught.value.hint) == (
+        "--max-tokens",
+        "lower it, or leave long prompts out",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["m", "--reward", "maths", "--data", "x.jsonl"], ExitCode.USAGE, "reward.type: must be"),
+        (["m", "--reward", "math"], ExitCode.USAGE, "--data: math needs prompts; give a file"),
+        (
+            ["m", "--reward", "reasoning_gym:chain_sum", "--data", "x.jsonl"],
+            ExitCode.USAGE,
+            "--data: reasoning_gym:chain_sum makes its own prompts; leave it out",
+        ),
+        (
+            ["m", "--reward", "math", "--data", "x.jsonl"],
+            ExitCode.NOT_FOUND,
+            "--data: no such file: x.jsonl",
+        ),
+        (
+            ["./m", "--reward", "math", "--data", "DATA"],
+            ExitCode.NOT_FOUND,
+            "MODEL: no such directory: ./m",
+        ),
+        (
+            ["a/m", "b/m", "--reward", "math", "--data", "DATA"],
+            ExitCode.USAGE,
+            "MODEL: 'm' is there twice; name each: NAME=MODEL",
+        ),
+        (["m", "--reward", "math", "--data", "DATA", "--samples", "0"], 2, "--samples: must be"),
+        (["m", "--reward", "math", "--data", "DATA", "--top-p", "0"], 2, "--top-p: must be"),
+        (
+            ["m", "--reward", "math", "--data", "DATA", "--endpoint", "localhost:8000"],
+            ExitCode.USAGE,
+            "--endpoint: must be like http://HOST:PORT/v1",
+        ),
+        (
+            ["m", "--reward", "math", "--data", "DATA", "--set", "seed=3"],
+            ExitCode.USAGE,
+            "--set: seed is no key of [data] or [reward]",
+        ),
+        (
+            ["m", "--reward", "math", "--data", "DATA", "--set", "data.prompt_colum=x"],
+            ExitCode.USAGE,
+            "data.prompt_colum: unknown key; did you mean 'prompt_column'?",
+        ),
+        (
+            ["m", "--reward", "python", "--data", "DATA", "--set", "reward.file=none.py"],
+            ExitCode.NOT_FOUND,
+            "reward.file: no such file: ",
+        ),
+    ],
+)
+def test_refusals_are_one_sentence(
+    material: Material, capsys: Capture, arguments: list[str], code: int, said: str
+) -> None:
+    given = [str(material.prompts) if one == "DATA" else one for one in arguments]
+    assert main(["eval", *given]) == code
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {said}")
+    assert told.count("\n") == 1
+
+
+def test_what_only_the_program_finds_is_told_likewise(
+    material: Material, tmp_path: Path, capfd: Capture
+) -> None:
+    out = ("--out", str(tmp_path), "--samples", "1")
+    given = ["-q", "eval", "m=nowhere", "--reward", "exact_match", "--data", str(material.prompts)]
+    assert main([*given, "--set", "data.answer_column=solution", *out]) == ExitCode.USAGE
+    told = capfd.readouterr().err
+    assert told.startswith("error: --answer-column: there is no column 'solution' in row 1")

@@ -1,0 +1,237 @@
+"""The same model behind a server: the same scores, no answer asked for twice, faults endured."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos.errors import (
+    DistillError,
+    Forbidden,
+    InvalidInput,
+    NotFound,
+    TimedOut,
+    Unauthenticated,
+    Unavailable,
+)
+from student_trainer.exam import endpoint
+from student_trainer.exam.__main__ import run
+from student_trainer.exam.asking import seed_of
+from tests.student_trainer.environments.server import dripping
+from tests.student_trainer.exam.conftest import Material, exam
+from tests.student_trainer.exam.openai_server import OpenAIServer, answered
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:httpx")
+
+
+REPEATS = max(1, int(os.environ.get("DISTILL_REPEATS", "20")) // 20)
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(endpoint, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.delenv(endpoint.API_KEY, raising=False)
+
+
+def test_scores_are_those_of_the_directory(material: Material, tmp_path: Path) -> None:
+    with OpenAIServer(material.model) as server:
+        config = exam(material, tmp_path / "served", endpoint=server.endpoint)
+        (served,) = run(config)
+    (local,) = run(exam(material, tmp_path / "local"))
+    (wider,) = run(exam(material, tmp_path / "wider", top_p=1.0))
+    share = local["pass@1"]["mean"]
+    error = math.sqrt(2 * share * (1 - share) / (10 * 24))
+    assert abs(served["pass@1"]["mean"] - share) < 4 * error
+    assert abs(wider["pass@1"]["mean"] - share) > 4 * error, "the test would not see another top_p"
+    assert served["tokens"]["mean"] == pytest.approx(local["tokens"]["mean"], abs=0.2)
+    assert server.paths == {"/v1/completions"}
+    assert set(server.asked.values()) == {1}
+    assert 2 <= server.most_at_once <= config.in_flight
+
+
+def test_chat(material: Material, tmp_path: Path) -> None:
+    with OpenAIServer(material.model) as server:
+        config = exam(material, tmp_path, endpoint=server.endpoint + "/", api="chat", prompts=2)
+        (row,) = run(config)
+    assert server.paths == {"/v1/chat/completions"}
+    assert 0 < row["pass@1"]["mean"] < 1
+
+
+def test_faults_that_pass_are_endured(material: Material, tmp_path: Path) -> None:
+    faults = {
+        1: answered(503, {"error": "loading"}),
+        2: answered(429, {"error": "busy"}, "Retry-After: 0\r\n"),
+        3: b"",  # the connection is closed without a word
+        4: answered(500, "a defect"),
+        9: answered(200, {"choices": []})[:-2],  # and in the middle of one
+    }
+    with OpenAIServer(material.model, faults.get) as server:
+        config = exam(material, tmp_path, endpoint=server.endpoint, prompts=3, samples=4)
+        (row,) = run(config)
+    assert (row["prompts"], row["samples"], row["errors"]) == (3, 4, 0)
+    assert server.requests == 12 + len(faults)
+
+
+def test_a_server_that_is_gone_is_waited_for_and_gone_on_with(
+    material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "TRIES", 3)
+    down = answered(503, {"error": "going away"})
+    with OpenAIServer(material.model, lambda n: None if n <= 20 else down) as server:
+        config = exam(material, tmp_path, endpoint=server.endpoint, prompts=5, samples=8)
+        with pytest.raises(Unavailable, match=r"answered 503: .*going away.*; the same command"):
+            run(config)
+        answered_before = server.requests
+        assert answered_before > 20
+        server.fault = lambda n: None
+        server.asked.clear()
+        (row,) = run(config)
+        assert len(server.asked) == 40 - 20
+        assert (row["prompts"], row["samples"]) == (5, 8)
+        server.asked.clear()
+        assert run(config) == [row]  # nothing is left to ask
+        more = exam(material, tmp_path, endpoint=server.endpoint, prompts=5, samples=9)
+        assert run(more)[0]["samples"] == 9
+        assert len(server.asked) == 5
+
+
+@pytest.mark.parametrize(
+    ("answer", "category", "said"),
+    [
+        (answered(401, {"error": "no key"}), Unauthenticated, r"the key is read from \$OPENAI_API"),
+        (answered(403, {"error": "not you"}), Forbidden, "answered 403"),
+        (answered(404, {"error": "no model x"}), NotFound, "MODEL: .*answered 404.*no model x"),
+        (answered(400, {"error": "no chat template"}), InvalidInput, "needs --api completions"),
+        (answered(200, {"object": "list"}), InvalidInput, "gave no completion"),
+        (answered(200, {"choices": []}), InvalidInput, "gave no completion"),
+    ],
+)
+def test_faults_that_stay_end_it(
+    material: Material, tmp_path: Path, answer: bytes, category: type[DistillError], said: str
+) -> None:
+    with OpenAIServer(material.model, lambda number: answer) as server:
+        config = exam(material, tmp_path, endpoint=server.endpoint, api="chat")
+        with pytest.raises(category, match=said):
+            run(config)
+    # Three prompts tell what a server says to every one of them.
+    assert server.requests <= (3 if category is InvalidInput else 1) * config.in_flight
+
+
+def test_a_port_that_cannot_be_is_a_sentence(material: Material, tmp_path: Path) -> None:
+    config = exam(material, tmp_path, endpoint="http://127.0.0.1:80800/v1")
+    with pytest.raises(InvalidInput, match="there is no port 80800") as raised:
+        run(config)
+    assert raised.value.field == "--endpoint"
+
+
+def test_a_refused_prompt_is_counted_and_asked_again(
+    material: Material, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a server with too short a context, say, until it has another one."""
+    long = answered(400, {"error": "the context is 8 tokens"})
+    shape = {"prompts": 3, "samples": 4, "in_flight": 1}
+    with OpenAIServer(material.model, {1: long, 6: long}.get) as server:
+        config = exam(material, tmp_path, endpoint=server.endpoint, **shape)
+        (row,) = run(config)
+        assert server.requests == 2 + 4, "a refused prompt is not asked for its other answers"
+        assert (row["prompts"], row["samples"], row["refused"], row["errors"]) == (3, 4, 8, 8)
+        assert "refused 2 prompts" in caplog.text
+        assert "the context is 8 tokens" in caplog.text
+        assert row["pass@1"]["mean"] <= 1 / 3
+        (whole,) = run(config)
+        assert (whole["refused"], whole["errors"], server.requests) == (0, 0, 6 + 8)
+        assert set(server.asked.values()) == {1, 2}
+    (undisturbed,) = run_served(material, tmp_path / "undisturbed", **shape)
+    assert whole == undisturbed
+
+
+def run_served(material: Material, out: Path, **shape: int) -> list[dict[str, Any]]:
+    with OpenAIServer(material.model) as server:
+        return run(exam(material, out, endpoint=server.endpoint, **shape))
+
+
+def test_an_answer_that_drips_is_given_up(
+    material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "TRIES", 1)
+    with dripping(b"HTTP/1.1 200 OK\r\n\r\n{") as url:
+        config = exam(material, tmp_path, endpoint=url, patience_seconds=0.2)
+        with pytest.raises(TimedOut, match=r"gave no answer in 0\.2 s"):
+            run(config)
+
+
+def test_the_key_is_the_environment_s(
+    material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(endpoint.API_KEY, "sk-secret")
+    with OpenAIServer(material.model) as server:
+        run(exam(material, tmp_path, endpoint=server.endpoint, prompts=1, samples=1))
+    assert server.authorizations == {"Bearer sk-secret"}
+    kept = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
+    assert not any(b"sk-secret" in data for data in kept)
+
+
+def test_killed_and_gone_on_with(material: Material, tmp_path: Path) -> None:
+    """kill -9 of the command: what was answered is on disk, and never asked for again."""
+    for number in range(REPEATS):
+        killed_once(material, tmp_path / str(number), after=20 + 37 * number % 200)
+
+
+def killed_once(material: Material, out: Path, *, after: int) -> None:
+    prompts, samples, in_flight = 20, 16, 4
+    with OpenAIServer(material.model) as server:
+        command = [
+            *(sys.executable, "-m", "clients", "--json", "eval", "tiny", "--out", str(out)),
+            *("--endpoint", server.endpoint, "--api", "completions"),
+            *("--in-flight", str(in_flight), "--data", str(material.prompts)),
+            *("--reward", "exact_match", "--prompts", str(prompts)),
+            *("--samples", str(samples), "--max-tokens", "2"),
+        ]
+        first = subprocess.Popen(command)
+        while server.requests < after:
+            assert first.poll() is None, "it was done before it was killed"
+            time.sleep(0.001)
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        wait_for_the_lock(out / "tiny" / "lock")
+        on_disk = [json.loads(line) for line in whole_lines(out / "tiny" / "journal.jsonl")]
+        assert len(on_disk) >= server.requests - 2 * in_flight
+        before = server.asked.copy()
+        server.asked.clear()
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        kept = {seed_of(0, row["prompt"], row["sample"]) for row in on_disk}
+        assert kept.isdisjoint(server.asked), "asked for again"
+        assert len(kept) + len(server.asked) == prompts * samples
+        assert set(server.asked.values()) == set(before.values()) == {1}
+        (row,) = json.loads(done.stdout)["models"]
+        assert (row["prompts"], row["samples"]) == (prompts, samples)
+
+
+def whole_lines(journal: Path) -> list[bytes]:
+    return [line for line in journal.read_bytes().splitlines(True) if line.endswith(b"\n")]
+
+
+def wait_for_the_lock(lock: Path) -> None:
+    """The program of the command ends with it."""
+    import fcntl
+
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def test_an_endpoint_needs_no_torch(material: Material) -> None:
+    code = (
+        "import sys, student_trainer.exam.__main__, student_trainer.exam.endpoint\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)

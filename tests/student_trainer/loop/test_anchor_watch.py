@@ -1,0 +1,83 @@
+"""What is said of the gap, against the gap itself, step by step."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from pathlib import Path
+
+import pytest
+
+from clients.config.rl import RLJob
+from student_trainer.loop.anchor_watch import StabilityWatch, contraction
+from student_trainer.teachers.anchor import Anchor
+from tests.student_trainer import tiny
+from tests.student_trainer.teachers.anchors import move, spread_student
+
+TAUS, PERIODS = [0.0, 0.5, 0.9, 1.0], [1, 2, 10]
+# alpha beta lambda: no pull, a weak one, half a step, to and fro, and beyond.
+PULLS = [0.0, 0.01, 0.5, 1.9, 2.0, 2.02, 2.5]
+
+
+def simulated(tau: float, period: int, pull: float, periods: int) -> float:
+    """The gap before an update of the anchor: student, anchor and a quadratic in between."""
+    theta, phi = 1.0, 0.0
+    before = 0.0
+    for _ in range(periods):
+        for _ in range(period):
+            theta = theta - pull * (theta - phi)
+        before = theta - phi
+        phi = tau * phi + (1 - tau) * theta
+    return before
+
+
+@pytest.mark.parametrize(("tau", "period", "pull"), list(itertools.product(TAUS, PERIODS, PULLS)))
+def test_a_gap_is_left_by_the_contraction(tau: float, period: int, pull: float) -> None:
+    how = {"tau": tau, "update_period": period, "learning_rate": 0.1, "beta": 0.2}
+    curvature = pull / 0.02
+    left = contraction(**how, curvature=curvature)  # type: ignore[arg-type]
+    one, two = (abs(simulated(tau, period, pull, count)) for count in (1, 2))
+    assert two == pytest.approx(left * one, rel=1e-9, abs=1e-15)
+
+
+@pytest.fixture
+def job() -> RLJob:
+    return tiny.rl_job(tiny.Material.at(Path("material")), method__beta=0.5)
+
+
+def metrics(anchor: Anchor, *, kl: float) -> dict[str, float]:
+    """Of a step whose gradient is as long as its update: the rate is 1."""
+    rate, reach = 1e-3, math.sqrt(anchor.elements)
+    gap = anchor.gap()
+    of_anchor = {"anchor/gap": gap, "anchor/version": float(anchor.version), "kl/anchor": kl}
+    return {"lr": rate, "grad_norm": rate * reach, **of_anchor}
+
+
+def test_the_watch_warns_once(job: RLJob, caplog: pytest.LogCaptureFixture) -> None:
+    """beta lambda = KL / |d|^2: what it may be at most follows from tau = 0.8 and P = 2."""
+    student = spread_student(tiny.model(seed=2))
+    anchor = Anchor(student, tau=0.8, update_period=2)
+    move(student, anchor, 1)
+    squares = sum(
+        float((copy - learned.detach()).double().square().sum())
+        for copy, learned in zip(
+            anchor.state().values(), student.trained.model.parameters(), strict=True
+        )
+    )
+    watch = StabilityWatch(job, anchor)
+    most = (1 + 0.8**-0.5) * squares
+    with caplog.at_level(logging.WARNING):
+        watch.see(1, metrics(anchor, kl=0.99 * most))
+        watch.see(2, metrics(anchor, kl=-1.0))
+        watch.see(3, metrics(anchor, kl=most) | {"anchor/gap": 0.0})
+        # A step in which the anchor moves: 0.8 of the gap is left, the KL was of all of it.
+        moved = {"anchor/gap": 0.8 * anchor.gap(), "anchor/version": anchor.version + 1.0}
+        watch.see(3, metrics(anchor, kl=0.99 * most) | moved)
+        watch.see(3, metrics(anchor, kl=0.0) | {"anchor/version": anchor.version + 1.0})
+        assert not caplog.records
+        watch = StabilityWatch(job, anchor)
+        watch.see(4, metrics(anchor, kl=1.01 * most))
+        watch.see(5, metrics(anchor, kl=9.0 * most))
+    (record,) = caplog.records
+    assert "step 4: the pull of the anchor may overshoot" in record.getMessage()

@@ -1,0 +1,184 @@
+"""Whole checkpoints, or none; never one that was touched."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protos.errors import Corrupt, NotFound
+from student_trainer.loop import checkpoint
+from tests.student_trainer import tiny
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Any, torch.optim.Optimizer]:
+    """A model and an optimizer with moments."""
+    model = tiny.model(seed=6).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(3):
+        step_once(model, optimizer, step)
+    return model, optimizer
+
+
+def step_once(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    ids = torch.randint(13, (4, 9), generator=torch.Generator().manual_seed(seed))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def save(root: Path, step: int, trained: tuple[Any, torch.optim.Optimizer]) -> Path:
+    model, optimizer = trained
+    checkpoint.save_checkpoint(
+        root, step, model=model, tokenizer=tiny.tokenizer(), optimizer=optimizer
+    )
+    return checkpoint.checkpoint_path(root, step)
+
+
+@pytest.fixture
+def root(tmp_path: Path, trained: tuple[Any, torch.optim.Optimizer]) -> Path:
+    for step in (5, 10):
+        save(tmp_path, step, trained)
+    return tmp_path
+
+
+def test_a_round_trip_goes_on_bit_by_bit(
+    tmp_path: Path, trained: tuple[Any, torch.optim.Optimizer]
+) -> None:
+    model, optimizer = trained
+    path = save(tmp_path, 3, trained)
+    again = type(model).from_pretrained(path / "model").train()
+    moments = torch.optim.AdamW(again.parameters(), lr=1e-2, weight_decay=0.1)
+    checkpoint.load_optimizer(path, again, moments)
+    assert len(moments.state) == len(optimizer.state) > 0
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert optimizer.state[one].keys() == moments.state[other].keys()
+        for kind, value in optimizer.state[one].items():
+            assert torch.equal(value, moments.state[other][kind]), kind
+    for step in range(3, 6):
+        step_once(again, moments, step)
+        step_once(model, optimizer, step)
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_newest_is_taken(root: Path) -> None:
+    assert checkpoint.newest_checkpoint(root) == (10, root / "step-000010")
+    assert checkpoint.newest_checkpoint(root, 5) == (5, root / "step-000005")
+    assert checkpoint.newest_checkpoint(root / "nothing") is None
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def harmed(data: bytes, harm: str, name: str) -> bytes:
+    place = len(data) // 2
+    if name == "manifest.json":  # it vouches for the others: a digit of one of its digests
+        place = data.index(b'": "') + 6
+    match harm:
+        case "flip":
+            return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        case "cut":
+            return data[:-3]  # of the manifest: its last bracket
+        case "grow":
+            return data + b"\0"
+    return data
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove", "grow"])
+def test_a_harmed_file_is_found_whichever_it_is(root: Path, tmp_path: Path, harm: str) -> None:
+    whole = root / "step-000010"
+    names = [str(file.relative_to(whole)) for file in files(whole)]
+    expected = {"manifest.json", "optimizer.safetensors", "state.json", "model/model.safetensors"}
+    assert expected <= set(names)
+    for name in names:
+        shutil.copytree(whole, tmp_path / "kept")
+        file = whole / name
+        file.write_bytes(harmed(file.read_bytes(), harm, name))
+        if harm == "remove":
+            file.unlink()
+        assert not checkpoint.verifies(whole), name
+        assert checkpoint.newest_checkpoint(root) == (5, root / "step-000005")
+        shutil.rmtree(whole)
+        (tmp_path / "kept").rename(whole)
+    assert checkpoint.verifies(whole)
+
+
+def test_every_byte_of_a_small_file_counts(root: Path) -> None:
+    file = root / "step-000010" / "state.json"
+    whole = file.read_bytes()
+    for place in range(len(whole)):
+        for bit in range(8):
+            data = bytearray(whole)
+            data[place] ^= 1 << bit
+            file.write_bytes(data)
+            assert not checkpoint.verifies(file.parent)
+    file.write_bytes(whole)
+    assert checkpoint.verifies(file.parent)
+
+
+def test_a_checkpoint_that_is_asked_for_must_be_good(root: Path) -> None:
+    (root / "step-000005" / "state.json").write_text("{}")
+    for step in (5, 7):
+        with pytest.raises(NotFound, match=f"no good checkpoint of step {step}") as caught:
+            checkpoint.newest_checkpoint(root, step)
+        assert caught.value.hint == "there are: 5, 10"
+    (root / "step-000010" / "manifest.json").unlink()
+    # To start again from nothing would throw away what somebody may still mend.
+    with pytest.raises(Corrupt, match="is whole"):
+        checkpoint.newest_checkpoint(root)
+
+
+class Crash(BaseException):
+    """What nothing catches."""
+
+
+@pytest.mark.parametrize("written", [0, 1, 2, 3])
+def test_a_crash_leaves_nothing_that_counts(tmp_path: Path, written: int) -> None:
+    """Real kills are in tests/end_to_end; this one stops after each file."""
+
+    def write(partial: Path) -> None:
+        for number in range(3):
+            if number == written:
+                raise Crash
+            (partial / f"file-{number}").write_text(str(number))
+
+    path = checkpoint.checkpoint_path(tmp_path, 4)
+    if written < 3:
+        with pytest.raises(Crash):
+            checkpoint.write_whole(path, write)
+        assert checkpoint.newest_checkpoint(tmp_path) is None
+        assert not path.exists()
+        written = 3  # the next attempt gets through, over what was left
+    checkpoint.write_whole(path, write)
+    assert checkpoint.newest_checkpoint(tmp_path) == (4, path)
+    assert [file.name for file in files(path)] == ["file-0", "file-1", "file-2", "manifest.json"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_rewritten_checkpoint_replaces_the_old_one(tmp_path: Path) -> None:
+    path = checkpoint.checkpoint_path(tmp_path, 4)
+    for name in ("old", "new"):
+        checkpoint.write_whole(path, lambda partial, name=name: (partial / name).touch())
+    assert [file.name for file in files(path)] == ["manifest.json", "new"]
+
+
+def test_old_ones_and_leftovers_go(tmp_path: Path) -> None:
+    # 1,000,000 has a digit more: by its name it would be older than 2.
+    for step in (2, 9, 11, 1_000_000):
+        path = checkpoint.checkpoint_path(tmp_path, step)
+        checkpoint.write_whole(path, lambda partial: (partial / "file").touch())
+    (tmp_path / ".step-000012.tmp").mkdir()
+    (tmp_path / "notes").mkdir()
+    checkpoint.delete_old(tmp_path, 2, best=2)
+    newest = {"step-000011", "step-1000000"}
+    assert {p.name for p in tmp_path.iterdir()} == {"step-000002", *newest, "notes"}
+    checkpoint.delete_old(tmp_path, 2, best=11)
+    assert {p.name for p in tmp_path.iterdir()} == {*newest, "notes"}
+    checkpoint.delete_after(tmp_path, 11)
+    assert {p.name for p in tmp_path.iterdir()} == {"step-000011", "notes"}

@@ -1,0 +1,159 @@
+"""Schedules, progress, answers, preflight."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.config.common import TrainConfig
+from clients.data.tokenization import first_difference
+from clients.preflight.files import check_processes, check_student
+from clients.runs import progress as progress_module
+from clients.runs.directory import Control, RunDirectory
+from clients.runs.progress import Progress
+from protos.errors import InvalidInput
+from student_trainer.loop.schedule import learning_rate
+from student_trainer.rewards.text_match import exact_match
+from student_trainer.run.model_checks import check_hub
+from tests.student_trainer import tiny
+
+
+def rates(schedule: Any, warmup: int, steps: int) -> list[float]:
+    train = TrainConfig(learning_rate=2.0, schedule=schedule, warmup_steps=warmup)
+    return [learning_rate(train, step, steps) for step in range(1, steps + 1)]
+
+
+def test_schedules_by_hand() -> None:
+    assert rates("constant", 0, 4) == [2, 2, 2, 2]
+    assert rates("constant", 4, 6) == [0.5, 1, 1.5, 2, 2, 2]
+    assert rates("linear", 0, 4) == [2, 1.5, 1, 0.5]
+    assert rates("linear", 2, 6) == [1, 2, 2, 1.5, 1, 0.5]
+    assert rates("cosine", 0, 4) == pytest.approx([2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5)])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (5, 20), (20, 20), (50, 20)])
+def test_schedules_never_leave_their_range(schedule: str, warmup: int, steps: int) -> None:
+    found = rates(schedule, warmup, steps)
+    assert all(0 < rate <= 2 for rate in found)
+    top = min(warmup, steps)
+    assert found[:top] == sorted(found[:top])
+    assert found[top:] == sorted(found[top:], reverse=True)
+
+
+@pytest.fixture
+def run(tmp_path: Path, material: tiny.Material) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run", tiny.job(material))
+
+
+def teller(run: RunDirectory, **changes: Any) -> Progress:
+    options = {"attempt": 2, "max_steps": 9, "main": True, "terminated": lambda: False}
+    return Progress(run, **{**options, **changes})
+
+
+def test_progress_is_told(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)
+    progress = teller(run)
+    told = []
+    for phase, step, wait in (
+        ("preflight", 0, 0), ("training", 1, 0), ("training", 2, 0.1), ("training", 3, 0.5),
+        ("saving", 3, 0), ("training", 4, 0.1),
+    ):  # fmt: skip
+        now += wait
+        progress.say(phase, step)
+        status = run.read_status()
+        assert status is not None
+        told.append((status.phase, status.step))
+    assert told == [
+        ("preflight", 0), ("training", 1), ("training", 1), ("training", 3),
+        ("saving", 3), ("training", 4),
+    ]  # fmt: skip
+    progress.say("training", 5)
+    progress.end("failed", "no reason", "Corrupt")
+    status = run.read_status()
+    assert status is not None
+    assert (status.attempt, status.verdict, status.step, status.max_steps) == (2, "failed", 5, 9)
+    assert (status.reason, status.error) == ("no reason", "Corrupt")
+
+
+def test_wishes_to_stop(run: RunDirectory) -> None:
+    assert teller(run).stop_wanted() == ""
+    assert teller(run, terminated=lambda: True).stop_wanted() == "checkpoint"
+    run.write_control(Control("now"))
+    assert teller(run, terminated=lambda: True).stop_wanted() == "now"
+    # The others do not read the file: they do as the main process.
+    assert teller(run, main=False).stop_wanted() == ""
+    assert teller(run, main=False, agree=lambda wish: max(wish, 2)).stop_wanted() == "now"
+
+
+def test_only_the_main_process_tells(run: RunDirectory) -> None:
+    progress = teller(run, main=False)
+    progress.say("training", 1)
+    progress.end("cancelled")
+    assert run.read_status() is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "right"),
+    [
+        ("42", "42", True),
+        (" 42\n", "42", True),
+        ("4 2", "42", False),
+        ("so it is #### 1,042", "1042", True),
+        ("#### 1 #### 2", "2", True),
+        ("#### 1 #### 2", "1", False),
+        ("", "", True),
+        ("", "1", False),
+    ],
+)
+def test_answers(answer: str, reference: str, right: bool) -> None:
+    assert exact_match(answer, reference) is right
+
+
+@pytest.mark.parametrize(
+    ("teacher", "student", "says"),
+    [
+        (["a", "b"], ["a", "c"], "id 1 is 'c' to the student and 'b' to the teacher"),
+        (["a", "b"], ["b", "a"], "id 0 is 'b' to the student and 'a' to the teacher"),
+        (["a"], ["a", "b"], "the student has 2 tokens, the teacher 1"),
+        (["a", "b"], ["a"], "the student has 1 tokens, the teacher 2"),
+    ],
+)
+def test_the_first_difference(teacher: list[str], student: list[str], says: str) -> None:
+    assert first_difference(teacher, student) == f"the tokenizers differ: {says}"
+
+
+def test_a_hub_that_is_away_is_not_asked_again(
+    material: tiny.Material, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    check_hub(tiny.job(material))
+    assert os.environ["HF_HUB_OFFLINE"] == "0"
+    with caplog.at_level(logging.WARNING):
+        check_hub(tiny.job(material, student__model="someone/model"))
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert "only its cache is used" in caplog.text
+
+
+def test_student_directories(material: tiny.Material, tmp_path: Path) -> None:
+    check_student(tiny.job(material).student)
+    check_student(tiny.job(material, student__model="someone/model").student)
+    with pytest.raises(InvalidInput, match=r"no config\.json") as caught:
+        check_student(tiny.job(material, student__model=str(tmp_path)).student)
+    assert caught.value.field == "student.model"
+
+
+@pytest.mark.parametrize("field", ["train.prompts_per_step", "eval.prompts"])
+def test_every_process_has_work(material: tiny.Material, field: str) -> None:
+    enough: dict[str, Any] = {"train__processes": 3, field.replace(".", "__"): 3}
+    check_processes(tiny.job(material, **enough))
+    with pytest.raises(InvalidInput) as caught:
+        check_processes(tiny.job(material, **{**enough, "train__processes": 4}))
+    assert caught.value.field == field

@@ -1,0 +1,176 @@
+"""Advantages against recursions, closed forms, and expectations over every token."""
+
+import math
+
+import pytest
+import torch
+
+from student_trainer.losses import (
+    Direction,
+    at_the_end,
+    clipped_surrogate,
+    exact_kl,
+    flat_groups,
+    gae,
+    group_advantages,
+    importance_weights,
+    kl_reward,
+    token_log_ratio,
+    topk_kl,
+)
+from tests.student_trainer.losses.enumeration import expectation, make_case, rows_for_every_token
+
+EXACT = 1e-12
+LENGTHS = torch.tensor([5, 1, 17, 2, 64])
+
+
+def tokens(seed):
+    """A number for each token of five answers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(int(LENGTHS.sum()), generator=generator, dtype=torch.float64)
+
+
+def parts():
+    ends = LENGTHS.cumsum(0).tolist()
+    return [slice(b - int(n), b) for b, n in zip(ends, LENGTHS, strict=True)]
+
+
+SEQUENCE = torch.arange(len(LENGTHS)).repeat_interleave(LENGTHS)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(0.99, 0.95), (1.0, 1.0), (0.9, 0.0), (0.0, 0.5)])
+def test_gae_is_the_recursion(gamma, lam):
+    rewards, values = tokens(0), tokens(1)
+    expected = torch.zeros_like(rewards)
+    for part in parts():
+        ahead = value_ahead = 0.0
+        for t in reversed(range(part.start, part.stop)):
+            delta = rewards[t] + gamma * value_ahead - values[t]
+            ahead = delta + gamma * lam * ahead
+            value_ahead = values[t]
+            expected[t] = ahead
+    advantages, targets = gae(rewards, values, SEQUENCE, gamma=gamma, lam=lam)
+    torch.testing.assert_close(advantages, expected, rtol=0, atol=EXACT)
+    torch.testing.assert_close(targets, expected + values, rtol=0, atol=EXACT)
+
+
+def test_gae_at_its_ends():
+    """lam = 1: what is still to come, less the value; lam = 0: one step ahead."""
+    rewards, values = tokens(0), tokens(1)
+    whole, _ = gae(rewards, values, SEQUENCE, gamma=1.0, lam=1.0)
+    step, _ = gae(rewards, values, SEQUENCE, gamma=0.9, lam=0.0)
+    for part in parts():
+        to_come = rewards[part].flip(0).cumsum(0).flip(0)
+        torch.testing.assert_close(whole[part], to_come - values[part], rtol=0, atol=EXACT)
+        following = torch.cat([values[part][1:], values.new_zeros(1)])
+        delta = rewards[part] + 0.9 * following - values[part]
+        torch.testing.assert_close(step[part], delta, rtol=0, atol=EXACT)
+
+
+def test_an_answer_is_rewarded_at_its_last_token():
+    rewards = torch.tensor([1.0, -2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
+    of_tokens = at_the_end(rewards, LENGTHS)
+    for part, reward in zip(parts(), rewards, strict=True):
+        assert of_tokens[part].tolist() == [0] * (part.stop - part.start - 1) + [reward]
+    # Without a critic every token then has its answer's reward as its advantage.
+    advantages, _ = gae(of_tokens, torch.zeros_like(of_tokens), SEQUENCE, gamma=1.0, lam=1.0)
+    assert torch.equal(advantages, rewards[SEQUENCE])
+
+
+@pytest.mark.parametrize("scale_by_std", [True, False])
+def test_groups(scale_by_std):
+    nan = math.nan
+    rewards = torch.tensor(
+        [
+            [1, 0, 0, 0],
+            [0.1, 0.1, 0.1, 0.1],
+            [nan, 1, nan, 0],
+            [nan, nan, nan, nan],
+            [nan, 3, 3, 3],
+        ],
+        dtype=torch.float64,
+    )
+    found = group_advantages(rewards, scale_by_std=scale_by_std)
+    scale = [0.5 + 1e-6, math.sqrt(0.5) + 1e-6] if scale_by_std else [1, 1]
+    expected = torch.tensor(
+        [
+            [0.75 / scale[0]] + [-0.25 / scale[0]] * 3,
+            [0] * 4,
+            [0, 0.5 / scale[1], 0, -0.5 / scale[1]],
+            [0] * 4,
+            [0] * 4,
+        ],
+        dtype=torch.float64,
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=EXACT)
+    flat = flat_groups(rewards)
+    assert flat.tolist() == [False, True, False, True, True]
+    assert not found[flat].any()  # exactly
+
+
+def test_one_answer_alone_teaches_nothing():
+    assert not group_advantages(torch.tensor([[3.0], [0.0]]), scale_by_std=True).any()
+
+
+def gradients(losses, leaf):
+    """The gradient of every token's loss, [V, V]."""
+    seen = torch.eye(len(losses), dtype=losses.dtype)
+    return torch.autograd.grad(losses, leaf, seen, is_grads_batched=True, retain_graph=True)[0]
+
+
+def spread(per_token, weights):
+    """The variance of the gradient: E |g|^2 - |E g|^2."""
+    mean = weights @ per_token
+    return weights @ per_token.square().sum(1) - mean.square().sum()
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize(("vocab", "k"), [(60, 0), (60, 1), (60, 8), (60, 32), (20, 20)])
+def test_kl_as_a_reward_has_the_gradient_of_the_kl_and_less_variance(vocab, k, on_policy):
+    for seed in range(3):
+        case = make_case(vocab, k, "reverse", on_policy=on_policy, seed=seed)
+        student, teacher = (
+            rows_for_every_token(logits, case.head) for logits in (case.student, case.teacher)
+        )
+        mu = case.behaviour.log_softmax(0)
+        log_ratio = token_log_ratio(student.token_logprobs, mu)
+        plain = -(student.token_logprobs - teacher.token_logprobs).detach()
+        exact = exact_kl(case.student[None], case.teacher[None], direction="reverse").sum()
+        (wanted,) = torch.autograd.grad(exact, case.student)
+        found = []
+        for advantages in (kl_reward(student, teacher), plain):
+            losses = clipped_surrogate(log_ratio, advantages, clip_low=1.0, clip_high=math.inf)
+            per_token = gradients(losses, case.student)
+            assert (mu.exp() @ per_token - wanted).abs().max() < EXACT
+            found.append(spread(per_token, mu.exp()))
+        if k == 0:  # all is one bucket, with a KL of zero: there is no baseline
+            assert found[0] == found[1]
+        else:
+            assert found[0] < found[1]
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize("tail", ["sampled", "bucket+sampled"])
+def test_importance_weights_mend_another_policys_samples(direction: Direction, tail):
+    case = make_case(200, 8, direction, on_policy=False)
+    student, teacher = (
+        rows_for_every_token(logits, case.head) for logits in (case.student, case.teacher)
+    )
+    mu = case.behaviour.log_softmax(0)
+    in_head = torch.isin(torch.arange(200), case.head)
+    exact = exact_kl(case.student[None], case.teacher[None], direction=direction).sum()
+    (wanted,) = torch.autograd.grad(exact, case.student)
+
+    def bias(importance):
+        values = topk_kl(
+            student, teacher, in_head, direction=direction, tail=tail, importance=importance
+        )
+        value, gradient = expectation(values, mu.exp(), case.student)
+        return abs(value - exact.detach()), (gradient - wanted).abs().max()
+
+    assert max(bias(importance_weights(student.token_logprobs, mu))) < EXACT
+    assert min(bias(None)) > 1e-3  # so there was something to mend
+    bounded = importance_weights(student.token_logprobs, mu, (0.8, 1.25))
+    assert bounded.min() == 0.8
+    assert bounded.max() == 1.25
+    assert not bounded.requires_grad

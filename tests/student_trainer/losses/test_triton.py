@@ -1,0 +1,135 @@
+"""The two Triton kernels against plain torch: interpreted on any machine, compiled on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+from student_trainer.losses import chunk, fused_linear_loss, projection, softmax_torch
+from tests.student_trainer.losses.test_fused import LOSSES, make_loss, problem, samples_of
+
+pytest.importorskip("triton", reason="triton is not installed")
+from student_trainer.losses import softmax_triton
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# Less than a block, a whole one, several and a bit.
+@pytest.mark.parametrize("vocab", [1, 5, 4096, 9000])
+def test_passes_equal_plain_torch(dtype, temperature, vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (5 * torch.randn(6, vocab, generator=generator)).to(dtype).to(DEVICE)
+    logits[0, : vocab // 2] = -torch.inf  # a first block with nothing in it
+    logits[1] = -torch.inf  # a head of everything
+    logits[2] = 1e4 * logits[2].sign()
+    logits[3, vocab // 2] = 300.0
+    expected = softmax_torch.tail_statistics(wide := logits.float().clone(), temperature)
+    before = logits.clone()
+    found = softmax_triton.tail_statistics(logits, temperature)
+    assert torch.equal(logits, before)
+    empty = expected[1] == 0
+    assert empty[1]
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got[~empty], wanted[~empty], rtol=2e-6, atol=1e-5)
+    assert (found[1][empty] == 0).all()
+    assert (found[2][empty] == 0).all()
+    assert found[0].isfinite().all()
+
+    scale = torch.linspace(-2, 2, 6, device=DEVICE)
+    wanted = softmax_torch.scaled_exp_(wide, expected[0], scale, temperature)
+    got = softmax_triton.scaled_exp_(logits, found[0], scale, temperature)
+    assert got is logits
+    rounding = {torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype]
+    torch.testing.assert_close(got.float(), wanted, rtol=rounding, atol=1e-30)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the GPU's own test is below")
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_operator_with_the_kernels(monkeypatch, name):
+    """Narrow logits, kernels' passes: all that a GPU does but its own arithmetic."""
+    hidden, weight, bias, head, tokens, teacher, weights = problem(16, 70, 6)
+    loss_fn = make_loss(name, head, tokens, teacher, weights)
+
+    samples = samples_of(head, 70)
+
+    def gradients(**options):
+        fused = fused_linear_loss(
+            hidden,
+            weight,
+            head,
+            tokens,
+            loss_fn,
+            sample_ids=samples,
+            bias=bias,
+            temperature=1.3,
+            **options,
+        )
+        return fused, torch.autograd.grad(fused.loss_sum, [hidden, weight, bias])
+
+    plain, expected = gradients(chunk_rows=5)
+    for module in (chunk, projection):
+        monkeypatch.setattr(module, "reads_narrow", lambda tensor: True)
+    fused, got = gradients(chunk_rows=7)
+    torch.testing.assert_close(fused.metrics["entropy"], plain.metrics["entropy"])
+    for a, b in zip(got, expected, strict=True):
+        assert (a - b).norm() <= 2e-6 * b.norm()
+
+
+@pytest.mark.parametrize("size", [0, 4])
+def test_certain_tokens_keep_their_gradient_in_half_precision(monkeypatch, size):
+    """p - 1 of p = 0.9999: in a buffer of bfloat16, where p alone is 1."""
+    monkeypatch.setattr(chunk, "reads_narrow", lambda tensor: tensor.dtype != torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3000, (20,), generator=generator)
+    logits = torch.randn(20, 3000, generator=generator)
+    logits[torch.arange(20), tokens] = torch.linspace(8, 18, 20)
+    logits = logits.bfloat16().to(DEVICE)
+    head, tokens = logits.float().topk(size).indices, tokens.to(DEVICE)
+    made = chunk.make_chunk(logits.clone(), head, tokens, None, 1.0)
+    of_rows = dataclasses.replace(
+        made.rows.map(torch.zeros_like), token_logprobs=torch.full_like(made.top, -1)
+    )
+    found = made.gradient(of_rows)
+    exact = logits.double().requires_grad_()
+    torch.nn.functional.cross_entropy(exact, tokens, reduction="sum").backward()
+    for ours, true in zip(found.double(), exact.grad, strict=True):
+        assert (ours - true).norm() <= 1e-2 * true.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(name, dtype):
+    """Compiled kernels and cuBLAS against the CPU's float64."""
+    hidden, weight, bias, head, tokens, teacher, weights = problem(64, 9000, 16)
+    narrow = [x.detach().to(dtype) for x in (hidden, weight, bias)]
+    loss_fn = make_loss(
+        name, head.cuda(), tokens.cuda(), teacher.map(torch.Tensor.cuda), weights.cuda()
+    )
+    inputs = [x.cuda().requires_grad_() for x in narrow]
+    samples = samples_of(head, 9000)
+    fused = fused_linear_loss(
+        *inputs[:2],
+        head.cuda(),
+        tokens.cuda(),
+        loss_fn,
+        sample_ids=samples.cuda(),
+        bias=inputs[2],
+        chunk_rows=13,
+    )
+    got = torch.autograd.grad(fused.loss_sum, inputs)
+    exact = [x.double().requires_grad_() for x in narrow]
+    reference = make_loss(name, head, tokens, teacher.map(torch.Tensor.double), weights.double())
+    plain = fused_linear_loss(
+        *exact[:2], head, tokens, reference, sample_ids=samples, bias=exact[2]
+    )
+    for a, b in zip(got, torch.autograd.grad(plain.loss_sum, exact), strict=True):
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+        assert (a.cpu().double() - b).norm() <= tolerance * max(float(b.norm()), 1.0)

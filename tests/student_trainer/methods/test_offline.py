@@ -1,0 +1,235 @@
+"""Learning from a store: what is read, in what order, and what its gradient is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+from clients.config.offline import OfflineJob
+from clients.runs.directory import RunDirectory
+from clients.runs.progress import Progress
+from clients.store.dataset import LogitDataset
+from protos.errors import Corrupt, InvalidInput
+from student_trainer.assembly import assemble
+from student_trainer.data.captured_stores import open_stores
+from student_trainer.loop.trainer import Trainer
+from student_trainer.methods.offline import StoredSteps, _split
+from student_trainer.model.loading import load_model
+from tests.student_trainer import tiny
+from tests.student_trainer.small_store import Text, block_of, logprobs_of, sums, write_store
+
+TEXTS = sums(40)
+
+
+@pytest.fixture(scope="module")
+def store(material: tiny.Material, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    teacher = load_model(tiny.job(material, student__model=str(material.teacher)).student)
+    path = tmp_path_factory.mktemp("stored") / "store"
+    return write_store(path, teacher, TEXTS, samples=2, temperature=1.3)
+
+
+@contextmanager
+def trainer_of(run: RunDirectory) -> Iterator[Trainer]:
+    config = run.config()
+    assert isinstance(config, OfflineJob)
+    progress = Progress(run, attempt=1, max_steps=9, main=True, terminated=lambda: False)
+    made = assemble(config, run, {}, open_stores(config), progress, 1, None)
+    yield made
+    assert made._metrics is not None
+    made._metrics.close()
+
+
+def learned(made: Trainer) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """The first step's means and gradients."""
+    means, _ = made._learn(made._steps(1).updates[0])
+    model = made._student.trained.model
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return means, grads
+
+
+def expected_loss(model: Any, teacher: Any, text: Text, weight: float) -> torch.Tensor:
+    """Of each token, from the whole distribution: KL by its summands, cross-entropy added."""
+    ids, start = text
+    logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].double() / 1.3
+    log_p, log_q = logits.log_softmax(1), logprobs_of(teacher, text, 1.3)
+    head = log_q.topk(4).indices
+    gaps = log_q.exp() * (log_q - log_p)
+    inside = torch.zeros_like(log_q, dtype=torch.bool).scatter(1, head, True)
+    p_tail = log_p.exp().masked_fill(inside, 0).sum(1)
+    q_tail = log_q.exp().masked_fill(inside, 0).sum(1)
+    block = block_of(teacher, text, top_k=4, samples=2, temperature=1.3)
+    assert block.tail_sample_ids is not None
+    drawn = torch.from_numpy(block.tail_sample_ids.astype(np.int64))
+    within = (log_q - q_tail.log()[:, None]) - (log_p - p_tail.log()[:, None])
+    kl = gaps.masked_fill(~inside, 0).sum(1) + q_tail * (q_tail / p_tail).log()
+    kl = kl + q_tail * within.gather(1, drawn).mean(1)
+    return kl - weight * log_p.gather(1, torch.tensor(ids[start:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("tokens", [1, 12, 100_000])
+def test_the_gradient_is_that_of_the_formula(
+    material: tiny.Material, store: Path, tmp_path: Path, tokens: int
+) -> None:
+    """From the disk to the gradient, packed or one by one, against plain forward passes."""
+    config = tiny.offline_job(
+        material, store, train__tokens_per_micro_batch=tokens, method__cross_entropy=0.4
+    )
+    with trainer_of(RunDirectory.create(tmp_path / "run", config)) as made:
+        means, found = learned(made)
+        step = [item.sequence for item in made._steps(1).updates[0]]
+    model = made._student.trained.model
+    teacher = load_model(config.student.model_copy(update={"model": str(material.teacher)}))
+    texts = [(sequence.token_ids.tolist(), sequence.start) for sequence in step]
+    losses = torch.cat([expected_loss(model, teacher, text, 0.4) for text in texts])
+    losses.mean().backward()
+    assert means["tokens"] == len(losses)
+    assert means["loss"] == pytest.approx(float(losses.detach().mean()), rel=1e-4)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        error = float((found[name] - parameter.grad).norm() / parameter.grad.norm())
+        assert error < 1e-4, name
+
+
+def test_the_names_of_metrics(material: tiny.Material, store: Path, tmp_path: Path) -> None:
+    from student_trainer.run import metrics
+    from tests.end_to_end.processes import metrics_of
+
+    run = RunDirectory.create(
+        tmp_path / "run", tiny.offline_job(material, store, max_steps=2, eval__every=1)
+    )
+    with trainer_of(run) as made:
+        assert made.train() == "succeeded"
+    lines = metrics_of(run)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert metrics.__doc__ is not None
+    explained = {line.split()[0].strip(",;") for line in metrics.__doc__.splitlines() if line}
+    for line in lines:
+        assert {"eval/kl", "eval/perplexity"} <= line.keys()
+        assert not {"eval/kl_bound", "ratio/mean", "length/truncated"} & line.keys()
+        others = {name for name in line if not name.startswith("time/")}
+        assert others - {"attempt", "step"} <= explained
+
+
+def test_without_samples_there_is_only_a_bound(
+    material: tiny.Material, store: Path, tmp_path: Path
+) -> None:
+    teacher = load_model(tiny.job(material, student__model=str(material.teacher)).student)
+    plain = write_store(tmp_path / "plain", teacher, TEXTS, temperature=1.3)
+    evaluated = []
+    for number, path in enumerate((store, plain)):
+        run = RunDirectory.create(tmp_path / str(number), tiny.offline_job(material, path))
+        with trainer_of(run) as made:
+            evaluated.append(made._evaluate())
+    sampled, bound = evaluated
+    assert sampled.keys() == {"eval/kl", "eval/perplexity"}
+    assert bound.keys() == {"eval/kl_bound", "eval/perplexity"}
+    assert sampled["eval/perplexity"] == bound["eval/perplexity"]
+
+
+def steps_of(data: LogitDataset, chosen: Any, last_step: int = 1000) -> StoredSteps:
+    return StoredSteps(
+        data, np.array(chosen), Accelerator(cpu=True), seed=5, per_step=6, last_step=last_step
+    )
+
+
+def tokens_of_step(steps: StoredSteps, step: int) -> list[tuple[int, ...]]:
+    return [tuple(item.sequence.token_ids.tolist()) for item in steps.of_step(step)]
+
+
+def test_order_is_a_pure_function_of_the_seed(store: Path) -> None:
+    data = LogitDataset(store)
+    chosen = range(30)
+    steps = steps_of(data, chosen)
+    found = [tokens_of_step(steps, step) for step in range(1, 11)]
+    # As a resume would: in the middle of an epoch, with no state.
+    again = steps_of(LogitDataset(store), chosen)
+    assert [tokens_of_step(again, step) for step in (7, 8, 9)] == found[6:9]
+    mine = sorted(tuple(TEXTS[index][0]) for index in chosen)
+    for epoch in (found[:5], found[5:]):
+        assert sorted(ids for step in epoch for ids in step) == mine, "each one once an epoch"
+    assert found[:5] != found[5:]
+
+
+def test_no_more_than_two_steps_ahead(store: Path) -> None:
+    steps = steps_of(LogitDataset(store), range(30), last_step=4)
+    ahead = []
+    for step in range(1, 5):
+        steps.of_step(step)
+        ahead.append(sorted(steps._reads))
+    assert ahead == [[2, 3], [3, 4], [4], []]
+
+
+def test_held_out_is_never_learned(material: tiny.Material, store: Path) -> None:
+    config = tiny.offline_job(material, store)
+    chosen, held_out = _split(config, open_stores(config))
+    assert len(held_out) == config.eval.prompts
+    assert sorted([*chosen, *held_out]) == list(range(len(TEXTS)))
+    other, _ = _split(config.model_copy(update={"seed": 1}), open_stores(config))
+    assert sorted(other) != sorted(chosen)
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_nor_is_a_copy_of_what_is_held_out(
+    material: tiny.Material, tmp_path: Path, other: bool
+) -> None:
+    """Data that says a thing twice, or an eval_path that is the data itself."""
+    teacher = load_model(tiny.job(material, student__model=str(material.teacher)).student)
+    texts = TEXTS[:20] * (1 if other else 3)
+    path = write_store(tmp_path / "rows", teacher, texts)
+    changes = {"data__eval_path": str(path)} if other else {}
+    config = tiny.offline_job(material, path, **changes)
+    chosen, held_out = _split(config, open_stores(config))
+    aside = {tuple(texts[index][0]) for index in held_out}
+    learned = [tuple(texts[index][0]) for index in chosen]
+    assert not aside & set(learned)
+    assert sorted(learned) == sorted(tuple(ids) for ids, _ in texts if tuple(ids) not in aside)
+    most = len(texts) - (not other)
+    everything = tiny.offline_job(material, path, eval__prompts=most, **changes)
+    with pytest.raises(InvalidInput, match="every sequence of the store"):
+        _split(everything, open_stores(everything))
+
+
+def test_a_store_that_is_deleted_stays_readable(store: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(store, copied)
+    steps = steps_of(LogitDataset(copied), range(40))
+    expected = [tokens_of_step(steps_of(LogitDataset(store), range(40)), s) for s in range(1, 8)]
+    found = [tokens_of_step(steps, 1)]
+    shutil.rmtree(copied)
+    found += [tokens_of_step(steps, step) for step in range(2, 8)]
+    assert found == expected
+
+
+def test_a_damaged_sequence_is_named(store: Path, tmp_path: Path) -> None:
+    """The first step that has it raises, the ones before are as they were."""
+    copied = tmp_path / "copied"
+    shutil.copytree(store, copied)
+    data = LogitDataset(copied)
+    steps = steps_of(data, range(30))
+    order = steps._order
+    victim = order.of_step(4, 6)[2]
+    shard, _ = data._place(victim)
+    # In the payload of its rows: the map shows what the file becomes.
+    content = bytearray((copied / shard.name).read_bytes())
+    at = content.index(bytes(data.entry(victim).rows[-40:]))
+    with (copied / shard.name).open("r+b") as stream:
+        stream.seek(at + 30)
+        stream.write(bytes([content[at + 30] ^ 4]))
+    good = [tokens_of_step(steps, step) for step in (1, 2, 3)]
+    assert good == [tokens_of_step(steps_of(LogitDataset(store), range(30)), s) for s in (1, 2, 3)]
+    with pytest.raises(Corrupt) as caught:
+        steps.of_step(4)
+    assert caught.value.message.startswith(f"sequence {victim} of {copied}: ")
+    assert f"(shard {shard.name})" in caught.value.message
+    assert caught.value.hint.startswith(f"distill store verify {copied}")
+    wait(steps._reads.values())

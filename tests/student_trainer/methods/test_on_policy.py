@@ -1,0 +1,164 @@
+"""The trainer's own step: its gradient is that of the mean over all tokens, however it is cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from clients.runs.directory import RunDirectory
+from clients.runs.progress import Progress
+from protos.errors import Corrupt
+from student_trainer.data.prompts import load_prompts
+from student_trainer.loop.evaluation import Evaluation, TaskEvaluation
+from student_trainer.loop.step import one_update
+from student_trainer.loop.trainer import Parts, Trainer
+from student_trainer.losses import exact_kl
+from student_trainer.methods.on_policy import OnPolicySteps
+from student_trainer.model.loading import load_model, load_tokenizer
+from student_trainer.model.student import Student
+from student_trainer.objectives.distillation import DistillationObjective
+from student_trainer.parallel.sharding import Replicated
+from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.run.metrics import open_metrics
+from student_trainer.teachers.scored_rollouts import ScoredRollouts
+from tests.student_trainer import tiny
+from tests.student_trainer.model_teacher import ModelTeacher, completion_logprobs
+
+VOCABULARY = len(tiny.ALPHABET) + 1
+
+
+def trainer(
+    material: tiny.Material, run: RunDirectory, *, top_k: int = 4, log: bool = False
+) -> tuple[Trainer, Student, ModelTeacher]:
+    """All of the real parts but the network."""
+    config = run.config()
+    words = load_tokenizer(config.student)
+    model = load_model(config.student)
+    prompts, held_out, _ = load_prompts(
+        config.data, words, held_out=config.eval.prompts, max_tokens=16, seed=0
+    )
+    rollouts = HuggingFaceRollouts(
+        model, words, top_k=top_k, temperature=1.0, max_new_tokens=6, batch_tokens=10_000
+    )
+    teacher = ModelTeacher(
+        load_model(config.student.model_copy(update={"model": str(material.teacher)}))
+    )
+    accelerator = Accelerator(cpu=True)
+    student = Student(model)
+    replicated = Replicated(accelerator, student)
+    objective = DistillationObjective.on_policy(config.method)
+    answers = ScoredRollouts(replicated, rollouts, teacher, config.seed)
+    steps = OnPolicySteps(config, accelerator, prompts, held_out, answers)
+    parts = Parts(
+        step=0,
+        accelerator=accelerator,
+        student=replicated,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
+        tokenizer=words,
+        objective=objective,
+        steps=one_update(steps.of_step),
+        evaluation=Evaluation(
+            accelerator,
+            objective,
+            steps.held_out,
+            TaskEvaluation(held_out, accelerator, words, rollouts),
+            tokens_per_micro_batch=48,
+        ),
+        metrics=open_metrics(run, attempt=1, last_step=None, track=config.track) if log else None,
+    )
+    progress = Progress(
+        run, attempt=1, max_steps=config.max_steps, main=True, terminated=lambda: False
+    )
+    return Trainer(config, run, progress, parts), student, teacher
+
+
+def gradients(student: Student) -> dict[str, Tensor]:
+    grads = {n: p.grad.clone() for n, p in student.named_parameters() if p.grad is not None}
+    student.zero_grad()
+    return grads
+
+
+def new_run(material: tiny.Material, path: Path, **changes: int) -> RunDirectory:
+    return RunDirectory.create(path, tiny.job(material, **changes))
+
+
+@pytest.mark.parametrize("tokens", [1, 48, 100])
+def test_micro_batches_change_nothing(material: tiny.Material, tmp_path: Path, tokens: int) -> None:
+    """8 rollouts at once, one by one, and in between."""
+    found = []
+    for number, size in enumerate((100_000, tokens)):
+        run = new_run(material, tmp_path / str(number), train__tokens_per_micro_batch=size)
+        made, student, _ = trainer(material, run)
+        metrics, _ = made._learn(made._steps(1).updates[0])
+        found.append((metrics, gradients(student)))
+    (whole, whole_grads), (cut, cut_grads) = found
+    assert whole["tokens"] == cut["tokens"]
+    for name, value in whole.items():
+        assert cut[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    assert whole_grads.keys() == cut_grads.keys()
+    for name, grad in whole_grads.items():
+        assert float((grad - cut_grads[name]).norm() / grad.norm()) < 1e-5, name
+
+
+def test_the_gradient_is_that_of_the_mean_kl(material: tiny.Material, tmp_path: Path) -> None:
+    """k = |V|: the whole pipeline against the KL of two plain forward passes, token by token."""
+    made, student, teacher = trainer(
+        material, new_run(material, tmp_path / "run"), top_k=VOCABULARY
+    )
+    pending = made._steps(1).updates[0]
+    means, _ = made._learn(pending)
+    found = gradients(student)
+
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
+    for item in pending:
+        rollout = item.sequence
+        logits = student.model(input_ids=rollout.token_ids[None]).logits[0, rollout.start - 1 : -1]
+        q = completion_logprobs(teacher._model, rollout)
+        total = total + exact_kl(logits.double().log_softmax(1), q, direction="reverse").sum()
+        count += len(q)
+    (total / count).backward()
+    expected = gradients(student)
+    assert means["tokens"] == count
+    assert means["loss"] == pytest.approx(float(total.detach()) / count, rel=1e-4)
+    for name, grad in expected.items():
+        assert float((found[name] - grad).norm() / grad.norm()) < 1e-3, name
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_no_number_changes_nothing(
+    material: tiny.Material, tmp_path: Path, bad: float
+) -> None:
+    made, student, _ = trainer(material, new_run(material, tmp_path / "run"))
+    before = {name: p.detach().clone() for name, p in student.named_parameters()}
+    made._learn(made._steps(1).updates[0])
+    next(student.parameters()).grad.view(-1)[3] = bad  # type: ignore[union-attr]
+    with pytest.raises(Corrupt, match="the gradient of step 1 is not finite"):
+        made._update(0.1)
+    for name, parameter in student.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is None
+
+
+def test_metrics_are_those_of_the_table(material: tiny.Material, tmp_path: Path) -> None:
+    """A whole run, in this process: every name that is written is explained, and the other way."""
+    from student_trainer.run import metrics
+    from tests.end_to_end.processes import metrics_of
+
+    run = new_run(material, tmp_path / "run", max_steps=3, eval__every=2)
+    made, _, _ = trainer(material, run, log=True)
+    assert made.train() == "succeeded"
+    lines = metrics_of(run)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    written = {name for line in lines for name in line} - {"attempt", "step"}
+    assert metrics.__doc__ is not None
+    table = metrics.__doc__.split("\n\n")[1]
+    explained = {row.split()[0] for row in table.splitlines()}
+    explained |= {word.strip(",;") for word in table.split() if word.startswith("time/")}
+    assert written == explained
+    assert (run.export / "model.safetensors").is_file()
+    assert len((run.samples / "step-000002.jsonl").read_text().splitlines()) == 8

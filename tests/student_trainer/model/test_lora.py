@@ -1,0 +1,245 @@
+"""Adapters: what learns, what is kept, and that all that comes out of them is the same model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from clients.config.common import LoraConfig, StudentConfig
+from protos.errors import InvalidInput
+from student_trainer.loop import checkpoint
+from student_trainer.model.loading import load_model
+from student_trainer.model.lora import add_adapters, learned
+from student_trainer.model.probes import has_linear_head
+from student_trainer.model.student import Student
+from tests.student_trainer import tiny
+from tests.student_trainer.model.test_student import (
+    assert_rows,
+    batch_of,
+    exact_rows,
+    gradients_of,
+    soft_capped,
+    untied,
+)
+
+IDS = torch.arange(12)[None]
+HEADS = ["frozen", "trained"]
+MODELS = {"tied": lambda: tiny.model(seed=4, spread=0.2), "untied": lambda: untied(False)}
+
+
+def config(path: Path, head: str = "frozen", **more: Any) -> StudentConfig:
+    table = LoraConfig(rank=3, train_head=head == "trained")
+    return StudentConfig(model=str(path), lora=table, **more)
+
+
+@pytest.fixture(params=MODELS)
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A model on disk."""
+    return tiny.save(MODELS[request.param](), tiny.tokenizer(), tmp_path / "base")
+
+
+def adapted(student: StudentConfig) -> Any:
+    """As after some training; without any, B is zero."""
+    return disturbed(load_model(student))
+
+
+def disturbed(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    out: Tensor = model(input_ids=IDS, use_cache=False).logits
+    return out.float()
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_only_the_adapters_learn_and_the_head_if_asked(base: Path, head: str) -> None:
+    plain, model = load_model(StudentConfig(model=str(base))), load_model(config(base, head))
+    assert type(model) is type(plain)
+    assert torch.equal(logits(model), logits(plain))
+    assert has_linear_head(model)
+    rest = {name for name in learned(model) if ".lora_" not in name}
+    tied = model.config.tie_word_embeddings
+    assert rest == (
+        set()
+        if head == "frozen"
+        else {"lm_head.weight"} | ({"model.embed_tokens.weight"} if tied else set())
+    )
+    linears = sum(isinstance(module, torch.nn.Linear) for module in plain.modules())
+    assert len(learned(model)) - len(rest) == 2 * (linears - 1)
+    assert model.model.layers[0].mlp.up_proj.scaling == {"default": 2.0}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_fused_path_is_the_plain_one(base: Path, head: str) -> None:
+    model = adapted(config(base, head))
+    batch = batch_of(model)
+    student = Student(model)
+    fused, fused_grads = gradients_of(student, batch)
+    student._linear_head = False
+    _, plain_grads = gradients_of(student, batch)
+    assert_rows(fused.rows, exact_rows(model, batch))
+    assert (
+        fused_grads.keys()
+        == plain_grads.keys()
+        == {name for name, parameter in student.named_parameters() if parameter.requires_grad}
+    )
+    for name, grad in fused_grads.items():
+        assert float((grad - plain_grads[name]).norm() / plain_grads[name].norm()) < 1e-5, name
+
+
+def test_a_capped_head_takes_the_plain_path() -> None:
+    model = soft_capped()
+    add_adapters(model, config(Path("unused")))
+    student = Student(disturbed(model))
+    assert not student._linear_head
+    batch = batch_of(model)
+    out, grads = gradients_of(student, batch)
+    assert_rows(out.rows, exact_rows(model, batch))
+    assert grads
+    assert all(".lora_" in name and bool(grad.any()) for name, grad in grads.items())
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+def test_a_mixture_of_experts_is_refused_before_it_learns() -> None:
+    """Its export would fail when all is done."""
+    made = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=13,
+            hidden_size=32,
+            intermediate_size=64,
+            moe_intermediate_size=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
+    with pytest.raises(InvalidInput, match="mixture of experts") as caught:
+        add_adapters(made, config(Path("unused")))
+    assert caught.value.field == "student.lora"
+
+
+def test_recomputed_activations_change_nothing(base: Path) -> None:
+    found: list[dict[str, Tensor]] = []
+    calls: list[int] = []
+    for recompute in (False, True):
+        model = adapted(config(base, gradient_checkpointing=recompute))
+        batch, student = batch_of(model), Student(model.train())
+        adapter = model.model.layers[0].mlp.up_proj.lora_A["default"]
+        hook = adapter.register_forward_hook(lambda *_: calls.append(len(found)))
+        found.append(gradients_of(student, batch)[1])
+        hook.remove()
+    assert calls == [0, 1, 1]
+    for name, grad in found[0].items():
+        assert torch.equal(grad, found[1][name])
+
+
+def test_bfloat16_keeps_what_learns_in_float32(base: Path) -> None:
+    wide = adapted(config(base, "trained"))
+    narrow = adapted(config(base, "trained", dtype="bfloat16"))
+    kinds = {(p.requires_grad, p.dtype) for p in narrow.parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    batch = batch_of(wide)
+    _, expected = gradients_of(Student(wide), batch)
+    _, found = gradients_of(Student(narrow, bf16=True), batch)
+    assert expected.keys() == found.keys()
+    for name, grad in found.items():
+        assert grad.dtype == torch.float32
+        assert (
+            float(torch.cosine_similarity(grad.flatten(), expected[name].flatten(), dim=0)) > 0.98
+        )
+
+
+# peft asks transformers for a name that it left behind.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head", HEADS)
+def test_exports_are_the_model(base: Path, tmp_path: Path, head: str, dtype: Any) -> None:
+    """The merged directory in transformers, and the adapter on its base in peft."""
+    model = adapted(config(base, head, dtype=dtype))
+    export = tmp_path / "export"
+    checkpoint.export_model(export, model=model, tokenizer=tiny.tokenizer())
+    expected = logits(model.float())
+    merged = AutoModelForCausalLM.from_pretrained(export)
+    assert {p.dtype for p in merged.parameters()} == {torch.float32}
+    assert set(merged.state_dict()) == set(AutoModelForCausalLM.from_pretrained(base).state_dict())
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype)).float()
+    assert not torch.allclose(logits(plain), expected, atol=1e-2)
+    on_base = PeftModel.from_pretrained(plain, export / "adapter")
+    torch.testing.assert_close(logits(on_base), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_checkpoint_has_what_learns_and_nothing_else(
+    base: Path, tmp_path: Path, head: str
+) -> None:
+    def steps(model: Any, optimizer: torch.optim.Optimizer, first: int) -> None:
+        for step in range(first, first + 3):
+            ids = torch.randint(13, (4, 9), generator=torch.Generator().manual_seed(step))
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def fresh(saved: Path | None) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(7)
+        model = load_model(config(base, head), saved / "model" if saved else None)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        if saved:
+            checkpoint.load_optimizer(saved, model, optimizer)
+        return model, optimizer
+
+    model, optimizer = fresh(None)
+    steps(model, optimizer, 0)
+    checkpoint.save_checkpoint(
+        tmp_path, 3, model=model, tokenizer=tiny.tokenizer(), optimizer=optimizer
+    )
+    saved = checkpoint.checkpoint_path(tmp_path, 3)
+    with safe_open(saved / "model" / "adapter_model.safetensors", "pt") as file:
+        assert len(file.keys()) == len(learned(model))
+    with safe_open(saved / "optimizer.safetensors", "pt") as file:
+        assert len(file.keys()) == 3 * sum(p.requires_grad for p in model.parameters())
+    assert not (saved / "model" / "model.safetensors").exists()
+
+    again, moments = fresh(saved)
+    for one, other in ((model, optimizer), (again, moments)):
+        steps(one, other, 3)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+
+
+def test_adapters_of_another_table_are_refused(base: Path, tmp_path: Path) -> None:
+    model = load_model(config(base))
+    checkpoint.save_checkpoint(
+        tmp_path,
+        1,
+        model=model,
+        tokenizer=tiny.tokenizer(),
+        optimizer=torch.optim.AdamW(model.parameters()),
+    )
+    saved = checkpoint.checkpoint_path(tmp_path, 1) / "model"
+    load_model(config(base), saved)
+    wider = config(base).model_copy(update={"lora": LoraConfig(rank=4)})
+    for other, directory in (
+        (wider, saved),
+        (config(base, "trained"), saved),
+        (config(base), base),
+    ):
+        with pytest.raises(InvalidInput, match="other adapters") as caught:
+            load_model(other, directory)
+        assert caught.value.field == "student.lora"

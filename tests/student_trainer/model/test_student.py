@@ -1,0 +1,214 @@
+"""Student: two paths to the same loss, and models that are not taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from clients.config.common import StudentConfig
+from clients.config.on_policy import OnPolicyConfig
+from protos.errors import InvalidInput
+from student_trainer.data.batch import Batch, make_batch
+from student_trainer.losses import FusedLoss, Rows
+from student_trainer.model.loading import load_config, load_model, load_tokenizer, vocabulary
+from student_trainer.model.probes import has_linear_head
+from student_trainer.model.student import Student
+from student_trainer.objectives.distillation import DistillationObjective, distillation_loss
+from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.teachers.source import PendingRows
+from tests.student_trainer import tiny
+from tests.student_trainer.model_teacher import ModelTeacher
+
+METHOD = DistillationObjective.on_policy(OnPolicyConfig(temperature=1.3))
+
+
+def untied(bias: bool) -> Any:
+    made = tiny.model(seed=4, spread=0.2)
+    head = nn.Linear(32, len(tiny.tokenizer()), bias=bias)
+    with torch.no_grad():
+        head.weight.normal_(std=0.5)
+        if bias:
+            head.bias.normal_(std=2.0)
+    made.set_output_embeddings(head)
+    made.config.tie_word_embeddings = False
+    return made
+
+
+def soft_capped() -> Any:
+    torch.manual_seed(5)
+    made = Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=13,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
+            final_logit_softcapping=2.0,
+            sliding_window=64,
+            pad_token_id=0,
+            eos_token_id=0,
+            bos_token_id=None,
+            attn_implementation="eager",
+        )
+    ).eval()
+    with torch.no_grad():
+        made.get_input_embeddings().weight.normal_(std=0.7)
+    return made
+
+
+def batch_of(model: Any) -> Batch:
+    rollouts = HuggingFaceRollouts(
+        model, tiny.tokenizer(), top_k=4, temperature=1.3, max_new_tokens=6, batch_tokens=1000
+    )
+    prompts = [tiny.prompt(1, 2, 3), tiny.prompt(4), tiny.prompt(5, 6)]
+    (written,) = rollouts.generate(prompts, range(3), seed=0)
+    teacher = ModelTeacher(tiny.model(seed=9), temperature=1.3)
+    pending = [PendingRows(rollout, teacher.score(rollout)) for rollout in written]
+    return make_batch([item.wait() for item in pending], torch.device("cpu"))
+
+
+def gradients_of(student: Student, batch: Batch) -> tuple[FusedLoss, dict[str, Tensor]]:
+    student.zero_grad()
+    out = student(batch, distillation_loss(batch, METHOD), METHOD.temperature)
+    out.loss_sum.backward()
+    grads = {n: p.grad.clone() for n, p in student.named_parameters() if p.grad is not None}
+    return out, grads
+
+
+def exact_rows(model: Any, batch: Batch) -> Rows:
+    """By the definition of a row, in float64."""
+    logits = batch.select(model(input_ids=batch.input_ids).logits.detach()).double()
+    logprobs = (logits / METHOD.temperature).log_softmax(1)
+    outside = logprobs.exp().scatter(1, batch.head_ids, 0.0).sum(1).log()
+    token = logprobs.gather(1, batch.token_ids[:, None])[:, 0]
+    return Rows(logprobs.gather(1, batch.head_ids), outside, token)
+
+
+def assert_rows(found: Rows, expected: Rows) -> None:
+    for name in ("head_logprobs", "tail_logmass", "token_logprobs"):
+        one, other = getattr(found, name), getattr(expected, name)
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: tiny.model(seed=4, spread=0.2), lambda: untied(False), lambda: untied(True)],
+    ids=["tied", "untied", "bias"],
+)
+def test_the_fused_path_is_the_plain_one(make: Any) -> None:
+    model = make()
+    assert has_linear_head(model)
+    batch = batch_of(model)
+    student = Student(model)
+    fused, fused_grads = gradients_of(student, batch)
+    student._linear_head = False
+    plain, plain_grads = gradients_of(student, batch)
+    # A token's loss has either sign: the sum is small, the terms are not.
+    size = float(plain.metrics["loss"].abs().sum())
+    assert abs(float((fused.loss_sum - plain.loss_sum).detach())) < 1e-6 * size
+    assert fused_grads.keys() == plain_grads.keys()
+    for name, grad in fused_grads.items():
+        error = float((grad - plain_grads[name]).norm() / plain_grads[name].norm())
+        assert error < 1e-5, name
+    assert_rows(fused.rows, exact_rows(model, batch))
+
+
+def test_the_paths_are_one_in_bfloat16_too() -> None:
+    """The head's product as well is made in it, though the states come out of the norm wider."""
+    model = tiny.model(seed=4)
+    batch = batch_of(model)
+    student = Student(model, bf16=True)
+    fused = gradients_of(student, batch)[0].rows
+    student._linear_head = False
+    plain = gradients_of(student, batch)[0].rows
+    torch.testing.assert_close(fused.token_logprobs, plain.token_logprobs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_capped_head_is_not_taken_for_a_linear_one() -> None:
+    model = soft_capped()
+    assert not has_linear_head(model)
+    batch = batch_of(model)
+    out, grads = gradients_of(Student(model), batch)
+    assert_rows(out.rows, exact_rows(model, batch))
+    assert all(bool(torch.isfinite(grad).all()) for grad in grads.values())
+    # The uncapped rows would be far away: the test would notice.
+    model.config.final_logit_softcapping = None
+    assert has_linear_head(model)
+    with pytest.raises(AssertionError):
+        assert_rows(out.rows, exact_rows(model, batch))
+
+
+def test_masked_positions_get_no_gradient() -> None:
+    """Prompts and padding: nothing of the loss comes out of their positions."""
+    model = tiny.model(seed=4, spread=0.2)
+    batch = batch_of(model)
+    for linear in (True, False):
+        student = Student(model)
+        student._linear_head = linear
+        states: list[Tensor] = []
+
+        def keep(module: Any, inputs: Any, output: Any, states: list[Tensor] = states) -> None:
+            output.last_hidden_state.retain_grad()
+            states.append(output.last_hidden_state)
+
+        hook = model.get_decoder().register_forward_hook(keep)
+        gradients_of(student, batch)
+        hook.remove()
+        grad = states[-1].grad
+        assert grad is not None
+        used = torch.zeros(batch.input_ids.shape, dtype=torch.bool)
+        used[batch.sequence, batch.position - 1] = True
+        assert bool((grad[~used] == 0).all())
+        assert bool((grad[used].abs().sum(1) > 0).all())
+
+
+def test_padding_may_hold_anything() -> None:
+    model = tiny.model(seed=4, spread=0.2)
+    batch = batch_of(model)
+    lengths = torch.zeros(len(batch.input_ids), dtype=torch.long)
+    lengths.scatter_reduce_(0, batch.sequence, batch.position + 1, "amax")
+    padding = torch.arange(batch.input_ids.shape[1])[None] >= lengths[:, None]
+    assert bool(padding.any())
+    _, before = gradients_of(Student(model), batch)
+    batch.input_ids[padding] = 7
+    _, after = gradients_of(Student(model), batch)
+    for name, grad in before.items():
+        torch.testing.assert_close(after[name], grad, rtol=1e-6, atol=1e-7)
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    student = StudentConfig(model=str(tmp_path))
+    for load in (load_config, load_tokenizer, load_model):
+        with pytest.raises(InvalidInput, match="no usable model") as caught:
+            load(student)
+        assert caught.value.field == "student.model"
+        assert "safetensors" in caught.value.hint
+
+
+def test_code_of_a_model_is_never_run(material: tiny.Material, tmp_path: Path) -> None:
+    (tmp_path / "modeling_evil.py").write_text("raise SystemExit('it ran')")
+    config = json.loads((material.student / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_evil.Evil"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for load in (load_config, load_tokenizer, load_model):
+        with pytest.raises(InvalidInput, match="its own Python code") as caught:
+            load(StudentConfig(model=str(tmp_path)))
+        assert caught.value.field == "student.model"
+
+
+def test_weights_come_from_the_checkpoint_when_there_is_one(material: tiny.Material) -> None:
+    model = load_model(StudentConfig(model=str(material.student)), material.teacher)
+    assert model.config.num_hidden_layers == 2
+
+
+def test_vocabulary(material: tiny.Material) -> None:
+    words = load_tokenizer(StudentConfig(model=str(material.student)))
+    assert vocabulary(words) == ["<|end|>", *sorted(tiny.ALPHABET)]

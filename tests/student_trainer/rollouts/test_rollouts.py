@@ -1,0 +1,173 @@
+"""What the student wrote is what it believed, and nothing else decides it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from student_trainer.data.prompts import Prompt
+from student_trainer.data.rollout import Rollout
+from student_trainer.rollouts.hf import HuggingFaceRollouts
+from tests.student_trainer import tiny
+from tests.student_trainer.model_teacher import completion_logprobs
+
+PROMPTS = [
+    tiny.prompt(*ids, answer=str(number))
+    for number, ids in enumerate([(1, 2), (3, 4, 5, 6, 7), (8,), (9, 10, 11), (12,)])
+]
+
+
+def source(
+    model: Any, *, top_k: int = 5, temperature: float = 1.0, new: int = 8, batch: int = 10_000
+) -> HuggingFaceRollouts:
+    return HuggingFaceRollouts(
+        model,
+        tiny.tokenizer(),
+        top_k=top_k,
+        temperature=temperature,
+        max_new_tokens=new,
+        batch_tokens=batch,
+    )
+
+
+def written(
+    rollouts: HuggingFaceRollouts, prompts: Sequence[Prompt], numbers: Sequence[int], **more: Any
+) -> list[Rollout]:
+    batches = rollouts.generate(prompts, numbers, **{"seed": 3, **more})
+    return [rollout for batch in batches for rollout in batch]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_records_are_those_of_a_whole_forward_pass(student: Any, temperature: float) -> None:
+    """Left padding, the cache of keys and mixed lengths change nothing."""
+    for rollout in written(source(student, temperature=temperature), PROMPTS, range(5)):
+        exact = completion_logprobs(student, rollout, temperature)
+        token = exact.gather(1, rollout.completion[:, None])[:, 0]
+        torch.testing.assert_close(rollout.token_logprobs.double(), token, rtol=0, atol=1e-4)
+        assert torch.equal(rollout.head_ids, exact.topk(5).indices)
+        assert rollout.head_ids.shape == (len(rollout.completion), 5)
+
+
+def test_prompts_come_back_in_their_order(student: Any) -> None:
+    for prompt, rollout in zip(PROMPTS, written(source(student), PROMPTS, range(5)), strict=True):
+        assert rollout.token_ids[: rollout.start].tolist() == list(prompt.ids)
+        assert rollout.answer == prompt.answer
+        assert (rollout.token_ids.dtype, rollout.head_ids.dtype) == (torch.int64, torch.int64)
+
+
+def test_neighbours_and_batches_do_not_matter(student: Any) -> None:
+    numbers = [7, 2, 11, 5, 30]
+    together = written(source(student), PROMPTS, numbers)
+    apart = [
+        written(source(student), [prompt], [number])[0]
+        for prompt, number in zip(PROMPTS, numbers, strict=True)
+    ]
+    small = written(source(student, batch=30), PROMPTS, numbers)
+    backwards = written(source(student), PROMPTS[::-1], numbers[::-1])[::-1]
+    for others in (apart, small, backwards):
+        for one, other in zip(together, others, strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+
+
+def test_batches_keep_to_their_size(student: Any) -> None:
+    # The longest prompt has 5 tokens and gets 8 new ones: two sequences in 30 tokens.
+    batches = list(source(student, batch=30).generate(PROMPTS, range(5), seed=0))
+    assert [len(batch) for batch in batches] == [2, 2, 1]
+    assert [len(batch) for batch in source(student, batch=1).generate(PROMPTS, range(5), seed=0)]
+
+
+def test_number_and_seed_decide(student: Any) -> None:
+    prompt = [PROMPTS[0]] * 4
+    first = [rollout.token_ids.tolist() for rollout in written(source(student), prompt, range(4))]
+    again = [rollout.token_ids.tolist() for rollout in written(source(student), prompt, range(4))]
+    other = [
+        rollout.token_ids.tolist() for rollout in written(source(student), prompt, range(4), seed=4)
+    ]
+    assert first == again
+    assert len({tuple(ids) for ids in first}) > 1
+    assert first != other
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_samples_have_the_exact_distribution(student: Any, temperature: float) -> None:
+    """Chi-square of 4,000 first tokens, each of a stream of its own, on neighbouring numbers."""
+    count = 4000
+    rollouts = source(student, temperature=temperature, new=1, batch=10**6)
+    found = torch.zeros(len(tiny.tokenizer()), dtype=torch.float64)
+    for rollout in written(rollouts, [PROMPTS[1]] * count, range(-200, count - 200)):
+        found[rollout.completion[0]] += 1
+    ids = torch.tensor([*PROMPTS[1].ids, 0])
+    rollout = Rollout(ids, len(ids) - 1, ids, ids, True, "")
+    expected = completion_logprobs(student, rollout, temperature)[0].exp() * count
+    kept = expected >= 5  # the rule of thumb of the test
+    pooled = torch.cat([expected[kept], expected[~kept].sum()[None]])
+    seen = torch.cat([found[kept], found[~kept].sum()[None]])
+    chi_square = float(((seen - pooled) ** 2 / pooled.clamp(min=1e-9)).sum())
+    freedom = len(pooled) - 1
+    # Wilson and Hilferty: the cube root is close to normal; 4 standard deviations.
+    limit = freedom * (1 - 2 / (9 * freedom) + 4 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert chi_square < limit
+
+
+def test_answers_end_at_the_first_end(student: Any) -> None:
+    end = tiny.tokenizer().eos_token_id
+    rollouts = written(source(student, new=20), [PROMPTS[0]] * 40, range(40))
+    for rollout in rollouts:
+        ends = (rollout.completion == end).nonzero().flatten().tolist()
+        assert rollout.truncated == (not ends)
+        if ends:
+            assert ends == [len(rollout.completion) - 1]
+        else:
+            assert len(rollout.completion) == 20
+        assert len(rollout.token_logprobs) == len(rollout.head_ids) == len(rollout.completion)
+    assert {rollout.truncated for rollout in rollouts} == {True, False}
+
+
+def test_ends_of_the_model_itself_count(student: Any) -> None:
+    own = student.generation_config
+    student.generation_config = GenerationConfig(eos_token_id=[3, 4])
+    try:
+        for rollout in written(source(student, new=20), [PROMPTS[0]] * 20, range(20)):
+            last = int(rollout.completion[-1])
+            assert rollout.truncated == (last not in (0, 3, 4))
+            assert not {0, 3, 4} & set(rollout.completion[:-1].tolist())
+    finally:
+        student.generation_config = own
+
+
+def test_a_generation_config_does_not_bend_the_samples(student: Any) -> None:
+    plain = written(source(student), PROMPTS, range(5))
+    own = student.generation_config
+    bent = GenerationConfig(
+        do_sample=True,
+        temperature=0.1,
+        top_p=0.2,
+        top_k=2,
+        repetition_penalty=5.0,
+        no_repeat_ngram_size=1,
+        eos_token_id=own.eos_token_id,
+        max_new_tokens=2,
+    )
+    before = bent.to_dict()
+    student.generation_config = bent
+    try:
+        found = written(source(student), PROMPTS, range(5))
+        assert student.generation_config is bent
+        assert bent.to_dict() == before
+    finally:
+        student.generation_config = own
+    for one, other in zip(plain, found, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert torch.equal(one.token_logprobs, other.token_logprobs)
+
+
+def test_greedy_takes_the_likeliest(student: Any) -> None:
+    for rollout in written(source(student, top_k=0), PROMPTS, range(5), greedy=True):
+        exact = completion_logprobs(student, rollout)
+        assert rollout.completion.tolist() == exact.argmax(1).tolist()
+        assert rollout.head_ids.shape == (len(rollout.completion), 0)

@@ -1,0 +1,91 @@
+"""One of several processes over gloo that share an anchor, and what each of them says of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protos.errors import InvalidInput
+from student_trainer.loop import checkpoint
+from student_trainer.parallel.sharding import local
+from student_trainer.teachers.anchor import Anchor
+from student_trainer.teachers.privileged import privileged_prompt
+from tests.forks import Forks
+from tests.student_trainer import tiny
+from tests.student_trainer.teachers.anchors import (
+    move,
+    rollouts,
+    rows_of,
+    spread_student,
+    teacher_of,
+)
+
+TAU, PERIOD = 0.9, 2
+
+
+def work(out: Path, sharding: str, until: int, resumed: Path | None = None) -> Path:
+    """Updates of the student, from the first or from the checkpoint `resumed` on, and a save."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    words, model = tiny.tokenizer(), tiny.model(seed=2, layers=2)
+    student = spread_student(model, sharding)
+    anchor = Anchor(student, tau=TAU, update_period=PERIOD)
+    if resumed is not None:
+        checkpoint.load_anchor(resumed, anchor)
+    for update in range(anchor.updates + 1, until + 1):
+        move(student, anchor, update)
+    numbers = range(rank, len(rollouts()), world)
+    blocks = rows_of(teacher_of(anchor, student), [rollouts()[number] for number in numbers])
+    said = {
+        "gap": anchor.gap(),
+        "version": anchor.version,
+        "elements": sum(local(share).numel() for share in anchor.state().values()),
+        "rows": {
+            number: [block.head_logprobs.tolist(), block.tail_logmass.tolist()]
+            for number, block in zip(numbers, blocks, strict=True)
+        },
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"rank-{rank}.json").write_text(json.dumps(said))
+    checkpoint.save_checkpoint(
+        out,
+        anchor.updates,
+        model=student.trained.model,
+        tokenizer=words,
+        optimizer=torch.optim.AdamW(student.trained.model.parameters()),
+        anchor=anchor,
+        main=rank == 0,
+    )
+    return checkpoint.checkpoint_path(out, until)
+
+
+def run(world: int, out: Path, sharding: str, until: int, resumed: Path | None = None) -> Path:
+    """`work` in so many processes; the checkpoint."""
+    forks = Forks(world, out.with_suffix(".group"), work, out, sharding, until, resumed)
+    assert forks.wait() == [0] * world
+    return checkpoint.checkpoint_path(out, until)
+
+
+def score_without_a_column(out: Path) -> None:
+    """The second process has an answer to a sample that the context does not fit."""
+    rank = int(os.environ["RANK"])
+    student = spread_student(tiny.model(seed=2), "fsdp2")
+    teacher = teacher_of(
+        Anchor(student, tau=TAU, update_period=PERIOD),
+        student,
+        prompt=privileged_prompt("{hint}", "{prompt}", tiny.tokenizer()),
+    )
+    (rollout,) = rollouts(1)
+    try:
+        rows_of(teacher, [rollout if rank == 0 else replace(rollout, fields={})])
+    except InvalidInput as error:
+        (out / f"rank-{rank}.json").write_text(json.dumps(str(error)))
+
+
+def said(out: Path) -> list[Any]:
+    """What each process said, by rank."""
+    return [json.loads(path.read_text()) for path in sorted(out.glob("rank-*.json"))]

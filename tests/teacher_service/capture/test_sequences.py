@@ -1,0 +1,197 @@
+"""Which tokens are scored, of every form of data; and data that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.config.capture import CaptureData
+from protos.errors import InvalidInput
+from teacher_service.capture.plan import make_plan
+from teacher_service.capture.sequences import SequenceReader
+from tests.teacher_service.capture.material import END, pairs, text, write_lines, write_pairs
+
+TEMPLATE = (
+    "{% for m in messages %}{{ 't1 ' if m.role == 'user' else 't2 ' }}{{ m.content }}"
+    "{{ ' ' if m.role == 'user' else ' t0 t3 ' }}{% endfor %}"
+    "{% if add_generation_prompt %}t2 {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(words: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(words)
+
+
+@pytest.fixture
+def chat(words: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    found = AutoTokenizer.from_pretrained(words)
+    found.chat_template = TEMPLATE
+    return found
+
+
+def read(
+    tokenizer: Any, path: Path, *, max_tokens: int = 64, **data: Any
+) -> tuple[list[tuple[list[int], int]], SequenceReader]:
+    reader = SequenceReader(CaptureData(path=str(path), **data), tokenizer, max_tokens)
+    return [(found.token_ids.tolist(), found.start) for found in reader], reader
+
+
+def test_completions(tokenizer: Any, tmp_path: Path) -> None:
+    found = pairs(20)
+    sequences, _ = read(tokenizer, write_pairs(tmp_path / "a.jsonl", found))
+    assert sequences == [([*prompt, *answer, END], len(prompt)) for prompt, answer in found]
+
+
+def test_columns_and_template(tokenizer: Any, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"q": "t5", "a": "t6 t0 t7", "other": []}])
+    names = {"prompt_column": "q", "answer_column": "a", "template": "t1 {prompt} t2"}
+    # What follows an end token was never said.
+    assert read(tokenizer, path, **names)[0] == [([1, 5, 2, 6, END], 3)]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved", "saved splits"])
+def test_other_files_hold_the_same(tokenizer: Any, tmp_path: Path, kind: str) -> None:
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    records = [{"prompt": text(a), "answer": text(b)} for a, b in pairs(30)]
+    expected, _ = read(tokenizer, write_lines(tmp_path / "a.jsonl", records))
+    path = tmp_path / "data.parquet"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(records), path)
+    else:
+        saved = datasets.Dataset.from_list(records)
+        if kind == "saved splits":
+            saved = datasets.DatasetDict({"train": saved, "test": saved.select([0])})
+        path = tmp_path / "saved"
+        saved.save_to_disk(path)
+    assert read(tokenizer, path)[0] == expected
+
+
+def test_conversations(chat: Any, tmp_path: Path) -> None:
+    """The last turn of the assistant is scored, and the end token behind it; not what follows."""
+
+    def turns(*contents: str) -> dict[str, Any]:
+        roles = ["user", "assistant"] * 3
+        return {
+            "messages": [
+                {"role": role, "content": said} for role, said in zip(roles, contents, strict=False)
+            ]
+        }
+
+    records = [turns("t5", "t6 t7"), turns("t5", "t6", "t7", "t8 t9"), turns("t5", "t6", "t7")]
+    path = write_lines(tmp_path / "a.jsonl", [*records, turns("t5")])
+    sequences, reader = read(chat, path, form="messages")
+    assert sequences == [
+        ([1, 5, 2, 6, 7, END], 3),
+        ([1, 5, 2, 6, END, 3, 1, 7, 2, 8, 9, END], 9),
+        ([1, 5, 2, 6, END], 3),
+    ]
+    assert reader.empty == 1, "nobody answers in the last one"
+
+
+def test_a_prompt_is_the_users_message(chat: Any, tmp_path: Path) -> None:
+    path = write_pairs(tmp_path / "a.jsonl", [([5, 6], [7])])
+    assert read(chat, path)[0] == [([1, 5, 6, 2, 7, END], 4)]
+
+
+def test_texts_are_packed(tokenizer: Any, tmp_path: Path) -> None:
+    documents = [a for a, _ in pairs(40)]
+    path = write_lines(tmp_path / "a.jsonl", [{"text": text(one)} for one in documents])
+    stream = [token for one in documents for token in [*one, END]]
+    sequences, _ = read(tokenizer, path, form="text", max_tokens=16)
+    assert [start for _, start in sequences] == [1] * len(sequences)
+    assert [token for ids, _ in sequences for token in ids] == stream
+    assert {len(ids) for ids, _ in sequences[:-1]} == {16}
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_no_text_is_lost_at_an_end_token(words: Path, tmp_path: Path, begins: bool) -> None:
+    """One that a tokenizer begins every text with, as OPT's, or one that stands in the text."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(words)
+    if begins:
+        inner = tokenizer.backend_tokenizer
+        inner.post_processor = TemplateProcessing(single="t0 $A", special_tokens=[("t0", END)])
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "t5 t0 t6"}, {"text": "t7 t0"}])
+    first = [END] if begins else []
+    stream = [*first, 5, END, 6, END, *first, 7, END]
+    assert read(tokenizer, path, form="text")[0] == [(stream, 1)]
+
+
+def test_what_is_left_out_is_counted(tokenizer: Any, tmp_path: Path) -> None:
+    found = [([1, 2], [3]), ([1], [2] * 9), ([1] * 9, [2]), ([1], []), ([4], [5])]
+    sequences, reader = read(tokenizer, write_pairs(tmp_path / "a.jsonl", found), max_tokens=8)
+    assert [ids for ids, _ in sequences] == [[1, 2, 3, END], [4, 5, END]]
+    assert (reader.too_long, reader.empty) == (2, 1)
+
+
+# As tool calls are.
+SILENT = [{"role": "user", "content": "t1"}, {"role": "assistant", "content": None}]
+
+
+@pytest.mark.parametrize(
+    ("record", "form", "field", "says"),
+    [
+        ({"q": "t1"}, "completion", "data.prompt_column", "no column 'prompt' in row 1 of"),
+        ({"prompt": "t1"}, "completion", "data.answer_column", "no column 'answer' in row 1 of"),
+        ({"prompt": "", "answer": "t1"}, "completion", "data.path", "has no tokens"),
+        ({"prompt": ["t1"], "answer": "t1"}, "completion", "data.prompt_column", "has list"),
+        ({"text": 3}, "messages", "data.messages_column", "has no list of messages"),
+        ({"messages": "t1"}, "messages", "data.messages_column", "has no list of messages"),
+        ({"messages": [{"role": "user"}]}, "messages", "data.messages_column", "no list of"),
+        ({"messages": SILENT}, "messages", "data.messages_column", "message 2 of row 1 of"),
+        ({"prompt": "t1"}, "text", "data.text_column", "no column 'text'"),
+    ],
+)
+def test_bad_records(
+    chat: Any, tmp_path: Path, record: Any, form: str, field: str, says: str
+) -> None:
+    chat.chat_template = TEMPLATE if form == "messages" else None
+    with pytest.raises(InvalidInput) as caught:
+        read(chat, write_lines(tmp_path / "a.jsonl", [record]), form=form)
+    assert says in caught.value.message
+    assert (caught.value.field, bool(caught.value.hint)) == (field, True)
+
+
+def test_tokenizers_that_do_not_fit_the_form(chat: Any, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "t1", "messages": []}])
+    chat.eos_token = None
+    with pytest.raises(InvalidInput, match="no end-of-text token"):
+        read(chat, path, form="text")
+    # A template that writes something else before an answer than it does within a conversation.
+    chat.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}t9"
+    talk = [{"role": "user", "content": "t1"}, {"role": "assistant", "content": "t2"}]
+    with pytest.raises(InvalidInput, match="gives another text than"):
+        read(chat, write_lines(path, [{"messages": talk}]), form="messages")
+    chat.chat_template = None
+    with pytest.raises(InvalidInput, match="no chat template"):
+        read(chat, path, form="messages")
+
+
+def test_the_plan_is_cut_by_bytes_alone(tokenizer: Any, tmp_path: Path) -> None:
+    path = write_pairs(tmp_path / "a.jsonl", pairs(50))
+    sizes = {"row_bytes": 25.0, "file_bytes": 1000}
+    plan = make_plan(
+        SequenceReader(CaptureData(path=str(path)), tokenizer, 64), directory=tmp_path, **sizes
+    )
+    assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"], "its file has no name"
+    assert [plan[i].token_ids.tolist() for i in range(50)] == [
+        [*prompt, *answer, END] for prompt, answer in pairs(50)
+    ]
+    for number in range(len(plan.files) - 1):
+        weights = [25 * plan[i].rows + 4 * len(plan[i].token_ids) + 64 for i in plan.file(number)]
+        assert sum(weights[:-1]) < 1000 <= sum(weights) or number == len(plan.files) - 2
+    for count in (1, 2, 3, 7, 99):
+        parts = [number for index in range(count) for number in plan.files_of(index, count)]
+        assert parts == list(range(len(plan.files) - 1))

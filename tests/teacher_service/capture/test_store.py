@@ -1,0 +1,314 @@
+"""What a captured store holds, who may add to it, and how parts of it are joined."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clients.store.checks import damages, summary_of
+from clients.store.dataset import LogitDataset
+from clients.store.merge import merge
+from clients.store.sample import sample_of
+from clients.teacher.query import ScoreQuery
+from protos.errors import Corrupt, DistillError, InvalidInput, NotFound, WrongState
+from protos.rows.codec import HEADER_BYTES, RowBlock, encode_rows
+from teacher_service.engines.fake import FakeEngine, FakeSettings
+from tests.teacher_service.capture.material import (
+    END,
+    VOCABULARY,
+    capture_here,
+    digests,
+    job,
+    pairs,
+    save_words,
+    write_pairs,
+)
+
+
+@pytest.fixture
+def copied(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "copied"))
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_every_sequence_in_the_order_of_the_data(whole: Path) -> None:
+    stored = LogitDataset(whole)
+    assert len(stored) == 100
+    found = [(item["input_ids"].tolist(), item["start"]) for item in stored]
+    assert found == [([*a, *b, END], len(a)) for a, b in pairs(100)]
+
+
+def test_rows_are_the_models_own(tmp_path: Path) -> None:
+    """Against transformers and a log_softmax of all logits."""
+    import torch
+
+    from tests.student_trainer import tiny
+
+    torch.set_num_threads(1)
+    made, temperature = tiny.model(seed=1), 1.5
+    path = tiny.save(made, tiny.tokenizer(), tmp_path / "model")
+    records = [([1, 2], [3, 4, 5]), ([6], [7]), ([8, 9, 10, 11], [12] * 9)]
+    data = tmp_path / "data.jsonl"
+    from tests.teacher_service.capture.material import write_lines
+
+    words = tiny.tokenizer()
+    write_lines(data, [{"prompt": words.decode(a), "answer": words.decode(b)} for a, b in records])
+    _, store = capture_here(
+        tmp_path / "run",
+        job(
+            data,
+            path,
+            teacher__model=str(path),
+            teacher__engine="hf",
+            teacher__logprob_format="f32",
+            method__temperature=temperature,
+        ),
+    )
+    stored = LogitDataset(store)
+    assert len(stored) == len(records)
+    for item, (prompt, answer) in zip(stored, records, strict=True):
+        ids = torch.tensor([[*prompt, *answer, words.eos_token_id]])
+        with torch.no_grad():
+            logits = made(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
+        expected = logits.double().log_softmax(1).numpy()
+        top = np.argsort(-expected, 1)[:, :4]
+        assert item["input_ids"].tolist() == ids[0].tolist()
+        assert item["start"] == len(prompt)
+        np.testing.assert_array_equal(item["head_ids"], top)
+        head = np.take_along_axis(expected, top, 1)
+        np.testing.assert_allclose(item["head_logprobs"], head, atol=1e-5)
+        tokens = np.take_along_axis(expected, ids[0, len(prompt) :, None].numpy(), 1)[:, 0]
+        np.testing.assert_allclose(item["token_logprobs"], tokens, atol=1e-5)
+        tail = np.log(1 - np.exp(head).sum(1))
+        np.testing.assert_allclose(item["tail_logmass"], tail, atol=1e-4)
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_samples_of_the_tail_and_no_head(
+    data: Path, words: Path, tmp_path: Path, compress: bool
+) -> None:
+    """Rows of 39 bytes: those of the engine, which another seed would draw otherwise."""
+    drawn = {"teacher__top_k": 0, "method__tail_samples": 12, "method__compress": compress}
+    config = job(data, words, method__store=str(tmp_path / "rows"), **drawn)
+    config = config.model_copy(update={"seed": 5})
+    _, store = capture_here(tmp_path / "1", config)
+    facts = LogitDataset(store).metadata
+    assert (facts["top_k"], facts["tail_samples"], facts["seed"]) == ("0", "12", "5")
+    engine = FakeEngine(FakeSettings(vocab=VOCABULARY))
+    for item in LogitDataset(store):
+        ids, start = item["input_ids"], item["start"]
+        (block,) = engine.score([ScoreQuery(ids, start, top_k=0, tail_samples=12, seed=5)])
+        assert isinstance(block, RowBlock)
+        if not compress:
+            row_bytes = (len(encode_rows(block)) - HEADER_BYTES) / len(block)
+            assert 39 <= row_bytes < 40  # a byte has the high bits of four ids
+        assert item["head_ids"].shape == (len(block), 0)
+        np.testing.assert_array_equal(item["tail_sample_ids"], block.tail_sample_ids)
+        np.testing.assert_array_equal(item["tail_sample_logprob"], block.tail_sample_logprob)
+    shown = sample_of(store, 0, rows=2, head=4, tokenizer=None)["rows"]
+    first = LogitDataset(store)[0]["tail_sample_ids"][0].tolist()
+    assert [one["id"] for one in shown[0]["drawn"]] == first
+    with pytest.raises(WrongState, match="seed = 5, not 6"):
+        capture_here(tmp_path / "2", config.model_copy(update={"seed": 6}))
+
+
+def test_it_goes_on_in_a_given_store(data: Path, words: Path, whole: Path, tmp_path: Path) -> None:
+    """Also one that is complete: nothing is scored again."""
+    config = job(data, words, method__store=str(tmp_path / "rows"))
+    capture_here(tmp_path / "1", config)
+    times = {file: file.stat().st_mtime_ns for file in (tmp_path / "rows").glob("*.arrow")}
+    capture_here(tmp_path / "2", config)
+    assert {file: file.stat().st_mtime_ns for file in times} == times
+    assert digests(tmp_path / "rows") == digests(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"teacher__top_k": 5}, "top_k = 4, not 5"),
+        ({"method__temperature": 0.5}, "temperature = 1.0, not 0.5"),
+        ({"teacher__model": "vocab=64,seed=1"}, "teacher_fingerprint = "),
+        ({"teacher__logprob_format": "f32"}, "logprob_format = f16, not f32"),
+        ({"method__max_tokens": 20}, "max_tokens = 64, not 20"),
+        ({"method__compress": True}, "compress = false, not true"),
+        ({"method__shard": "0/2"}, ""),
+        ({"data__path": "other"}, "data_fingerprint = "),
+    ],
+)
+def test_a_store_of_something_else_is_refused(
+    data: Path, words: Path, copied: Path, tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    before = digests(copied)
+    if "data__path" in change:
+        other = write_pairs(tmp_path / "other.jsonl", pairs(100, seed=1))
+        change = {"data__path": str(other)}
+    config = job(data, words, **{"method__store": str(copied), **change})
+    if not says:
+        capture_here(tmp_path / "run", config)  # a part has a directory of its own
+    else:
+        with pytest.raises(WrongState) as caught:
+            capture_here(tmp_path / "run", config)
+        assert caught.value.message.startswith(f"{copied} holds rows with {says}")
+    assert {name: found for name, found in digests(copied).items() if name in before} == before
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "field", "says"),
+    [
+        ({"teacher__top_k": 65}, InvalidInput, "teacher.top_k", "more than this teacher gives"),
+        ({"method__max_tokens": 9000}, InvalidInput, "method.max_tokens", "of 8192 tokens"),
+        ({"teacher__engine": "hf"}, InvalidInput, "teacher.model", "there is no directory"),
+        ({"data__tokenizer": "empty"}, InvalidInput, "data.tokenizer", "cannot load the tok"),
+        ({"teacher__top_k": 0}, InvalidInput, "teacher.top_k", "only rows with tail samples"),
+        ({"data__tokenizer": None, "teacher__model": None}, InvalidInput, "data.tokenizer", "no "),
+        ({"data__path": "none.jsonl"}, InvalidInput, "data.path", "no such file"),
+        ({"method__max_tokens": 2}, InvalidInput, "data.path", "no sequence of at most 2"),
+        ({"method__ray": {}, "teacher__model": None}, InvalidInput, "teacher.model", "missing"),
+    ],
+)
+def test_what_cannot_be_captured(
+    data: Path,
+    words: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    kind: type[DistillError],
+    field: str,
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    with pytest.raises(kind) as caught:
+        capture_here(tmp_path / "run", job(data, words, **change))
+    assert says in caught.value.message
+    assert (caught.value.field, bool(caught.value.hint)) == (field, True)
+    assert not (tmp_path / "run" / "store").exists()
+
+
+def test_another_tokenizer_is_refused(data: Path, tmp_path: Path) -> None:
+    words = save_words(tmp_path / "words", 63)
+    with pytest.raises(WrongState, match="the tokenizer has 63 tokens, the teacher 64") as caught:
+        capture_here(tmp_path / "run", job(data, words))
+    assert caught.value.field == "data.tokenizer"
+
+
+def test_a_teacher_that_fails_on_a_sequence(words: Path, tmp_path: Path) -> None:
+    """It is named, and what is complete before it stays."""
+    data = write_pairs(tmp_path / "a.jsonl", [([1], [2])] * 60 + [([1], [63])] + [([1], [2])] * 9)
+    config = job(data, words, teacher__model="vocab=64,nan_token=63", method__shard_bytes=500)
+    with pytest.raises(Corrupt, match=r"^sequence 60 of the data: .*position 2 are not finite"):
+        capture_here(tmp_path / "run", config)
+    assert 0 < len(LogitDataset(tmp_path / "run" / "store")) <= 60
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_parts_make_the_whole(
+    data: Path, words: Path, whole: Path, tmp_path: Path, count: int
+) -> None:
+    for index in range(count):
+        config = job(
+            data,
+            words,
+            method__shard=f"{index:0{count}}/{count}",
+            method__store=str(tmp_path / "parts"),
+        )
+        capture_here(tmp_path / f"run-{index}", config)
+    parts = sorted((tmp_path / "parts").iterdir(), reverse=True)
+    assert [part.name for part in parts] == [
+        f"shard-{index}-of-{count}" for index in reversed(range(count))
+    ]
+    assert sum(len(LogitDataset(part)) for part in parts) == 100
+    assert merge(tmp_path / "merged", parts) == 100
+    assert digests(tmp_path / "merged") == digests(whole)
+    assert list(tmp_path.glob(".merged*")) == []
+
+
+def test_what_cannot_be_merged(data: Path, words: Path, whole: Path, tmp_path: Path) -> None:
+    def part(name: str, **changes: Any) -> Path:
+        _, store = capture_here(tmp_path / f"run-{name}", job(data, words, **changes))
+        return store
+
+    halves = [part(f"half-{i}", method__shard=f"{i}/2") for i in range(2)]
+    out = tmp_path / "out"
+    with pytest.raises(InvalidInput, match="1/2 of 2 parts is not among them"):
+        merge(out, halves[:1])
+    with pytest.raises(InvalidInput, match="are both part 0/2"):
+        merge(out, [halves[0], halves[0]])
+    other = part("other", method__shard="1/2", teacher__top_k=5)
+    with pytest.raises(WrongState, match=r"top_k = 5, not 4; .* merge parts of one capture"):
+        merge(out, [halves[0], other])
+    with pytest.raises(WrongState, match="exists already"):
+        merge(whole, halves)
+    flip(next(halves[1].glob("*.arrow")), 700)
+    with pytest.raises(Corrupt, match=r"shard 0000000\d\.arrow"):
+        merge(out, halves)
+    assert not out.exists()
+
+
+def test_damage_is_found_and_named(copied: Path) -> None:
+    assert list(damages(copied)) == []
+    shard = LogitDataset(copied).shards[2]
+    first = 2 * len(shard.keys)
+    rows = bytes(shard.rows)
+    data = (copied / shard.name).read_bytes()
+    # In the middle of the rows: of some sequence of this shard.
+    flip(copied / shard.name, data.index(rows) + len(rows) // 2)
+    (copied / "00000004.arrow").unlink()
+    found = list(damages(copied))
+    assert [one.split(":")[0] for one in found] == [
+        f"shard {shard.name}",
+        "shard 00000004.arrow",
+    ]
+    assert "does not match its checksum" in found[0]
+    assert first > 0
+    with pytest.raises(Corrupt, match=r"shard 00000004\.arrow of"):
+        LogitDataset(copied)
+
+
+def test_a_damaged_item_is_never_handed_out(copied: Path) -> None:
+    shard = LogitDataset(copied).shards[1]
+    rows = bytes(shard.rows)
+    data = (copied / shard.name).read_bytes()
+    flip(copied / shard.name, data.index(rows) + len(rows) - 1)
+    stored = LogitDataset(copied)
+    last = len(stored.shards[0].keys) + len(shard.keys) - 1
+    assert len([stored[index] for index in range(len(stored)) if index != last]) == 99
+    with pytest.raises(Corrupt, match=rf"^sequence {last} of .*00000001\.arrow"):
+        stored[last]
+
+
+def test_the_summary_counts(whole: Path) -> None:
+    summary = summary_of(whole)
+    rows = sum(len(b) + 1 for _, b in pairs(100))
+    assert summary["rows"] == rows
+    assert summary["tokens"] == rows + sum(len(a) for a, _ in pairs(100))
+    assert summary["bytes"] == sum(file.stat().st_size for file in whole.glob("*.arrow"))
+    assert math.isclose(float(summary["bytes_per_row"]), int(summary["bytes"]) / rows, abs_tol=0.01)
+    assert summary["complete"] is True
+    assert summary["shards"] == len(list(whole.glob("*.arrow")))
+    with pytest.raises(NotFound, match="is not a store of rows"):
+        summary_of(whole / "manifest.json")
+    with pytest.raises(NotFound, match="is not a store of rows"):
+        summary_of(whole.parent)
+
+
+def test_compressed_rows_are_the_same(data: Path, words: Path, whole: Path, tmp_path: Path) -> None:
+    stores = []
+    for compress in (True, False):
+        changes = {"teacher__top_k": 32, "method__shard_bytes": 9000, "method__compress": compress}
+        stores.append(capture_here(tmp_path / str(compress), job(data, words, **changes))[1])
+    small, large = (int(summary_of(store)["bytes"]) for store in stores)
+    assert small < large
+    for one, other in zip(LogitDataset(stores[0]), LogitDataset(stores[1]), strict=True):
+        assert one.keys() == other.keys()
+        assert all(np.array_equal(one[name], other[name]) for name in one)

@@ -1,0 +1,84 @@
+"""The head found without weights: where it is in the files, and whether it is one linear layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from safetensors.torch import load_file, save_file
+
+from protos.errors import InvalidInput
+from teacher_service.head.linear_head import HeadTensors, find_head
+from teacher_service.models.loading import load_model
+from tests.teacher_service.tiny_model import VOCAB_SIZE, save_tiny_model
+
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def head_of(path: Path) -> HeadTensors:
+    return find_head(load_model(path, dtype="auto", device="meta"), path)
+
+
+def save(path: Path, config: str, **values: Any) -> Path:
+    sizes = getattr(transformers, config)(**{**SIZES, **values})
+    transformers.AutoModelForCausalLM.from_config(sizes).save_pretrained(path)
+    return path
+
+
+def test_a_head_of_its_own(tiny_model: Path) -> None:
+    assert head_of(tiny_model) == HeadTensors("lm_head.weight", None, VOCAB_SIZE)
+
+
+def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, tied=True)
+    assert head_of(path) == HeadTensors("model.embed_tokens.weight", None, VOCAB_SIZE)
+
+
+def test_a_head_with_a_bias(tmp_path: Path) -> None:
+    path = save(tmp_path, "PhiConfig", num_key_value_heads=4)
+    assert head_of(path) == HeadTensors("lm_head.weight", "lm_head.bias", VOCAB_SIZE)
+
+
+def test_a_body_that_returns_more_than_states(tmp_path: Path) -> None:
+    path = save(tmp_path, "MixtralConfig", num_local_experts=2)
+    assert head_of(path) == HeadTensors("lm_head.weight", None, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("config", "values"),
+    [
+        ("GraniteConfig", {"logits_scaling": 8.0}),
+        ("CohereConfig", {"logit_scale": 0.0625, "eos_token_id": 1, "bos_token_id": 2}),
+        ("Gemma2Config", {"final_logit_softcapping": 30.0}),
+    ],
+)
+def test_logits_that_are_scaled_or_capped(tmp_path: Path, config: str, values: Any) -> None:
+    with pytest.raises(InvalidInput, match="not one linear layer") as caught:
+        head_of(save(tmp_path, config, **values))
+    assert caught.value.field == "--model"
+
+
+def test_a_cap_that_is_off_is_no_cap(tmp_path: Path) -> None:
+    path = save(tmp_path, "Gemma2Config", final_logit_softcapping=None)
+    assert head_of(path).vocab_size == VOCAB_SIZE
+
+
+def test_a_head_under_another_name(tmp_path: Path) -> None:
+    """transformers would find it by its own renaming; we load it by its name alone."""
+    path = save_tiny_model(tmp_path)
+    weights = load_file(path / "model.safetensors")
+    model = load_model(path, dtype="auto", device="meta")
+    weights["head.weight"] = weights.pop("lm_head.weight")
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InvalidInput, match=r"no tensor lm_head\.weight"):
+        find_head(model, path)

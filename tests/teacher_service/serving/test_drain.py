@@ -1,0 +1,113 @@
+"""T3: SIGTERM. Not ready within a second, no new calls, all that was read is answered, exit 0."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery, request_of
+from protos import teacher_pb2, teacher_pb2_grpc
+from protos.rows.codec import RowBlock
+from protos.rpc.transport import CHANNEL_OPTIONS
+from teacher_service.engines.fake import FakeEngine, FakeSettings
+from tests.teacher_service.conftest import StartTeacher
+
+WAIT = 60.0
+SERVICE = "distill.v1.Teacher"
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def slow(milliseconds: int) -> list[str]:
+    model = f"vocab=64,latency_ms={milliseconds}"
+    return ["--engine", "fake", "--model", model, "--max-batch-tokens", "40"]
+
+
+def queries(count: int) -> list[ScoreQuery]:
+    tokens = np.random.default_rng(0).integers(0, 60, (count, 20)).astype(np.int32)
+    return [ScoreQuery(row, 1, top_k=4, f32=True) for row in tokens]
+
+
+def follow(watch: Any, seen: list[tuple[float, int]]) -> None:
+    with suppress(grpc.RpcError):
+        for message in watch:
+            seen.append((time.monotonic(), message.status))
+
+
+def test_sigterm_drains(start_teacher: StartTeacher, capsys: pytest.CaptureFixture[str]) -> None:
+    teacher = start_teacher(*slow(100))
+    asked = queries(40)
+    answered: list[teacher_pb2.ScoreChunk] = []
+    ready: list[tuple[float, int]] = []
+
+    def never_ending() -> Iterator[teacher_pb2.ScoreRequest]:
+        for number, query in enumerate(asked):
+            yield request_of(query, str(number))
+        threading.Event().wait(WAIT)
+
+    with grpc.insecure_channel(teacher.address, options=CHANNEL_OPTIONS) as channel:
+        stub = teacher_pb2_grpc.TeacherStub(channel)
+        stream = stub.Score(never_ending())
+        watch = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service=SERVICE)
+        )
+        watcher = threading.Thread(target=follow, args=(watch, ready))
+        watcher.start()
+        answered.append(next(stream))
+        began = time.monotonic()
+        teacher.send(signal.SIGTERM)
+        answered.extend(stream)
+        drained = time.monotonic() - began
+        assert teacher.process.wait(WAIT) == 0
+        ended = time.monotonic() - began
+        watcher.join(WAIT)
+    assert sorted(int(chunk.request_id) for chunk in answered) == list(range(40))
+    assert all(chunk.last and not chunk.HasField("error") for chunk in answered)
+    told = next(at for at, status in ready if status == NOT_SERVING) - began
+    with capsys.disabled():
+        print(f"\nT3: NOT_SERVING after {told:.3f} s, drained {drained:.2f} s, exit {ended:.2f} s")
+    assert told <= 1
+    assert drained >= 0.5, "nothing was in flight"
+    assert ended - drained < 2, "who watches its health must not keep it"
+
+
+def test_new_calls_are_unavailable_while_it_drains(start_teacher: StartTeacher) -> None:
+    teacher = start_teacher(*slow(1000))
+    ask = teacher_pb2.GetInfoRequest()
+    with grpc.insecure_channel(teacher.address, options=CHANNEL_OPTIONS) as channel:
+        stub = teacher_pb2_grpc.TeacherStub(channel)
+        stream = stub.Score(iter([request_of(queries(1)[0], "1")]))
+        stub.GetInfo(ask, timeout=WAIT)
+        teacher.send(signal.SIGTERM)
+        time.sleep(0.3)
+        for address in (teacher.address, f"localhost:{teacher.port}"):
+            with grpc.insecure_channel(address) as other, pytest.raises(grpc.RpcError) as caught:
+                teacher_pb2_grpc.TeacherStub(other).GetInfo(ask, timeout=5)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+        assert [chunk.last for chunk in stream] == [True]
+    assert teacher.process.wait(WAIT) == 0
+
+
+def test_two_replicas_are_replaced_one_by_one_without_a_fault(start_teacher: StartTeacher) -> None:
+    """A rolling restart under load: no call of the client fails."""
+    teachers = [start_teacher(*slow(10)) for _ in range(2)]
+    asked = queries(600)
+    with TeacherClient([teacher.address for teacher in teachers]) as client:
+        answers = [client.submit(query) for query in asked]
+        for number, at in ((0, 100), (1, 300)):
+            answers[at].result(WAIT)
+            assert teachers[number].stop() == 0
+            teachers[number] = start_teacher(*slow(10), port=teachers[number].port)
+        expected = FakeEngine(FakeSettings(vocab=64)).score(asked)
+        for answer, block in zip(answers, expected, strict=True):
+            assert isinstance(block, RowBlock)
+            assert answer.result(WAIT).head_logprobs.tobytes() == block.head_logprobs.tobytes()

@@ -1,0 +1,96 @@
+"""The command distill-teacher: one line when ready, one sentence when not, a clean end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery
+from tests.teacher_service.conftest import StartTeacher
+
+FAKE = ["--engine", "fake", "--model", "vocab=64"]
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "teacher_service", "--port", "0", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "field"),
+    [
+        (["--model", "/no/such/directory"], "--model"),
+        (["--model", "nobody/no-such-model"], "--model"),
+        (["--engine", "fake", "--model", "vocab=x"], "--model"),
+        (["--engine", "fake", "--model", "vocab=0"], "--model"),
+        (["--engine", "fake", "--model", "vocab=9,latency_ms=-1"], "--model"),
+        (["--engine", "vllm", "--model", "x"], "--engine"),
+        ([*FAKE, "--host", "0.0.0.0"], "--host"),
+        ([*FAKE, "--no-cache", "--redis-url", "redis://localhost:1/0"], "--redis-url"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(args: list[str], field: str) -> None:
+    began = time.monotonic()
+    done = run(*args)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"error: {field}: ")
+    assert done.stderr.count("\n") == 1
+    assert time.monotonic() - began < 20  # 10 s on a machine that does nothing else
+
+
+def test_a_taken_port(start_teacher: StartTeacher) -> None:
+    teacher = start_teacher(*FAKE)
+    done = run(*FAKE, "--no-cache", "--port", str(teacher.port))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "taken" in done.stderr
+    # Told before the model is looked at.
+    assert "taken" in run("--model", "/no/such/model", "--port", str(teacher.port)).stderr
+
+
+def test_sigterm_finishes_what_was_asked(start_teacher: StartTeacher) -> None:
+    teacher = start_teacher("--engine", "fake", "--model", "vocab=64,latency_ms=300")
+    query = ScoreQuery(np.arange(9, dtype=np.int32), 1, top_k=2)
+    with TeacherClient(teacher.address) as client:
+        answer = client.submit(query)
+        time.sleep(0.15)
+        assert teacher.stop() == 0
+        assert len(answer.result(1)) == 8
+
+
+def test_the_disk_tier_survives_a_restart(start_teacher: StartTeacher, tmp_path: Path) -> None:
+    args = [*FAKE, "--cache-dir", str(tmp_path / "rows")]
+    query = ScoreQuery(np.arange(9, dtype=np.int32), 1, top_k=2)
+    for hits in (0, 1):
+        teacher = start_teacher(*args)
+        with TeacherClient(teacher.address) as client:
+            client.submit(query).result(60)
+        assert teacher.stop() == 0
+        assert f" hits={hits} misses={1 - hits} " in teacher.log.read_text()
+
+
+def test_a_real_model_end_to_end(start_teacher: StartTeacher, tiny_model: Path) -> None:
+    teacher = start_teacher("--model", str(tiny_model), "--batch-invariant")
+    tokens = np.random.default_rng(0).integers(0, 90, (20, 30)).astype(np.int32)
+    asked = [ScoreQuery(row, 1, top_k=8) for row in tokens]
+    with TeacherClient(teacher.address) as client:
+        assert client.info().batch_invariant
+        together = [future.result(60) for future in [client.submit(query) for query in asked]]
+        for query, block in zip(asked, together, strict=True):
+            alone = client.submit(query).result(60)
+            assert alone.head_logprobs.tobytes() == block.head_logprobs.tobytes()
+            assert alone.tail_logmass.tobytes() == block.tail_logmass.tobytes()
+    assert teacher.stop() == 0
