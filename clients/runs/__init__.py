@@ -1,0 +1,1 @@
+"""The run directory that a trainer shares with whoever started it."""
