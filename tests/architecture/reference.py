@@ -1,6 +1,6 @@
 """The table of every key of a job file, made from the fields themselves.
 
-`python -m tests.architecture.reference` writes it into the README; a test keeps it up to date.
+`python -m tests.architecture.reference` writes it into docs/reference.md; a test keeps it up to date.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CAPTURE = """\
 A capture (`method.type = "capture"`) has no tables but `student`, `teacher`, `data` and `method`.
 Of their keys these are its own:"""
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
 BEGIN, END = "<!-- reference: begin -->\n", "<!-- reference: end -->"
 
 
@@ -60,4 +60,4 @@ def with_table(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    PAGE.write_text(with_table(PAGE.read_text()))

@@ -20,10 +20,9 @@ import typer
 from clients.cli.app import app
 from distill_server.__main__ import app as server_app
 from teacher_service.__main__ import app as teacher_app
-from tests.architecture.reference import with_table
+from tests.architecture.reference import PAGE, with_table
 from tests.documents import DOCUMENTS, ROOT, TYPED, Block, blocks, blocks_in
 
-README = (ROOT / "README.md").read_text()
 # Of this package's documents; a quarter of an hour and more is for benchmarks.
 NEEDS = {"a cluster", "gpu", "hub", "root", "three minutes", "a quarter of an hour", "half an hour"}
 SHOWN = [
@@ -117,7 +116,7 @@ def test_every_fence_is_a_block_that_was_looked_at() -> None:
         assert not untold, f"{document}: commands in a block without a language"
 
 
-@pytest.mark.parametrize("block", blocks("README.md", "fast"), ids=named)
+@pytest.mark.parametrize("block", blocks("docs/operations.md", "fast"), ids=named)
 def test_fast_blocks_run(block: Block, tmp_path: Path) -> None:
     binaries = Path(sys.executable).parent
     done = subprocess.run(
@@ -181,4 +180,5 @@ def test_what_is_not_there_is_found(command: str) -> None:
 
 def test_the_reference_of_job_files_is_up_to_date() -> None:
     hint = "run python -m tests.architecture.reference"
-    assert with_table(README) == README, hint
+    text = PAGE.read_text()
+    assert with_table(text) == text, hint

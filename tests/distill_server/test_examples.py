@@ -54,7 +54,7 @@ def test_the_readme_s_client(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.toml").write_text(JOB.replace("pause=0.02", "best=20"))
-    (block,) = blocks("README.md", "client")
+    (block,) = blocks("docs/python.md", "client")
     assert block.body.count("localhost:50051") == 1
     exec(block.body.replace("localhost:50051", server.address), {})
     assert capsys.readouterr().out.splitlines()[-1] == "60 None"

@@ -50,8 +50,8 @@ def distill(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_commands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """README's, of another data set and teacher."""
-    (block,) = blocks("README.md", "capture")
+    """Those of docs/capture.md, with another data set and teacher."""
+    (block,) = blocks("docs/capture.md", "capture")
     capture, *looks = (shlex.split(command)[1:] for command in block.commands)
     done = distill(*capture)
     assert done.returncode == 0, done.stderr

@@ -33,8 +33,8 @@ SMALLER = {
 @pytest.mark.slow
 @pytest.mark.skipif(not QUESTIONS.is_file(), reason="needs GSM8K beside the checkout (../shared)")
 def test_distil_on_real_questions(tmp_path: Path) -> None:
-    """README's own lines, pasted as they stand."""
-    first, then = blocks("README.md", "gsm8k")
+    """The lines of docs/operations.md, pasted as they stand."""
+    first, then = blocks("docs/operations.md", "gsm8k")
     port = free_port()
     changes = {
         **SMALLER,

@@ -1,4 +1,4 @@
-"""The README's walk-through, typed as it stands there: every command, and every line of answer.
+"""The walk-through of docs/getting-started.md, typed as it stands there: every command, and every line of answer.
 
 Ids, numbers and addresses differ from run to run; all else of an answer must be the same. The
 models are those of the tests, and the job is long enough to be still there when it is cancelled.
@@ -25,13 +25,13 @@ from tests.end_to_end.processes import ENVIRONMENT, MakeServer, RealServer
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-SERVERS, *SHOWN = blocks("README.md", "walk-through")
+SERVERS, *SHOWN = blocks("docs/getting-started.md", "walk-through")
 STEPS_AFTER_RESUME = 20
 
 
 @dataclass(frozen=True)
 class Typed:
-    """A command, and the lines that README shows under it; "..." stands for any."""
+    """A command, and the lines that the page shows under it; "..." stands for any."""
 
     command: str
     answer: list[str]

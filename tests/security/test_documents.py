@@ -59,7 +59,7 @@ def test_the_readme_beyond_this_machine(
     """Both its blocks, with a teacher that needs no download, and this machine as the other one."""
     for name in ("server.pem", "server.key", "ca.pem"):
         shutil.copy(certificates.path / name, tmp_path)
-    there, here = (block.body for block in blocks("README.md", "beyond"))
+    there, here = (block.body for block in blocks("docs/operations.md", "beyond"))
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
     there = there.replace("--model Qwen/Qwen3-4B", "--engine fake --model vocab=64 --no-cache")

@@ -221,9 +221,9 @@ def test_names_are_not_empty(job_file: Callable[..., str], key: str) -> None:
         load_job(job_file(), [f'{key}=""'])
 
 
-def test_the_readme_s_problems(job_file: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_problems_on_the_page_of_job_files(job_file: Write, capsys: pytest.CaptureFixture[str]) -> None:
     """To the letter, of the file that it is about."""
-    (block,) = blocks("README.md", "config")
+    (block,) = blocks("docs/jobs.md", "config")
     job_file(
         'student.model = "m"\ndata.path = "d"\n\n[teacher]\ntopk = 8\ntop_k = 0\n'
         '[method]\ntype = "on-policy"\ntemprature = 0.7\n'

@@ -32,7 +32,7 @@ def test_the_readme_s_commands(
     (tmp_path / "data" / "heldout.jsonl").symlink_to(material.prompts)
     prompts = material.prompts.read_text().replace('"prompt"', '"question"')
     (tmp_path / "test.jsonl").write_text(prompts)
-    (block,) = blocks("README.md", "eval")
+    (block,) = blocks("docs/evaluation.md", "eval")
     here, served = (shlex.split(command)[1:] for command in block.commands)
     fewer = ["--prompts", "4", "--samples", "16", "--max-tokens", "2"]
     assert main(["-q", *here, *fewer]) == ExitCode.OK

@@ -257,7 +257,7 @@ def test_the_example_of_the_readme():
     student, teacher = torch.randn(2, 7, 32, dtype=torch.float64)
     student.requires_grad_()
     ids = torch.randint(32, (7,))
-    (block,) = blocks("README.md", "losses")
+    (block,) = blocks("docs/methods.md", "losses")
     known = {"student_logits": student, "teacher_logits": teacher, "token_ids": ids}
     exec(block.body, known)
     p, q = student.log_softmax(1), teacher.log_softmax(1)
