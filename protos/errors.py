@@ -1,8 +1,8 @@
-"""Every fault a user can meet: one exception per category, the same on both ends of a connection.
+"""The exceptions that users can see: one class per category, on the server and on the client.
 
-A fault says what went wrong, where (`field`) and what to do next (`hint`). Servers turn it into a
-gRPC status with `google.rpc.ErrorInfo` at one boundary (`transport.py`); clients turn it back; the
-CLI prints it and exits with `exit_code`.
+An exception says what is wrong (`message`), where (`field`) and what to do next (`hint`). Servers
+convert it to a gRPC status with `google.rpc.ErrorInfo` in one place (`rpc/statuses.py`); clients
+convert the status back; the CLI prints the exception and exits with its `exit_code`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import IntEnum, StrEnum
 
 
 class ExitCode(IntEnum):
-    """What the `distill` command returns to the shell."""
+    """The exit codes of the `distill` command."""
 
     OK = 0
     JOB_FAILED = 1
@@ -26,7 +26,7 @@ class ExitCode(IntEnum):
 
 
 class ErrorCode(StrEnum):
-    """The category of a fault, and the name of its gRPC status."""
+    """The category of an exception. Each value is also the name of the gRPC status."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
     UNAUTHENTICATED = "UNAUTHENTICATED"
@@ -41,12 +41,20 @@ class ErrorCode(StrEnum):
 
 
 class DistillError(Exception):
-    """Base of every fault; never raised itself."""
+    """Base class of all categories; only its subclasses are raised.
+
+    `code` and `exit_code` are class attributes. `str(error)` is "FIELD: MESSAGE; HINT".
+    """
 
     code = ErrorCode.INTERNAL
     exit_code = ExitCode.JOB_FAILED
 
     def __init__(self, message: str, *, field: str = "", hint: str = "") -> None:
+        """Create the exception.
+
+        `message` says what is wrong, `field` names the key, option or variable that is wrong, and
+        `hint` says what to do next. The texts are sent to callers, so they must hold no secret.
+        """
         super().__init__(message)
         self.message = message
         self.field = field
@@ -59,71 +67,74 @@ class DistillError(Exception):
 
 
 class InvalidInput(DistillError, ValueError):
-    """The caller's input is wrong; sending it again cannot help."""
+    """The caller's input is wrong; repeating the call cannot succeed."""
 
     code = ErrorCode.INVALID_ARGUMENT
     exit_code = ExitCode.USAGE
 
 
 class Unauthenticated(DistillError, PermissionError):
-    """The server asks for a token, and got none that it knows."""
+    """The server needs a token, and the call has none that the server accepts."""
 
     code = ErrorCode.UNAUTHENTICATED
     exit_code = ExitCode.REFUSED
 
 
 class Forbidden(DistillError, PermissionError):
-    """The token is known, and its role may not do this."""
+    """The token is valid, but its role does not allow this call."""
 
     code = ErrorCode.PERMISSION_DENIED
     exit_code = ExitCode.REFUSED
 
 
 class NotFound(DistillError, LookupError):
-    """No such job, file, checkpoint or attempt."""
+    """The job, file, checkpoint or attempt does not exist."""
 
     code = ErrorCode.NOT_FOUND
     exit_code = ExitCode.NOT_FOUND
 
 
 class WrongState(DistillError, RuntimeError):
-    """Not possible now: a job's state forbids it, or two parts do not fit together."""
+    """The call is not possible now: a job's state forbids it, or two parts do not match."""
 
     code = ErrorCode.FAILED_PRECONDITION
     exit_code = ExitCode.WRONG_STATE
 
 
 class Overloaded(DistillError, RuntimeError):
-    """A queue or quota is full; the same call may go through later."""
+    """A queue or quota is full; the same call may succeed later.
+
+    The caller should wait `retry_after_ms` milliseconds before it retries.
+    """
 
     code = ErrorCode.RESOURCE_EXHAUSTED
     exit_code = ExitCode.UNREACHABLE
-    retry_after_ms = 1000  # what the caller is told
+    retry_after_ms = 1000
 
 
 class Unavailable(DistillError, ConnectionError):
-    """A server cannot be reached, or is going away; the same call may go through later."""
+    """A server cannot be reached, or is shutting down; the same call may succeed later."""
 
     code = ErrorCode.UNAVAILABLE
     exit_code = ExitCode.UNREACHABLE
 
 
 class TimedOut(DistillError, TimeoutError):
-    """A deadline ran out."""
+    """A deadline has passed."""
 
     code = ErrorCode.DEADLINE_EXCEEDED
     exit_code = ExitCode.TIMED_OUT
 
 
 class Corrupt(DistillError, ValueError):
-    """Bytes do not match their checksum, or numbers are impossible: nothing of them was used."""
+    """Bytes do not match their checksum, or values are impossible. None of the data was used."""
 
     code = ErrorCode.DATA_LOSS
     exit_code = ExitCode.JOB_FAILED
 
 
 class InternalFault(DistillError, RuntimeError):
-    """A defect of ours; the id in the message is also in the server's log."""
+    """A defect in this software. The id in the message is also in the server's log."""
 
 
 CATEGORIES: tuple[type[DistillError], ...] = (
@@ -141,6 +152,6 @@ CATEGORIES: tuple[type[DistillError], ...] = (
 
 
 def error_of(code: str, message: str, *, field: str = "", hint: str = "") -> DistillError:
-    """The exception of a category by its code's name; an unknown name is an InternalFault."""
+    """Return the exception for the name of an ErrorCode; an unknown name makes an InternalFault."""
     category = next((c for c in CATEGORIES if c.code == code), InternalFault)
     return category(message, field=field, hint=hint)

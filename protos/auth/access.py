@@ -1,6 +1,6 @@
-"""Who may call what: tokens with roles, and the one interceptor that asks for them.
+"""Access control: tokens with roles, and the server interceptor that checks them.
 
-A method that is not in `NEEDED` is refused to everybody.
+A method that is not in `NEEDED` is refused to every caller.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from protos.errors import Forbidden, InvalidInput, Unauthenticated
 
 
 class Role(IntEnum):
-    """What a token is good for; each role may also do what the ones before it may."""
+    """The rights of a token, in ascending order: each role includes the rights of lower roles."""
 
     READ = 1
     SUBMIT = 2
     ADMIN = 3
 
 
-# None: anybody, with or without a token.
+# The role that each gRPC method needs. None: open to every caller, with or without a token.
 NEEDED: Mapping[str, Role | None] = {
     "/distill.v1.Distill/SubmitJob": Role.SUBMIT,
     "/distill.v1.Distill/CheckJob": Role.SUBMIT,
@@ -46,7 +46,7 @@ NEEDED: Mapping[str, Role | None] = {
     "/distill.v1.Teacher/GetVocabulary": Role.READ,
     "/distill.v1.Teacher/Score": Role.READ,
     "/distill.v1.Teacher/PushWeights": Role.ADMIN,
-    # The probes of an orchestrator have no token; they learn whether the program serves.
+    # An orchestrator's health probes send no token; the reply only says if the server is serving.
     "/grpc.health.v1.Health/Check": None,
     "/grpc.health.v1.Health/Watch": None,
 }
@@ -63,10 +63,14 @@ log = logging.getLogger(__name__)
 
 
 class Tokens:
-    """The tokens that a server takes; only their digests are kept. Empty: it asks for none."""
+    """The tokens that a server accepts. An empty set is false: the server then needs no token.
+
+    Holds SHA-256 digests and derived signing keys, never the tokens. Immutable, so safe to share
+    between threads.
+    """
 
     def __init__(self, roles: Mapping[str, Role] | None = None) -> None:
-        """`roles`: by token."""
+        """Digest the tokens. `roles` maps each token to its role."""
         self._roles = [(_digest(token), role) for token, role in (roles or {}).items()]
         self._keys = [signing_key(token) for token in roles or {}]
 
@@ -74,7 +78,10 @@ class Tokens:
         return bool(self._roles)
 
     def role_of(self, presented: str) -> Role | None:
-        """The token's role; takes the same time whatever part of a token is wrong."""
+        """Return the role of a token, or None if it is unknown.
+
+        The time does not depend on which part of the token is wrong.
+        """
         digest = _digest(presented)
         found = None
         for known, role in self._roles:
@@ -83,7 +90,10 @@ class Tokens:
         return found
 
     def scope_of(self, presented: str) -> str | None:
-        """`JOB.ATTEMPT` of a token that was derived from one of ours; as long for a wrong tag."""
+        """Return `JOB.ATTEMPT` of a token derived from one of these tokens, otherwise None.
+
+        The time does not depend on which part of the tag is wrong.
+        """
         parts = parts_of(presented)
         if parts is None:
             return None
@@ -92,20 +102,20 @@ class Tokens:
         return scope if any(signed) else None
 
     def role_in(self, metadata: Any) -> Role | None:
-        """The role of the token in a call's metadata."""
+        """Return the role of the bearer token in a call's metadata, or None."""
         token = _bearer(metadata)
         return None if token is None else self.role_of(token)
 
     def scope_in(self, metadata: Any) -> str | None:
-        """The scope of the token in a call's metadata."""
+        """Return the scope (`JOB.ATTEMPT`) of the bearer token in a call's metadata, or None."""
         token = _bearer(metadata)
         return None if token is None else self.scope_of(token)
 
 
 def _bearer(metadata: Any) -> str | None:
-    """The token of the one `authorization: Bearer TOKEN` in a call's metadata."""
+    """Return the token of the only `authorization: Bearer TOKEN` header, otherwise None."""
     given = [value for key, value in metadata or () if key == "authorization"]
-    # Of two tokens, a proxy before us may have checked the other one.
+    # Refuse two headers: a proxy in front of this server may have checked the other one.
     if len(given) != 1 or not isinstance(given[0], str) or not given[0].startswith(_BEARER):
         return None
     token = given[0].removeprefix(_BEARER)
@@ -113,21 +123,25 @@ def _bearer(metadata: Any) -> str | None:
 
 
 def read_tokens(file: Path | None) -> Tokens:
-    """From the file, or else from $DISTILL_TOKENS: lines of `ROLE TOKEN`, and comments with #.
+    """Read tokens from `file`, or from $DISTILL_TOKENS if `file` is None.
 
-    Several tokens of a role are valid at once: add the new one, move the clients, remove the old
-    one. Raises InvalidInput, which never quotes a token.
+    Each line is `ROLE TOKEN`, or a comment that starts with #. One role may have several tokens at
+    once. To rotate a token: add the new one, switch the clients to it, remove the old one.
+
+    Raises InvalidInput if the file cannot be read, can be read by other users, holds no token, or
+    has a bad line. The message never quotes a token.
     """
     if file is None:
         return Tokens(_parsed(os.environ.get(TOKENS_VARIABLE, ""), f"${TOKENS_VARIABLE}: line "))
     text = read_file(file, "--token-file", secret=0o077).decode("utf-8", "replace")
     tokens = Tokens(_parsed(text, f"{file}:"))
     if not tokens:
-        # Cut off or not yet written: it was given in order that the server asks for tokens.
+        # The file may be truncated or not yet written. Whoever names a token file wants tokens to
+        # be checked, so an empty file must not switch the check off.
         raise InvalidInput(
             f"{file} holds no token",
             field="--token-file",
-            hint="add the line of: distill token --role ROLE",
+            hint="add the line that `distill token --role ROLE` prints",
         )
     return tokens
 
@@ -141,23 +155,30 @@ def _parsed(text: str, where: str) -> Mapping[str, Role]:
         if len(words) != 2 or words[0].upper() not in Role.__members__:
             names = ", ".join(role.name.lower() for role in Role)
             raise InvalidInput(
-                f"{where}{number} is not ROLE TOKEN", hint=f"a role is one of {names}"
+                f"{where}{number} is not ROLE TOKEN", hint=f"the role must be one of {names}"
             )
         role, token = words
         require_token(token, f"{where}{number}")
         if token in roles:
-            raise InvalidInput(f"{where}{number} repeats a token", hint="remove one of the lines")
+            raise InvalidInput(
+                f"{where}{number} repeats the token of an earlier line",
+                hint="remove one of the two lines",
+            )
         roles[token] = Role[role.upper()]
     return roles
 
 
 def require_token(token: str, where: str) -> None:
-    """Raises InvalidInput for what can be guessed, or cannot be sent; never quotes it."""
+    """Check the length and the characters of a token.
+
+    A token must be long enough that nobody can guess it, and must fit in an HTTP header. Raises
+    InvalidInput otherwise; the message names `where` and never quotes the token.
+    """
     if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS or not _TOKEN.fullmatch(token):
         raise InvalidInput(
             f"{where} has a token that is not {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} characters"
             " of A-Z a-z 0-9 . _ ~ + / = -",
-            hint="make one with: distill token",
+            hint="make one with `distill token`",
         )
 
 
@@ -166,7 +187,11 @@ def _digest(token: str) -> bytes:
 
 
 class AccessControl(grpc.aio.ServerInterceptor):
-    """Refuses a call before any of its messages is read. Stands inside the ErrorBoundary."""
+    """A server interceptor that refuses a call before any of its messages is read.
+
+    It must come after ErrorBoundary in the list of interceptors, so that its exceptions become
+    gRPC statuses. If the server has no tokens, every caller has the role ADMIN.
+    """
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -176,6 +201,7 @@ class AccessControl(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
+        """Return the method's handler, or one that raises Unauthenticated or Forbidden."""
         method: Any = handler_call_details.method
         handler = await continuation(handler_call_details)
         needed = NEEDED.get(method, Role.ADMIN)
@@ -192,7 +218,7 @@ class AccessControl(grpc.aio.ServerInterceptor):
         return handler
 
     def _role(self, method: str, metadata: Any) -> Role | None:
-        """A trainer's token is good for reading from teachers; elsewhere nobody knows it."""
+        """Return the caller's role. A scoped token has the role READ, and only for teachers."""
         role = self._tokens.role_in(metadata)
         if role is not None or not method.startswith(_TEACHER):
             return role
@@ -206,19 +232,22 @@ class AccessControl(grpc.aio.ServerInterceptor):
 
 
 def _refusing(fault: Callable[[], Exception]) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler for calls of every kind: to gRPC all look the same until a message is read."""
+    """Return a handler that raises `fault()`, for unary and streaming calls alike.
+
+    gRPC treats both kinds the same until a message is read.
+    """
 
     async def refuse(messages: Any, context: Any) -> AsyncIterator[Any]:
         raise fault()
-        yield  # makes it the generator that gRPC expects
+        yield  # makes this function the async generator that gRPC expects
 
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _unauthenticated() -> Unauthenticated:
     return Unauthenticated(
-        "the server asks for a token, and got none that it knows",
-        hint="set $DISTILL_TOKEN, or for a teacher $DISTILL_TEACHER_TOKEN",
+        "the server needs a valid token, and the call has none",
+        hint="set $DISTILL_TOKEN, or $DISTILL_TEACHER_TOKEN for a teacher",
     )
 
 
@@ -226,8 +255,8 @@ def _forbidden(method: str, role: Role) -> Forbidden:
     needed = NEEDED.get(method)
     name = method.rsplit("/", 1)[-1]
     if needed is None:
-        return Forbidden(f"{name} is open to nobody")
+        return Forbidden(f"{name} is not open to any role")
     return Forbidden(
         f"a token of role {role.name.lower()} may not call {name}",
-        hint=f"use one of role {needed.name.lower()}",
+        hint=f"use a token of role {needed.name.lower()}",
     )

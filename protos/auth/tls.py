@@ -1,4 +1,4 @@
-"""Certificates and keys: read from files, checked here, because gRPC would only fail later."""
+"""TLS credentials from PEM files, checked on reading: gRPC would only fail at the first call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from protos.errors import InvalidInput
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """What a server's command line names; all None: no TLS."""
+    """The TLS files named on a server's command line. All None: no TLS."""
 
     cert: Path | None = None
     key: Path | None = None
@@ -22,14 +22,18 @@ class TlsFiles:
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials | None:
-    """TLS of a server; with `client_ca`, only for clients that it certified (mTLS)."""
+    """Return the TLS credentials of a server, or None if no file is named.
+
+    With `client_ca`, a client must present a certificate that it signed (mTLS). Raises
+    InvalidInput if a file is missing, unreadable or invalid.
+    """
     if files == TlsFiles():
         return None
     if files.cert is None or files.key is None:
         raise InvalidInput(
             "is missing",
             field="--tls-cert" if files.cert is None else "--tls-key",
-            hint="TLS needs --tls-cert and --tls-key",
+            hint="give both --tls-cert and --tls-key",
         )
     chain = _identity(files.cert, files.key, ("--tls-cert", "--tls-key"))
     roots = _roots(files.client_ca, "--tls-client-ca") if files.client_ca else None
@@ -41,13 +45,18 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials | None:
 def client_credentials(
     ca: Path | None, cert: Path | None = None, key: Path | None = None
 ) -> grpc.ChannelCredentials:
-    """TLS of a client. `ca` None: the public authorities. `cert` and `key`: for mTLS."""
+    """Return the TLS credentials of a client.
+
+    `ca` holds the accepted certificate authorities; None means the public ones. `cert` and `key`
+    identify the client (mTLS). Raises InvalidInput if only one of the two is given, or if a file
+    is unreadable or invalid.
+    """
     fields = ("$DISTILL_TLS_CERT", "$DISTILL_TLS_KEY")
     if (cert is None) != (key is None):
         raise InvalidInput(
-            "a certificate needs its key, and a key its certificate",
+            "is missing",
             field=fields[cert is not None],
-            hint="set both, or none",
+            hint=f"set both {fields[0]} and {fields[1]}, or neither",
         )
     private, chain = _identity(cert, key, fields) if cert and key else (None, None)
     roots = _roots(ca, "$DISTILL_TLS_CA") if ca else None
@@ -55,18 +64,18 @@ def client_credentials(
 
 
 def _identity(cert: Path, key: Path, fields: tuple[str, str]) -> tuple[bytes, bytes]:
-    """Private key and certificate chain, which belong together."""
+    """Return the private key and the certificate chain after checking that they match."""
     chain = read_file(cert, fields[0])
-    # Its group may read it: that is how Kubernetes hands a key to a program that is not root.
+    # The group may read the key: Kubernetes mounts a key this way for a program that is not root.
     private = read_file(key, fields[1], secret=0o007)
     try:
-        # With an empty password, an encrypted key is refused instead of asked for on the terminal.
+        # With an empty password an encrypted key is refused; without one, ssl would prompt for it.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
     except (ssl.SSLError, ValueError) as error:
         raise InvalidInput(
-            f"{cert} and {key} are no certificate and its unencrypted key",
+            f"{cert} and {key} are not a certificate and its unencrypted private key",
             field=fields[0],
-            hint="give two PEM files that were made together",
+            hint="give a PEM certificate and the PEM key it was made with",
         ) from error
     return private, chain
 
@@ -77,13 +86,17 @@ def _roots(path: Path, field: str) -> bytes:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=data.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
         raise InvalidInput(
-            f"{path} holds no certificates", field=field, hint="give a PEM file"
+            f"{path} holds no certificate", field=field, hint="give a PEM file of certificates"
         ) from error
     return data
 
 
 def read_file(path: Path, field: str, *, secret: int = 0) -> bytes:
-    """A file's bytes; raises InvalidInput, also when its mode has any bit of `secret`."""
+    """Return the bytes of a file.
+
+    Raises InvalidInput, naming `field`, if the file cannot be read or if its mode has any bit of
+    `secret` (an octal mask such as 0o077).
+    """
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -1,25 +1,26 @@
-"""The one codec of rows: on the wire, in the caches and on disk.
+"""The binary format of rows, used on the wire, in the caches and on disk.
 
-A *row* describes one scored position: the log-probs of k head ids, the log of the mass outside the
-head, the log-prob of the actual token, and M ids that the teacher drew from outside the head, if it
-was asked to. A block holds the n rows of consecutive positions of one sequence, as planes (all ids,
-then all log-probs, ...): one `frombuffer` a plane, no Python object per token.
+A *row* describes one scored position: the log-probs of k head ids, the log of the tail mass, the
+log-prob of the sampled token, and optionally M tail samples, which are ids that the teacher drew
+from outside the head. A *block* holds the n rows of consecutive positions of one sequence. It is
+stored as planes (all ids, then all log-probs, ...), so decoding needs one `frombuffer` per plane
+and no Python object per token.
 
 Layout, little-endian:
 
-    header   magic "DRow", version u8, flags u8, M u16, k u32, n u32, and the xxh3-128 of these 16
-             bytes and the payload: 32 bytes
-    ids      u16 [n*k] low bits, then 2 high bits an id, four to a byte (18-bit ids: V <= 262,144)
-             or i32 [n*k] (flag WIDE_IDS)
-             or nothing (no flag HAS_IDS: the reader chose them)
+    header   32 bytes: magic "DRow", version u8, flags u8, M u16, k u32, n u32, then the xxh3-128
+             of these 16 bytes and the payload
+    ids      u16 [n*k] low bits, then 2 high bits per id, four ids per byte (18-bit ids, vocabulary
+             of at most 262,144); or i32 [n*k] (flag WIDE_IDS);
+             or nothing (HAS_IDS not set: the reader chose the ids and has them)
     logprobs f16 [n*k], or f32 (flag F32)
-    tail     f32 [n]   log of the mass outside the head; -inf when the head is the whole vocabulary
-    token    f32 [n]   log-prob of the actual token
-    samples  [n*M] ids as above, and f32 [n] the mean of their log-probs; nothing when M = 0
+    tail     f32 [n]   log of the tail mass; -inf if the head is the whole vocabulary
+    token    f32 [n]   log-prob of the sampled token
+    samples  ids [n*M] as above, then f32 [n], the mean of their log-probs; nothing if M = 0
 
-280 bytes a token at k = 64 with f16 and 18-bit ids: 2.25 k + 2 k + 8, less the ids that the reader
-already has; 39 at k = 0, M = 12: 2.25 M + 4 more. With the flag ZSTD the payload is compressed
-(`row_compression.py`).
+Size: 2.25 k + 2 k + 8 bytes per row with f16 and 18-bit ids, which is 280 at k = 64; 2.25 k less if
+the reader has the ids. Tail samples add 2.25 M + 4 bytes: 39 per row at k = 0, M = 12. With the
+flag ZSTD the payload is compressed (`compression.py`).
 """
 
 from __future__ import annotations
@@ -47,18 +48,22 @@ HEADER_BYTES = _PREFIX.size + _DIGEST_BYTES
 
 _FLAGS_AT = 5
 _HAS_IDS, _WIDE_IDS, _F32, _ZSTD = 1, 2, 4, 8
-# Of the 2-bit plane: the four ids that share a byte, from 0.
+# Maps each byte of the 2-bit plane to the high bits of its four ids, already shifted by 16.
 _HIGH_BITS = (np.arange(256)[:, None] >> 2 * np.arange(4) & 3).astype(np.int32) << 16
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows of n consecutive positions with k head ids each.
+    """Rows of n consecutive positions with k head ids each. Log-probs are in nats.
 
-    head_ids int32 [n, k], or None where the reader chose the ids itself; head_logprobs float16 or
-    float32 [n, k]; tail_logmass and token_logprobs float32 [n]. In nats, over the full vocabulary.
-    tail_sample_ids int32 [n, M], drawn from the distribution outside the head with replacement, and
-    tail_sample_logprob float32 [n], the mean of their log-probs; both None where none were drawn.
+    All log-probs are of the softmax over the full vocabulary.
+
+    head_ids [n, k] int32, or None if the reader chose the ids and has them
+    head_logprobs [n, k] float16 or float32
+    tail_logmass [n] float32, the log of the tail mass
+    token_logprobs [n] float32, of the sampled tokens
+    tail_sample_ids [n, M] int32, drawn with replacement from the distribution outside the head
+    tail_sample_logprob [n] float32, the mean of their log-probs; both are None without samples
     """
 
     head_ids: NDArray[np.int32] | None
@@ -73,24 +78,25 @@ class RowBlock:
 
     @property
     def k(self) -> int:
+        """Number of head ids per row; may be 0."""
         return int(self.head_logprobs.shape[1])
 
     @property
     def tail_samples(self) -> int:
-        """M; 0 where none were drawn."""
+        """Number of tail samples per row (M); 0 if none were drawn."""
         return 0 if self.tail_sample_ids is None else int(self.tail_sample_ids.shape[1])
 
     def slice(self, first: int, last: int) -> RowBlock:
-        """Rows [first, last) as views."""
+        """Return rows [first, last) as views of the same arrays."""
         return RowBlock(*(_cut(column, slice(first, last)) for column in _columns(self)))
 
     def taken(self, places: NDArray[np.int64]) -> RowBlock:
-        """Copies of the rows at these places, in this order."""
+        """Return copies of the rows at the indices `places`, in that order."""
         return RowBlock(*(_cut(column, places) for column in _columns(self)))
 
 
 def concatenate(blocks: list[RowBlock]) -> RowBlock:
-    """The rows of several blocks of the same k and M, in order."""
+    """Join blocks with equal k and M into one block, in order."""
     return RowBlock(*map(_joined, zip(*map(_columns, blocks), strict=True)))
 
 
@@ -104,14 +110,15 @@ def _cut(column: Any, places: slice | NDArray[np.int64]) -> Any:
 
 def _joined(parts: Sequence[Any]) -> Any:
     there = [part for part in parts if part is not None]
-    assert len(there) in (0, len(parts)), "blocks with and without a column"
+    assert len(there) in (0, len(parts)), "a column must be in all blocks or in none"
     return np.concatenate(there) if there else None
 
 
 def encode_rows(block: RowBlock, *, f32: bool = False) -> bytes:
-    """Pack a block; log-probs are rounded to f16 unless `f32`.
+    """Encode a block. Head log-probs are rounded to float16 unless `f32` is true.
 
-    A log-prob under f16's range (-65,504) becomes -inf. Raises ValueError on a negative id.
+    A log-prob below the range of float16 (-65,504) becomes -inf. Raises ValueError if an id is
+    negative.
     """
     n, k = block.head_logprobs.shape
     flags = _F32 if f32 else 0
@@ -135,8 +142,9 @@ def encode_rows(block: RowBlock, *, f32: bool = False) -> bytes:
 
 
 def compress_rows(data: bytes) -> bytes:
-    """The same rows in fewer bytes, for whom space is dearer than time; `data` itself if there are
-    none fewer.
+    """Compress an encoded block with zstd; return `data` itself if the result is not smaller.
+
+    Compressed rows take longer to read. Raises Corrupt if `data` is damaged.
     """
     header, payload = _open(data)
     if header.flags & _ZSTD:
@@ -147,13 +155,14 @@ def compress_rows(data: bytes) -> bytes:
 
 
 def is_compressed(data: bytes) -> bool:
-    """Whether `expand_rows` has anything to do, by the header alone."""
+    """Return True if the header says that the payload is compressed. Checks nothing else."""
     return len(data) >= HEADER_BYTES and bool(data[_FLAGS_AT] & _ZSTD)
 
 
 def expand_rows(data: bytes, max_bytes: int) -> bytes:
-    """What `compress_rows` was given, to the byte. Raises Corrupt, also when it was more than
-    `max_bytes`. What is not compressed comes back as it is, unchecked.
+    """Undo `compress_rows`, byte for byte. Data that is not compressed is returned unchecked.
+
+    Raises Corrupt if the data is damaged or would expand to more than `max_bytes` bytes.
     """
     if not is_compressed(data):
         return data
@@ -165,10 +174,11 @@ def expand_rows(data: bytes, max_bytes: int) -> bytes:
 
 
 def decode_rows(data: bytes | memoryview) -> RowBlock:
-    """Check and unpack what `encode_rows` or `compress_rows` made; arrays are views of the bytes
-    where they can be.
+    """Check and decode the output of `encode_rows` or `compress_rows`.
 
-    Raises Corrupt when the bytes are cut, changed, or of another version.
+    The arrays are views of `data` where the layout allows it, so they may be read-only.
+
+    Raises Corrupt if the bytes are cut short, damaged, or of another codec version.
     """
     header, payload = _open(data)
     flags, samples, k, n = header
@@ -193,12 +203,12 @@ def decode_rows(data: bytes | memoryview) -> RowBlock:
 
 
 def most_bytes(n: int, k: int, samples: int = 0) -> int:
-    """That a block of n rows with k head ids and so many samples can take, however encoded."""
+    """Return the largest encoded size of n rows with k head ids and `samples` tail samples."""
     return HEADER_BYTES + _Header(_HAS_IDS | _WIDE_IDS | _F32, samples, k, n).payload_bytes
 
 
 class _Header(NamedTuple):
-    """What there is, in the order of the bytes."""
+    """The fields of a block's header that describe its payload, in the order of the bytes."""
 
     flags: int
     samples: int
@@ -214,11 +224,11 @@ class _Header(NamedTuple):
 
     @property
     def payload_bytes(self) -> int:
-        """Without the flag ZSTD."""
+        """Size of the uncompressed payload."""
         return sum(plane.nbytes for plane in self.planes())
 
     def planes(self) -> list[Plane]:
-        """Of a payload without the flag ZSTD."""
+        """Return the planes of the uncompressed payload, in order."""
         flags, samples, k, n = self
         planes = [Plane(n, k, 4 if flags & _F32 else 2, steps=True), Plane(2, n, 4)]
         if flags & _HAS_IDS:
@@ -235,7 +245,7 @@ def _seal(header: _Header, payload: bytes) -> bytes:
 
 
 def _open(data: bytes | memoryview) -> tuple[_Header, memoryview]:
-    """Header and payload, all of it checked."""
+    """Return header and payload after checking sizes, version and checksum."""
     view = memoryview(data)
     if len(view) < HEADER_BYTES:
         raise Corrupt(
@@ -277,7 +287,7 @@ def _flat(ids: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
 
 
 def _needs_32_bits(ids: NDArray[np.int32]) -> bool:
-    # Without a sign the negative ones are the largest of all: one pass finds either.
+    # As unsigned numbers, negative ids are the largest, so one pass finds both kinds.
     if not ids.size or ids.view("<u4").max() <= MAX_18_BIT_ID:
         return False
     if ids.min() < 0:
@@ -299,7 +309,7 @@ def _pack_18_bit(ids: NDArray[np.int32]) -> tuple[bytes, bytes]:
     low = ids.astype("<u2")  # keeps the low 16 bits
     high = np.zeros(-(-ids.size // 4) * 4, dtype=np.uint8)
     high[: ids.size] = ids.view(np.uint8)[2::4]
-    quads = high.view("<u4")  # two bits in each byte, to be moved into the lowest one
+    quads = high.view("<u4")  # each byte holds two bits; move all of them into the lowest byte
     packed = (quads | quads >> 6 | quads >> 12 | quads >> 18).astype(np.uint8)
     return low.tobytes(), packed.tobytes()
 

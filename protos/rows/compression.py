@@ -1,7 +1,8 @@
-"""zstd for the payload of a block of rows, after a change of order that it finds patterns in.
+"""Compression of a row block's payload with zstd, after reordering its bytes into patterns.
 
-Log-probs fall along a row, so each is stored as its step from the one before (of the bits, taken as
-integers: exact); and of all numbers of a plane first the lowest bytes, then the next ones.
+Log-probs fall along a row, so each one is replaced by its difference from the previous one. The
+difference is taken between bit patterns read as integers, so it is exact. Then the bytes of a plane
+are regrouped: the lowest byte of every number, then the next byte of every number, and so on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ LEVEL = 1
 
 
 class Plane(NamedTuple):
-    """A matrix of the payload: n rows of `columns` numbers of `width` bytes, in steps or not."""
+    """A matrix in the payload: [rows, columns] numbers of `width` bytes each.
+
+    If `steps` is true, each number is compressed as its difference from its left neighbour.
+    """
 
     rows: int
     columns: int
@@ -28,15 +32,17 @@ class Plane(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Uncompressed size in bytes."""
         return self.rows * self.columns * self.width
 
     @property
     def dtype(self) -> str:
+        """NumPy type of the numbers: unsigned little-endian, whatever they represent."""
         return f"<u{self.width}"
 
 
 def compress(payload: memoryview, planes: Sequence[Plane]) -> bytes:
-    """`planes` cover the payload, in order."""
+    """Compress `payload`. `planes` must cover the whole payload, in order."""
     parts: list[NDArray[np.uint8]] = []
     at = 0
     for plane in planes:
@@ -50,10 +56,10 @@ def compress(payload: memoryview, planes: Sequence[Plane]) -> bytes:
 
 
 def expand(data: memoryview, planes: Sequence[Plane]) -> bytes:
-    """The payload that `compress` was given. Raises Corrupt."""
+    """Undo `compress` for the same planes. Raises Corrupt if the data is damaged."""
     size = sum(plane.nbytes for plane in planes)
     try:
-        # Before memory is taken for what a damaged frame promises.
+        # Check the size first: a damaged frame could claim any size, and memory would be reserved.
         if zstandard.frame_content_size(data) != size:
             raise Corrupt(f"a compressed block of rows does not expand to {size} bytes")
         by_byte = zstandard.ZstdDecompressor().decompress(data)

@@ -210,7 +210,7 @@ def test_clients_bring_tokens_and_say_what_was_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with DistillClient(guarded_server.address) as client:
-        with pytest.raises(Unauthenticated, match="asks for a token") as caught:
+        with pytest.raises(Unauthenticated, match="needs a valid token") as caught:
             client.list()
         assert caught.value.exit_code is ExitCode.REFUSED
     monkeypatch.setenv("DISTILL_TOKEN_FILE", str(tokens.file.with_name("mine")))
