@@ -1,4 +1,4 @@
-.PHONY: setup demo demo-rl demo-search test test-ray test-track test-vllm soak lint bench bench-offline bench-rl bench-gpu bench-vllm protos clean
+.PHONY: setup docs demo demo-rl demo-search test test-ray test-track test-vllm soak lint bench bench-offline bench-rl bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 BIN := .venv/bin
 # Hundreds of processes of the tests import what one has compiled, whatever the environment says.
@@ -37,8 +37,11 @@ test-track: setup  ## the trackers with a real trackio, which `make test` does n
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[track]'
 	$(BIN)/pytest tests/student_trainer/run/test_trackers.py
 
-lint: setup  ## style, types, import contracts
+lint: setup docs  ## style, types, import contracts, links of the documentation
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+docs: setup  ## the documentation as a site, in site/; a broken link fails the build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: setup  ## the loss against its bounds and its peers; minutes, on a quiet machine
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
@@ -94,4 +97,4 @@ protos:  ## generate the code of protos/*.proto; a test checks that it is up to 
 	  protos/teacher.proto protos/distill.proto
 
 clean:
-	rm -rf .venv .venv-vllm runs
+	rm -rf .venv .venv-vllm runs site

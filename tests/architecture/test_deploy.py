@@ -1,4 +1,4 @@
-"""The commands of deploy/README.md are jobs, with the numbers that it claims."""
+"""The commands of docs/deployment.md are jobs, with the numbers that it claims."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clients.config.rl import RLJob
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
     shlex.split(line)
-    for line in (ROOT / "deploy" / "README.md").read_text().splitlines()
+    for line in (ROOT / "docs" / "deployment.md").read_text().splitlines()
     if line.startswith("distill run deploy/")
 ]
 
