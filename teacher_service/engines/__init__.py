@@ -1,1 +1,1 @@
-"""One file per way of running the model."""
+"""Scoring engines: the interface (`base`), and one file for each of hf, vllm and fake."""

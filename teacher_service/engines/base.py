@@ -1,4 +1,4 @@
-"""What an engine is: a model that scores a batch of queries, and the facts about it."""
+"""The interface of scoring engines, and the value types for their identity and weight updates."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from protos.rows.codec import RowBlock
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """The facts GetInfo tells. `vocabulary` holds the tokens by id and may be shorter than
-    `vocab_size`. `fingerprint` and `version` are another with every update of the weights.
+    """Identity and limits of an engine; most fields are the reply to GetInfo.
+
+    `vocabulary[i]` is the token with id i ("" for an unused id); it may be shorter than
+    `vocab_size`, the width of the logits. `max_length` is in tokens. `fingerprint` and `version`
+    change with every weight update. `batch_invariant`: the rows of a sequence do not depend on
+    the other sequences in its batch.
     """
 
     model: str
@@ -33,8 +37,10 @@ class EngineInfo:
     version: int = 0
 
     def after(self, update: WeightUpdate) -> EngineInfo:
-        """The same engine with new weights: the same updates in the same order give the same
-        fingerprint, in another life of the program too.
+        """Return the info after `update`: version + 1 and a new fingerprint.
+
+        The new fingerprint depends only on the old one and on `update`. The same updates in the
+        same order produce the same fingerprint, also after a restart of the program.
         """
         facts = {"before": self.fingerprint, "tau": update.tau, "pushed": update.digest}
         return replace(self, fingerprint=fingerprint_of(facts), version=self.version + 1)
@@ -42,7 +48,7 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """`dtype` is float32, bfloat16 or float16."""
+    """Shape and dtype of one parameter. `dtype` is float32, bfloat16 or float16."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -50,9 +56,13 @@ class TensorSpec:
 
 @dataclass(frozen=True, eq=False)
 class WeightUpdate:
-    """All parameters of a model, by name: a spec and its little-endian bytes (uint8 [n]), finite in
-    the type that the engine serves. `tau` None: they replace the weights, else phi <- tau phi + (1
-    - tau) theta.
+    """A validated update of all parameters of a model.
+
+    `tensors` maps each parameter name to its spec and its little-endian bytes, uint8 [n]. Every
+    value is finite in the dtype that the engine serves. With `tau` None the tensors replace the
+    weights. Otherwise the update is an EMA: phi <- tau phi + (1 - tau) theta, where phi is the
+    served parameter and theta the pushed tensor. `digest` is the xxh3-128
+    hex digest of the names, specs and bytes.
     """
 
     tensors: Mapping[str, tuple[TensorSpec, NDArray[Any]]]
@@ -61,32 +71,42 @@ class WeightUpdate:
 
 
 class Engine(Protocol):
-    """Synchronous, called from one thread at a time."""
+    """A model that scores batches of queries.
+
+    Calls are synchronous. Engines are not thread-safe: callers use one thread at a time.
+    """
 
     @property
-    def info(self) -> EngineInfo: ...
+    def info(self) -> EngineInfo:
+        """Identity of the engine with its current weights."""
+        ...
 
     def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
-        """One answer a query, in order. The fault of one query is its answer; raising fails the
-        batch.
+        """Return one result for each query, in order.
+
+        An error that concerns one query is returned in its place. An exception means that the
+        whole batch failed.
         """
         ...
 
 
 @runtime_checkable
 class TakesWeights(Protocol):
-    """An engine whose weights can be updated; called from the engine's thread."""
+    """An engine that accepts weight updates.
+
+    Call `update` on the thread that calls `score`, so that no batch is in progress.
+    """
 
     def parameters(self) -> Mapping[str, TensorSpec]:
-        """What an update must hold, in the types that the engine serves."""
+        """Return the parameters that an update must contain, with the dtypes that are served."""
         ...
 
     def update(self, update: WeightUpdate) -> None:
-        """Apply it; `info` tells the new fingerprint and version from then on."""
+        """Apply `update`. Afterwards `info` has the new fingerprint and version."""
         ...
 
 
 def fingerprint_of(facts: Mapping[str, object]) -> str:
-    """sha256 of the facts as canonical JSON."""
+    """Return the sha256 hex digest of `facts` as canonical JSON (sorted keys, no spaces)."""
     canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,4 +1,7 @@
-"""Rows from a hash of the prefix: a teacher without a model or torch, for tests and for load."""
+"""The fake engine: rows from a hash of the prefix, for tests and load tests.
+
+It needs no model and does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,11 @@ _LEAST = {"vocab": 1, "seed": 0, "max_length": 2, "latency_ms": 0}
 
 @dataclass(frozen=True)
 class FakeSettings:
-    """What `--engine fake --model vocab=512,latency_ms=20` says.
+    """Settings of the fake engine, as in `--engine fake --model vocab=512,latency_ms=20`.
 
-    A sequence with `nan_token` gets NaN logits after it; a batch with `crash_token` raises. -1: no
-    such token.
+    `latency_ms` is the sleep before each batch. `max_length` is in tokens. Logits of positions
+    after `nan_token` are NaN. A batch that contains `crash_token` raises RuntimeError. -1 disables
+    either token.
     """
 
     vocab: int = 512
@@ -37,32 +41,38 @@ class FakeSettings:
 
 
 def parse_settings(text: str) -> FakeSettings:
-    """`name=integer` pairs with commas between; raises InvalidInput."""
+    """Parse comma-separated `name=integer` pairs.
+
+    Raises InvalidInput if a name is unknown, a value is not an integer, or a value is too small.
+    """
     known = {field.name for field in fields(FakeSettings)}
     values: dict[str, int] = {}
     for pair in filter(None, text.split(",")):
         name, _, value = pair.partition("=")
         if name not in known or not value.lstrip("-").isdigit():
             raise InvalidInput(
-                f"the fake engine does not know {pair!r}",
+                f"{pair!r} is not a setting of the fake engine",
                 field="--model",
-                hint=f"write name=integer pairs of {', '.join(sorted(known))}",
+                hint=f"write name=integer pairs; the names are {', '.join(sorted(known))}",
             )
         values[name] = int(value)
         if name in _LEAST and values[name] < _LEAST[name]:
-            raise InvalidInput(f"{name} is at least {_LEAST[name]}", field="--model")
+            raise InvalidInput(
+                f"{name} must be at least {_LEAST[name]}, got {values[name]}", field="--model"
+            )
     return FakeSettings(**values)
 
 
 class FakeEngine:
-    """Deterministic and batch invariant: a row depends on its prefix, the seed and the vocabulary
-    only.
+    """A deterministic, batch-invariant engine without a model.
+
+    A row depends only on its prefix, the seed and the vocabulary size.
     """
 
     def __init__(self, settings: FakeSettings) -> None:
         tokens = tuple(f"t{i}" for i in range(settings.vocab))
         self._settings = settings
-        # Latency changes when rows come, not what they are.
+        # Latency does not change the rows, so it is not part of the fingerprint.
         facts = {"engine": "fake", **asdict(settings), "latency_ms": 0}
         self.info = EngineInfo(
             model="fake",
@@ -77,9 +87,14 @@ class FakeEngine:
         )
 
     def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
+        """Score the batch after the configured latency.
+
+        A query whose logits are NaN gets Corrupt. Raises RuntimeError if any query contains
+        `crash_token`.
+        """
         time.sleep(self._settings.latency_ms / 1000)
         if any(self._settings.crash_token in query.token_ids for query in queries):
-            raise RuntimeError("the fake engine was told to crash on this token")
+            raise RuntimeError("the fake engine is set to crash on a token of this batch")
         return [self._score_one(query) for query in queries]
 
     def _score_one(self, query: ScoreQuery) -> RowBlock | DistillError:
@@ -100,7 +115,7 @@ class FakeEngine:
         return concatenate(parts)
 
     def _logits(self, token_ids: NDArray[np.int32], first: int, last: int) -> NDArray[np.float64]:
-        """[last - first, V]: uniform in [0, 16), a function of (seed, prefix, id)."""
+        """Return logits [last - first, V], uniform in [0, 16): a hash of (seed, prefix, id)."""
         hasher = xxhash.xxh3_64(seed=self._settings.seed)
         hasher.update(token_ids[: first - 1].astype("<i4").tobytes())
         prefixes = np.empty(last - first, dtype=np.uint64)
@@ -140,7 +155,7 @@ def _rows(
 
 
 def _drawn(weights: NDArray[np.float64], uniforms: NDArray[np.float64]) -> NDArray[np.int32]:
-    """As `tail_samples.draw`, without torch."""
+    """Return what `tail_samples.draw` returns, computed with numpy instead of torch."""
     running = weights.cumsum(axis=1)
     levels = np.minimum(uniforms * running[:, -1:], np.nextafter(running[:, -1:], 0))
     found = [

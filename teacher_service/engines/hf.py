@@ -1,4 +1,4 @@
-"""A transformers model: its base gives the hidden states, our head gives the rows."""
+"""The hf engine: a transformers body for the hidden states, our scoring head for the rows."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ _CHECK_TOKENS = 8
 
 
 class HfEngine:
-    """Any causal language model of transformers whose head is one linear layer.
+    """A causal language model of transformers whose head is one linear layer.
 
-    Sequences are padded on the right and masked. With `batch_invariant` each goes alone, so that
-    its rows are the same bits whatever else is in flight.
+    Sequences of a batch are padded on the right and masked. With `batch_invariant`, each sequence
+    has a forward pass of its own: its rows are bit-identical whatever else is in the batch.
+
+    Raises InvalidInput if the model directory, the dtype or the device cannot be used, or if the
+    logits are not one linear layer of the hidden states.
     """
 
     def __init__(
@@ -51,14 +54,24 @@ class HfEngine:
         self.info = self._describe(model, path)
 
     def parameters(self) -> Mapping[str, TensorSpec]:
+        """Return the spec of each parameter by name; a tied weight appears once."""
         return self._weights.specs()
 
     def update(self, update: WeightUpdate) -> None:
+        """Apply `update` in place; `info` then has the new fingerprint and version.
+
+        Raises WrongState for an EMA update if an earlier update failed partway.
+        """
         self._weights.apply(update)
         self.info = self.info.after(update)
 
     @torch.inference_mode()
     def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
+        """Return one result for each query, in order.
+
+        A query whose logits are not finite gets Corrupt. Raises WrongState if a weight update
+        failed partway.
+        """
         self._weights.require_intact()
         if self._batch_invariant:
             return [answer for query in queries for answer in self._score_together([query])]
@@ -66,7 +79,7 @@ class HfEngine:
 
     def _score_together(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
         hidden = self._hidden([query.token_ids for query in queries])
-        # The state that has seen tokens 0..t-1 gives row t.
+        # Row t comes from the state that has seen tokens 0..t-1.
         states = [
             of_one[query.start - 1 : len(query.token_ids) - 1]
             for query, of_one in zip(queries, hidden, strict=True)
@@ -74,14 +87,15 @@ class HfEngine:
         return [*self._head.score(queries, states)]
 
     def _hidden(self, sequences: Sequence[np.ndarray[Any, Any]]) -> Tensor:
-        """Final hidden states [B, L - 1, H]: entry i has seen tokens 0..i; the last token predicts
-        nothing.
+        """Return the final hidden states [B, L - 1, H] of a padded batch; L is the longest length.
+
+        State i has seen tokens 0..i. The last token is left out, because it predicts nothing.
         """
         lengths = [len(sequence) - 1 for sequence in sequences]
         padded = np.zeros((len(sequences), max(lengths)), dtype=np.int64)
         for row, sequence in enumerate(sequences):
             padded[row, : lengths[row]] = sequence[:-1]
-        # Without padding no mask: attention has a faster path then.
+        # No mask without padding: attention then takes a faster path.
         mask = None
         if min(lengths) != max(lengths):
             seen = np.arange(max(lengths)) < np.array(lengths)[:, None]
@@ -93,8 +107,9 @@ class HfEngine:
 
     @torch.inference_mode()
     def _require_linear_head(self, model: str) -> None:
-        """Some models scale or cap their logits after the linear layer; our head would be silently
-        wrong.
+        """Raise InvalidInput if the model's logits differ from those of the linear layer alone.
+
+        Some models scale or cap their logits after it; our head would be silently wrong.
         """
         count = min(_CHECK_TOKENS, self._max_length())
         ids = (torch.arange(count, device=self._device) * 7 % len(self._head.weight))[None]
@@ -102,7 +117,7 @@ class HfEngine:
         ours = torch.nn.functional.linear(states, self._head.weight, self._head.bias).float()
         theirs = self._model(input_ids=ids, use_cache=False).logits.float()
         tolerance = 1e-4 if self._head.weight.dtype is torch.float32 else 2e-2
-        # A NaN is not our subject here: it fails the sequences that meet it.
+        # NaN is allowed here: scoring reports it for the sequences that it affects.
         same = ours.shape == theirs.shape and torch.allclose(
             ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True
         )
@@ -143,9 +158,11 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        # A small allocation finds out what a name alone does not say.
+        # Only an allocation shows that the device exists and can be used.
         return torch.empty(1, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise InvalidInput(
-            f"there is no device {name!r} on this machine", field="--device", hint="use auto or cpu"
+            f"device {name!r} is not available on this machine",
+            field="--device",
+            hint="use auto or cpu",
         ) from error

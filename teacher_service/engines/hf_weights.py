@@ -1,4 +1,4 @@
-"""The parameters of a torch model while a client pushes new ones."""
+"""In-place weight updates (replace or EMA) of a torch model that is being served."""
 
 from __future__ import annotations
 
@@ -12,36 +12,46 @@ from teacher_service.engines.base import TensorSpec, WeightUpdate
 
 
 class ModelWeights:
-    """Updates in place, so that every view of a parameter (a tied head, for one) follows.
+    """The parameters of a served model, updated in place.
 
-    An EMA of a model that is served in half precision needs float32 masters: its steps are smaller
-    than the distance of two bfloat16 numbers. They are made by the first EMA, and cost 4 bytes a
-    parameter.
+    Updating in place also updates every view of a parameter, such as a tied head.
+
+    An EMA of a model that is served in half precision needs float32 master weights, because its
+    steps are smaller than the spacing of bfloat16 numbers. The first EMA update creates them. They
+    cost 4 bytes per parameter.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        # A tied weight comes once, under its first name.
+        # named_parameters() lists a tied weight once, under its first name.
         self._parameters = dict(model.named_parameters())
         self._masters: dict[str, Tensor] = {}
         self._intact = True
 
     def specs(self) -> Mapping[str, TensorSpec]:
+        """Return the shape and the served dtype of each parameter by name."""
         return {
             name: TensorSpec(tuple(p.shape), str(p.dtype).removeprefix("torch."))
             for name, p in self._parameters.items()
         }
 
     def require_intact(self) -> None:
-        """Only a device that fails half-way can spoil an update; then nothing may be scored."""
+        """Raise WrongState if the last update failed partway and left a mix of old and new weights.
+
+        Updates are validated before they are applied, so only a device error can cause this.
+        """
         if not self._intact:
             raise WrongState(
-                "an update of the weights failed half-way, they are of no version",
+                "a weight update failed partway, so the weights match no version",
                 hint="push a full replacement, or restart the teacher",
             )
 
     @torch.no_grad()
     def apply(self, update: WeightUpdate) -> None:
-        """A valid update. What fails here leaves weights that `require_intact` refuses."""
+        """Apply a validated update.
+
+        If it fails partway, `require_intact` raises until a full replacement succeeds. Raises
+        WrongState for an EMA update of weights that are not intact.
+        """
         if update.tau is not None:
             self.require_intact()
         self._intact = False

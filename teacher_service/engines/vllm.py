@@ -1,8 +1,8 @@
-"""A vLLM model: its pooling runner gives the hidden states, our head in its worker the rows.
+"""The vllm engine: hidden states from vLLM's pooling runner, rows from our head in its worker.
 
-vLLM batches, pages and splits long prompts; what it has in its prefix cache is not computed again.
-A cached token has no hidden state any more, though: where the cache reaches into the rows that are
-wanted, those are scored by a second, shorter request that does not read it. Together the two
+vLLM batches, pages and splits long prompts, and skips tokens that are in its prefix cache. A cached
+token has no hidden state, so the first request returns no rows that need one. If rows are missing,
+a second, shorter request that does not read the cache computes them. The two requests together
 compute each token once, as without a cache.
 """
 
@@ -30,7 +30,14 @@ _WORKER = "teacher_service.engines.vllm_worker.ScoringWorker"
 
 
 class VllmEngine:
-    """Any causal language model of transformers and vLLM whose head is one linear layer."""
+    """A causal language model that transformers and vLLM support and whose head is linear.
+
+    `gpu_memory_share` is the part of each GPU's memory that vLLM may use, in (0, 1].
+    `max_batch_tokens` is vLLM's limit of tokens per scheduler step.
+
+    Raises InvalidInput if vLLM is not installed or does not start, if the model directory or the
+    dtype cannot be used, or if the logits are not one linear layer of the hidden states.
+    """
 
     def __init__(
         self,
@@ -65,14 +72,20 @@ class VllmEngine:
         self.info = self._describe(model, path, head, tokens)
 
     def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
+        """Return one result for each query, in order.
+
+        A query whose logits are not finite gets Corrupt. If a process of vLLM dies, this process
+        exits with code 1.
+        """
         return self._vllm.run(self._score(queries))
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that were not computed because vLLM's prefix cache had them."""
+        """Number of tokens since the start that came from vLLM's prefix cache."""
         return self._vllm.cached_tokens
 
     def close(self) -> None:
+        """Stop vLLM's processes. Calling it twice is safe."""
         self._vllm.close()
 
     async def _score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
@@ -91,7 +104,7 @@ class VllmEngine:
         try:
             block = await self._ask(query, read_cache=True)
         except Corrupt:
-            # A sequence with a NaN may have left it in blocks that this one shares.
+            # The NaN may come from a cached block that another sequence computed: try without it.
             return await self._ask(query, read_cache=False)
         missing = query.rows - len(block)
         if not missing:
@@ -100,8 +113,11 @@ class VllmEngine:
         return concatenate([await self._ask(first, read_cache=False), block])
 
     async def _ask(self, query: ScoreQuery, *, read_cache: bool) -> RowBlock:
-        """The last rows of `query`: all that need no state of a cached token."""
-        # The last token predicts nothing.
+        """Return the last rows of `query`: those that need no hidden state of a cached token.
+
+        Raises the error of the query.
+        """
+        # The last token is left out, because it predicts nothing.
         prompt = query.token_ids[:-1].tolist()
         pooled = await self._vllm.pool(prompt, encode_query(query), read_cache=read_cache)
         answer = decode_answer(pooled)
@@ -147,5 +163,5 @@ def _not_started(path: Path, error: Exception) -> InvalidInput:
     return InvalidInput(
         f"vLLM does not start with {path}: {reason}",
         field="--model",
-        hint="its log is above; memory: --gpu-memory-share, --tensor-parallel-size",
+        hint="read vLLM's log above; for memory, set --gpu-memory-share or --tensor-parallel-size",
     )

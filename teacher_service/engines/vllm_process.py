@@ -1,4 +1,4 @@
-"""vLLM's own processes: started, asked, watched, ended."""
+"""Starts, calls, watches and stops the processes of vLLM."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _T = TypeVar("_T")
 _TASK = "token_embed"
 _WATCH_SECONDS = 0.2
 _DEATH_EXIT_CODE = 1
-# vLLM takes about 5 s by itself; then it is killed.
+# vLLM usually stops in about 5 s; after this limit its processes are killed.
 _SHUTDOWN_SECONDS = 15.0
 _ENVIRONMENT = {
     # A process that has threads must not be forked.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # On CPUs as many threads as --threads says, on any core.
+    # On a CPU: as many threads as --threads sets, not bound to cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -41,11 +41,13 @@ _ENVIRONMENT = {
 
 
 class VllmProcess:
-    """One vLLM engine with `options` (of its AsyncEngineArgs), as a pooling model.
+    """One vLLM engine in pooling mode, and the event loop that calls it.
 
-    When a process of it dies, this one ends too, with exit code 1: a supervisor starts it again.
-    Raises ValueError for options that cannot work, RuntimeError when vLLM does not start; what it
-    logs goes to stderr. `cached_tokens`: how many came from the prefix cache so far.
+    `options` are arguments of vLLM's AsyncEngineArgs. If a process of vLLM dies, this process
+    exits with code 1, so that a supervisor restarts it. vLLM logs to stderr. `cached_tokens` counts
+    the tokens that came from the prefix cache since the start.
+
+    Raises ValueError if vLLM rejects the options, RuntimeError if it does not start.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -65,13 +67,20 @@ class VllmProcess:
         threading.Thread(target=self._watch, name="vllm-watch", daemon=True).start()
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Await `work` in the event loop of this engine."""
+        """Await `work` in the event loop of this engine and return its result.
+
+        Blocks. Do not call it from that event loop.
+        """
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def pool(
         self, token_ids: Sequence[int], fields: Mapping[str, Any], *, read_cache: bool
     ) -> Tensor:
-        """What the worker's pooler makes of the tokens. Raises Unavailable after `close`."""
+        """Return the output of the worker's pooler for `token_ids`, uint8 [n].
+
+        `fields` are the extra arguments that the pooler receives. With `read_cache` False the
+        request does not read vLLM's prefix cache. Raises Unavailable if vLLM was stopped.
+        """
         from vllm import PoolingParams
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -86,15 +95,15 @@ class VllmProcess:
                 self.cached_tokens += output.num_cached_tokens
         except EngineDeadError as error:
             self._end_if_dead()
-            raise Unavailable("the teacher goes away", hint="start it again") from error
+            raise Unavailable("the teacher is stopping", hint="start it again") from error
         return pooled
 
     def call_worker(self, method: str) -> Any:
-        """The first worker's answer."""
+        """Call `method` on every worker and return the first worker's result."""
         return self.run(self._llm.collective_rpc(method))[0]
 
     def close(self) -> None:
-        """End vLLM's processes; done at exit too."""
+        """Stop vLLM's processes. Calling it twice is safe; it also runs at exit."""
         if not self._closing:
             self._closing = True
             self.run(self._end())
@@ -107,27 +116,29 @@ class VllmProcess:
         await asyncio.gather(*cancelled, return_exceptions=True)
 
     def _watch(self) -> None:
-        """vLLM can die while nobody asks, and can leave who asked without an answer."""
+        """Poll for a dead vLLM, which may happen between requests or leave one unanswered."""
         while not self._closing:
             time.sleep(_WATCH_SECONDS)
             self._end_if_dead()
 
     def _end_if_dead(self) -> None:
-        """Without a last word to anyone: clients whose connection breaks ask the next teacher for
-        the rows they lack, a fault would be their answer.
+        """If vLLM died, exit without sending errors, so that clients fail over.
+
+        A client whose connection breaks requests the missing rows from the next teacher. An error
+        would be final for the request.
         """
         if self._llm.errored and not self._closing:
-            log.critical("a process of vLLM died; this teacher ends, start it again")
+            log.critical("a process of vLLM died; this teacher exits with code 1, start it again")
             os._exit(_DEATH_EXIT_CODE)
 
 
 def require_vllm() -> None:
-    """Raises InvalidInput where vLLM is not installed."""
+    """Raise InvalidInput if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise InvalidInput(
-            "vllm is not installed here",
+            "vllm is not installed",
             field="--engine",
-            hint="pip install -e '.[vllm]', or use --engine hf",
+            hint="run pip install -e '.[vllm]' in the checkout, or use --engine hf",
         )
 
 
@@ -136,8 +147,8 @@ async def _start(options: Mapping[str, Any]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    # Ctrl-C reaches every process of the terminal: we end vLLM ourselves, after the last row. Its
-    # processes inherit what this thread does not hear.
+    # Ctrl-C reaches every process of the terminal, but vLLM must run until the last row is sent.
+    # vLLM's processes inherit the signal mask of this thread, so they ignore SIGINT.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     arguments = AsyncEngineArgs(
         **options,
@@ -146,12 +157,12 @@ async def _start(options: Mapping[str, Any]) -> Any:
         pooler_config=PoolerConfig(
             task=_TASK, seq_pooling_type="LAST", tok_pooling_type="ALL", use_activation=False
         ),
-        # As long as memory allows, at most what the model was made for.
+        # The longest context that fits in memory, at most the model's own maximum.
         max_model_len=-1,
         skip_tokenizer_init=True,
         trust_remote_code=False,
         load_format="safetensors",
-        # Prompts, not single tokens: there is nothing for captured graphs to win.
+        # CUDA graphs speed up decoding of single tokens; here every pass is a whole prompt.
         enforce_eager=True,
         disable_log_stats=True,
     )
@@ -160,7 +171,10 @@ async def _start(options: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _stdout_on_stderr() -> Iterator[None]:
-    """Our stdout is read by programs; libraries of vLLM's processes print to theirs."""
+    """Redirect file descriptor 1 to stderr inside the block, for the processes it starts.
+
+    Programs parse our stdout, and libraries in vLLM's processes print to theirs.
+    """
     sys.stdout.flush()
     ours = os.dup(1)
     os.dup2(2, 1)

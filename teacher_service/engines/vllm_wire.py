@@ -1,4 +1,4 @@
-"""Queries on their way into vLLM's worker process, and answers on their way out."""
+"""Encodes queries for vLLM's worker process, and decodes the results that it returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from protos.rows.codec import RowBlock, decode_rows, encode_rows
 
 
 def encode_query(query: ScoreQuery) -> dict[str, Any]:
-    """Plain values and bytes: all that a request of vLLM can carry."""
+    """Encode `query` as plain values and bytes, which is all that a vLLM request can carry."""
     head_ids = query.head_ids
     return {
         "token_ids": query.token_ids.astype("<i4").tobytes(),
@@ -31,6 +31,7 @@ def encode_query(query: ScoreQuery) -> dict[str, Any]:
 
 
 def decode_query(fields: Mapping[str, Any]) -> ScoreQuery:
+    """Return the query that `encode_query` encoded."""
     token_ids = np.frombuffer(fields["token_ids"], "<i4")
     head_ids = None
     if fields["head_ids"] is not None:
@@ -41,7 +42,7 @@ def decode_query(fields: Mapping[str, Any]) -> ScoreQuery:
 
 
 def part_of(query: ScoreQuery, first: int, end: int) -> ScoreQuery:
-    """The query for rows [first, end) of `query` alone."""
+    """Return a query for rows [first, end) of `query`; both are positions in the sequence."""
     head_ids = query.head_ids
     if head_ids is not None:
         head_ids = head_ids[first - query.start : end - query.start]
@@ -49,7 +50,10 @@ def part_of(query: ScoreQuery, first: int, end: int) -> ScoreQuery:
 
 
 def encode_answer(answer: RowBlock | DistillError) -> Tensor:
-    """uint8 [n]; head ids that came with the query stay where they are."""
+    """Encode a result as uint8 [n]: rows with float32 log-probs, or an error as JSON.
+
+    A caller whose query has head ids sets `head_ids` of the rows to None, to avoid sending them.
+    """
     if isinstance(answer, RowBlock):
         data = encode_rows(answer, f32=True)
     else:
@@ -59,6 +63,7 @@ def encode_answer(answer: RowBlock | DistillError) -> Tensor:
 
 
 def decode_answer(data: Tensor) -> RowBlock | DistillError:
+    """Return the rows or the error that `encode_answer` encoded; an error is not raised."""
     raw = data.numpy().data
     if raw[0] == ord("{"):
         return error_of(**json.loads(bytes(raw)))

@@ -1,5 +1,7 @@
-"""The part of the vLLM engine that runs inside vLLM's worker process: the scoring head, where
-other models pool. Hidden states never leave the device; rows do.
+"""The part of the vllm engine that runs inside vLLM's worker processes.
+
+The scoring head takes the place of vLLM's pooler. Hidden states stay on the device; only rows
+leave it.
 """
 
 from __future__ import annotations
@@ -38,18 +40,22 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class ScoringWorker(_Worker):  # type: ignore[misc]
-    """vLLM's worker of this platform, with the whole head on the first device.
+    """vLLM's worker for this platform, with the full head on rank 0.
 
-    It is loaded before vLLM measures the free memory, so it counts in the memory share: V x H
-    values, on one device however many share the body.
+    The head is loaded before vLLM measures free memory, so that it counts in the memory share. It
+    takes V x H values on one device, however many devices share the body.
     """
 
     def load_model(self, **options: Any) -> None:
+        """Load the model as vLLM does, and replace its pooler by RowPooler.
+
+        Also starts a thread that ends this process when the teacher process ends.
+        """
         ours = self.vllm_config.additional_config
         _die_with(ours["teacher_pid"])
         super().load_model(**options)
         head = None
-        if self.rank == 0:  # the others' output is never read
+        if self.rank == 0:  # vLLM reads only the output of rank 0
             head = self._load_head(*ours["head"])
         self.model_runner.get_model().pooler = RowPooler(head)
 
@@ -62,14 +68,19 @@ class ScoringWorker(_Worker):  # type: ignore[misc]
         return Head(weight, bias, None if weight.is_cuda else cpu_product(weight))
 
     def attention_backends(self) -> list[str]:
-        """Which kernels compute attention: they decide the last digits of rows."""
+        """Return the sorted names of the attention backends.
+
+        They are part of the fingerprint, because they decide the last digits of the rows.
+        """
         backends = get_current_attn_backends(self.vllm_config)
         return sorted(backend.get_name() for backend in backends)
 
 
 def _die_with(pid: int) -> None:
-    """A killed teacher cannot end vLLM's processes, and they would keep the device's memory; when
-    this one ends, vLLM ends the others.
+    """Exit this process when the process `pid` ends.
+
+    A killed teacher cannot stop vLLM's processes, which would keep the device memory. When this
+    process exits, vLLM stops the others.
     """
     teacher = os.pidfd_open(pid)
 
@@ -81,7 +92,10 @@ def _die_with(pid: int) -> None:
 
 
 def cpu_product(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """states -> states @ weight.T as vLLM does it on this CPU: on some twice as fast as torch."""
+    """Return the function states -> states @ weight.T that vLLM uses on this CPU.
+
+    On some CPUs it is twice as fast as torch.
+    """
     layer: Any = torch.nn.Linear(1, 1, bias=False)
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
@@ -98,7 +112,7 @@ def _read_tensor(path: Path, name: str) -> Tensor:
 
 
 class _Progress:
-    """The rows of a request so far: a long prompt is computed in several steps."""
+    """The rows of a request so far; vLLM computes a long prompt in several steps."""
 
     def __init__(self, query: ScoreQuery) -> None:
         self.query = query
@@ -106,8 +120,10 @@ class _Progress:
         self.answer: RowBlock | Corrupt | None = None
 
     def add(self, first: int, answer: RowBlock | Corrupt) -> None:
-        """Rows from `first` on. A request that vLLM took back starts again: what comes twice
-        replaces what was there.
+        """Add the rows from position `first` on.
+
+        vLLM may preempt a request and compute it again; repeated rows replace the earlier ones. The
+        first Corrupt is kept.
         """
         kept = self.answer
         if isinstance(answer, Corrupt) or isinstance(kept, Corrupt):
@@ -119,8 +135,9 @@ class _Progress:
 
 
 class RowPooler(torch.nn.Module):
-    """Takes the hidden states of each step, gives the encoded rows of the requests that end with
-    it.
+    """A pooler of vLLM that turns hidden states into encoded rows.
+
+    `head` is None on ranks other than 0, whose output vLLM does not read.
     """
 
     def __init__(self, head: Head | None) -> None:
@@ -128,12 +145,19 @@ class RowPooler(torch.nn.Module):
         self._head = head
 
     def get_supported_tasks(self) -> set[str]:
+        """Return the only pooling task: `token_embed`."""
         return {TASK}
 
     def get_pooling_updates(self, task: str) -> PoolingParamsUpdate:
+        """Return no changes: requests keep their pooling parameters."""
         return PoolingParamsUpdate()
 
     def forward(self, hidden_states: Tensor, pooling_metadata: Any) -> list[Tensor | None]:
+        """Score the hidden states [tokens, H] of one scheduler step.
+
+        Returns one entry per request of the step: the encoded result, uint8 [n], if the request
+        ends with this step, else None.
+        """
         cursor = pooling_metadata.get_pooling_cursor()
         finished = cursor.get_finished_mask()
         if self._head is None:
@@ -162,7 +186,10 @@ class RowPooler(torch.nn.Module):
         chunks: Sequence[Tensor],
         seen: Sequence[int],
     ) -> None:
-        """Score what each request's chunk decides: states that have seen tokens ..seen - 1."""
+        """Score each request's chunk of states and add the rows to the request.
+
+        `seen` [requests]: the number of tokens that the last state of each chunk has seen.
+        """
         due, parts, states = [], [], []
         for request, chunk, end in zip(requests, chunks, seen, strict=True):
             first = max(request.query.start, end - len(chunk) + 1)
@@ -177,7 +204,7 @@ class RowPooler(torch.nn.Module):
 def _progress(state: Any, params: Any, count: int) -> _Progress:
     if not hasattr(state, "progress"):
         fields = params.extra_kwargs
-        # vLLM's own trial run, with which it measures memory, brings no query.
+        # vLLM measures memory with a trial run that carries no query.
         nothing = np.zeros(count + 1, np.int32)
         state.progress = _Progress(
             decode_query(fields) if fields else ScoreQuery(nothing, 1, top_k=1)

@@ -1,1 +1,1 @@
-"""The scoring head: hidden states in, rows out."""
+"""The scoring head: computes rows from hidden states, and draws tail samples."""

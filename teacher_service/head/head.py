@@ -1,6 +1,6 @@
-"""A model's head over the hidden states of many queries: those of one kind share its calls.
+"""The head of a model, applied to many queries; queries with the same settings share one call.
 
-Shapes: H hidden size, V vocabulary.
+Shapes: H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from teacher_service.head.uniforms import uniforms_of
 
 
 class Head:
-    """One linear layer, `weight` [V, H] and `bias` [V], on the device of the hidden states;
-    `product` as `score_hidden` takes it.
+    """One linear layer: `weight` [V, H] and `bias` [V], on the device of the hidden states.
+
+    `product` is an optional faster hidden @ weight.T, as in `score_hidden`.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class Head:
     def score(
         self, queries: Sequence[ScoreQuery], states: Sequence[Tensor]
     ) -> list[RowBlock | Corrupt]:
-        """One answer a query, in order. `states` [rows, H] of each: the one that has seen tokens
-        0..t-1 gives row t.
+        """Return the rows of each query, in order; Corrupt if its logits are not finite.
+
+        `states` has one tensor [rows, H] per query. The state that has seen tokens 0..t-1 gives
+        row t.
         """
         answers: dict[int, RowBlock | Corrupt] = {}
         for group in _alike(queries):
@@ -50,13 +53,13 @@ class Head:
     def _answers(
         self, group: Sequence[int], queries: Sequence[ScoreQuery], states: Sequence[Tensor]
     ) -> dict[int, RowBlock | Corrupt]:
-        """The group's rows in one call: short sequences spend the head's time on its calls."""
+        """Score the group in one call, because call overhead dominates for short sequences."""
         try:
             block = self._rows([queries[i] for i in group], [states[i] for i in group])
         except Corrupt as error:
             if len(group) == 1:
                 return {group[0]: error}
-            # Alone, each names its own position.
+            # Score each query alone: the error then names the query and its own position.
             alone = [self._answers([index], queries, states) for index in group]
             return {index: answer for found in alone for index, answer in found.items()}
         ends = itertools.accumulate(queries[index].rows for index in group)
@@ -66,7 +69,7 @@ class Head:
         }
 
     def _rows(self, queries: Sequence[ScoreQuery], states: Sequence[Tensor]) -> RowBlock:
-        """The rows of queries of one kind, one after the other."""
+        """Return the concatenated rows of queries with the same settings."""
         targets = np.concatenate([query.token_ids[query.start :] for query in queries])
         chosen = [query.head_ids for query in queries if query.head_ids is not None]
         uniforms = None
@@ -103,7 +106,7 @@ def _numpy(column: Tensor | None, dtype: torch.dtype) -> NDArray[Any] | None:
 
 
 def _alike(queries: Sequence[ScoreQuery]) -> list[list[int]]:
-    """Which of the queries differ only in their tokens, head ids and seeds."""
+    """Group the indices of queries that differ only in tokens, head ids and seeds."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, query in enumerate(queries):
         kind = (query.k, query.head_ids is None, query.temperature, query.tail_samples)

@@ -1,4 +1,4 @@
-"""Is a model's head one linear layer? Asked without the model's weights."""
+"""Checks without loading weights that a model's head is one linear layer, and finds its tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from teacher_service.models.loading import not_linear, not_loaded
 
 _TOKENS = 8
 _VOCABULARY = 32
-# Large enough for the caps of real models to bend it.
+# Large enough that the logit caps of real models change the result.
 _SPREAD = 100.0
 
 
 @dataclass(frozen=True)
 class HeadTensors:
-    """Where the head is in the weight files: names of tensors, and its vocabulary."""
+    """Names of the head's tensors in the weight files, and the number of rows of its weight."""
 
     weight: str
     bias: str | None
@@ -30,8 +30,11 @@ class HeadTensors:
 
 
 def find_head(model: Any, path: Path) -> HeadTensors:
-    """The head of `model`, loaded from `path` to the device "meta". Raises InvalidInput when it is
-    not one linear layer, or not in the files under the model's own names.
+    """Return the names of the head's tensors; `model` was loaded from `path` to device "meta".
+
+    Replaces the head of `model` and the forward method of its body. Raises InvalidInput if the
+    logits are not one linear layer of the hidden states, or if the weight files do not contain the
+    head under a parameter name of the model.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
@@ -46,7 +49,7 @@ def find_head(model: Any, path: Path) -> HeadTensors:
 
 
 def _stored_name(model: Any, parameter: Tensor, path: Path) -> str:
-    """A tied head is saved under the name of the embedding."""
+    """Return the name under which `parameter` is stored: the embedding's name for a tied head."""
     parameters = model.named_parameters(remove_duplicate=False)
     names: list[str] = [name for name, candidate in parameters if candidate is parameter]
     for file in weight_files(path):
@@ -59,15 +62,17 @@ def _stored_name(model: Any, parameter: Tensor, path: Path) -> str:
 
 
 class _States(BaseModelOutputWithPast):  # type: ignore[misc]
-    """What a body returns; of the rest that bodies return (router logits, ...), nothing."""
+    """The output of a body; every other field (router logits, ...) is None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 def _require_linear(model: Any, path: Path) -> None:
-    """Run the model's own code from the hidden states on, with a small random head in the place of
-    the real one. Changes `model`.
+    """Raise InvalidInput if `model` changes its logits after the linear layer.
+
+    Runs the model's own code from given hidden states on, with a small random head in place of the
+    real one. Modifies `model`.
     """
     old = model.get_output_embeddings()
     random = torch.Generator().manual_seed(0)

@@ -1,7 +1,7 @@
-"""The scoring head that every engine shares: hidden states in, rows out, never a [N, V] tensor
-beyond a chunk.
+"""Computes rows from hidden states in chunks, without a full [N, V] tensor of logits.
 
-Shapes: N rows, H hidden size, V vocabulary, K head ids and M tail samples a row.
+The hf and vllm engines share this code. Shapes: N rows, H hidden size, V vocabulary size, K head
+ids per row, M tail samples per row.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from torch import Tensor
 from protos.errors import Corrupt
 from teacher_service.head.tail_samples import draw
 
-# Of float32 logits, from one GEMM: on a GPU fewer rows would spend its time reading the weights.
+# Float32 logits of one GEMM. With fewer rows, a GPU would spend its time reading the weights.
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 _CACHE_BYTES = 4 << 20
-_GROUP = 64  # logits a group of the search for the largest
+_GROUP = 64  # logits per group in the top-k search
 
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """head_ids int64 [N, K]; head_logprobs [N, K], tail_logmass [N] and token_logprobs [N] in
-    float32 nats; of the tail's samples, if there are any, the ids int64 [N, M], and [N] the mean of
-    their log-probs.
+    """Rows as tensors; log-probs are float32, in nats, over the full vocabulary.
+
+    head_ids int64 [N, K]; head_logprobs [N, K]; tail_logmass [N]; token_logprobs [N]. With tail
+    samples also sample_ids int64 [N, M] and sample_logprob [N], the mean log-prob of a row's
+    samples; otherwise both are None.
     """
 
     head_ids: Tensor
@@ -50,23 +52,24 @@ def score_hidden(
     chunk_rows: int | None = None,
     first_position: int = 0,
 ) -> ScoredRows:
-    """Rows of log_softmax((hidden @ weight.T + bias) / temperature) over the full vocabulary.
+    """Return rows of log_softmax((hidden @ weight.T + bias) / temperature).
 
-    hidden [N, H], weight [V, H], bias [V], token_ids int64 [N]; either top_k, or head_ids int64 [N,
-    K] without duplicates in a row. `product`: a faster hidden @ weight.T than torch's. Each of the
-    uniforms, float64 [N, M] in [0, 1), draws an id from outside the head; where that has no mass
-    the ids mean nothing and their log-prob is -inf. Raises Corrupt, naming `first_position` + row,
-    where the logits have a NaN, a +inf or no finite entry; logits of -inf (masked vocabulary) are
-    fine.
+    hidden [N, H], weight [V, H], bias [V], token_ids int64 [N]. Give either top_k, or head_ids
+    int64 [N, K] without duplicates in a row. `product` is an optional faster hidden @ weight.T.
+    Each uniform of `uniforms`, float64 [N, M] in [0, 1), draws one id from the tail. If a tail has
+    no mass, its sample ids are meaningless and their log-prob is -inf.
 
-    Memory on top of the arguments: the rows (12 K + 8 bytes each), a chunk of logits (64 MiB on a
-    CPU, half as much again for half precision) and a block of 4 MiB; where there are samples, 8 M +
-    4 bytes a row more and another such block.
+    Raises Corrupt, naming position `first_position` + row, if a row of logits has a NaN, a +inf or
+    no finite entry. Logits of -inf (masked vocabulary) are valid.
+
+    Memory besides the arguments: 12 K + 8 bytes per row, one chunk of logits (64 MiB on a CPU,
+    96 MiB for weights in half precision) and a block of 4 MiB. Tail samples add 8 M + 4 bytes per
+    row and another such block.
     """
     product = product or (lambda states: _times(states, weight))
     size = chunk_rows or max(1, _CHUNK_BYTES[hidden.device.type] // (4 * len(weight)))
-    # Made first: small tensors that stay, among large ones that go, would leave the memory in
-    # pieces that nothing fits in.
+    # Allocate the results first: small tensors that stay between large ones that are freed would
+    # fragment the memory.
     k = top_k if head_ids is None else head_ids.shape[1]
     rows, normalisers = _empty(hidden, k, 0 if uniforms is None else uniforms.shape[1])
     at = 0
@@ -74,7 +77,7 @@ def score_hidden(
         these = slice(first, first + size)
         heads = None if head_ids is None else head_ids[these]
         levels = None if uniforms is None else uniforms[these]
-        # No name for the logits: it would keep one chunk while the next one is made.
+        # The logits have no name here: a variable would keep them while the next chunk is computed.
         for block, lse in select(
             _logits(product(hidden[these]), bias, temperature),
             token_ids[these],
@@ -88,13 +91,13 @@ def score_hidden(
                     getattr(rows, column.name)[into] = values
             normalisers[into] = lse
             at = into.stop
-    # One look at the end: a check in every chunk would make a GPU wait for each.
+    # One check at the end: a check in every chunk would synchronize the GPU each time.
     _require_finite(normalisers, first_position)
     return rows
 
 
 def _empty(hidden: Tensor, k: int | None, samples: int) -> tuple[ScoredRows, Tensor]:
-    """Room for the rows of `hidden` and their normalisers."""
+    """Allocate the rows of `hidden` and their normalisers [N]."""
     assert k is not None, "a query has either top_k or head_ids"
     n, device = len(hidden), hidden.device
     ids = torch.empty(n, k, dtype=torch.int64, device=device)
@@ -114,7 +117,11 @@ def select(
     head_ids: Tensor | None,
     uniforms: Tensor | None = None,
 ) -> Iterator[tuple[ScoredRows, Tensor]]:
-    """From logits [n, V], which are overwritten, to rows and their normalisers, block by block."""
+    """Yield rows and their normalisers [n], block by block, from logits `chunk` [N, V].
+
+    Overwrites `chunk`. token_ids int64 [N]; give either top_k, or head_ids int64 [N, K]. The
+    normaliser of a row is the logsumexp of its logits; it is not finite if the logits are invalid.
+    """
     at = 0
     for logits in torch.split(chunk, _block_rows(chunk)):
         rows = slice(at, at + len(logits))
@@ -125,7 +132,9 @@ def select(
 
 
 def _block_rows(chunk: Tensor) -> int:
-    """Of the chunk that one GEMM filled: what stays in a CPU's cache for the passes that follow."""
+    """Return the rows per block: on a CPU, as many as fit in its cache for the passes after the
+    GEMM.
+    """
     if chunk.is_cuda:
         return len(chunk)
     return max(1, _CACHE_BYTES // (4 * chunk.shape[1]))
@@ -133,8 +142,7 @@ def _block_rows(chunk: Tensor) -> int:
 
 def _times(hidden: Tensor, weight: Tensor) -> Tensor:
     if weight.is_cuda and weight.dtype is not torch.float32:
-        # Products are accumulated in float32 anyway; rounding them to bf16 on the way out would
-        # cost 3 digits.
+        # The GEMM accumulates in float32; rounding the result to bf16 would lose 3 digits.
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return hidden @ weight.t()
 
@@ -147,7 +155,7 @@ def _logits(product: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
 
 
 def _top(logits: Tensor, top_k: int | None) -> Tensor:
-    """The ids of the k largest logits of each row, largest first."""
+    """Return the ids of the k largest logits of each row, int64 [n, k], largest first."""
     assert top_k is not None, "a query has either top_k or head_ids"
     rows, vocab_size = logits.shape
     count = vocab_size // _GROUP
@@ -155,8 +163,8 @@ def _top(logits: Tensor, top_k: int | None) -> Tensor:
         return logits.new_empty(rows, 0, dtype=torch.int64)
     if top_k * _GROUP * 4 > vocab_size:
         return logits.topk(top_k, dim=-1).indices
-    # None of the k largest is outside of the k groups with the largest maxima. The ids beyond the
-    # last whole group are candidates anyway.
+    # The k largest logits lie in the k groups with the largest maxima. The ids after the last
+    # complete group are always candidates.
     maxima = logits[:, : count * _GROUP].view(rows, count, _GROUP).amax(-1)
     groups = maxima.topk(top_k, dim=-1, sorted=False).indices
     within = torch.arange(_GROUP, device=logits.device)
@@ -169,12 +177,13 @@ def _top(logits: Tensor, top_k: int | None) -> Tensor:
 def _score_block(
     logits: Tensor, heads: Tensor, token_ids: Tensor, uniforms: Tensor | None
 ) -> tuple[ScoredRows, Tensor]:
-    """The rows, and the normaliser of each. Overwrites `logits`: every exponential is taken once,
-    of the tail, and 4 bytes a logit is all that it needs.
+    """Return the rows of one block and the normaliser of each row. Overwrites `logits`.
+
+    The exponentials of the tail are computed once, in place, so that 4 bytes per logit suffice.
     """
     head = logits.gather(-1, heads)
     token = logits.gather(-1, token_ids[:, None]).squeeze(-1)
-    # Not log(1 - sum of the head): that has no digits left when the tail is small.
+    # Not log(1 - sum of the head): for a small tail, all digits would cancel.
     largest = _exp_in_place(logits.scatter_(-1, heads, -torch.inf))
     tail = logits.sum(-1).log_().add_(largest)
     lse = torch.logaddexp(torch.logsumexp(head, dim=-1), tail)
@@ -187,8 +196,8 @@ def _score_block(
 
 
 def _exp_in_place(logits: Tensor) -> Tensor:
-    """Becomes exp(logits - largest); returns the largest of each row."""
-    # A row of -inf only must not become inf - inf.
+    """Replace logits by exp(logits - largest) and return the largest of each row [n]."""
+    # The clamp avoids inf - inf in a row where every logit is -inf.
     largest = logits.amax(-1).clamp_(min=torch.finfo(logits.dtype).min)
     logits.sub_(largest[:, None]).exp_()
     return largest
@@ -201,5 +210,5 @@ def _require_finite(normalisers: Tensor, first_position: int) -> None:
         raise Corrupt(
             f"the teacher's logits for position {position} of the sequence are not finite",
             field=f"token_ids[{position}]",
-            hint="check the teacher's weights and dtype; float16 overflows where bfloat16 does not",
+            hint="check the teacher's weights and dtype; float16 can overflow, bfloat16 does not",
         )

@@ -1,9 +1,9 @@
-"""Ids drawn in proportion to weights, by inverse CDF: shapes n rows, V vocabulary, M draws a row.
+"""Draws ids in proportion to weights, by inverse CDF. Shapes: n rows, V ids, M draws per row.
 
-In float32 a running sum over 150,000 probabilities has no digits left for the unlikely ones. Here
-sums of 64 weights are float32, and only the running sum over these, and the one within the 64 that
-a number falls into, are float64: an id's share is its weight to about 1e-6 of itself, however small
-it is, and nothing [n, V] is made.
+A float32 running sum over 150,000 probabilities has no digits left for the unlikely ids. Here the
+weights are summed in groups of 64 in float32. The running sum over the group sums, and the running
+sum within the selected group, are float64. The relative error of an id's probability is about 1e-6,
+however small it is, and no second [n, V] tensor is allocated.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 _GROUP = 64
-# Of what is made for one group of weights, and for one draw.
+# Temporary memory for one group of weights, and for one draw.
 _SUM_BYTES, _DRAW_BYTES = 32, 48 * _GROUP
 _MOST_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The ids int64 [n, M] on which the numbers uniforms [n, M] (float64, in [0, 1)) fall when the
-    weights [n, V] (float32, finite, >= 0) of a row are laid side by side and scaled to length 1.
+    """Return the ids, int64 [n, M], that `uniforms` select by inverse CDF of the weights.
 
-    What weighs 0 is never drawn; where all do, the last id is.
+    weights [n, V] float32, finite and >= 0, not normalised; uniforms [n, M] float64 in [0, 1). An
+    id of weight 0 is never drawn, unless every weight of the row is 0: then the last id is drawn.
     """
     ids = [_draw(part, levels) for part, levels in _parts(weights, uniforms)]
     return torch.cat(ids)
@@ -56,12 +56,16 @@ def _group_sums(weights: Tensor) -> Tensor:
 
 
 def _pick(weights: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """On which of weights [n, G] (float64) each of levels [n, M] falls, and how far into it."""
+    """Select entries of weights [n, G] (float64) by inverse CDF at levels [n, M] in [0, 1).
+
+    Returns the indices [n, M], and the relative position of each level within its entry, in [0, 1].
+    """
     running = weights.cumsum(1)
-    # What weighs nothing ends exactly where the one before it does: a parallel sum may differ.
+    # An entry of weight 0 must end exactly where the one before it ends. A parallel sum may round
+    # differently, so take the running maximum instead.
     running = running.masked_fill_(weights == 0, 0).cummax(1).values
     total = running[:, -1:]
-    # Rounded up to the total, a level would fall behind the last one.
+    # A level that is rounded up to the total would fall after the last entry.
     level = torch.minimum(levels * total, total.nextafter(torch.zeros_like(total)))
     index = torch.searchsorted(running, level, right=True).clamp_(max=weights.shape[1] - 1)
     before = torch.where(index > 0, running.gather(1, (index - 1).clamp_(min=0)), 0)

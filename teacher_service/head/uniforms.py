@@ -1,5 +1,6 @@
-"""Random numbers of a row: decided by a seed and the tokens before the row's, and by nothing else.
-No batch, order, start of the rows or restart changes them.
+"""Reproducible random numbers for tail samples: a hash of the seed and the tokens before a row.
+
+They do not depend on the batch, the order of queries, the first row of a query or restarts.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def uniforms_of(query: ScoreQuery) -> NDArray[np.float64]:
-    """[rows, tail_samples] in [0, 1)."""
+    """Return the uniforms of each row of `query`, float64 [rows, tail_samples] in [0, 1)."""
     seed = splitmix64(np.array([query.seed], np.uint64))
     before = query.token_ids[:-1].astype(np.uint64)
-    # A prefix is the sum of one hash for each place and token in it: all prefixes in one pass.
+    # The hash of a prefix is the sum of one hash per (place, token): all prefixes in one pass.
     placed = np.arange(len(before), dtype=np.uint64) << np.uint64(32) | before
     prefixes = splitmix64(seed + np.cumsum(splitmix64(seed + placed)))[query.start - 1 :]
     numbers = np.arange(1, query.tail_samples + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
@@ -25,7 +26,10 @@ def uniforms_of(query: ScoreQuery) -> NDArray[np.float64]:
 
 
 def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of that generator: a bijection in which each bit of `x` changes half of all."""
+    """Return the finaliser of the SplitMix64 generator, elementwise.
+
+    It is a bijection of uint64: flipping one bit of `x` flips about half of the bits of the result.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

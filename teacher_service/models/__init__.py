@@ -1,1 +1,1 @@
-"""Model directories: found, checked, fingerprinted and loaded."""
+"""Finds, checks, fingerprints and loads model directories."""

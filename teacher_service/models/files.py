@@ -1,4 +1,4 @@
-"""The files of a model: found, checked before anything of them is run, and fingerprinted."""
+"""Finds and checks the files of a model before any of them is used, and fingerprints them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from protos.errors import InvalidInput
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-# What else decides which text a token id stands for.
+# All files that decide which text a token id stands for.
 _TEXT_FILES = (
     *_TOKENIZER_FILES,
     *("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),
     "chat_template.jinja",
 )
 _ADAPTER = "adapter_config.json"
-# Written by the saving program; they do not change a single row.
+# Written by the program that saved the model; they do not change the rows.
 _IRRELEVANT_CONFIG = ("_name_or_path", "transformers_version")
 
 
 def model_directory(model: str) -> Path:
-    """The local directory of a path or hub id, whose files are present and need no code of theirs.
+    """Return the local directory of `model`, a path or hub id; download a hub id if needed.
 
-    Raises InvalidInput, naming --model.
+    Raises InvalidInput with field --model if there is no such model, if files are missing, if the
+    weights are not .safetensors, if the model needs Python code of its own, or if it has an
+    adapter beside its weights.
     """
     path = Path(model).expanduser()
     if not path.exists() and _HUB_ID.fullmatch(model):
@@ -38,7 +40,9 @@ def model_directory(model: str) -> Path:
             f"there is no directory {model}", "give a Hugging Face directory or a hub id"
         )
     if not (path / "config.json").is_file():
-        raise _refused(f"{model} has no config.json", "give a directory made by save_pretrained()")
+        raise _refused(
+            f"{model} has no config.json", "give a directory written by save_pretrained()"
+        )
     refuse_code(path, "--model")
     if not weight_files(path):
         raise _refused(
@@ -46,16 +50,16 @@ def model_directory(model: str) -> Path:
             "convert it with save_pretrained(..., safe_serialization=True)",
         )
     if (path / _ADAPTER).exists():
-        # transformers would load it, and the base model that it names from elsewhere.
+        # transformers would load the adapter, and its base model from another place.
         raise _refused(f"{model} has an adapter beside its weights", "merge it into the weights")
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        # transformers would make an empty one, and the student's could not be compared with it.
+        # transformers would create an empty tokenizer, which cannot be compared to the student's.
         raise _refused(f"{model} has no tokenizer", "save the tokenizer into the same directory")
     return path
 
 
 def _download(hub_id: str) -> Path:
-    # Reachability first: the hub's client would retry for a minute before it gives up.
+    # Check that the hub is reachable first: its client would retry for a minute.
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -68,14 +72,14 @@ def _download(hub_id: str) -> Path:
         found = snapshot_download(hub_id, allow_patterns=_HUB_FILES, local_files_only=not online)
     except LocalEntryNotFoundError as error:
         raise _refused(
-            f"there is no directory {hub_id}, and the hub gives no such model: {reason[:200]}",
+            f"there is no directory {hub_id}, and the hub returns no such model: {reason[:200]}",
             "check the spelling and the connection, or give a local directory",
         ) from error
     return Path(found)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The parsed config.json. Raises InvalidInput when it is not a JSON object."""
+    """Return the parsed config.json. Raises InvalidInput if it is not a JSON object."""
     try:
         config = json.loads((path / "config.json").read_text("utf-8"))
     except ValueError as error:
@@ -86,20 +90,26 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The .safetensors files that from_pretrained would load, by name."""
+    """Return the .safetensors files that from_pretrained() would load, sorted by name.
+
+    Empty if the directory has none. Raises InvalidInput if the index of weights is malformed.
+    """
     index = path / WEIGHTS_INDEX
     if (path / "model.safetensors").is_file() or not index.is_file():
         return sorted(path.glob("model.safetensors"))
     try:
         names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _refused(f"{index} is not an index of weights", "restore the file") from error
+        raise _refused(f"{index} is not a valid index of weights", "restore the file") from error
     return [path / name for name in sorted(names)]
 
 
 def file_facts(path: Path) -> dict[str, object]:
-    """What the fingerprint takes from the files: the digest of each file of weights and of the
-    tokenizer, and the config.
+    """Return the part of the fingerprint that comes from the files.
+
+    It contains the sha256 of each weight and tokenizer file, and the config without the entries
+    that do not affect rows. Reads every byte of the weights. Raises InvalidInput if a file is
+    malformed.
     """
     config = read_config(path)
     for key in _IRRELEVANT_CONFIG:

@@ -1,4 +1,4 @@
-"""A causal language model that transformers knows: loaded, or refused in one sentence."""
+"""Loads causal language models and their vocabulary with transformers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def load_model(path: Path, *, dtype: str, device: str | None = None) -> Any:
-    """The model with every weight, on the CPU; on the device "meta" without their values.
+    """Load the model on the CPU; with device "meta", without the values of its weights.
 
-    Raises InvalidInput, naming --model or --dtype.
+    Raises InvalidInput with field --dtype if the dtype is unknown, and with field --model if the
+    model cannot be loaded or the files lack some of its weights.
     """
     if dtype not in _DTYPES:
         raise InvalidInput(
-            f"there is no dtype {dtype!r}", field="--dtype", hint=f"use one of {', '.join(_DTYPES)}"
+            f"unknown dtype {dtype!r}", field="--dtype", hint=f"use one of {', '.join(_DTYPES)}"
         )
     try:
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
@@ -32,16 +33,19 @@ def load_model(path: Path, *, dtype: str, device: str | None = None) -> Any:
             local_files_only=True,
             output_loading_info=True,
         )
-    except Exception as error:  # of a wrong config the library raises anything
+    except Exception as error:  # the library raises any exception for a wrong config
         raise not_loaded(path, str(error)) from error
     if loading["missing_keys"]:
-        # transformers would fill them with random numbers and only warn.
+        # transformers would fill missing weights with random numbers and only warn.
         raise not_loaded(path, f"it has no weights for {min(loading['missing_keys'])}")
     return model
 
 
 def load_vocabulary(path: Path) -> tuple[str, ...]:
-    """The token of id 0, 1, ...; "" for an id without one. Raises InvalidInput."""
+    """Return the tokens in order of id, "" for an unused id.
+
+    Raises InvalidInput if the tokenizer cannot be loaded.
+    """
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -50,14 +54,16 @@ def load_vocabulary(path: Path) -> tuple[str, ...]:
 
 
 def not_loaded(path: Path, reason: str) -> InvalidInput:
+    """Return the error for a model that cannot be loaded, for the caller to raise."""
     return InvalidInput(
         f"cannot load {path}: {' '.join(reason.split())[:300]}",
         field="--model",
-        hint="give a complete causal language model that this version of transformers knows",
+        hint="give a complete causal language model that this version of transformers supports",
     )
 
 
 def not_linear(model: str | Path) -> InvalidInput:
+    """Return the error for a model whose head is not one linear layer, for the caller to raise."""
     return InvalidInput(
         f"the logits of {model} are not one linear layer of its hidden states",
         field="--model",

@@ -102,7 +102,7 @@ def test_faults_stay_with_their_request(start_teacher: StartTeacher) -> None:
     assert isinstance(faults[2], InvalidInput)
     assert faults[2].field == "token_ids[40]"
     assert "internal error" in str(faults[4])
-    assert "told to crash" in teacher.log.read_text()
+    assert "set to crash" in teacher.log.read_text()
 
 
 def test_what_cannot_be_sent_is_refused_at_once(start_teacher: StartTeacher) -> None:

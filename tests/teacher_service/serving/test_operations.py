@@ -114,7 +114,7 @@ def test_logs_are_json_and_hold_no_contents(start_teacher: StartTeacher) -> None
     assert told == {("OK", 19, "debug"), ("INTERNAL", 0, "debug")}
     assert all(0 < event["seconds"] < 10 for event in requests)
     [defect] = [event for event in events if event["event"].startswith("defect")]
-    assert "told to crash" in defect["exception"]
+    assert "set to crash" in defect["exception"]
     text = teacher.log.read_text()
     assert secret not in text
     assert str(query(1).token_ids[:5].tolist())[1:-1] not in text
