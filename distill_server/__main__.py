@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from clients.cli.listen_options import (
+    HELP_OPTIONS,
     HostOption,
     InsecureOption,
     TlsCertOption,
@@ -18,6 +19,7 @@ from clients.cli.listen_options import (
     TlsKeyOption,
     TokenFileOption,
 )
+from clients.cli.version import VersionOption
 from protos.errors import DistillError
 
 if TYPE_CHECKING:
@@ -77,7 +79,12 @@ DashboardPortOption = Annotated[
     ),
 ]
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings=HELP_OPTIONS,
+)
 
 
 @app.command()
@@ -100,6 +107,7 @@ def serve(
     dashboard: DashboardPortOption = None,
     database: DatabaseOption = None,
     ray: RayOption = None,
+    version: VersionOption = False,
 ) -> None:
     """Accept distillation jobs, run them, and tell how they fare."""
     from distill_server.jobs.preflight import JobPreflight
@@ -130,7 +138,7 @@ def serve(
                 endpoint=endpoint,
                 runner=_runner(ray),
                 policy=Policy(machine, most_queued, retries, backoff),
-                preflight=JobPreflight(),
+                preflight=JobPreflight(packages=ray is None),
                 on_ready=lambda bound: print(
                     f"server listening on {endpoint.address(bound)}", flush=True
                 ),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from clients.cli.listen_options import (
+    HELP_OPTIONS,
     HostOption,
     InsecureOption,
     TlsCertOption,
@@ -18,13 +19,19 @@ from clients.cli.listen_options import (
     TlsKeyOption,
     TokenFileOption,
 )
+from clients.cli.version import VersionOption
 from teacher_service import options
 from teacher_service.logs import LogFormat, LogLevel, start_logging
 
 if TYPE_CHECKING:
     from teacher_service.cache.settings import CacheSettings
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings=HELP_OPTIONS,
+)
 
 
 @app.command()
@@ -57,10 +64,15 @@ def teacher(
     metrics_host: options.MetricsHostOption = "127.0.0.1",
     log_format: options.LogFormatOption = LogFormat.TEXT,
     log_level: options.LogLevelOption = LogLevel.INFO,
+    version: VersionOption = False,
 ) -> None:
     """Score sequences with a model and stream the top-k rows to students."""
     # Before torch is imported: every thread of it reads this once.
     os.environ["OMP_NUM_THREADS"] = str(threads or os.environ.get("OMP_NUM_THREADS") or _half())
+    with _errors_as_exit():
+        from protos.extras import require_extra
+
+        require_extra("teacher", "distill-teacher")
     from protos.auth.tls import TlsFiles
     from protos.rpc.server import read_endpoint
     from teacher_service.cache.settings import CacheSettings
@@ -76,7 +88,7 @@ def teacher(
     )
     vllm = VllmSettings(tensor_parallel_size, gpu_memory_share)
     start_logging(log_format, log_level)
-    with _told_as_exit():
+    with _errors_as_exit():
         tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
         settings = Settings(
             engine=EngineSettings(
@@ -101,7 +113,7 @@ def _kept(cache: CacheSettings, no_cache: bool) -> CacheSettings | None:
 
 
 @contextmanager
-def _told_as_exit() -> Iterator[None]:
+def _errors_as_exit() -> Iterator[None]:
     from protos.errors import DistillError
 
     try:

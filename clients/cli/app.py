@@ -19,6 +19,7 @@ from clients.cli.commands import teacher as teacher_commands
 from clients.cli.demos import demo, demo_rl
 from clients.cli.output import Output
 from clients.cli.settings import DEFAULT_SERVER, Settings
+from clients.cli.version import VersionOption
 from protos.errors import DistillError, ExitCode, InternalFault, InvalidInput
 
 EXIT_CODE_MEANINGS = {
@@ -85,6 +86,7 @@ def global_options(
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Tell more.")] = False,
     no_color: Annotated[bool, typer.Option("--no-color", help="As $NO_COLOR.")] = False,
+    version: VersionOption = False,
 ) -> None:
     if not server:
         raise InvalidInput("is empty", field="--server", hint="give HOST:PORT, or leave it out")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 HostOption = Annotated[str, typer.Option(help="Address of this machine to listen on.")]
 TokenFileOption = Annotated[
     Path | None,

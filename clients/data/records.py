@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from protos.errors import InvalidInput
+from protos.extras import install_command
 
 FILE_SUFFIXES = (".jsonl", ".parquet")
 
@@ -88,7 +89,7 @@ class DataSet:
                 f"{self.path} is no .jsonl or .parquet file, and other data needs the package"
                 " `datasets`, which is not installed",
                 field=self.field,
-                hint="pip install 'distill-service[train]'",
+                hint=install_command("train"),
             ) from error
         try:
             if not (Path(self.path) / "state.json").is_file() and not _holds_splits(self.path):

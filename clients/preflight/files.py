@@ -16,6 +16,7 @@ from clients.config.kinds import AnyJob, AnyTraining
 from clients.config.offline import OfflineJob
 from clients.data.records import FILE_SUFFIXES
 from clients.preflight.disk import check_space
+from clients.preflight.packages import check_packages
 from clients.preflight.trackers import check_trackers
 from clients.store.captured_store import captured_store_of
 from protos.errors import InvalidInput
@@ -23,12 +24,15 @@ from protos.errors import InvalidInput
 RELATIVE = "relative paths start at the current directory"
 
 
-def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE) -> None:
+def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE, packages: bool = True) -> None:
     """Refuse a job whose files, trackers or disk are not there. Raises a DistillError.
 
     `run`: its directory, or the one that its directory will be made in; `hint`: the remedy for a
-    file that is missing.
+    file that is missing; `packages`: whether the job's program runs with this Python, so that
+    what it imports must be installed here (not so on a Ray cluster).
     """
+    if packages:
+        check_packages(config)
     check_files(config, hint)
     if not isinstance(config, TrainingJob):
         return

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from clients.config.common import TrackConfig
 from protos.errors import InvalidInput
+from protos.extras import install_command
 
 _WANDB = "https://api.wandb.ai"
 
@@ -21,7 +22,7 @@ def check_trackers(track: TrackConfig) -> None:
             raise InvalidInput(
                 f"{name} is not installed",
                 field=f"track.{name}",
-                hint="pip install 'distill-service[track]', or leave the table out",
+                hint=f"{install_command('track')}, or leave the table out",
             )
     if track.wandb is not None and not _wandb_may_start(os.environ):
         raise InvalidInput(

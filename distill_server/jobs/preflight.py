@@ -1,4 +1,7 @@
-"""What a job's program would refuse at its start, asked before the job is queued."""
+"""Checks of a job before it is queued: files, teachers and tokenizers.
+
+The job's program makes the same checks when it starts; here they fail at submission instead.
+"""
 
 from __future__ import annotations
 
@@ -21,49 +24,59 @@ from protos.errors import Forbidden, Unauthenticated, WrongState
 
 log = logging.getLogger(__name__)
 
-# Raises a DistillError. The path: of the run directory, or what it will be made in.
+# Raises a DistillError. The path is the run directory, or for a new job the directory of all runs.
 Preflight: TypeAlias = Callable[[AnyJob, Path], Awaitable[None]]
 
-# A teacher has 5 s to answer, a caller waits 10 s for us.
+# More than the 5 s that a teacher has to answer, less than the 10 s that a client waits.
 _MOST_SECONDS = 8.0
-# So many submits a second must not be as many questions to a teacher.
+# A teacher's info is reused this long, so that a burst of submits asks a teacher only once.
 _FRESH_SECONDS = 3.0
 _LOOKERS, _ASKERS = 4, 16
-_REMEDY = "give the path of a file or directory that the machine of the distill server has"
+_REMEDY = "name a file or directory that exists on the distill server's machine"
 
 _T = TypeVar("_T")
 
 
 async def unchecked(config: AnyJob, run: Path) -> None:
-    """For trainers that are none: whatever they are given is right."""
+    """Accept every job; for tests whose trainers are scripts."""
 
 
 class JobPreflight:
-    """Looks at files in threads of its own, and asks each teacher once for all who submit."""
+    """Checks jobs in its own threads; concurrent submits share one request to each teacher."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, packages: bool = True) -> None:
+        """`packages`: also check that this Python has what trainers import; not so with Ray."""
+        self._packages = packages
         self._lookers = ThreadPoolExecutor(_LOOKERS, "preflight-files")
-        # Of their own: who looks at files must not wait for teachers that are dead.
+        # A pool of its own, so that checks of files do not wait for teachers that do not answer.
         self._askers = ThreadPoolExecutor(_ASKERS, "preflight-teachers")
         self._tokens = StudentTokens()
-        # By addresses and the job's key for them: who asks, and when it began.
+        # The request and its start time, by the teacher's addresses and the job's field for them.
         self._asked: dict[tuple[tuple[str, ...], str], tuple[asyncio.Task[TeacherInfo], float]] = {}
 
     async def __call__(self, config: AnyJob, run: Path) -> None:
-        """Refuse a job that cannot run, as its program would. What a hanging disk does not tell in
-        time is left to that program.
+        """Raise the DistillError that the job's program would raise at its start.
+
+        After 8 s (a disk that hangs, for example) the job is accepted with a warning in the log:
+        its program checks again.
         """
         try:
             async with asyncio.timeout(_MOST_SECONDS) as limit:
-                await _apart(self._lookers, lambda: check_here(config, run, hint=_REMEDY))
+                await _apart(
+                    self._lookers,
+                    partial(check_here, config, run, hint=_REMEDY, packages=self._packages),
+                )
                 names = services_of(config)
                 asked = (self._info(names[name], field_of(name)) for name in names)
                 infos = dict(zip(names, await asyncio.gather(*asked), strict=True))
                 await _apart(self._askers, lambda: self._hold_against(config, infos))
         except TimeoutError:
-            if not limit.expired():  # a teacher's own answer
+            if not limit.expired():  # raised by a check, not by this limit
                 raise
-            log.warning("a job was not looked at within %g s: its start will tell", _MOST_SECONDS)
+            log.warning(
+                "a job was not checked within %g s and is accepted; its program checks again",
+                _MOST_SECONDS,
+            )
 
     async def _info(self, addresses: str | list[str], field: str) -> TeacherInfo:
         key = (tuple([addresses] if isinstance(addresses, str) else addresses), field)
@@ -71,10 +84,11 @@ class JobPreflight:
         now = time.monotonic()
         if task is None or (task.done() and (now - began > _FRESH_SECONDS or task.exception())):
             task = asyncio.create_task(_apart(self._askers, lambda: _ask(addresses, field)))
-            task.add_done_callback(lambda done: done.exception())  # perhaps nobody waits any more
+            # Mark the error as retrieved: all callers may have been cancelled by then.
+            task.add_done_callback(lambda done: done.exception())
             fresh = {k: v for k, v in self._asked.items() if now - v[1] <= _FRESH_SECONDS}
             self._asked = {**fresh, key: (task, now)}
-        # Others wait for it too, whoever gives up.
+        # Other callers wait for the same task: a cancelled caller must not cancel it.
         return await asyncio.shield(task)
 
     def _hold_against(self, config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
@@ -92,7 +106,7 @@ async def _apart(threads: ThreadPoolExecutor, look: Callable[[], _T]) -> _T:
 
 
 def _client(addresses: str | list[str], field: str) -> TeacherClient:
-    # Whoever submits names the address: it must not get a token that can do more than a trainer's.
+    # The submitter chooses the address, so it gets a token with no more rights than a trainer's.
     return TeacherClient(addresses, field=field, scope="preflight", patience_seconds=_MOST_SECONDS)
 
 
@@ -106,10 +120,11 @@ def _ask(addresses: str | list[str], field: str) -> TeacherInfo:
         try:
             return client.info()
         except (Unauthenticated, Forbidden) as error:
-            # The caller's own token is another one, and is good.
+            # WrongState, not Unauthenticated: the caller's own token is good.
             where = addresses if isinstance(addresses, str) else ", ".join(addresses)
             raise WrongState(
                 f"the teacher at {where} does not take the token of the distill server",
                 field=field,
-                hint="start the server with the teacher's $DISTILL_TEACHER_TOKEN",
+                hint="start the distill server with $DISTILL_TEACHER_TOKEN set to a token that the"
+                " teacher accepts",
             ) from error

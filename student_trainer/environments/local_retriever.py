@@ -7,6 +7,7 @@ from pathlib import Path
 
 from clients.data.records import DataSet, text_of
 from protos.errors import InvalidInput
+from protos.extras import install_command
 
 COLUMN = "contents"
 _FIELD = "environment.retriever"
@@ -26,7 +27,7 @@ class LocalRetriever:
             raise InvalidInput(
                 "a local corpus needs the package bm25s, which is not installed",
                 field=_FIELD,
-                hint="pip install 'distill-service[rl]'",
+                hint=install_command("rl"),
             ) from None
         self._corpus = _read(path)
         self._tokenize = bm25s.tokenize

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from clients.config.environment import SearchConfig
 from protos.errors import InvalidInput
+from protos.extras import install_command
 from student_trainer.environments.local_retriever import LocalRetriever
 
 
@@ -31,7 +32,7 @@ def make_retriever(config: SearchConfig) -> Retriever:
         raise InvalidInput(
             "a retrieval server needs the package httpx, which is not installed",
             field="environment.retriever",
-            hint="pip install 'distill-service[rl]'",
+            hint=install_command("rl"),
         ) from None
     return RemoteRetriever(config.retriever, timeout_seconds=config.timeout_seconds)
 

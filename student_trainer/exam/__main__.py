@@ -15,6 +15,7 @@ from typing import Any
 
 from clients.config.exam import ExamConfig
 from protos.errors import DistillError, ExitCode, InvalidInput
+from protos.extras import install_command
 from student_trainer.exam.answer_store import Answer, AnswerStore
 from student_trainer.exam.asking import Refusals
 from student_trainer.exam.questions import Question, fingerprint, load_questions
@@ -99,7 +100,7 @@ def _examinee(config: ExamConfig, model: str) -> Any:
             raise InvalidInput(
                 "needs the package httpx, which is not installed",
                 field="--endpoint",
-                hint="pip install 'distill-service[rl]'",
+                hint=install_command("rl"),
             ) from None
 
         return Endpoint(config, model)

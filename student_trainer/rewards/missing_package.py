@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from protos.errors import InvalidInput
+from protos.extras import install_command
 
 
 def missing(package: str, kind: str, extra: str = "rl") -> InvalidInput:
@@ -10,5 +11,5 @@ def missing(package: str, kind: str, extra: str = "rl") -> InvalidInput:
     return InvalidInput(
         f"{kind} needs the package {package}, which is not installed",
         field="reward.type",
-        hint=f"pip install 'distill-service[{extra}]'",
+        hint=install_command(extra),
     )

@@ -17,6 +17,7 @@ import numpy as np
 
 from clients.config.capture import CaptureJob, RayConfig
 from protos.errors import DistillError, InvalidInput, Unavailable, error_of
+from protos.extras import install_command
 from teacher_service.capture.plan import Plan
 from teacher_service.capture.sequences import TokenSequence
 from teacher_service.capture.sources import Ask, Told, score_file
@@ -112,7 +113,7 @@ def _connected() -> Any:
         import ray.data
     except ImportError as error:
         raise InvalidInput(
-            "Ray is not installed", field="method.ray", hint="pip install 'distill-service[ray]'"
+            "Ray is not installed", field="method.ray", hint=install_command("ray")
         ) from error
     # Without an address it starts a cluster, which other machines must not reach.
     local = {} if os.environ.get("RAY_ADDRESS") else {"_node_ip_address": "127.0.0.1"}

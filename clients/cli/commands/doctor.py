@@ -16,6 +16,7 @@ import typer
 
 from clients.cli.settings import DEFAULT_SERVER, settings_of
 from protos.errors import DistillError, ExitCode
+from protos.extras import install_command, missing_packages
 
 PACKAGES = ("distill-service", "grpcio", "protobuf", "pydantic", "numpy")
 # Older ones can lose writes of a WAL database when two processes checkpoint it at once.
@@ -24,6 +25,15 @@ TORCH_PROBE = (
     "import torch; print(torch.__version__ + (', ' + torch.cuda.get_device_name(0) "
     "if torch.cuda.is_available() else ', no GPU'))"
 )
+
+
+# What each extra is for; a machine needs only those of its own tasks.
+EXTRAS = {
+    "train": "train jobs (distill run, distill-server)",
+    "teacher": "run a teacher (distill-teacher) or a capture",
+    "rl": "score math rewards, search, evaluate an endpoint",
+    "plot": "save plots as PNG",
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ def doctor(
     """Look at versions, packages, devices and connections."""
     settings = settings_of(context)
     output = settings.output
-    checks = [*_versions(), *_packages(), _sqlite(), _torch(), _ray()]
+    checks = [*_versions(), *_packages(), _sqlite(), _torch(), _ray(), *_extras()]
     with output.stage("asking the servers"):
         server = _reachable("server", settings.server)
         if settings.server == DEFAULT_SERVER and server.problem:
@@ -66,7 +76,10 @@ def doctor(
 def _report(checks: list[Check], problems: list[str], warnings: list[str]) -> str:
     lines = [f"{check.name:<16} {check.value}" for check in checks]
     lines += [f"warning: {warning}" for warning in warnings]
-    lines += [f"problem: {problem}" for problem in problems] or ["all good"]
+    lines += [f"problem: {problem}" for problem in problems]
+    if not problems:
+        cannot = [what for extra, what in EXTRAS.items() if missing_packages(extra)]
+        lines.append("no problems" + (f"; cannot {'; cannot '.join(cannot)}" if cannot else ""))
     return "\n".join(lines)
 
 
@@ -116,8 +129,15 @@ def _ray() -> Check:
     except importlib.metadata.PackageNotFoundError:
         return Check("ray", "not installed; only --ray needs it")
     whole = importlib.util.find_spec("aiohttp") is not None
-    lacking = "without its Jobs API: pip install 'distill-service[ray]'"
+    lacking = f"without its Jobs API: {install_command('ray')}"
     return Check("ray", version, warning="" if whole else lacking)
+
+
+def _extras() -> Iterator[Check]:
+    for extra in EXTRAS:
+        missing = missing_packages(extra)
+        what = f"without {', '.join(missing)}: {install_command(extra)}" if missing else "installed"
+        yield Check(f"extra {extra}", what)
 
 
 def _reachable(name: str, address: str) -> Check:

@@ -16,6 +16,7 @@ import typer
 from clients.cli.output import Output
 from clients.cli.settings import settings_of
 from protos.errors import ExitCode, InternalFault, InvalidInput, NotFound, error_of
+from protos.extras import require_extra
 
 if TYPE_CHECKING:
     from clients.config.exam import ExamConfig
@@ -90,6 +91,10 @@ def exam(
         "patience_seconds": patience,
     }
     config = _checked(values)
+    if endpoint:
+        require_extra("rl", "an evaluation over an endpoint", field="--endpoint")
+    else:
+        require_extra("train", "the evaluation of a local model", field="MODEL")
     if not out:
         config = config.model_copy(update={"out": f"runs/eval-{_digest(config)}"})
     output.say(f"answers are kept in {config.out}")

@@ -85,11 +85,13 @@ def _made_by(run: RunDirectory) -> dict[str, Path]:
 def _made(job: str, chosen: list[str], runs: Path) -> RunDirectory:
     from clients.config.file import load_job, localized
     from clients.preflight.files import check_files
+    from clients.preflight.packages import check_packages
     from clients.runs.directory import RunDirectory
     from clients.runs.run_id import run_ids
 
     file = load_job(job, chosen)
     config = _stored_absolute(localized(judged_beside(file.path, file.config)))
+    check_packages(config)
     check_files(config)
     for name in run_ids(config.method.type, config.name):
         with suppress(FileExistsError):

@@ -16,6 +16,7 @@ import typer
 from clients.cli.output import Output
 from clients.cli.settings import settings_of
 from protos.errors import DistillError, ExitCode, InternalFault, InvalidInput
+from protos.extras import require_extra
 
 if TYPE_CHECKING:
     from clients.cli.demos.services import Services
@@ -80,6 +81,7 @@ def demo(
     """Try the whole service on this machine. It takes minutes and needs no GPU."""
     from clients.cli.demos.services import Services
 
+    require_extra("teacher,train", "distill demo")
     output = settings_of(context).output
     place = Path(runs).absolute()
     clear(place, output)

@@ -14,6 +14,7 @@ from clients.cli.demos.demo import MAKE_DATA, PRETRAIN, clear, filled
 from clients.cli.output import Output
 from clients.cli.settings import settings_of
 from protos.errors import ExitCode
+from protos.extras import require_extra
 
 MAKE_STUDENT = (
     *PRETRAIN,
@@ -54,6 +55,7 @@ def demo_rl(
     """Try learning from rewards on this machine. It takes minutes and needs no GPU."""
     from clients.cli.demos.services import Services
 
+    require_extra("teacher,train", "distill demo-rl")
     output = settings_of(context).output
     place = Path(runs).absolute()
     clear(place, output)

@@ -8,6 +8,7 @@ from typing import Any
 
 from clients.cli.plots.panels import Panel, smoothed, ticks
 from protos.errors import InvalidInput
+from protos.extras import install_command
 
 SUFFIXES = (".png", ".svg", ".pdf")
 COLORS = ("#2462c9", "#c2570c", "#1a7f4b", "#a83289", "#7a6a00", "#4b5563")
@@ -28,7 +29,7 @@ def save_picture(path: Path, panels: Sequence[Panel], jobs: Sequence[str]) -> No
         raise InvalidInput(
             "a picture needs matplotlib",
             field="-o",
-            hint="pip install 'distill-service[plot]', or leave -o out",
+            hint=f"{install_command('plot')}, or leave -o out",
         ) from error
     columns = 1 if len(panels) == 1 else 2
     rows = -(-len(panels) // columns)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from protos.errors import InvalidInput, Unavailable, WrongState
+from protos.extras import install_command
 
 _TIMEOUT_SECONDS = 10.0
 _SHOWN_CHARS = 150
@@ -116,7 +117,7 @@ def _client_class() -> Callable[[str], Any]:
     # Ray without the extra [default] can be imported, and has no Jobs API.
     if not (find_spec("ray") and find_spec("aiohttp")):
         raise InvalidInput(
-            "Ray is not installed", field="--ray", hint="pip install 'distill-service[ray]'"
+            "Ray is not installed", field="--ray", hint=install_command("ray")
         )
     from ray.job_submission import JobSubmissionClient
 

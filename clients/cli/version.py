@@ -1,0 +1,23 @@
+"""`--version`, the same for `distill`, `distill-server` and `distill-teacher`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from protos.extras import version
+
+        typer.echo(f"distill-service {version()}")
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool,
+    typer.Option(
+        "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
+    ),
+]
