@@ -1,1 +1,1 @@
-"""The training loop, its checkpoints, evaluation and watches."""
+"""The training loop, its checkpoints, its held-out evaluation, and its warnings."""

@@ -1,8 +1,12 @@
-"""Whether student and anchor stay together: the method's section 9, and what to warn of.
+"""A warning for an unstable anchor: the stability condition of the EMA anchor, checked every step.
 
-Around where they are one, with learning rate alpha, KL weight beta and curvature lambda of the KL,
-the gap d = theta - phi goes d <- (1 - alpha beta lambda) d + alpha g with each update of the
-student, g the rest of its gradient, and d <- tau d with each of the anchor, every P updates.
+Near the point where student (theta) and anchor (phi) are equal, the gap d = theta - phi follows
+
+    d <- (1 - alpha beta lambda) d + alpha g     with each update of the student
+    d <- tau d                                   with each update of the anchor, every P updates
+
+where alpha is the learning rate, beta the weight of the KL, lambda the curvature of the KL and g
+the rest of the gradient. The gap is stable if tau |1 - alpha beta lambda|^P < 1.
 """
 
 from __future__ import annotations
@@ -20,19 +24,20 @@ log = logging.getLogger(__name__)
 def contraction(
     *, tau: float, update_period: int, learning_rate: float, beta: float, curvature: float
 ) -> float:
-    """tau |1 - alpha beta lambda|^P, what is left of a gap after a period: stable below 1."""
+    """Return tau |1 - alpha beta lambda|^P: the share of a gap left after a period; stable below 1."""
     return float(tau * abs(1 - learning_rate * beta * curvature) ** update_period)
 
 
 class StabilityWatch:
-    """Warns once, when what a step measured says that the gap to the anchor would grow by itself.
+    """Logs one warning if the metrics of a step say that the gap to the anchor grows by itself.
 
-    Local and rough: the curvature is that along the gap, 2 KL / |d|^2, and AdamW's rate is at most
-    its longest step, alpha sqrt(n) for n weights, over the gradient that it follows.
+    The estimate is local and rough. The curvature is the one along the gap, 2 KL / |d|^2. AdamW's
+    effective rate is bounded by its longest step, alpha sqrt(n) for n weights, divided by the norm
+    of the gradient.
     """
 
     def __init__(self, config: RLJob, anchor: Anchor) -> None:
-        """Every process must make one: the anchor is measured."""
+        """Collective: measures the norm of the anchor."""
         self._tau, self._period = config.anchor.tau, config.anchor.update_period
         self._beta = config.method.beta
         self._size, self._reach = anchor.size(), math.sqrt(anchor.elements)
@@ -40,9 +45,10 @@ class StabilityWatch:
         self._told = False
 
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Check the metrics of `step`. Requires anchor/gap, anchor/version, grad_norm and lr."""
         distance = metrics["anchor/gap"] * self._size
         if metrics["anchor/version"] != self._version:
-            # The KL was of the gap before the anchor moved, which left tau of it.
+            # The KL was measured before the anchor moved; the move left tau of that gap.
             self._version = metrics["anchor/version"]
             distance = distance / self._tau if self._tau else 0.0
         gradient = metrics["grad_norm"]
@@ -58,8 +64,8 @@ class StabilityWatch:
         if left >= 1:
             self._told = True
             log.warning(
-                "step %d: the pull of the anchor may overshoot: tau |1 - alpha beta lambda|^P is "
-                "about %.2g, it should be below 1; lower method.beta or train.learning_rate",
+                "step %d: the KL to the anchor may be unstable: tau |1 - alpha beta lambda|^P is "
+                "about %.2g and should be below 1; lower method.beta or train.learning_rate",
                 step,
                 left,
             )

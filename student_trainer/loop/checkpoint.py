@@ -1,14 +1,16 @@
-"""Checkpoints that a crash cannot spoil.
+"""Atomic, verified checkpoints, and the export of the trained model.
 
-    checkpoints/step-000050/   model/ (a Hugging Face directory, or one of peft with the adapters)
-                               optimizer.safetensors  anchor.safetensors, if there is an anchor,
-                               critic.safetensors, if there is a critic
-                               state.json  manifest.json (sha256 of the rest)
+    checkpoints/step-000050/   model/                   Hugging Face directory; for LoRA, peft's
+                               optimizer.safetensors    AdamW's moments
+                               anchor.safetensors       only if the job has an anchor
+                               critic.safetensors       only if the job has a critic
+                               state.json               the step and the method's facts
+                               manifest.json            SHA-256 of every other file
 
-The tensors are whole however the student lay in its processes: any number of them can go on.
+Tensors are stored in full, not as shards, so a run can resume with any number of processes.
 
-Everything is written into a directory of another name, synced, and renamed when it is whole; older
-ones are deleted only then. A resume takes the newest one whose every byte is as the manifest says.
+A checkpoint is written to a temporary directory, synced to disk, and then renamed. Only after that
+are older checkpoints deleted. A run resumes from the newest checkpoint that matches its manifest.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ _CRITIC = "critic.safetensors"
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
+    """Return the directory of the checkpoint of `step` under `root`, which may not exist."""
     return root / f"step-{step:06d}"
 
 
@@ -58,10 +61,10 @@ def save_checkpoint(
     facts: Mapping[str, str] | None = None,
     main: bool = True,
 ) -> None:
-    """Write the checkpoint of `step`; it appears as a whole or not at all.
+    """Collective. Write the checkpoint of `step` atomically; only the `main` process writes.
 
-    `facts`: what `facts_of` is to give back. Every process must call it, for its share of the
-    tensors; the `main` one writes.
+    Every process contributes its shards of the tensors. `facts`: strings that `facts_of` returns.
+    Raises WrongState if a newer attempt has taken over the run.
     """
     adapted = has_adapters(model)
     weights = learned(model) if adapted else model.state_dict(keep_vars=True)
@@ -78,7 +81,7 @@ def save_checkpoint(
         save_file(moments, partial / "optimizer.safetensors")
         if anchor is not None:
             counts = json.dumps({"updates": anchor.updates, "version": anchor.version})
-            # One entry: several would be written in any order, and no two files be the same.
+            # One entry: safetensors writes several in random order, and files would differ.
             save_file(anchored, partial / _ANCHOR, metadata={"counts": counts})
         if values is not None:
             save_file(values.state(), partial / _CRITIC)
@@ -91,10 +94,11 @@ def save_checkpoint(
 def export_model(
     path: Path, *, model: Any, tokenizer: Any, anchor: Anchor | None = None, main: bool = True
 ) -> None:
-    """Write the plain Hugging Face directory; adapters are merged, and beside it in `adapter/`.
-    The anchor is written likewise, in `anchor/`.
+    """Collective. Write the model as a plain Hugging Face directory; only `main` writes.
 
-    Every process must call it; the `main` one writes.
+    LoRA adapters are merged into the weights, and also stored alone in `adapter/`. The anchor is
+    written the same way into `anchor/`. Raises WrongState if a newer attempt has taken over the
+    run.
     """
     parameters = model.state_dict(keep_vars=True)
     weights = whole_tensors(parameters, keep=main)
@@ -116,16 +120,18 @@ def _write_model(path: Path, model: Any, weights: Mapping[str, Tensor], tokenize
     model.save_pretrained(path, state_dict=merged(model, weights) if adapted else weights)
     if adapted:
         save_adapters(path / "adapter", model, {name: weights[name] for name in learned(model)})
-        # save_pretrained takes it from the frozen weights; the merged ones are float32.
+        # save_pretrained takes the dtype from the frozen weights; the merged ones are float32.
         model.config.dtype = torch.float32
         model.config.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a directory that then appears at `path`, with a manifest, in one rename.
+    """Write a directory atomically: `write` fills a temporary one, which is renamed to `path`.
 
-    Raises WrongState when the attempt was given up, before it and after.
+    Adds a manifest, syncs every file to disk, and replaces a directory that exists at `path`.
+    Raises WrongState if a newer attempt has taken over the run, before writing or before the
+    rename.
     """
     require_unfenced()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,10 +145,10 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
         _seal(partial)
         failpoint("checkpoint-sealed")
         require_unfenced()
-    except BaseException:  # a full disk, most likely: do not keep it full
+    except BaseException:  # most likely the disk is full, so free the space
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    if path.exists():  # of an earlier attempt that went another way
+    if path.exists():  # left by an earlier attempt that resumed from another step
         shutil.rmtree(path)
         failpoint("checkpoint-replaced")
     partial.rename(path)
@@ -151,7 +157,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def _seal(partial: Path) -> None:
-    """Add the manifest, and let nothing of it be only in memory."""
+    """Add the manifest, and sync all files and directories to disk."""
     manifest = {"files": {str(f.relative_to(partial)): _sha256(f) for f in _files(partial)}}
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     failpoint("checkpoint-listed")
@@ -163,10 +169,10 @@ def _seal(partial: Path) -> None:
 
 
 def delete_old(root: Path, keep: int, *, best: int | None = None) -> None:
-    """Keep the newest `keep` checkpoints and that of step `best`; no leftovers of interrupted
-    saves.
+    """Delete all checkpoints but the newest `keep` and that of step `best`.
 
-    Raises WrongState when the attempt was given up: what lies there is its successor's.
+    Also deletes the temporary directories of interrupted saves. Raises WrongState if a newer
+    attempt has taken over the run: the checkpoints are then that attempt's.
     """
     require_unfenced()
     for path in _by_step(root)[:-keep]:
@@ -179,9 +185,9 @@ def delete_old(root: Path, keep: int, *, best: int | None = None) -> None:
 
 
 def delete_after(root: Path, step: int) -> None:
-    """Forget what came after `step`: a run that goes back to it goes another way from there.
+    """Delete the checkpoints after `step`: a run that resumes from `step` replaces them.
 
-    Raises WrongState when the attempt was given up.
+    Raises WrongState if a newer attempt has taken over the run.
     """
     require_unfenced()
     for path in _by_step(root):
@@ -190,34 +196,38 @@ def delete_after(root: Path, step: int) -> None:
 
 
 def newest_checkpoint(root: Path, from_step: int | None = None) -> tuple[int, Path] | None:
-    """(step, path) of the newest one that verifies, or of `from_step`; None where there is none.
+    """Return (step, path) of the newest intact checkpoint, or of `from_step`.
 
-    Raises NotFound if the one asked for is missing or broken, Corrupt if all there are are broken:
-    to start again would throw the run's history away.
+    Returns None if the run has no checkpoint and `from_step` is None.
+
+    Raises NotFound if the checkpoint of `from_step` is missing or damaged. Raises Corrupt if there
+    are checkpoints and all are damaged: starting again from step 0 would discard the run's history.
     """
     if from_step is not None:
         path = checkpoint_path(root, from_step)
         if not verifies(path):
             have = ", ".join(str(_step(p)) for p in _by_step(root)) or "none"
             raise NotFound(
-                f"no good checkpoint of step {from_step}", field="--from", hint=f"there are: {have}"
+                f"there is no intact checkpoint of step {from_step}",
+                field="--from",
+                hint=f"steps with a checkpoint: {have}",
             )
         return from_step, path
     for path in reversed(_by_step(root)):
         if verifies(path):
             return _step(path), path
-        log.warning("%s is incomplete or damaged, trying the one before it", path)
+        log.warning("%s is incomplete or damaged; trying the checkpoint before it", path)
     if _by_step(root):
         raise Corrupt(
-            f"no checkpoint in {root} is whole",
+            f"every checkpoint in {root} is incomplete or damaged",
             field="checkpoints",
-            hint="restore one from a copy, or submit the job anew",
+            hint="restore a checkpoint from a backup, or submit a new job",
         )
     return None
 
 
 def verifies(path: Path) -> bool:
-    """Whether every file is there with the bytes that the manifest names."""
+    """Return whether every file of the manifest exists and has the SHA-256 listed there."""
     try:
         files: dict[str, str] = json.loads((path / "manifest.json").read_text())["files"]
         return all(_sha256(path / name) == digest for name, digest in files.items())
@@ -226,13 +236,13 @@ def verifies(path: Path) -> bool:
 
 
 def facts_of(path: Path) -> Mapping[str, str]:
-    """What was true of the run when it was saved."""
+    """Return the content of state.json: the step, and the facts given to `save_checkpoint`."""
     facts: dict[str, str] = json.loads((path / "state.json").read_text())
     return facts
 
 
 def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put the saved moments back; the model's own weights are loaded from path/model."""
+    """Load AdamW's state, in each process its shard; the weights are loaded from path/model."""
     saved = load_file(path / "optimizer.safetensors")
     for name, parameter in model.named_parameters():
         moments = {
@@ -249,27 +259,28 @@ def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def load_anchor(path: Path, anchor: Anchor) -> None:
-    """Put the saved anchor back, in each process its share.
+    """Load the anchor's weights, in each process its shard.
 
-    Raises InvalidInput if the run had none: one that began at this step would be another course.
+    Raises InvalidInput if the checkpoint has no anchor: an anchor that starts at this step would
+    change the training.
     """
     if not (path / _ANCHOR).is_file():
         raise InvalidInput(
-            f"{path.name} has no anchor: the run began without one",
+            f"{path.name} has no anchor: the run started without one",
             field="method.beta",
-            hint="resume with 0, as it began, or submit the job anew",
+            hint="resume with method.beta = 0, or submit a new job",
         )
     with safe_open(path / _ANCHOR, "pt") as file:
         anchor.load_state(file.get_tensor, **json.loads(file.metadata()["counts"]))
 
 
 def load_values(path: Path, values: CriticAdvantages) -> None:
-    """Put the saved critic back. Raises InvalidInput if the run had none."""
+    """Load the critic and its optimizer. Raises InvalidInput if the checkpoint has no critic."""
     if not (path / _CRITIC).is_file():
         raise InvalidInput(
-            f"{path.name} has no critic: the run began without one",
+            f"{path.name} has no critic: the run started without one",
             field="method.advantages",
-            hint="resume with what it began with, or submit the job anew",
+            hint="resume with the value the run started with, or submit a new job",
         )
     values.load_state(load_file(path / _CRITIC).__getitem__)
 

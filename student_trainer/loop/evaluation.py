@@ -1,4 +1,4 @@
-"""Held-out evaluation: the KL to the teacher, perplexity of stored text, and task accuracy."""
+"""Held-out evaluation: KL to the teacher, perplexity of stored text, task accuracy and reward."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from student_trainer.rewards.text_match import exact_match
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.source import PendingRows
 
-# Of `batch_metrics`; the perplexity is made of the mean.
+# Names in `batch_metrics` -> names in metrics.jsonl; the perplexity is exp of the mean.
 _MEASURED = {
     "kl/teacher": "eval/kl",
     "kl/teacher_bound": "eval/kl_bound",
     "cross_entropy": "eval/perplexity",
 }
-_HIGHEST_LOG = 700.0  # whose exponential is a number
+_HIGHEST_LOG = 700.0  # exp of it is still finite in float64
 
 
 class TaskEvaluation:
-    """Greedy answers, always to the same prompts, against the references and by a job's reward."""
+    """Scores greedy answers to fixed prompts by exact match and by the job's reward."""
 
     def __init__(
         self,
@@ -50,7 +50,11 @@ class TaskEvaluation:
         matched: bool = True,
         judged: RolloutRewards | None = None,
     ) -> None:
-        """`matched`: whether a reference is what an answer must be."""
+        """`prompts`: of all processes; this process keeps its share.
+
+        `matched`: whether to compare answers with the references. `judged`: the job's reward, None
+        if it has none.
+        """
         self._prompts = prompts[accelerator.process_index :: accelerator.num_processes]
         self._tokenizer = tokenizer
         self._rollouts = rollouts
@@ -58,7 +62,11 @@ class TaskEvaluation:
         self._judged = judged
 
     def __call__(self) -> tuple[Tensor, list[dict[str, Any]]]:
-        """((sum, number) of right answers and of rewards, transcripts of a few) of this process."""
+        """Sample this process's answers; must run inside `student.gathered()`.
+
+        Returns a tensor [2, 2] float64, (sum, number) of right answers and of finite rewards, and
+        the transcripts of the first 8 answers.
+        """
         answers = greedy_answers(self._rollouts, self._tokenizer, self._prompts)
         right = [exact_match(text, rollout.answer) for rollout, text in answers if self._matched]
         transcripts = [self._transcript(*pair) for pair in answers[:8]]
@@ -81,7 +89,7 @@ class TaskEvaluation:
 
 
 class Evaluation:
-    """The KL on held-out sequences, and the examination if there is one."""
+    """Computes the KL on held-out sequences and, if the job wants it, the task evaluation."""
 
     def __init__(
         self,
@@ -92,7 +100,11 @@ class Evaluation:
         *,
         tokens_per_micro_batch: int,
     ) -> None:
-        """`held_out`: this process's share; the same each time, so that two evaluations compare."""
+        """`held_out`: returns this process's held-out sequences.
+
+        They must be the same every time, so that evaluations at different steps are comparable.
+        `examination`: the task evaluation, None if the job has none.
+        """
         self._accelerator = accelerator
         self._objective = objective
         self._held_out = held_out
@@ -100,7 +112,11 @@ class Evaluation:
         self._most = tokens_per_micro_batch
 
     def __call__(self, student: Student) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """(metrics, transcripts of a few answers of this process)."""
+        """Collective, inside `student.gathered()`. Evaluate `student`, which is left in eval mode.
+
+        Returns the metrics over all processes, and transcripts of a few answers of this process. A
+        DistillError of one rank is raised on all ranks.
+        """
         student.eval()
         sums, transcripts = together(self._accelerator, lambda: self._found(student))
         total = self._accelerator.reduce(sums.to(self._accelerator.device)).tolist()
@@ -113,7 +129,7 @@ class Evaluation:
         return metrics, transcripts
 
     def _found(self, student: Student) -> tuple[Tensor, list[dict[str, Any]]]:
-        """((sum, number) of each metric, transcripts) of this process."""
+        """Return this process's (sum, number) of each metric, and its transcripts."""
         sums = torch.zeros(len(_MEASURED) + 2, 2, dtype=torch.float64)
         transcripts: list[dict[str, Any]] = []
         sums[:-2] = self._measured(student)
@@ -123,7 +139,7 @@ class Evaluation:
 
     @torch.no_grad()
     def _measured(self, student: Student) -> Tensor:
-        """(sum, number) of each metric of _MEASURED."""
+        """Return (sum, number) of each metric of _MEASURED, [len(_MEASURED), 2] float64."""
         sums = torch.zeros(len(_MEASURED), 2, dtype=torch.float64)
         objective = self._objective
         for group in micro_batches(self._held_out(), self._most, pack=student.packs):
@@ -138,6 +154,6 @@ class Evaluation:
 def greedy_answers(
     rollouts: Rollouts, tokenizer: Any, prompts: Sequence[Prompt]
 ) -> list[tuple[Rollout, str]]:
-    """The likeliest answer to each prompt, and its text."""
+    """Return the greedy rollout of each prompt (the most likely token each time) and its text."""
     batches = rollouts.generate(prompts, [0] * len(prompts), seed=0, greedy=True)
     return [(rollout, rollout.answer_text(tokenizer)) for batch in batches for rollout in batch]

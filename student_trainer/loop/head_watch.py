@@ -1,4 +1,4 @@
-"""Tells when probability leaves the head, which no curve of the loss does."""
+"""A warning for probability that leaves the head, which the loss curve does not show."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ _MASS = "topk/student_mass"
 
 
 class HeadWatch:
-    """Warns once, when the student's head holds less than half of what it held at first.
+    """Logs one warning if the student's head mass falls below half of its first value.
 
-    A warning is an attempt's: one that goes on with an emptied head says so in its own log.
+    Each attempt warns once, so a run that resumes with an emptied head has the warning in its log.
     """
 
     def __init__(self, history: Iterable[Point]) -> None:
-        """`history`: the steps before, from the run's first; what is at first is theirs."""
+        """`history`: the run's metrics before this attempt; their first head mass is the reference."""
         masses = (point.metrics.get(_MASS) for point in history)
         self._first = next((mass for mass in masses if mass is not None), None)
         self._told = False
 
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Check topk/student_mass of `step`; does nothing if the metric is missing."""
         mass = metrics.get(_MASS)
         if mass is None or self._told:
             return
@@ -35,8 +36,8 @@ class HeadWatch:
         if mass < self._first / 2:
             self._told = True
             log.warning(
-                "step %d: the head holds %.2f of the student's probability, it held %.2f: the KL "
-                "of the head alone may push it out; take a larger top_k, or the default tail",
+                "step %d: the head holds %.2f of the student's probability, at first it held %.2f: "
+                "a KL over the head alone can push it out; raise top_k, or use the default tail",
                 step,
                 mass,
                 self._first,
@@ -44,7 +45,7 @@ class HeadWatch:
 
 
 def learns_from_a_head(config: TrainingJob) -> bool:
-    """Whether the loss has a KL of a head: rewards alone may lead the student anywhere."""
+    """Return whether the loss has a KL over a head; rewards alone may move the mass anywhere."""
     if not isinstance(config, RLJob):
         return True
     method = config.method

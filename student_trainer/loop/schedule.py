@@ -1,4 +1,4 @@
-"""The learning rate of each step."""
+"""The learning rate schedule: warm-up, then constant, linear or cosine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from clients.config.common import TrainConfig
 
 
 def learning_rate(train: TrainConfig, step: int, max_steps: int) -> float:
-    """The rate of `step` (from 1): a pure function, so a resume needs no scheduler state."""
+    """Return the rate of `step` (from 1). A pure function, so a resume needs no scheduler state.
+
+    `train.learning_rate` is the peak; linear and cosine reach almost zero at `max_steps`.
+    """
     if step <= train.warmup_steps:
         return train.learning_rate * step / train.warmup_steps
     left = (max_steps - step + 1) / max(1, max_steps - train.warmup_steps)

@@ -1,4 +1,4 @@
-"""What the trainer is given: the sequences of a step, and what is to be made small on them."""
+"""The two inputs of the trainer: the sequences of a step, and the objective to minimise."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from student_trainer.teachers.source import PendingRows
 
 @dataclass(frozen=True)
 class Step:
-    """This process's share: the sequences of each optimizer update, which are made in this order.
+    """This process's share of a step.
 
-    measured: (sum, number) of metrics, to be summed over processes, under the same names in all;
-    seconds: of metrics `time/...`, the main process's.
+    updates: the sequences of each optimizer update, in the order of the updates. measured: metrics
+    as tensors (sum, number), which the trainer sums over all processes; every process must have the
+    same names. seconds: metrics `time/...` in seconds; those of the main process are logged.
     """
 
     updates: Sequence[Sequence[PendingRows]]
@@ -27,31 +28,31 @@ class Step:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-# Step number (from 1) -> a pure function of it and of the student's weights. Every process calls.
+# Step number (from 1) -> Step: a pure function of the number and the student's weights. Collective.
 Steps = Callable[[int], Step]
 
 
 def one_update(of_step: Callable[[int], list[PendingRows]]) -> Steps:
-    """Steps of one update each."""
+    """Return steps of one optimizer update each. `of_step`: returns the sequences of a step."""
     return lambda step: Step([of_step(step)])
 
 
 class Objective(Protocol):
-    """What is made small: a loss of each token, of which the trainer takes the mean."""
+    """The objective to minimise: a loss of each token, which the trainer averages."""
 
     @property
     def temperature(self) -> float:
-        """Of the student's distribution."""
+        """Temperature of the student's distribution: its logits are divided by it."""
 
     @property
     def of_all_rows(self) -> bool:
-        """Whether the loss must see all rows of a batch at once; it costs a product more."""
+        """Whether the loss needs all rows of a batch at once; costs one more matrix product."""
 
     def batch(self, scored: Sequence[ScoredSequence], device: torch.device, *, pack: bool) -> Batch:
-        """Of one micro-batch."""
+        """Make the tensors of one micro-batch on `device`. `pack`: as in `make_batch`."""
 
     def loss(self, batch: Batch) -> LossFunction:
-        """Its terms, one a token."""
+        """Return the loss of the batch as a function of the student's rows: one term per token."""
 
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
-        """(sum, number) of each metric, the same names for every batch."""
+        """Return (sum, number) of each metric, under the same names for every batch."""

@@ -1,8 +1,12 @@
 """The training loop.
 
-A step is a pure function of (weights, optimizer state, anchor, seed, number of the step): nothing
-else is carried from one to the next, so a run that was killed goes on bit by bit as if it had not
-been. It has one optimizer update, or several where its sequences are learned from in turn.
+A step is a pure function of (weights, optimizer state, anchor, critic, seed, step number). Nothing
+else is carried from one step to the next, so a run that is killed and resumed computes the same
+bits as one that was never killed. A step has one optimizer update; in RL `method.updates_per_step`.
+
+For each step the trainer gets the sequences from the method (`steps`), splits them into
+micro-batches, waits for the teacher's rows of one micro-batch at a time, adds up the gradients, and
+updates the student, then the anchor. It evaluates, logs and saves at the job's intervals.
 """
 
 from __future__ import annotations
@@ -46,9 +50,9 @@ from student_trainer.teachers.source import PendingRows
 
 @dataclass(frozen=True)
 class Parts:
-    """What a trainer works with; `assembly.py` makes them from a job."""
+    """Everything a trainer works with. `assembly.py` builds it from a job."""
 
-    step: int  # the last one done
+    step: int  # the last finished step; 0 for a new run
     accelerator: Accelerator
     student: Replicated | Sharded
     optimizer: torch.optim.Optimizer
@@ -59,11 +63,11 @@ class Parts:
     metrics: MetricsLog | None  # only in the main process
     anchor: Anchor | None = None
     values: CriticAdvantages | None = None
-    facts: Mapping[str, str] = field(default_factory=dict)  # kept with every checkpoint
+    facts: Mapping[str, str] = field(default_factory=dict)  # saved in every checkpoint
 
 
 class Trainer:
-    """Runs a job from its last step to its verdict: "succeeded" or "cancelled"."""
+    """Runs the steps of a job from the last finished one to the verdict."""
 
     def __init__(
         self, config: TrainingJob, run: RunDirectory, progress: Progress, parts: Parts
@@ -90,7 +94,12 @@ class Trainer:
             self._watches.append(HeadWatch(read_points(run.metrics)))
 
     def train(self) -> Verdict:
-        """Returns the verdict; raises what cannot be mended, after saving what is good."""
+        """Collective. Train to `max_steps`, then export the model; return the verdict.
+
+        Returns "succeeded", or "cancelled" if the run was asked to stop. If a step raises a
+        DistillError before it has changed a weight, saves a checkpoint of the last finished step
+        and then raises the error. Closes the metrics log.
+        """
         try:
             return self._train()
         finally:
@@ -110,7 +119,7 @@ class Trainer:
             metrics = self._train_or_save(self._step + 1)
             failpoint("step-done")
             self._step += 1
-            if self._accelerator.is_main_process:  # one warning of a run is enough
+            if self._accelerator.is_main_process:  # one process is enough to log the warnings
                 for watch in self._watches:
                     watch.see(self._step, metrics)
             last = self._step == config.max_steps
@@ -127,8 +136,9 @@ class Trainer:
         try:
             return self._train_step(step)
         except DistillError:
-            # The weights are those of the last whole step, in every process. A fault in an
-            # evaluation is another matter: its step's metrics were never written.
+            # No weight has changed since the last finished step, on any rank, so it can be saved.
+            # An error in an evaluation is not handled here: the metrics of its step are not
+            # written, so its step must be repeated.
             if not self._within_step:
                 self._save()
             raise
@@ -136,7 +146,7 @@ class Trainer:
     def _train_step(self, step: int) -> dict[str, float]:
         started = time.monotonic()
         made = self._steps(step)
-        self._within_step = self._values is not None  # a critic has learned by now
+        self._within_step = self._values is not None  # `steps` has already updated the critic
         written = time.monotonic()
         rate = learning_rate(self._config.train, step, self._config.max_steps)
         updates = []
@@ -172,11 +182,14 @@ class Trainer:
         return {"anchor/gap": self._anchor.gap(), "anchor/version": float(self._anchor.version)}
 
     def _learn(self, pending: Sequence[PendingRows]) -> tuple[dict[str, float], float]:
-        """Gradients of the mean loss over all processes; (means, seconds waited)."""
+        """Collective. Add up the gradients of the mean loss over all processes.
+
+        Returns the means of the metrics, and the seconds spent waiting for rows.
+        """
         lengths = self._reduce(_lengths(pending))
         tokens = lengths["length/mean"][0]
         counted = lengths.pop("counted")[0]
-        # Gradients are averaged over processes, the loss is divided by what counts in all of them.
+        # DDP and FSDP average gradients over processes; the loss is divided by the global count.
         scale = self._accelerator.num_processes / max(counted, 1.0)
         objective, device = self._objective, self._accelerator.device
         packs = self._student.whole.packs
@@ -185,7 +198,8 @@ class Trainer:
         self._student.trained.train()
         groups = micro_batches(pending, self._config.train.tokens_per_micro_batch, pack=packs)
         own_groups = len(groups)
-        # Collectives need every process, also one that has no rows left.
+        # Every rank must run the same number of micro-batches: a rank with fewer repeats its last
+        # one without rows.
         groups += groups[-1:] * (largest(self._accelerator, own_groups) - own_groups)
         for number, group in enumerate(groups):
             started = time.monotonic()
@@ -206,8 +220,9 @@ class Trainer:
         return {**_means(totals), "tokens": tokens}, waited
 
     def _rows(self, group: list[PendingRows]) -> list[ScoredSequence]:
-        """Waits for the teacher. No process goes into a micro-batch, where weights or gradients
-        cross, before all of them have their rows of it.
+        """Collective. Wait for the rows of a micro-batch on all ranks.
+
+        No rank starts the micro-batch, whose passes have collectives, before all have their rows.
         """
         return together(self._accelerator, lambda: [item.wait() for item in group])
 
@@ -221,14 +236,14 @@ class Trainer:
             raise Corrupt(
                 f"the gradient of step {self._step + 1} is not finite",
                 field="train.learning_rate",
-                hint="lower it and resume: the checkpoint before this step is kept",
+                hint="lower the learning rate and resume from the checkpoint before this step",
             )
         self._optimizer.step()
         self._optimizer.zero_grad()
         return float(norm)
 
     def _reduce(self, sums: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-        """(sum, number) of each, over all processes."""
+        """Collective. Return (sum, number) of each metric over all processes."""
         stacked = torch.stack([value.double().cpu() for value in sums.values()])
         total = self._accelerator.reduce(stacked.to(self._accelerator.device))
         return {name: (s, n) for name, (s, n) in zip(sums, total.tolist(), strict=True)}
@@ -288,7 +303,10 @@ class Trainer:
 
 
 def write_samples(run: RunDirectory, step: int, transcripts: Sequence[Mapping[str, Any]]) -> None:
-    """What the student answered at `step`, for people to read."""
+    """Write the transcripts of an evaluation to samples/step-N.jsonl, one JSON object per line.
+
+    Raises WrongState if a newer attempt has taken over the run.
+    """
     run.samples.mkdir(exist_ok=True)
     require_unfenced()
     text = "".join(json.dumps(transcript) + "\n" for transcript in transcripts)
@@ -310,7 +328,7 @@ def _means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
 
 
 def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric, but the sum of tokens and seconds."""
+    """Return the mean of each metric over the updates, but the sum of tokens and seconds."""
     means = {}
     for name in updates[0]:
         found = [update[name] for update in updates if name in update]

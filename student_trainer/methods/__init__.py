@@ -1,1 +1,1 @@
-"""One file per method: what a step of it consists of."""
+"""The training methods, one file each. Each file lists what one step does, in order."""

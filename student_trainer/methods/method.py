@@ -1,4 +1,8 @@
-"""What a method gives the trainer, and the parts that several methods build alike."""
+"""The interface of a method, and the parts that more than one method builds.
+
+Each method file (`on_policy.py`, `offline.py`, `rl.py`) builds one `Method` from a job. The trainer
+(`loop/trainer.py`) runs it without knowing which method it is.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +26,12 @@ from student_trainer.teachers.source import PendingRows
 
 @dataclass(frozen=True)
 class Method:
-    """What a method gives the trainer: see `on_policy.py`, `offline.py` and `rl.py`.
+    """What the trainer needs from a method.
 
-    `facts` are saved with every checkpoint; a resumed job must have the same ones.
+    objective: the loss and the metrics of a micro-batch. steps: returns this process's sequences of
+    a step. evaluation: the held-out evaluation. anchor: None if the job has no anchor. values: the
+    critic, None if advantages come from groups. facts: written to state.json of every checkpoint;
+    an offline job compares the identity of its store with them when the run resumes.
     """
 
     objective: Objective
@@ -43,13 +50,17 @@ def plain_rollouts(
     top_k: int,
     temperature: float,
 ) -> HuggingFaceRollouts:
+    """Return the sampler of single-turn rollouts of the student.
+
+    `top_k`: head ids to record for each sampled token; 0 records none.
+    """
     return HuggingFaceRollouts(
         student.whole.model,
         tokenizer,
         top_k=top_k,
         temperature=temperature,
         max_new_tokens=config.method.max_new_tokens,
-        # Sampling keeps no activations: it can take larger batches than training.
+        # Sampling keeps no activations, so its batches can be larger than those of training.
         batch_tokens=4 * config.train.tokens_per_micro_batch,
         bf16=config.student.dtype == "bfloat16",
     )
@@ -64,6 +75,11 @@ def kl_evaluation(
     tokenizer: Any,
     rollouts: HuggingFaceRollouts,
 ) -> Evaluation:
+    """Return the held-out evaluation of a distillation job: the KL, and exact match if wanted.
+
+    `held_out`: returns this process's sequences with their rows. `examined`: the prompts for exact
+    match, of all processes; an empty list leaves exact match out.
+    """
     return Evaluation(
         accelerator,
         objective,

@@ -1,4 +1,27 @@
-"""The steps of a job that learns from a store: its rows were captured, no teacher runs."""
+"""Offline distillation: the student learns from rows in a store; no teacher runs.
+
+One step, in order:
+
+1. Sequences. `Order.of_step` (`data/order.py`) selects `train.prompts_per_step` stored sequences by
+   the seed and the step number. Each of n processes takes every n-th of them, starting at its rank.
+2. Rows. A thread verifies and decodes the sequences up to two steps ahead of training
+   (`clients/store/dataset.py`). `read` returns them as `PendingRows` (`teachers/source.py`) whose
+   rows are already there.
+3. Mixture, only if `method.on_policy_fraction` > 0. For the first sequences of the step only the
+   prompt is used: the student samples a completion (`rollouts/hf.py`) and a live teacher scores it
+   (`teachers/scored_rollouts.py`): `SampledTokens` -> `Rollout` -> `PendingRows`.
+4. Micro-batches. The trainer (`loop/trainer.py`) groups the sequences (`data/packing.py`), several
+   to a line if the model allows it, but never stored sequences with sampled ones. It waits for the
+   rows of one group (`PendingRows` -> `ScoredSequence`) and makes its tensors (`ScoredSequence` ->
+   `Batch`, both in `data/batch.py`).
+5. Loss. `DistillationObjective` (`objectives/distillation.py`) computes the forward Top-k KL of
+   each token (`losses/topk.py`) from the stored rows and the student's rows (`model/student.py`,
+   which calls `losses/fused.py`). It adds `method.cross_entropy` times the cross-entropy of the
+   stored tokens.
+6. Update. The trainer averages over all tokens of all processes, clips the gradient and runs AdamW.
+
+`offline_method` connects these parts. `assembly.py` calls it once when an attempt starts.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +60,7 @@ _STEPS_AHEAD = 2
 
 @dataclass(frozen=True)
 class Mixture:
-    """How many of a step's sequences, the first ones, the student answers itself."""
+    """On-policy part of a step: the first `count` of its prompts get new answers of the student."""
 
     answers: ScoredRollouts
     count: int
@@ -45,7 +68,11 @@ class Mixture:
 
 @dataclass(frozen=True)
 class _Share:
-    """This process's part of a step, read."""
+    """This process's part of a step, read from the store.
+
+    stored: sequences with their rows. prompts: the prompts that the student answers. numbers: the
+    rollout number of each prompt, which fixes its random stream.
+    """
 
     stored: list[PendingRows]
     prompts: list[Prompt]
@@ -53,9 +80,10 @@ class _Share:
 
 
 class StoredSteps:
-    """`per_step` sequences a step, verified and decoded by a thread while earlier ones are learned.
+    """Steps of stored sequences, which a thread verifies and decodes ahead of training.
 
-    Two steps ahead and no more are in memory. Which ones a step has is a pure function of the seed.
+    At most two steps ahead are in memory. The sequences of a step are a pure function of the seed
+    and the step number.
     """
 
     def __init__(
@@ -69,7 +97,12 @@ class StoredSteps:
         last_step: int,
         mixture: Mixture | None = None,
     ) -> None:
-        """`chosen`: the sequences of `data` to learn from; `last_step`: none is read after it."""
+        """Set up the order of the sequences; reads nothing yet.
+
+        `chosen`: int64 indices of the training sequences in `data`. `per_step`: sequences of a step
+        over all processes. `last_step`: the last step to read ahead to. `mixture`: None if all
+        sequences of a step are stored ones.
+        """
         self._data = data
         self._chosen = chosen
         self._accelerator = accelerator
@@ -81,7 +114,11 @@ class StoredSteps:
         self._reads: dict[int, Future[_Share]] = {}
 
     def of_step(self, step: int) -> list[PendingRows]:
-        """Raises Corrupt, in every process, before anything of the step is learned."""
+        """Collective. Return this process's sequences of `step` (from 1) with their rows.
+
+        If a stored sequence is damaged on one rank, raises Corrupt on all ranks, before the step
+        changes any weight.
+        """
         for ahead in range(step, min(step + _STEPS_AHEAD, self._last_step) + 1):
             if ahead not in self._reads:
                 self._reads[ahead] = self._thread.submit(self._read, ahead)
@@ -106,14 +143,17 @@ class StoredSteps:
 
 
 def read(data: LogitDataset, index: int) -> PendingRows:
-    """Sequence `index` with its rows. Raises Corrupt, naming it and what to do."""
+    """Return stored sequence `index` with its rows, already resolved.
+
+    Raises Corrupt if its bytes are damaged; the message names the sequence and what to do.
+    """
     entry, block = data.decoded(index)
     ids = np.frombuffer(entry.token_ids, "<i4").astype(np.int64)
     return PendingRows(TokenSequence(torch.from_numpy(ids), entry.start), resolved(block))
 
 
 def prompt_of(data: LogitDataset, index: int) -> Prompt:
-    """What stands before the scored tokens of sequence `index`."""
+    """Return the tokens before the scored ones of stored sequence `index`, without an answer."""
     entry = data.entry(index)
     return Prompt(np.frombuffer(entry.token_ids, "<i4")[: entry.start].astype(np.int32), "")
 
@@ -127,7 +167,12 @@ def offline_method(
     student: Replicated | Sharded,
     tokenizer: Any,
 ) -> Method:
-    """Forward KL, over the teacher's top-k as it was stored."""
+    """Build the method of an offline job. The module docstring lists the steps.
+
+    The KL is the forward one, over the teacher's stored top-k. `examined`: the prompts for exact
+    match, empty if the job wants none. `teachers`: the live teacher under the name "", needed only
+    if `method.on_policy_fraction` > 0.
+    """
     store, method = stores.training, config.method
     tail = method.tail or ("bucket+teacher_samples" if store.has_samples else "bucket")
     objective = DistillationObjective("forward", tail, store.temperature, method.cross_entropy)
@@ -168,7 +213,11 @@ def offline_method(
 
 
 def load_examined(config: OfflineJob, tokenizer: Any, longest: int) -> list[Prompt]:
-    """The prompts of `eval.metric`, if it is asked for."""
+    """Return the prompts for `eval.metric`; an empty list if the metric is "none".
+
+    `longest`: prompts with more tokens are left out. Raises InvalidInput if `data.eval_prompts`
+    cannot be read, lacks a column, or has no prompt that is short enough.
+    """
     path = config.data.eval_prompts
     if config.eval.metric == "none" or path is None:
         return []
@@ -186,7 +235,7 @@ def load_examined(config: OfflineJob, tokenizer: Any, longest: int) -> list[Prom
 
 
 def _split(config: OfflineJob, stores: Stores) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The sequences to learn from and the held-out ones: pure functions of the seed."""
+    """Return the indices of the training sequences and of the held-out ones, by the seed alone."""
     count = config.eval.prompts
     chosen = permutation(len(stores.training.data), config.seed, -1)
     other = stores.held_out

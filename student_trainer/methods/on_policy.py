@@ -1,4 +1,26 @@
-"""The student writes the step: rollouts, and the teacher's rows of them."""
+"""On-policy distillation: the student samples completions and learns from a teacher's rows of them.
+
+One step, in order:
+
+1. Prompts. `PromptSet.of_step` (`data/prompts.py`) selects `train.prompts_per_step` prompts by the
+   seed and the step number. Each prompt is repeated `method.rollouts_per_prompt` times. Each of n
+   processes takes every n-th of them, starting at its rank.
+2. Rollouts. `HuggingFaceRollouts` (`rollouts/hf.py`) samples one completion for each prompt:
+   `SampledTokens` (`rollouts/sampler.py`) -> `Rollout` (`data/rollout.py`).
+3. Rows. `ScoredRollouts` (`teachers/scored_rollouts.py`) sends each batch of rollouts to the
+   teacher service (`teachers/remote.py`) while the next batch is sampled: `Rollout` ->
+   `PendingRows` (`teachers/source.py`). With reverse KL the teacher scores the student's top-k
+   ids, which the sampler recorded; with forward KL it scores its own top-k ids.
+4. Micro-batches. The trainer (`loop/trainer.py`) groups the sequences (`data/packing.py`), waits
+   for the rows of one group (`PendingRows` -> `ScoredSequence`) and makes its tensors
+   (`ScoredSequence` -> `Batch`, both in `data/batch.py`).
+5. Loss. `DistillationObjective` (`objectives/distillation.py`) computes the Top-k KL of each token
+   (`losses/topk.py`) from the teacher's rows and the student's (`model/student.py`, which calls
+   `losses/fused.py`).
+6. Update. The trainer averages over all tokens of all processes, clips the gradient and runs AdamW.
+
+`on_policy_method` connects these parts. `assembly.py` calls it once when an attempt starts.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +42,7 @@ from student_trainer.teachers.source import PendingRows, TeachersByName
 
 
 class OnPolicySteps:
-    """Every sequence of a step is the student's own. `held_out` also is this process's share."""
+    """Steps whose sequences are all sampled by the student."""
 
     def __init__(
         self,
@@ -30,6 +52,7 @@ class OnPolicySteps:
         held_out: Sequence[Prompt],
         answers: ScoredRollouts,
     ) -> None:
+        """`held_out`: the held-out prompts of all processes; this process keeps its share."""
         self._accelerator = accelerator
         self._prompts = prompts
         self._answers = answers
@@ -37,10 +60,11 @@ class OnPolicySteps:
         self._per_prompt = config.method.rollouts_per_prompt
         rank, world = accelerator.process_index, accelerator.num_processes
         self._held_out = held_out[rank::world]
-        # Below the training rollouts' numbers, which count from 0.
+        # Negative: training rollouts are numbered from 0, and a number fixes the random stream.
         self._held_out_numbers = [-1 - i for i in range(len(held_out))][rank::world]
 
     def of_step(self, step: int) -> list[PendingRows]:
+        """Collective. Sample this process's rollouts of `step` (from 1) and request their rows."""
         chosen = [
             prompt
             for prompt in self._prompts.of_step(step, self._prompts_per_step)
@@ -53,7 +77,11 @@ class OnPolicySteps:
         return written
 
     def held_out(self) -> list[PendingRows]:
-        """Always the same prompts and random numbers, so that two evaluations compare."""
+        """Sample this process's held-out rollouts and request their rows. Not collective.
+
+        Call it inside `student.gathered()`. The prompts and the random numbers are the same every
+        time, so that evaluations at different steps are comparable.
+        """
         return self._answers.to(self._held_out, self._held_out_numbers)
 
 
@@ -65,7 +93,12 @@ def on_policy_method(
     student: Replicated | Sharded,
     tokenizer: Any,
 ) -> Method:
-    """Reverse KL is over the student's top-k, forward KL over the teacher's."""
+    """Build the method of an on-policy job. The module docstring lists the steps.
+
+    `prompts`: the training prompts and the held-out ones. `teachers`: connections by teacher name;
+    "" is the only teacher of a job without names. The head of a row is the student's top-k for
+    reverse KL and the teacher's top-k for forward KL.
+    """
     objective = DistillationObjective.on_policy(config.method, tuple(config.teachers))
     student_head = objective.direction == "reverse"
     rollouts = plain_rollouts(

@@ -1,4 +1,34 @@
-"""The steps of a job that learns from rewards: groups of answers, judged and scored."""
+"""Reinforcement learning (GRPO, EMA-PG): groups of answers with rewards, and a KL to other models.
+
+One step, in order:
+
+1. Prompts. `RLPrompts.training` (`methods/rl_prompts.py`) returns `train.prompts_per_step` prompts
+   by the seed and the step number. They are divided into `method.updates_per_step` parts, and each
+   part among the processes. A process samples whole groups of `method.rollouts_per_prompt`.
+2. Rollouts. `HuggingFaceRollouts` (`rollouts/hf.py`) samples one completion for each prompt; with a
+   table `environment`, `SearchRollouts` (`rollouts/search.py`) samples several turns:
+   `SampledTokens` (`rollouts/sampler.py`) -> `Rollout` (`data/rollout.py`).
+3. Rows of the first teacher source. `ScoredRollouts` (`teachers/scored_rollouts.py`) requests them
+   for each rollout: `Rollout` -> `PendingRows` (`teachers/source.py`). The sources are the teacher
+   service (`teachers/remote.py`), if the job has one, then the anchor (`teachers/anchor.py`), if
+   `method.beta` > 0. `NoTeacher` stands in if there is neither.
+4. Rewards. `RolloutRewards` (`rewards/rollout_rewards.py`) scores the text of each answer.
+5. Rows of the other source, at the same head ids. `finish` makes the anchor compute its rows.
+6. Advantages. From the rewards of a group (`losses/advantages.py`), or from the critic and GAE
+   (`critic/advantages.py`), which also trains the critic.
+7. Weights. `sequence_weights` (`losses/aggregate.py`) returns how much each answer counts. The
+   rollout, its rows, its advantage and its weight become one `PendingRLSequence`.
+8. Micro-batches, for each update. The trainer (`loop/trainer.py`) groups the sequences
+   (`data/packing.py`), waits for the rows of one group (`PendingRLSequence` -> `RLSequence`) and
+   makes its tensors (`RLSequence` -> `RLBatch`, both in `objectives/rl.py`).
+9. Loss. `RLObjective` (`objectives/rl.py`) computes the clipped policy gradient
+   (`losses/policy.py`) and the KL to each source (`losses/topk.py`, `losses/sampled.py`) from their
+   rows and the student's rows (`model/student.py`, which calls `losses/fused.py`).
+10. Update. The trainer divides by the sum of the weights of all processes, clips the gradient, runs
+    AdamW and calls `Anchor.after_update`.
+
+`rl_method` connects these parts. `assembly.py` calls it once when an attempt starts.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +76,12 @@ from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
 
 @dataclass(frozen=True)
 class PendingRLSequence(PendingRows):
-    """`others`, `advantage` and `kept` as of a ScoredRollout; `weight` of the whole answer."""
+    """A rollout whose rows may not be there yet, with its advantage and its weight.
+
+    rows: of the first teacher source. others: rows of the other sources. advantage: [] for the
+    whole answer, or [learned], one for each learned token. kept: False if the loss leaves the
+    answer out. weight: how much the answer counts in the mean of an update.
+    """
 
     others: tuple[Future[RowBlock], ...]
     advantage: Tensor
@@ -55,9 +90,11 @@ class PendingRLSequence(PendingRows):
 
     @property
     def counts(self) -> float:
+        """The weight of the answer: the trainer divides the loss by the sum of these."""
         return self.weight
 
     def wait(self) -> RLSequence:
+        """Wait for the rows of all sources. Raises the error of the source that failed."""
         learned = self.sequence.learned_rows
         others = tuple(learned(rows.result()) for rows in self.others)
         return RLSequence(
@@ -66,17 +103,22 @@ class PendingRLSequence(PendingRows):
 
 
 class NoTeacher:
-    """A TeacherSource where there is no teacher: rows that nothing is learned from."""
+    """The TeacherSource of a job with neither teacher nor anchor: placeholder rows."""
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
+        """Return rows with the rollout's head ids and zero log-probs; no loss reads them."""
         return resolved(unread(rollout.head_ids.numpy().astype(np.int32)))
 
     def finish(self) -> None:
-        """Nothing to do."""
+        """Do nothing: the rows of `score` are resolved already."""
 
 
 class RLSteps:
-    """Every process writes whole groups, so that advantages need no other's rewards."""
+    """Steps of groups of rollouts with rewards.
+
+    Each process samples whole groups, so that the advantages of a group need no rewards of other
+    processes.
+    """
 
     def __init__(
         self,
@@ -88,9 +130,11 @@ class RLSteps:
         sources: Sequence[TeacherSource],
         values: CriticAdvantages | None,
     ) -> None:
-        """`answers`: rollouts with the rows of `sources[0]`; the rows of the other sources are
-        asked for here, at the same head ids. `judged`: None if the job has no reward. `values`:
-        None if an answer is compared with its group.
+        """Keep the parts of a step.
+
+        `answers`: samples rollouts and requests the rows of `sources[0]`. `sources`: at least one;
+        the rows of the others are requested at the same head ids. `judged`: None if the job has no
+        reward. `values`: the critic, None if advantages come from the group.
         """
         self._method = config.method
         self._searches = config.environment is not None
@@ -105,7 +149,10 @@ class RLSteps:
         self._held_out = list(enumerate(prompts.held_out))[rank::world]
 
     def of_step(self, step: int) -> Step:
-        """Raises in every process what is raised in one."""
+        """Collective. Sample and score the rollouts of `step` (from 1), divided into its updates.
+
+        A DistillError of one rank is raised on all ranks.
+        """
         size = self._method.rollouts_per_prompt
         prompts = self._prompts.training.of_step(step, self._prompts_per_step)
         shares = self._shares(len(prompts))
@@ -128,13 +175,17 @@ class RLSteps:
         return Step(updates, measured, seconds)
 
     def held_out(self) -> list[PendingRows]:
-        """Always the same prompts and random numbers, so that two evaluations compare."""
-        # Below the training rollouts' numbers, which count from 0.
+        """Sample this process's held-out rollouts and request their rows. Not collective.
+
+        Call it inside `student.gathered()`. The prompts and the random numbers are the same every
+        time, so that evaluations at different steps are comparable.
+        """
+        # Negative: training rollouts are numbered from 0, and a number fixes the random stream.
         numbers = [-1 - index for index, _ in self._held_out]
         return self._answers.to([prompt for _, prompt in self._held_out], numbers)
 
     def _shares(self, count: int) -> list[range]:
-        """Which of a step's prompts are this process's, for each update."""
+        """Return the indices of this process's prompts for each update of a step."""
         rank, world = self._accelerator.process_index, self._accelerator.num_processes
         updates = self._method.updates_per_step
         ends = [count * update // updates for update in range(updates + 1)]
@@ -147,14 +198,14 @@ class RLSteps:
         return written
 
     def _rewards(self, asked: Sequence[Prompt], written: Sequence[PendingRows]) -> Tensor:
-        """[G, n] float64, NaN where there is none."""
+        """Return rewards [G, n] float64 of G groups of n answers; NaN if an answer has none."""
         values = np.full(len(written), np.nan)
         if self._judged is not None:
             values = self._judged(asked, _rollouts(written))
         return torch.from_numpy(values).reshape(-1, self._method.rollouts_per_prompt)
 
     def _other_rows(self, written: Sequence[PendingRows]) -> list[tuple[Future[RowBlock], ...]]:
-        """Collective. The rows of every source after the first, for each answer."""
+        """Collective. Request the rows of the sources after the first, for each rollout."""
         rollouts = _rollouts(written)
         others = [tuple(source.score(one) for source in self._sources[1:]) for one in rollouts]
         for source in self._sources:
@@ -164,7 +215,7 @@ class RLSteps:
     def _advantages(
         self, rollouts: Sequence[Rollout], rewards: Tensor, measured: dict[str, Tensor]
     ) -> list[Tensor]:
-        """Of each answer, [] or [learned]."""
+        """Return the advantage of each answer: [], or [learned] with a critic."""
         weight = self._method.reward_weight
         if self._values is None:
             by_std = self._method.advantages == "group"
@@ -193,7 +244,7 @@ class RLSteps:
 
 
 def _at_its_head(item: PendingRows) -> PendingRows:
-    """The anchor is asked at the ids that the teacher chose. Waits for them."""
+    """Replace the rollout's head ids by the teacher's, for the anchor. Waits for the teacher."""
     head = torch.from_numpy(item.rows.result().head_ids).long()
     return PendingRows(replace(cast(Rollout, item.sequence), head_ids=head), item.rows)
 
@@ -204,7 +255,11 @@ def _rollouts(written: Sequence[PendingRows]) -> list[Rollout]:
 
 @dataclass(frozen=True)
 class RLMaterial:
-    """What was loaded before the weights. `most`: tokens that the student can read, if limited."""
+    """Everything an RL job loads before the student's weights.
+
+    rewards: None if the job has no reward. retriever: None if it has no environment. most: tokens
+    that the student can read, None if its configuration states no limit.
+    """
 
     tokenizer: Any
     prompts: RLPrompts
@@ -217,7 +272,10 @@ class RLMaterial:
 def rl_method(
     config: RLJob, material: RLMaterial, accelerator: Accelerator, student: Replicated | Sharded
 ) -> Method:
-    """Groups of answers, a reward for each, and a KL to a teacher, to the anchor, or to both."""
+    """Build the method of an RL job. The module docstring lists the steps.
+
+    The anchor starts as a copy of the student's weights of this moment.
+    """
     method, rewards = config.method, material.rewards
     assert (rewards is None) == (config.reward is None), "the caller makes them"
     judged = None if rewards is None else RolloutRewards(rewards, material.tokenizer)
@@ -252,7 +310,7 @@ def rl_method(
 
 def _make_rollouts(config: RLJob, material: RLMaterial, student: Replicated | Sharded) -> Rollouts:
     method = config.method
-    # Where the sampled token is all that counts, rows have a head still, of one id.
+    # With top_k = 0 only the sampled token counts, but a row needs a head: one id.
     top_k = max(method.top_k, 1)
     if config.environment is None:
         return plain_rollouts(
@@ -295,7 +353,7 @@ def _anchor_teacher(
     accelerator: Accelerator,
     student: Replicated | Sharded,
 ) -> AnchorTeacher:
-    """Its own head is of forward KL; beside a teacher it takes the teacher's."""
+    """Return the anchor as a source: own top-k for forward KL without a teacher, else given ids."""
     method = config.method
     own_head = method.direction == "forward" and config.teacher is None
     return AnchorTeacher(

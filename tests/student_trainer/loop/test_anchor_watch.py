@@ -80,4 +80,4 @@ def test_the_watch_warns_once(job: RLJob, caplog: pytest.LogCaptureFixture) -> N
         watch.see(4, metrics(anchor, kl=1.01 * most))
         watch.see(5, metrics(anchor, kl=9.0 * most))
     (record,) = caplog.records
-    assert "step 4: the pull of the anchor may overshoot" in record.getMessage()
+    assert "step 4: the KL to the anchor may be unstable" in record.getMessage()

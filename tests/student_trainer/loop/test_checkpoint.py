@@ -125,12 +125,12 @@ def test_every_byte_of_a_small_file_counts(root: Path) -> None:
 def test_a_checkpoint_that_is_asked_for_must_be_good(root: Path) -> None:
     (root / "step-000005" / "state.json").write_text("{}")
     for step in (5, 7):
-        with pytest.raises(NotFound, match=f"no good checkpoint of step {step}") as caught:
+        with pytest.raises(NotFound, match=f"no intact checkpoint of step {step}") as caught:
             checkpoint.newest_checkpoint(root, step)
-        assert caught.value.hint == "there are: 5, 10"
+        assert caught.value.hint == "steps with a checkpoint: 5, 10"
     (root / "step-000010" / "manifest.json").unlink()
     # To start again from nothing would throw away what somebody may still mend.
-    with pytest.raises(Corrupt, match="is whole"):
+    with pytest.raises(Corrupt, match="every checkpoint in .* is incomplete or damaged"):
         checkpoint.newest_checkpoint(root)
 
 
