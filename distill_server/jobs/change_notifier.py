@@ -1,4 +1,4 @@
-"""How streams wait for a job to change without asking again and again."""
+"""Notification of job changes, so that streams wait for an event instead of polling."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import asyncio
 
 from protos.errors import Unavailable
 
-# In place of an id: the bell that every change of a job rings.
+# Passed instead of a job id: its bell rings on a change of any job.
 ANY_JOB = ""
 
 
 class ChangeNotifier:
-    """One bell per job that somebody waits for, and one for all of them.
+    """Wakes the tasks that wait for a change of one job, or of any job (ANY_JOB).
 
-    Take the bell first, look second, wait third: then no ring is lost.
+    A bell is an asyncio.Event that rings once; each wait needs a new one. To miss no change, call
+    `of` first, then read the store, then wait for the bell. Not thread-safe: call all methods on
+    the event loop.
     """
 
     def __init__(self) -> None:
@@ -21,19 +23,23 @@ class ChangeNotifier:
         self._closed = False
 
     def of(self, job_id: str) -> asyncio.Event:
-        """The bell that the job's next change rings; raises Unavailable once the server stops."""
+        """Return the event that the job's next change sets.
+
+        Raises Unavailable if the server is stopping.
+        """
         if self._closed:
-            raise Unavailable("the server is going away", hint="it may be back in a moment")
+            raise Unavailable("the server is stopping", hint="try again in a few seconds")
         return self._bells.setdefault(job_id, asyncio.Event())
 
     def ring(self, job_id: str) -> None:
+        """Wake the tasks that wait for this job and those that wait for ANY_JOB."""
         for name in (job_id, ANY_JOB):
             bell = self._bells.pop(name, None)
             if bell is not None:
                 bell.set()
 
     def close(self) -> None:
-        """Wake everybody for the last time."""
+        """Wake all waiting tasks; from now on `of` raises Unavailable."""
         self._closed = True
         for job_id in list(self._bells):
             self.ring(job_id)

@@ -1,4 +1,4 @@
-"""What people ask of jobs: submit, cancel, resume."""
+"""The operations that users request for jobs: check, submit, cancel and resume."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ from protos.errors import InvalidInput, Overloaded, Unavailable, WrongState
 from protos.rpc.failpoints import failpoint
 
 _KEY_CHARS = 200
-# A job file is smaller; what is checked and stored on the event loop must be.
+# Far more than any job file needs. The limit keeps parsing and storing short on the event loop.
 _TEXT_CHARS = 256 << 10
 
 
 class JobControl:
-    """The wishes of people, turned into changes of the store; `wake` tells the scheduler."""
+    """Validates the requests of users and applies them to the store and the run directories.
+
+    Call all methods on the event loop. A `text` argument names a job: its id, an unambiguous
+    prefix of the id, or `@last`.
+    """
 
     def __init__(
         self,
@@ -37,7 +41,10 @@ class JobControl:
         most_queued: int = 10_000,
         preflight: Preflight = unchecked,
     ) -> None:
-        """`preflight`: what submits and resumes wait for before they change anything."""
+        """`wake` is called when the scheduler has work. `preflight` runs before a job is queued.
+
+        More than `most_queued` queued jobs make `submit` and `resume` raise Overloaded.
+        """
         self._store = store
         self._runs = runs
         self._wake = wake
@@ -46,24 +53,30 @@ class JobControl:
         self._preflight = preflight
 
     async def check(self, config_json: str) -> None:
-        """Raises what `submit_checked` would, and queues nothing."""
+        """Raise the errors that `submit_checked` would raise, without queueing the job."""
         await self._require_sound(self._read(config_json, "", ""))
 
     async def submit_checked(self, config_json: str, config_text: str, idempotency_key: str) -> Job:
-        """`submit`, once the preflight has found nothing wrong; a known key needs none."""
+        """Run the preflight, then `submit`.
+
+        A key that was used before returns its job without a preflight. Raises InvalidInput,
+        Overloaded or the preflight's DistillError; then nothing is queued.
+        """
         config = self._read(config_json, config_text, idempotency_key)
         if known := self._known(config, idempotency_key):
             return known
         await self._require_sound(config)
-        # Somebody may have used the key meanwhile, or taken the last place.
+        # The preflight awaits: another request may have used the key or filled the queue meanwhile.
         return self._known(config, idempotency_key) or self._queue(
             config, config_text, idempotency_key
         )
 
     def submit(self, config_json: str, config_text: str, idempotency_key: str) -> Job:
-        """Queue a job; the same key returns the same job.
+        """Queue a job without a preflight; a key that was used before returns its job.
 
-        Raises InvalidInput with the field, Overloaded when the queue is full.
+        An empty `idempotency_key` means no key. Raises InvalidInput (with the field) if the job is
+        not valid or needs more than the machine has, Overloaded if the queue is full, and
+        Unavailable if the disk refuses the write.
         """
         config = self._read(config_json, config_text, idempotency_key)
         return self._known(config, idempotency_key) or self._queue(
@@ -71,14 +84,18 @@ class JobControl:
         )
 
     def cancel(self, text: str, *, now: bool) -> Job:
-        """Stop a job, after a last checkpoint unless `now`. Repeating it is harmless."""
+        """Cancel a job. The trainer first writes a checkpoint, unless `now`.
+
+        A repeated call has no further effect. Raises NotFound if there is no such job, WrongState
+        if it has succeeded or failed, Unavailable if the disk refuses the write.
+        """
         job = self._store.resolve(text)
         match job.state:
             case JobState.CANCELLED:
                 return job
             case JobState.SUCCEEDED | JobState.FAILED:
                 raise WrongState(
-                    f"job {job.id} has already {job.state.lower()}; nothing is left to cancel",
+                    f"job {job.id} has already {job.state.lower()} and cannot be cancelled",
                     field="job_id",
                 )
             case JobState.QUEUED:
@@ -94,13 +111,19 @@ class JobControl:
         return job
 
     async def resume_checked(self, text: str, *, max_steps: int, from_step: int) -> Job:
-        """`resume`, once the preflight has found nothing wrong."""
+        """Run the preflight, then `resume`. Also raises the preflight's DistillError."""
         job, config = self._resumable(text, max_steps, from_step)
         await self._preflight(config or parse_config(job.config_json), self._runs / job.id)
         return self.resume(text, max_steps=max_steps, from_step=from_step)
 
     def resume(self, text: str, *, max_steps: int, from_step: int) -> Job:
-        """A further attempt of a job that ended; 0 means: as before, and the newest checkpoint."""
+        """Queue a new attempt of a job that has ended, without a preflight.
+
+        `max_steps` 0 keeps the job's number of steps; `from_step` 0 starts from the newest
+        checkpoint. Raises NotFound if the job or the checkpoint does not exist, WrongState if the
+        job has not ended or has no steps left, InvalidInput if `max_steps` is already reached,
+        Overloaded if the queue is full.
+        """
         job, config = self._resumable(text, max_steps, from_step)
         resumed = self._store.queue_again(
             job.id,
@@ -147,7 +170,7 @@ class JobControl:
         return job
 
     def _resumable(self, text: str, max_steps: int, from_step: int) -> tuple[Job, AnyJob | None]:
-        """The job, and what it is to be from now on, if it changes."""
+        """Return the job and its new configuration, or None if the configuration stays the same."""
         job = self._store.resolve(text)
         if job.state not in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED):
             raise WrongState(
@@ -155,9 +178,9 @@ class JobControl:
             )
         if job.state is JobState.SUCCEEDED and max_steps <= job.max_steps:
             raise WrongState(
-                f"job {job.id} has succeeded with {job.max_steps} steps",
+                f"job {job.id} has succeeded with all of its {job.max_steps} steps",
                 field="max_steps",
-                hint="resume it with more steps",
+                hint=f"resume it with max_steps above {job.max_steps}",
             )
         run = RunDirectory(self._runs / job.id)
         require_files(job, run)
@@ -168,19 +191,19 @@ class JobControl:
         return job, config
 
     def _require_place(self, config: AnyJob | None = None) -> None:
-        """For one job more; of a new one, for `config` on this machine."""
+        """Raise if the queue is full, or if `config` needs more than the machine has."""
         if config is not None:
             self._machine.require_room(config)
         if self._store.queue_length() >= self._most_queued:
             raise Overloaded(
-                f"{self._most_queued} jobs are queued, and the server takes no more",
-                hint="wait until some have started, cancel some, or start it with more"
+                f"the queue is full: {self._most_queued} jobs are queued",
+                hint="wait until some have started, cancel some, or start the server with a larger"
                 " --most-queued",
             )
 
     def _make_run(self, job_id: str, config: AnyJob, config_text: str) -> None:
-        # Not durable: the database has the job, and its start writes again what is missing. To wait
-        # for the disk three times would make a submit three times as long.
+        # Not durable: the database holds the job, and the scheduler writes missing files when the
+        # job starts. Three more waits for the disk would make a submit three times as long.
         with _disk():
             RunDirectory.create(
                 self._runs / job_id,
@@ -193,8 +216,9 @@ class JobControl:
     def _tell(self, job: Job, *, now: bool) -> None:
         run = RunDirectory(self._runs / job.id)
         if not run.path.is_dir():
-            return  # somebody removed it; the scheduler kills the trainer when the grace is over
-        # Never back from "now" to "checkpoint": the trainer may already be on its way out.
+            # The directory was removed by hand. The scheduler kills the trainer after the grace.
+            return
+        # Never change "now" back to "checkpoint": the trainer may already be stopping.
         if now or run.read_control().stop != "now":
             with _disk():
                 run.write_control(Control("now" if now else "checkpoint"))
@@ -202,7 +226,9 @@ class JobControl:
     def _extended(self, job: Job, max_steps: int) -> AnyJob:
         if max_steps <= job.step:
             raise InvalidInput(
-                f"the job has already made {job.step} steps", field="max_steps", hint="give more"
+                f"the job has already made {job.step} steps",
+                field="max_steps",
+                hint="use a larger number",
             )
         return parse_config(json.dumps({**json.loads(job.config_json), "max_steps": max_steps}))
 
@@ -216,19 +242,21 @@ class JobControl:
 
 @contextmanager
 def _disk() -> Iterator[None]:
-    """A disk that refuses is Unavailable, and no defect of ours."""
+    """Raise Unavailable in place of OSError: a full disk is no defect of the server."""
     try:
         yield
     except OSError as error:
         raise Unavailable(
-            f"the server cannot write the job: {error.strerror}", hint="is its disk full?"
+            f"the server cannot write the job: {error.strerror}",
+            hint="check the free space on the server's disk",
         ) from error
 
 
 def _suffix(config_text: str) -> str:
-    """The author's file was TOML or YAML; its name did not travel with it.
+    """Guess the suffix of the job file, TOML or YAML; clients send its text without its name.
 
-    Told by the first line that says something: a parser may need minutes for a hostile text.
+    Only the first line that is not blank or a comment decides: a parser may need minutes for a
+    hostile text.
     """
     lines = (line.strip() for line in config_text.splitlines())
     first = next((line for line in lines if line and not line.startswith("#")), "")

@@ -1,4 +1,4 @@
-"""The one SQLite file of a server: opened by one process, written through one connection."""
+"""The SQLite database of a server: one process opens it and writes through one connection."""
 
 from __future__ import annotations
 
@@ -67,18 +67,20 @@ CREATE INDEX jobs_by_state ON jobs (state, priority DESC, place);
 ALTER TABLE attempts ADD COLUMN cpus INTEGER NOT NULL DEFAULT 0;  -- threads it was given
 ALTER TABLE attempts ADD COLUMN gpus TEXT;  -- with commas between; NULL: they are not divided
 """
-# What makes version n of the schema out of n - 1. Never change one that was released: add one.
+# Step n migrates schema n - 1 to schema n. Never change a released step: add a new one.
 _STEPS = (_FIRST_SCHEMA, _RESOURCES)
 
 
 @contextmanager
 def open_database(path: Path) -> Iterator[sqlite3.Connection]:
-    """The database at `path`, made if missing, locked against other servers while open.
+    """Open the database at `path`, create it if missing, and migrate it to the newest schema.
 
-    Raises WrongState when another server has it or its schema is unknown, Corrupt when damaged.
+    A lock file beside it keeps other servers out while it is open. Raises WrongState if another
+    server holds the lock or a newer server wrote the schema, Corrupt if the file is damaged,
+    Unavailable if the migration cannot be written.
     """
     with _locked(path.with_suffix(".lock")):
-        # SQLite gives its journal files the mode of the database.
+        # SQLite copies the mode of the database to its journal files.
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         connection = sqlite3.connect(path, isolation_level=None)
         try:
@@ -90,7 +92,10 @@ def open_database(path: Path) -> Iterator[sqlite3.Connection]:
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """All or nothing, and durable once it returns. Raises Unavailable when the disk refuses."""
+    """Run the block in one transaction, which is durable when the block exits without an error.
+
+    Any error rolls the transaction back. Raises Unavailable if SQLite cannot write.
+    """
     try:
         connection.execute("BEGIN IMMEDIATE")
         yield
@@ -98,7 +103,8 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
     except sqlite3.OperationalError as error:
         _roll_back(connection)
         raise Unavailable(
-            f"the server cannot write its job database: {error}", hint="is its disk full?"
+            f"the server cannot write its job database: {error}",
+            hint="check the free space on the server's disk",
         ) from error
     except BaseException:
         _roll_back(connection)
@@ -106,7 +112,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def _roll_back(connection: sqlite3.Connection) -> None:
-    # SQLite has done it already after some errors, a full disk among them.
+    # After some errors, such as a full disk, SQLite has already rolled back.
     if connection.in_transaction:
         connection.execute("ROLLBACK")
 
@@ -120,11 +126,12 @@ def _locked(path: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise WrongState(
                 f"another server runs on {path.parent}",
-                hint="stop it, or give this one another --runs directory",
+                hint="stop it, or start this server with another --runs directory",
             ) from error
         yield
     finally:
-        # Closing unlocks. The file stays: removing it would let two servers lock two files.
+        # Closing releases the lock. The file stays: after a removal, two servers could lock two
+        # different files.
         os.close(descriptor)
 
 
@@ -134,7 +141,9 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     except sqlite3.DatabaseError as error:
         found = str(error)
     if found != "ok":
-        raise Corrupt(f"{path} is damaged: {found}", hint="restore it from a copy, or move it away")
+        raise Corrupt(
+            f"{path} is damaged: {found}", hint="restore it from a backup, or move it away"
+        )
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
@@ -143,12 +152,12 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
-    """To the newest schema, step by step, each as a whole: a server that dies in one repeats it."""
+    """Migrate to the newest schema, one transaction per step; an interrupted step runs again."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version > len(_STEPS):
         raise WrongState(
-            f"{path} has schema {version}, this server reads {len(_STEPS)}",
-            hint="run the version of the server that made it",
+            f"{path} has schema version {version}; this server reads up to version {len(_STEPS)}",
+            hint="run the server version that wrote the database, or a newer one",
         )
     for number, step in enumerate(_STEPS[version:], start=version + 1):
         try:
@@ -156,5 +165,6 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
         except sqlite3.OperationalError as error:
             _roll_back(connection)
             raise Unavailable(
-                f"{path} cannot be brought to schema {number}: {error}", hint="is its disk full?"
+                f"{path} cannot be migrated to schema version {number}: {error}",
+                hint="check the free space on the server's disk",
             ) from error

@@ -1,4 +1,4 @@
-"""What clients send as a job is checked again: they may be of another version, or not ours."""
+"""Validation of submitted jobs. A client may have another version, so the server checks again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from protos.errors import InvalidInput
 
 
 def parse_config(config_json: str) -> AnyJob:
-    """The job; raises InvalidInput that names the first field at fault and tells of the others."""
+    """Parse and validate a job.
+
+    Raises InvalidInput if the job is not valid (`field` is the first wrong field; the message lists
+    all problems), if a capture names its own store, or if a reward names a Python file.
+    """
     try:
         job = parse_job(config_json)
     except ValidationError as error:
@@ -22,17 +26,17 @@ def parse_config(config_json: str) -> AnyJob:
         message = "; ".join([problems[0]["msg"], *others])
         raise InvalidInput(message, field=_path(problems[0])) from error
     if isinstance(job, CaptureJob) and job.method.store is not None:
-        # A job writes into its run directory, and nowhere else.
+        # On a server, a job may write to its run directory only.
         raise InvalidInput(
             "a server keeps the rows in the job's own directory",
             field="method.store",
-            hint="leave it out; distill pull fetches them",
+            hint="leave it out; distill pull downloads the rows",
         )
     if isinstance(job, RLJob) and job.reward is not None and job.reward.file is not None:
         raise InvalidInput(
             "a server runs no code that a job names",
             field="reward.file",
-            hint="distill run does, on your own machine",
+            hint="use distill run, which runs the job on your own machine",
         )
     return job
 

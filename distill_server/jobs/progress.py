@@ -1,4 +1,4 @@
-"""What a trainer tells through its run directory, and what the server makes of it."""
+"""Turns a trainer's status file and metrics into changes of its job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from distill_server.jobs.store import Change
 
 
 def status_of(run: RunDirectory, attempt: int) -> Status | None:
-    """The word of this attempt's trainer; None while it has not spoken, or spoke nonsense."""
+    """Return the status of this attempt's trainer.
+
+    None if the file is missing, unreadable, or was written by another attempt.
+    """
     status = run.read_status()
     return status if status is not None and status.attempt == attempt else None
 
@@ -19,9 +22,9 @@ def status_of(run: RunDirectory, attempt: int) -> Status | None:
 def progress_changes(
     job: Job, status: Status | None, points: Sequence[Point], waits: str = ""
 ) -> list[Change]:
-    """The events of a look at an attempt that was PREPARING, RUNNING or CANCELLING.
+    """Return the changes since the last poll of a PREPARING, RUNNING or CANCELLING job.
 
-    `waits`: what a runner says in place of the trainer.
+    `points` are the new metrics. A `waits` text from the runner replaces the trainer's phase.
     """
     changes = []
     if status is not None and status.max_steps and not job.max_steps:

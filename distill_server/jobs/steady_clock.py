@@ -1,4 +1,4 @@
-"""The time of events: that of the wall when the server starts, and steady from then on."""
+"""The clock for event times: wall-clock time at the server's start, then monotonic."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from collections.abc import Callable
 
 
 def steady_clock() -> Callable[[], float]:
-    """Unix seconds that no change of the machine's clock moves: durations stay true."""
+    """Return a function that returns Unix seconds unaffected by changes of the machine's clock."""
     start = time.time() - time.monotonic()
     return lambda: start + time.monotonic()

@@ -1,7 +1,7 @@
-"""Jobs, their attempts and their events. Every change of a job goes through `Store.change`.
+"""The database tables of jobs, attempts and events.
 
-All calls are short (a durable write takes about 0.4 ms), so the server makes them on its event
-loop; nothing else ever runs between two statements of one call.
+Calls are short (a durable write takes about 0.4 ms), so the server makes them on its event loop.
+No other code runs between the statements of one call.
 """
 
 from __future__ import annotations
@@ -24,26 +24,31 @@ from protos.errors import InvalidInput, NotFound, WrongState
 
 _CANDIDATES_SHOWN = 10
 ACTIVE = (JobState.PREPARING, JobState.RUNNING, JobState.CANCELLING)
-# A page of jobs must fit into one message.
+# Limits, so that a page of jobs fits into one gRPC message.
 _REASON_CHARS, _PHASE_CHARS = 2000, 200
 _EVENT_FIELDS = "seq, time, state, reason, phase, attempt, step, max_steps, metrics"
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One run of the trainer. `retries`: automatic ones since a person asked for an attempt."""
+    """One run of the job's program.
+
+    `retries` counts the automatic retries since the last submit or resume by a user. `from_step` is
+    the step of the checkpoint to start from; None means the newest. `seen_step` is the newest step
+    whose metrics are among the job's events; -1 means no step.
+    """
 
     number: int
     retries: int = 0
     from_step: int | None = None
-    # Newest step whose metrics are among the job's events.
     seen_step: int = -1
 
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of a job, and one event of it. None: as before; `metrics` are of `step`,
-    `max_steps` of a job that does not say it itself.
+    """New values of a job's fields, which also make one event. None keeps the old value.
+
+    `metrics` belong to `step`. `max_steps` is for a job whose configuration has no `max_steps`.
     """
 
     state: JobState | None = None
@@ -55,10 +60,11 @@ class Change:
 
 
 class Store:
-    """The tables behind an open database (`database.open_database`).
+    """Reads and writes jobs in an open database (`database.open_database`).
 
-    `on_change` is called with a job's id after every change of it that is on disk; `now` gives the
-    times of events, in Unix seconds.
+    `on_change` is called with a job's id after each durable change of the job. `now` returns the
+    time of an event in Unix seconds. Not thread-safe: call all methods on the event loop. Each
+    method that writes raises Unavailable if the disk refuses the write.
     """
 
     def __init__(
@@ -72,7 +78,10 @@ class Store:
         self._now = now or steady_clock()
 
     def submitted(self, idempotency_key: str, config: AnyJob) -> Job | None:
-        """The job that was submitted under this key; raises InvalidInput if it was another one."""
+        """Return the job that was submitted with this key, or None.
+
+        Raises InvalidInput if the key belongs to a job with another configuration.
+        """
         row = self._db.execute(
             "SELECT * FROM submissions WHERE idempotency_key = ?", (idempotency_key,)
         ).fetchone()
@@ -81,14 +90,14 @@ class Store:
         job = self.job(row["job_id"])
         if row["config_sha256"] != _digest(config) and not _means(job.config_json, config):
             raise InvalidInput(
-                f"this key was used to submit another job, {job.id}",
+                f"this key was already used to submit another job, {job.id}",
                 field="idempotency_key",
-                hint="use a new key for a new job",
+                hint="use a new key for each job",
             )
         return job
 
     def add(self, job_id: str, config: AnyJob, idempotency_key: str) -> Job:
-        """Put a new job at the end of the queue; an empty key is none."""
+        """Add a job at the end of the queue. An empty `idempotency_key` means no key."""
         config_json = config.model_dump_json()
         with transaction(self._db):
             self._db.execute(
@@ -111,19 +120,21 @@ class Store:
         return self.job(job_id)
 
     def job(self, job_id: str) -> Job:
+        """Return the job with exactly this id; raises NotFound if there is none."""
         row = self._db.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
         if row is None:
             raise NotFound(f"no job {job_id!r}", field="job_id", hint="distill ls shows all jobs")
         return _job_of(row)
 
     def has(self, job_id: str) -> bool:
+        """Return True if there is a job with exactly this id."""
         found = self._db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone()
         return found is not None
 
     def resolve(self, text: str) -> Job:
-        """The job by its id, an unambiguous beginning of it, or `@last`.
+        """Return a job by its id, an unambiguous prefix of the id, or `@last` for the newest job.
 
-        Raises NotFound, or InvalidInput naming the candidates.
+        Raises NotFound if no job matches, InvalidInput with the candidates if several do.
         """
         if text == "@last":
             newest = self.page(limit=1)
@@ -132,7 +143,7 @@ class Store:
             return newest[0]
         if not text or self.has(text):
             return self.job(text)
-        # Ids are of a-z, 0-9, "." and "-", all of which sort before "~".
+        # Ids consist of a-z, 0-9, "." and "-", which all sort before "~".
         found = self._db.execute(
             "SELECT id FROM jobs WHERE id >= ? AND id < ? ORDER BY id LIMIT ?",
             (text, text + "~", _CANDIDATES_SHOWN + 1),
@@ -141,17 +152,19 @@ class Store:
             names = [row["id"] for row in found[:_CANDIDATES_SHOWN]]
             more = ", ..." if len(found) > _CANDIDATES_SHOWN else ""
             raise InvalidInput(
-                f"{text!r} could be {', '.join(names)}{more}",
+                f"{text!r} is ambiguous: it matches {', '.join(names)}{more}",
                 field="job_id",
-                hint="type more of it",
+                hint="give more characters of the id",
             )
         return self.job(found[0]["id"] if found else text)
 
     def page(
         self, *, state: JobState | None = None, limit: int, before_id: str = "", search: str = ""
     ) -> list[Job]:
-        """Jobs from the newest on, those submitted before `before_id` only; and only those whose
-        id, name and state have every word of `search` in them.
+        """Return up to `limit` jobs, newest first.
+
+        `state`, if given, selects the jobs in that state; `before_id` the jobs submitted before
+        that one; `search` the jobs with every word of it in their id, name or state.
         """
         found, words = _having(search)
         rows = self._db.execute(
@@ -163,7 +176,7 @@ class Store:
         return [_job_of(row) for row in rows]
 
     def counts(self, search: str = "") -> dict[JobState, int]:
-        """How many jobs are in each state, of those that a page finds; all seven are there."""
+        """Return the number of jobs in each of the seven states, restricted as in `page`."""
         having, words = _having(search)
         rows = self._db.execute(
             f"SELECT state, count(*) FROM jobs WHERE {having} GROUP BY state", words
@@ -172,12 +185,15 @@ class Store:
         return {state: found.get(state, 0) for state in JobState}
 
     def attempt_counts(self) -> tuple[int, int]:
-        """Of all jobs: attempts, and those among them that followed a trainer's death."""
+        """Return the number of all attempts, and of those that are automatic retries."""
         row = self._db.execute("SELECT count(*), total(retries > 0) FROM attempts").fetchone()
         return row[0], int(row[1])
 
     def in_state(self, *states: JobState, limit: int = -1) -> Sequence[Job]:
-        """Jobs in the order of the queue: by priority, then first come, first served."""
+        """Return jobs in the order of the queue: highest priority first, then the oldest place.
+
+        A `limit` of -1 means no limit.
+        """
         marks = ", ".join("?" * len(states))
         rows = self._db.execute(
             f"SELECT * FROM jobs INDEXED BY jobs_by_state WHERE state IN ({marks})"
@@ -187,6 +203,7 @@ class Store:
         return [_job_of(row) for row in rows]
 
     def queue_length(self) -> int:
+        """Return the number of QUEUED jobs."""
         found = self._db.execute(
             "SELECT count(*) FROM jobs INDEXED BY jobs_by_state WHERE state = ?", (JobState.QUEUED,)
         )
@@ -194,7 +211,7 @@ class Store:
         return length
 
     def held(self) -> Sequence[Share]:
-        """What the active jobs hold of the machine."""
+        """Return the CPU threads and GPUs that the active jobs hold, one Share per job."""
         marks = ", ".join("?" * len(ACTIVE))
         rows = self._db.execute(
             "SELECT cpus, gpus FROM jobs INDEXED BY jobs_by_state JOIN attempts"
@@ -204,7 +221,7 @@ class Store:
         return [_share_of(row) for row in rows]
 
     def begin(self, job: Job, share: Share, change: Change) -> Job:
-        """Give the newest attempt its share of the machine; `change` makes the job active."""
+        """Record the share of the newest attempt and apply `change`, which makes the job active."""
         gpus = None if share.gpus is None else ",".join(share.gpus)
         with transaction(self._db):
             self._db.execute(
@@ -216,7 +233,7 @@ class Store:
         return self.job(job.id)
 
     def attempt(self, job: Job) -> Attempt:
-        """The job's newest attempt."""
+        """Return the job's newest attempt."""
         row = self._db.execute(
             "SELECT number, retries, from_step, seen_step FROM attempts"
             " WHERE job_id = ? AND number = ?",
@@ -225,6 +242,7 @@ class Store:
         return Attempt(**row)
 
     def events(self, job_id: str, after_seq: int, limit: int) -> Sequence[JobEvent]:
+        """Return up to `limit` events of a job with `seq` above `after_seq`, in order."""
         rows = self._db.execute(
             f"SELECT {_EVENT_FIELDS} FROM events WHERE job_id = ? AND seq > ? ORDER BY seq LIMIT ?",
             (job_id, after_seq, limit),
@@ -232,9 +250,10 @@ class Store:
         return [JobEvent(**_typed(row)) for row in rows]
 
     def change(self, job_id: str, *changes: Change) -> Job:
-        """Apply the changes in order, each with its event, all or nothing.
+        """Apply the changes in order in one transaction, each with its event.
 
-        Raises WrongState for a transition that clients.jobs.job.TRANSITIONS does not have.
+        Raises WrongState if a transition is not in clients.jobs.job.TRANSITIONS; then no change is
+        applied.
         """
         with transaction(self._db):
             for change in changes:
@@ -251,9 +270,9 @@ class Store:
         last: bool,
         config: AnyJob | None = None,
     ) -> Job:
-        """A further attempt, in the job's old place of the queue or as its last.
+        """Queue a new attempt of a job, at the end of the queue if `last`, else at its old place.
 
-        `config` replaces the job's.
+        `config`, if given, replaces the job's configuration.
         """
         with transaction(self._db):
             self._db.execute("UPDATE jobs SET attempt = ? WHERE id = ?", (attempt.number, job_id))
@@ -271,7 +290,7 @@ class Store:
         return self.job(job_id)
 
     def _write(self, job_id: str, change: Change) -> None:
-        """The only place where a job's row changes and an event is made."""
+        """Apply one change to a job's row and insert its event; all state changes come here."""
         job = self.job(job_id)
         state = change.state or job.state
         if change.state is not None and (job.state, state) not in TRANSITIONS:
@@ -312,7 +331,11 @@ class Store:
         )
 
     def _newest_time(self, job: Job) -> float:
-        """Time never goes back within a job, not even when the clock did while no server ran."""
+        """Return the time of the job's last event.
+
+        It is a lower bound for the next one: the machine's clock may have been set back while no
+        server was running.
+        """
         found = self._db.execute(
             "SELECT time FROM events WHERE job_id = ? AND seq = ?", (job.id, job.last_seq)
         ).fetchone()
@@ -324,7 +347,7 @@ class Store:
 
 
 def _having(search: str) -> tuple[str, dict[str, str]]:
-    """A condition on jobs, and its values; both cases of ASCII are one."""
+    """Return an SQL condition on jobs and its parameters; ASCII letters match in both cases."""
     words = {f"word{number}": word for number, word in enumerate(search.split())}
     text = "lower(id || ' ' || name || ' ' || state)"
     return " AND ".join(["1", *(f"instr({text}, lower(:{name}))" for name in words)]), words
@@ -351,13 +374,14 @@ def _typed(row: sqlite3.Row) -> dict[str, Any]:
 
 
 def _digest(config: AnyJob) -> str:
-    """Of what the job says itself: a server with more keys than this one makes the same of it."""
+    """Hash the keys that differ from their defaults, so that new keys do not change old digests."""
     return sha256(config.model_dump_json(exclude_defaults=True).encode()).hexdigest()
 
 
 def _means(config_json: str, config: AnyJob) -> bool:
-    """Whether the text is of this job, whatever keys there were when it was written. Digests were
-    once of every key, so an upgrade changed them.
+    """Return True if the stored JSON parses to this job.
+
+    Needed for digests of older servers: they covered every key, so an upgrade changed them.
     """
     try:
         return parse_job(config_json) == config

@@ -1,7 +1,7 @@
-"""Whether a student's tokens are its teacher's, as far as the student's files tell without torch.
+"""Compares a student's tokenizer with its teacher's, from the student's files and without torch.
 
-The trainer compares what its tokenizer says, and the shape of the weights; it is the judge of what
-passes here.
+Only certain differences are reported. The trainer later compares the loaded tokenizer and the
+shapes of the weights, and refuses what this check cannot see.
 """
 
 from __future__ import annotations
@@ -21,19 +21,24 @@ _MOST_SEEN = 256
 
 
 class StudentTokens:
-    """Compares a student with a teacher once, until one of them changes; for many threads."""
+    """Compares students with teachers and caches each result until one of the two changes.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
-        # To read a large vocabulary holds up every thread for a tenth of a second: once will do.
+        # Reading a large vocabulary holds the GIL for about 0.1 s, so one thread at a time reads.
         self._lock = threading.Lock()
         self._seen: dict[tuple[str, int, int, str], str] = {}
 
     def check(
         self, model: Path, info: TeacherInfo, label: str, vocabulary: Callable[[], Sequence[str]]
     ) -> None:
-        """Refuse a directory with other tokens than the teacher's, or for another number of ids.
+        """Check the model directory of a student against the teacher's info.
 
-        Raises WrongState. `vocabulary`: asks the teacher, which is done where they may differ.
+        `vocabulary` requests the teacher's tokens; it is called only if the fingerprints of the
+        tokenizers differ. Raises WrongState if a token certainly differs, or if the number of
+        logits is not the teacher's.
         """
         difference = self._difference(model, info.tokenizer_fingerprint, vocabulary)
         if difference:
@@ -47,14 +52,14 @@ class StudentTokens:
             raise WrongState(
                 f"the student has logits for {width} ids, the {label} for {info.vocab_size}",
                 field="student.model",
-                hint=f"give a student with the {label}'s tokenizer, or pad or trim its embeddings"
-                " to the teacher's size",
+                hint=f"use a student with the {label}'s tokenizer, or pad or trim its embeddings"
+                f" to {info.vocab_size} ids",
             )
 
     def _difference(
         self, model: Path, fingerprint: str, vocabulary: Callable[[], Sequence[str]]
     ) -> str:
-        """A sentence, or "" for none that is certain."""
+        """Return a sentence about a certain difference, or ""."""
         try:
             facts = (model / "tokenizer.json").stat()
         except OSError:
@@ -66,7 +71,7 @@ class StudentTokens:
             tokens = tokens_in(model)
             if tokens is None or tokenizer_fingerprint(tokens) == fingerprint:
                 return self._remembered(key, "")
-        # Not with the lock: a teacher may take its time, and others ask other teachers.
+        # Outside the lock: a slow teacher must not delay the checks against other teachers.
         difference = _compared(tokens, vocabulary())
         with self._lock:
             return self._remembered(key, difference)
@@ -79,14 +84,15 @@ class StudentTokens:
 
 
 def _compared(tokens: Sequence[str], theirs: Sequence[str]) -> str:
-    """A sentence about the first token that certainly differs, or ""."""
-    # What the file does not name may be named elsewhere: only an id with two tokens is certain.
+    """Return a sentence about the first token that certainly differs, or ""."""
+    # Another file may name the ids that tokenizer.json leaves empty, so an empty entry is no
+    # difference: only an id with two different tokens is.
     named = [ours or other for ours, other in zip(tokens, theirs, strict=False)]
     return "" if named == [*theirs[: len(named)]] else first_difference(theirs, named)
 
 
 def _width(model: Path) -> int | None:
-    """Of a student directory's logits; None where its config does not say."""
+    """Return the number of the student's logits, or None if its config does not contain it."""
     try:
         config = read_document(model / "config.json")
         width = config.get("text_config", config)["vocab_size"]

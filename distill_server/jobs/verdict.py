@@ -1,4 +1,4 @@
-"""What an attempt that is over makes of its job. Pure: no files, no clocks."""
+"""Decides how a job continues after an attempt has ended. Pure: reads no files and no clocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distill_server.runners.interface import Exited, Lost
 
 @dataclass(frozen=True)
 class Ended:
-    """The job is over."""
+    """The job has ended in `state`, which is terminal."""
 
     state: JobState
     reason: str = ""
@@ -19,9 +19,9 @@ class Ended:
 
 @dataclass(frozen=True)
 class Died:
-    """The trainer died without a word.
+    """The trainer ended without writing a verdict, so the job is a candidate for a retry.
 
-    `blameless`: through no fault of the job, so that it costs no retry.
+    `blameless`: the cause was not the job (a reboot, for example), so the retry is not counted.
     """
 
     reason: str
@@ -31,7 +31,10 @@ class Died:
 def verdict_of(
     state: JobState, step: int, status: Status | None, outcome: Exited | Lost
 ) -> Ended | Died:
-    """Judge an attempt of a job in `state` by its trainer's last words and its end."""
+    """Judge an ended attempt of a job in `state` by the trainer's last status and its exit.
+
+    `step` appears in the reason only.
+    """
     rebooted = isinstance(outcome, Lost) and outcome.blameless
     cancelling = state is JobState.CANCELLING
     verdict = status.verdict if status is not None else "running"
@@ -40,11 +43,9 @@ def verdict_of(
         return Ended(JobState.SUCCEEDED)
     if verdict == "failed":
         return Ended(JobState.FAILED, reason or "the trainer gave no reason")
-    # A machine that shuts down tells every process to stop; its owner did not ask for that.
+    # A machine that shuts down sends SIGTERM to all processes; that is no request to cancel.
     if verdict == "cancelled" and (cancelling or not rebooted):
-        default = (
-            "cancelled on request" if cancelling else "the trainer was told to stop by SIGTERM"
-        )
+        default = "cancelled on request" if cancelling else "the trainer was stopped by SIGTERM"
         return Ended(JobState.CANCELLED, reason or default)
     death = f"{_death(outcome)} at step {step}"
     if cancelling:
@@ -55,9 +56,9 @@ def verdict_of(
 def _death(outcome: Exited | Lost) -> str:
     match outcome:
         case Lost(blameless=True):
-            return "the trainer's machine was restarted, or its start was interrupted,"
+            return "the machine was restarted, or the start of the trainer was interrupted,"
         case Lost():
-            return "the trainer and its watcher disappeared"
+            return "the trainer and its supervisor process disappeared"
         case Exited(code=code) if code < 0:
             return f"the trainer was killed by signal {-code}"
         case Exited(code=code):

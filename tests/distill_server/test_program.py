@@ -65,7 +65,7 @@ def test_one_server_per_directory(tmp_path: Path) -> None:
     assert other.stdout == ""
     assert other.stderr == (
         f"error: another server runs on {tmp_path}; "
-        "stop it, or give this one another --runs directory\n"
+        "stop it, or start this server with another --runs directory\n"
     )
 
 

@@ -121,7 +121,7 @@ def test_a_step_that_fails_leaves_the_old_one(old: Path, monkeypatch: pytest.Mon
     broken = (*database._STEPS[:1], database._STEPS[1] + "ALTER TABLE nothing ADD COLUMN x;")
     with monkeypatch.context() as patched:
         patched.setattr(database, "_STEPS", broken)
-        with pytest.raises(Unavailable, match="schema 2"), open_database(old):
+        with pytest.raises(Unavailable, match="schema version 2"), open_database(old):
             pass
     with open_database(old) as connection:
         assert connection.execute("PRAGMA user_version").fetchone()[0] == len(database._STEPS)

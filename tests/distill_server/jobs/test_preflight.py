@@ -65,7 +65,7 @@ class Refusal:
 CASES = {
     "no data": Refusal(
         {"data__path": "{root}/no.jsonl"},
-        ("data.path: no such file: ", "the machine of the distill server has"),
+        ("data.path: no such file: ", "that exists on the distill server's machine"),
     ),
     "no held-out data": Refusal(
         {"data__eval_path": "no.parquet"}, ("data.eval_path: no such file: no.parquet",)
@@ -333,7 +333,7 @@ def test_what_does_not_answer_in_time_is_left_to_the_start(
     with checking(tmp_path) as server, socket.create_server(("127.0.0.1", 0)) as silent:
         asked = job(tmp_path, f"127.0.0.1:{silent.getsockname()[1]}")
         assert server.submit(asked) is JobState.QUEUED
-    assert "a job was not looked at within" in caplog.text
+    assert "a job was not checked within" in caplog.text
 
 
 def test_a_resume_is_looked_at_too(

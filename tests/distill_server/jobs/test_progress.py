@@ -148,7 +148,7 @@ RUNNING, CANCELLING = JobState.RUNNING, JobState.CANCELLING
             RUNNING,
             None,
             Lost(False),
-            Died("the trainer and its watcher disappeared at step 37", False),
+            Died("the trainer and its supervisor process disappeared at step 37", False),
         ),
         (CANCELLING, "succeeded", Exited(0), Ended(JobState.SUCCEEDED)),
         (CANCELLING, "failed", Exited(1), Ended(JobState.FAILED, "said so")),

@@ -79,7 +79,7 @@ def test_schema_of_the_future_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "server.sqlite"
     with open_database(path) as connection:
         connection.execute("PRAGMA user_version = 99")
-    with pytest.raises(WrongState, match="schema 99"), open_database(path):
+    with pytest.raises(WrongState, match="schema version 99"), open_database(path):
         pass
 
 
