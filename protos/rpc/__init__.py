@@ -1,1 +1,1 @@
-"""gRPC on both ends: channels, servers, statuses, health, limits; and the failpoints of tests."""
+"""gRPC on both ends: channels, servers, statuses, health checks, limits; failpoints for tests."""

@@ -1,11 +1,12 @@
-"""How a client reaches a server: `HOST:PORT`, or `https://HOST:PORT` for TLS, and its token.
+"""gRPC channels to `HOST:PORT`, or to `https://HOST:PORT` with TLS; they send the client's token.
 
-Secrets come from the environment, never from an argument or a job file:
+Secrets come from environment variables, never from an argument or a job file:
 
-    DISTILL_TOKEN, DISTILL_TOKEN_FILE                  for the distill server
-    DISTILL_TEACHER_TOKEN, DISTILL_TEACHER_TOKEN_FILE  for teachers
-    DISTILL_TLS_CA                                     who certifies servers; else the public ones
-    DISTILL_TLS_CERT, DISTILL_TLS_KEY                  who we are, where servers ask (mTLS)
+    DISTILL_TOKEN, DISTILL_TOKEN_FILE                  token for the distill server
+    DISTILL_TEACHER_TOKEN, DISTILL_TEACHER_TOKEN_FILE  token for teacher services
+    DISTILL_TLS_CA                                     authorities of server certificates; if unset,
+                                                       the public authorities
+    DISTILL_TLS_CERT, DISTILL_TLS_KEY                  the client's own certificate and key (mTLS)
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ TEACHER_TOKEN = "DISTILL_TEACHER_TOKEN"
 
 
 def open_channel(address: str, *, token: str, scope: str = "") -> grpc.Channel:
-    """A channel that connects when it is first used. `token`: name of the variable with it.
+    """Return a channel to `address`; it connects on first use.
 
-    With a `scope`, what travels is a token derived for it, which can do no more than ask teachers.
-    Raises InvalidInput for files that cannot be read, and for a token that would be sent in the
-    clear to another machine.
+    `token` is the name of the environment variable that holds the token. With a `scope`, such as
+    "preflight", the channel sends a token derived for it, which can only read from teachers.
+
+    Raises InvalidInput if the address has an unknown scheme, if a file cannot be read, or if the
+    token would be sent unencrypted to another machine.
     """
     scheme, _, rest = address.rpartition("://")
     secret = token_of(token)
@@ -40,16 +43,16 @@ def open_channel(address: str, *, token: str, scope: str = "") -> grpc.Channel:
         return _secure(rest, client_credentials(*_tls_files()), secret)
     if scheme not in ("", "http"):
         raise InvalidInput(
-            f"cannot call {address}", hint="give HOST:PORT, or https://HOST:PORT for TLS"
+            f"{address} has an unknown scheme", hint="give HOST:PORT, or https://HOST:PORT for TLS"
         )
     if not secret:
         return grpc.insecure_channel(rest, options=CHANNEL_OPTIONS)
     if not is_loopback(_host(rest)):
         raise InvalidInput(
-            f"{token} would be sent in the clear to {address}",
-            hint=f"give https://{rest}, or unset the token",
+            f"{token} would be sent unencrypted to {address}",
+            hint=f"use https://{rest}, or unset the token",
         )
-    # gRPC itself refuses to use these for a connection that leaves the machine.
+    # gRPC itself refuses local credentials for a connection that leaves the machine.
     return _secure(rest, grpc.local_channel_credentials(), secret)
 
 
@@ -65,9 +68,9 @@ def _host(target: str) -> str:
 
 
 def token_of(variable: str) -> str:
-    """The token in the variable, or in the file that VARIABLE_FILE names; "" without either.
+    """Return the token in $VARIABLE, or in the file named by $VARIABLE_FILE; "" without either.
 
-    Raises InvalidInput for a file that cannot be read, and for what is no token.
+    Raises InvalidInput if the file cannot be read, or if its content is not a valid token.
     """
     token = os.environ.get(variable, "").strip()
     file = _path(f"{variable}_FILE")

@@ -1,10 +1,11 @@
-"""Named places where a test lets a program die, stall or fail, at the points where it matters.
+"""Failpoints: named places in the source where a test makes the program die, stall or fail.
 
-    DISTILL_FAILPOINT=checkpoint-sealed:kill            SIGKILL when it is reached
-    DISTILL_FAILPOINT=shard-renamed:sleep:2.5           seconds, each time
-    DISTILL_FAILPOINT=scored:raise:3                    OSError, the third time (1 if no number)
+    DISTILL_FAILPOINT=checkpoint-sealed:kill     SIGKILL at the first hit
+    DISTILL_FAILPOINT=shard-renamed:sleep:2.5    sleep 2.5 seconds at every hit
+    DISTILL_FAILPOINT=scored:raise:3             raise OSError at the third hit (first by default)
 
-One failpoint a process, read once. Unarmed, a hit is one comparison.
+The variable is read once, and arms one failpoint per process. A hit of an unarmed failpoint costs
+one string comparison.
 """
 
 from __future__ import annotations
@@ -35,19 +36,22 @@ class _Armed:
                 if self._hits == int(self._argument or 1):
                     raise OSError(errno.EIO, f"failpoint {self.name}")
             case action:
-                raise ValueError(f"{VARIABLE}: no action {action!r}; kill, sleep or raise")
+                raise ValueError(f"{VARIABLE}: unknown action {action!r}; use kill, sleep or raise")
 
 
 _armed = _Armed(os.environ.get(VARIABLE, ""))
 
 
 def failpoint(name: str) -> None:
-    """A place to fail at; `name` is a literal that occurs once in the source."""
+    """Mark a place that a test can make fail. `name` is a literal that occurs once in the source.
+
+    Raises OSError if the armed action is `raise` and this hit is the chosen one.
+    """
     if name == _armed.name:
         _armed.act()
 
 
 def arm(spec: str) -> None:
-    """What the variable would say, for a process that is running already."""
+    """Arm a failpoint in a running process. `spec` has the syntax of $DISTILL_FAILPOINT."""
     global _armed
     _armed = _Armed(spec)

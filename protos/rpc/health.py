@@ -1,4 +1,4 @@
-"""Whether a server takes calls, for whoever asks once or watches: grpc.health.v1."""
+"""The standard health service (grpc.health.v1), as an asyncio servicer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Serving until `stop`. Then every watcher is told so, and its call ends: one that went on
-    would keep the server from its end.
+    """Report SERVING until `stop` is called, then NOT_SERVING.
+
+    After `stop` every Watch call sends NOT_SERVING and ends: an open call would delay the server's
+    shutdown. All methods must run on the event loop of the server.
     """
 
     def __init__(self, service: str) -> None:
@@ -23,15 +25,17 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """No new calls from here on."""
+        """Report NOT_SERVING from now on, and end all Watch calls."""
         self._stopping.set()
 
     async def Check(self, request: Any, context: object) -> Any:
+        """Return the status of a service; raises NotFound for a name that this server lacks."""
         if request.service not in self._services:
-            raise NotFound(f"there is no service {request.service[:100]!r} here", field="service")
+            raise NotFound(f"this server has no service {request.service[:100]!r}", field="service")
         return _Status(status=self._status())
 
     async def Watch(self, request: Any, context: object) -> AsyncIterator[Any]:
+        """Stream the status of a service at once and when it changes, until `stop`."""
         if request.service not in self._services:
             yield _Status(status=_Status.SERVICE_UNKNOWN)
         elif not self._stopping.is_set():

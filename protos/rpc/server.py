@@ -1,4 +1,4 @@
-"""Where a server listens and to whom it answers; health, and an end that lets calls end."""
+"""The frame of every gRPC server: endpoint, access control, health, and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An address of this machine, and who may call there. Port 0: any free one."""
+    """An address of this machine to listen on, with its tokens and TLS credentials.
+
+    Port 0 means any free port. `insecure` allows other machines to connect without tokens and TLS.
+    """
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -37,14 +40,15 @@ class Endpoint:
     insecure: bool = False
 
     def require_usable(self) -> None:
-        """Raises InvalidInput where strangers could call, and for a port that is taken.
+        """Check the endpoint before the server spends minutes on loading a model.
 
-        To be called before minutes of loading; `serve` finds a taken port again for sure.
+        Raises InvalidInput if other machines could call without tokens and TLS, or if the port is
+        taken. `serve` checks the port again when it binds it.
         """
         if not is_loopback(self.host) and not self.insecure and not (self.tokens and self.tls):
             raise InvalidInput(
-                f"refusing to listen on {self.host}, which other machines can reach,"
-                " without tokens and TLS",
+                f"refusing to listen on {self.host} without tokens and TLS:"
+                " other machines can reach it",
                 field="--host",
                 hint="give --token-file, --tls-cert and --tls-key,"
                 " or use 127.0.0.1 and an SSH tunnel",
@@ -53,7 +57,7 @@ class Endpoint:
             require_free_port(self.host, self.port)
 
     def address(self, port: int) -> str:
-        """What a client is given; `port`: the one that was bound."""
+        """Return the address for clients. `port` is the port that was bound."""
         target = _target(self.host, port)
         return f"https://{target}" if self.tls else target
 
@@ -61,12 +65,12 @@ class Endpoint:
 def read_endpoint(
     host: str, port: int, token_file: Path | None, tls: TlsFiles, *, insecure: bool
 ) -> Endpoint:
-    """The endpoint that a command line describes; raises InvalidInput, naming the option."""
+    """Make the endpoint from command-line options. Raises InvalidInput, naming the bad option."""
     return Endpoint(host, port, read_tokens(token_file), server_credentials(tls), insecure)
 
 
 def require_free_port(host: str, port: int) -> None:
-    """Raises InvalidInput when somebody listens there."""
+    """Raise InvalidInput if the port is taken or `host` is not an address of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
@@ -96,11 +100,14 @@ async def serve(
     on_ready: Callable[[int], None],
     on_stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Listen until SIGTERM or SIGINT, then let running calls end within `grace_seconds`.
+    """Serve until SIGTERM or SIGINT, then give running calls `grace_seconds` seconds to finish.
 
-    `register` adds the service and returns its full name, for health checks. `on_ready` gets the
-    bound port. `on_stop` ends the streams that would not end by themselves, before the grace.
-    Raises InvalidInput when the port is taken, or where strangers could call.
+    `register` adds the service to the server and returns its full name for health checks.
+    `on_ready` is called with the bound port. `on_stop` is called when shutdown begins; it should
+    end streams that would not end by themselves.
+
+    Raises InvalidInput if the port is taken, or if other machines could call without tokens and
+    TLS. Must run in the main thread, because it installs signal handlers.
     """
     endpoint.require_usable()
     stop = asyncio.Event()
@@ -132,13 +139,16 @@ def _bind(server: grpc.aio.Server, endpoint: Endpoint) -> int:
             return server.add_secure_port(target, endpoint.tls)
         return server.add_insecure_port(target)
     except RuntimeError as error:
-        # gRPC does not say which: where it is not the port, this tells what it is.
+        # gRPC does not report the cause. If it is not the port, this call raises the real one.
         require_free_port(endpoint.host, endpoint.port)
         raise _port_taken(endpoint.port) from error
 
 
 def _most_connections() -> int:
-    """More are closed at once: strangers must not take the descriptors that files need."""
+    """Return the connection limit, which leaves a quarter of the file descriptors for files.
+
+    gRPC closes connections beyond the limit at once.
+    """
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
 
 

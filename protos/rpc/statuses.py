@@ -1,4 +1,4 @@
-"""The one boundary of errors: a DistillError becomes a gRPC status, and a DistillError again."""
+"""Errors as gRPC statuses: encoded by `ErrorBoundary` (server), decoded by `fault_of` (client)."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ log = logging.getLogger(__name__)
 
 ERROR_DOMAIN = "distill-service"
 _STATUS_DETAILS = "grpc-status-details-bin"
-# Of a message, a field, a hint: gRPC drops trailers of more than 8 KiB, and with them the fault.
+# Limit of each text (message, field, hint). gRPC drops trailers of more than 8 KiB, which would
+# lose the whole error.
 _TOLD_BYTES = 1000
 _TLS_REASON = re.compile(r"OPENSSL_internal:(.+?)(: OK)?$")
 TLS_HINT = (
-    "check that it runs and serves TLS, that its certificate is from $DISTILL_TLS_CA, names this"
-    " host and has not expired, and whether it asks for $DISTILL_TLS_CERT"
+    "check that the server runs and serves TLS; that its certificate is signed by $DISTILL_TLS_CA,"
+    " names this host and has not expired; and whether the server needs $DISTILL_TLS_CERT"
 )
 
 
 class ErrorBoundary(grpc.aio.ServerInterceptor):
-    """The only place where exceptions become statuses.
+    """The server interceptor that turns exceptions into gRPC statuses; the only place that does.
 
-    A DistillError is told to the caller in full, with its field and hint as google.rpc.ErrorInfo.
-    Anything else is a defect: the caller gets an id, the log gets the traceback under the same id.
+    A DistillError is sent to the caller with its message, and with its field and hint in a
+    google.rpc.ErrorInfo. Any other exception is a defect: the caller gets an id, and the log gets
+    the traceback with the same id.
     """
 
     async def intercept_service(
@@ -42,6 +44,7 @@ class ErrorBoundary(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
+        """Wrap the method's handler; None (unknown method) stays None, so gRPC answers it."""
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -50,7 +53,7 @@ class ErrorBoundary(grpc.aio.ServerInterceptor):
             "stream" if handler.response_streaming else "unary",
         )
         behavior = getattr(handler, "_".join(kinds))
-        # A message that cannot be read is the caller's fault too, so it is read inside the guard.
+        # A message that cannot be decoded is the caller's error, so decode it inside the guard.
         read = _Messages if handler.request_streaming else _read
         guard = _guard_stream if handler.response_streaming else _guard_unary
 
@@ -90,12 +93,13 @@ def _read(data: bytes, deserialize: Callable[[bytes], Any] | None) -> Any:
         return deserialize(data) if deserialize else data
     except DecodeError as error:
         raise InvalidInput(
-            "not a message of this method", hint="are client and server of one version?"
+            "the request is not a message of this method",
+            hint="check that client and server have the same version",
         ) from error
 
 
 class _Messages:
-    """The messages of a stream, read one by one."""
+    """The decoded messages of a request stream, one at a time."""
 
     def __init__(self, data: Any, deserialize: Callable[[bytes], Any] | None) -> None:
         self._data = data
@@ -109,14 +113,16 @@ class _Messages:
 
 
 def public_error(error: Exception, where: str) -> DistillError:
-    """What a caller may know of `error`; a defect is logged under the id that the caller gets."""
+    """Return the error that a caller may see.
+
+    A DistillError is returned as it is. Any other exception is logged with a new id, and becomes
+    an InternalFault that contains only the id. `where` names the method, for the log.
+    """
     if isinstance(error, DistillError):
         return error
     error_id = secrets.token_hex(4)
     log.error("defect %s in %s", error_id, where, exc_info=error)
-    return InternalFault(
-        f"internal error {error_id}", hint="the server's log has the details under this id"
-    )
+    return InternalFault(f"internal error {error_id}", hint="look up this id in the server's log")
 
 
 async def _abort(
@@ -148,13 +154,17 @@ def _cut(text: str) -> str:
 
 
 def fault_of(error: grpc.RpcError, server: str) -> DistillError:
-    """The DistillError that a failed call stands for; `server`: its name, `teacher HOST:PORT`."""
+    """Return the DistillError for a failed gRPC call, on the client.
+
+    `server` is the server's name in messages, such as `teacher HOST:PORT`. A status without the
+    details of ErrorBoundary (no connection, a deadline, a proxy) gets a message and hint here.
+    """
     call: Any = error
     status: grpc.StatusCode = call.code()
     for key, value in call.trailing_metadata() or ():
         if key == _STATUS_DETAILS:
             details, info = status_pb2.Status(), error_details_pb2.ErrorInfo()
-            # Whatever answers there may write something else under this name.
+            # Another program at this address may send other bytes under the same key.
             with suppress(DecodeError):
                 details.ParseFromString(value)
                 if details.details and details.details[0].Unpack(info):
@@ -171,6 +181,6 @@ def fault_of(error: grpc.RpcError, server: str) -> DistillError:
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return error_of(status.name, f"the {server} did not answer in time", hint="try again")
     if status is grpc.StatusCode.UNIMPLEMENTED:
-        hint = "are client and server of one version?"
-        return error_of(status.name, f"the {server} does not know this call", hint=hint)
+        hint = "check that client and server have the same version"
+        return error_of(status.name, f"the {server} does not have this method", hint=hint)
     return error_of(status.name, f"the {server} failed: {call.details()}")

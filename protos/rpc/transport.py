@@ -1,56 +1,61 @@
-"""What both ends of a gRPC connection agree on: sizes, keepalive, and which hosts are our own."""
+"""gRPC options shared by clients and servers: message sizes, keepalive, reconnection, limits."""
 
 from __future__ import annotations
 
 import ipaddress
 
 MAX_MESSAGE_BYTES = 4 << 20
-# Rows are cut into messages of at most this: one long sequence never stalls a stream's others.
+# Largest chunk of rows in one message, so that a long sequence never stalls a stream's others.
 MAX_CHUNK_BYTES = 1 << 20
-# Of one answer to ListJobs: it stays far below the largest message.
+# Most jobs in one reply to ListJobs, which keeps the reply far below the message limit.
 MAX_PAGE_JOBS = 500
-# Initial metadata of a stream that may stay quiet: its client knows that the connection stands.
+# Initial metadata of a stream that may be silent at first. It tells the client that the connection
+# is up.
 STREAM_OPEN = ("stream", "open")
 _MAX_METADATA_BYTES = 8 << 10
 
 _LIMITS = [
-    # Also of a compressed message when it is unpacked.
+    # Also limits a compressed message after decompression.
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA_BYTES),
-    # A killed peer is seen at once, a frozen one never without pings: every 30 s, 10 s to answer.
+    # A killed peer is noticed at once; a frozen one only by pings, every 30 s, with 10 s to reply.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # While another ping is unanswered, one that measures bandwidth, gRPC sends none of these.
+    # gRPC sends no keepalive ping while its own bandwidth ping is unanswered, so that ping needs a
+    # timeout too.
     ("grpc.http2.ping_timeout_ms", 40_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 CHANNEL_OPTIONS = [
     *_LIMITS,
-    # A restarted server is found again within a second, not after gRPC's default of two minutes.
+    # Reconnect to a restarted server within a second; gRPC's default backoff grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # In spite of its name, how long one attempt to connect may take.
+    # Despite its name, this is the timeout of one connection attempt.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Calls go straight to the address that was given: a proxy of the environment is for the web.
+    # Connect directly to the given address. The proxy variables are meant for web traffic.
     ("grpc.enable_http_proxy", 0),
 ]
 SERVER_OPTIONS = [
     *_LIMITS,
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-    # Two servers on one port would each get half of the calls.
+    # With port reuse, two servers on one port would each get half of the calls.
     ("grpc.so_reuseport", 0),
-    # Of one connection; more streams wait on their side until others end.
+    # Per connection; the client holds back further streams until others end.
     ("grpc.max_concurrent_streams", 1024),
-    # Who connects and says nothing is gone after this, not after gRPC's two minutes.
+    # Drop a connection without a handshake after 10 s; gRPC's default is two minutes.
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`: a name or an IP address, without brackets."""
+    """Return True if only this machine can reach `host`: "localhost" or a loopback IP address.
+
+    `host` has no brackets. Any other name counts as reachable from other machines.
+    """
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -81,7 +81,7 @@ def test_actions(monkeypatch: pytest.MonkeyPatch) -> None:
         failpoints.failpoint("here")
     failpoints.failpoint("here")
     failpoints.arm("here:explode")
-    with pytest.raises(ValueError, match="no action 'explode'"):
+    with pytest.raises(ValueError, match="unknown action 'explode'"):
         failpoints.failpoint("here")
 
 

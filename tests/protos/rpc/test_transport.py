@@ -57,8 +57,8 @@ def test_a_call_that_the_server_does_not_have(channel: grpc.Channel) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary("/distill.v1.Teacher/FutureCall")(b"", timeout=10)
     fault = fault_of(caught.value, "teacher")
-    assert fault.message == "the teacher does not know this call"
-    assert fault.hint == "are client and server of one version?"
+    assert fault.message == "the teacher does not have this method"
+    assert fault.hint == "check that client and server have the same version"
 
 
 def test_overload_says_when_to_come_again(channel: grpc.Channel) -> None:
