@@ -29,7 +29,7 @@ def version() -> str:
 
 
 def missing_packages(extra: str) -> list[str]:
-    """The packages of `extra` that are not installed, in the order of pyproject.toml.
+    """The packages of `extra` that are not installed, in alphabetical order.
 
     `extra` may be several, separated by commas, here and in the other functions.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"clients", "distill_server", "protos", "student_trainer", "teacher_service"}
@@ -58,6 +60,31 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 def test_the_wheel_holds_five_packages(wheel: set[str]) -> None:
     top = {name.split("/")[0] for name in wheel}
     assert {name for name in top if not name.endswith(".dist-info")} == PACKAGES
+
+
+def test_the_wheel_holds_every_module(wheel: set[str]) -> None:
+    """An ignore rule of git that matches a folder of a package would leave it out."""
+    modules = {
+        str(path.relative_to(ROOT)) for name in PACKAGES for path in (ROOT / name).rglob("*.py")
+    }
+    assert modules <= wheel
+
+
+def test_the_wheel_ships_its_license(wheel: set[str]) -> None:
+    (license_file,) = (name for name in wheel if name.endswith(".dist-info/licenses/LICENSE"))
+    assert license_file
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+def test_the_project_has_what_every_project_has() -> None:
+    expected = ["LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff"]
+    assert [name for name in expected if not (ROOT / name).is_file()] == []
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    (workflow,) = (ROOT / ".github/workflows").glob("*.yml")
+    jobs = yaml.safe_load(workflow.read_text())["jobs"]
+    assert {"run": "bash .ci/run"} in [step for job in jobs.values() for step in job["steps"]]
 
 
 def test_the_wheel_ships_what_is_not_python(wheel: set[str]) -> None:
