@@ -1,1 +1,1 @@
-"""Rows that were scored before, in memory, in Redis and on disk."""
+"""The row cache of the teacher service: tiers in memory, in Redis and on disk."""

@@ -1,6 +1,4 @@
-"""The rows on disk behind the memory of the cache: written by a thread of its own, never in the
-way.
-"""
+"""The disk tier of the cache: a store of rows that a background thread writes."""
 
 from __future__ import annotations
 
@@ -22,23 +20,27 @@ log = logging.getLogger(__name__)
 
 FLUSH_BYTES = 64 << 20
 FLUSH_SECONDS = 60.0
-# Each is a line of the manifest, and a map of this process: few small ones must not become many.
+# Each shard is a line of the manifest and a memory map of this process, so their number is bounded.
 MAX_SHARDS = 4096
 MAX_WAITING_BYTES = 256 << 20
 
 
 class DiskTier:
-    """Collects entries and appends them as shards of 64 MiB or a minute, whichever comes first.
+    """Collects entries and writes them as shards of 64 MiB, or once a minute if that is sooner.
 
-    The teacher's rows have a directory of their own under `root`. Above `max_bytes` the rows of
-    other teachers go, then its own oldest shards. What a failing disk does not take is forgotten;
-    the next shard is tried again.
+    Each teacher fingerprint has a directory of its own under `root`. Above `max_bytes` the tier
+    removes the rows of other teachers first, then its own oldest shards. If the disk fails, the
+    entries of that shard are lost, and the next shard is tried. With `zstd`, rows are compressed.
     """
 
     name = "disk"
 
     def __init__(self, root: Path, *, fingerprint: str, max_bytes: int, zstd: bool = False) -> None:
-        """Raises WrongState when another teacher writes there, OSError of the disk."""
+        """Open or create the store, and start the writer thread.
+
+        A store with a damaged manifest is removed and created again. Raises WrongState if another
+        process writes to the store, InvalidInput without pyarrow, and OSError if the disk fails.
+        """
         self.counts = TierCounts()
         self._root = root
         self._max_bytes = max_bytes
@@ -47,7 +49,7 @@ class DiskTier:
         self._store = self._open(path, {"fingerprint": fingerprint})
         self.counts.corrupt += len(self._store.unreadable)
         for name in self._store.unreadable:
-            log.warning("cache: shard %s of %s is damaged and set aside", name, path)
+            log.warning("cache: shard %s of %s is damaged; it is set aside", name, path)
         self._queue: queue.SimpleQueue[StoredRows | None] = queue.SimpleQueue()
         self._waiting_bytes = 0
         self._counting = threading.Lock()
@@ -59,14 +61,22 @@ class DiskTier:
         return key in self._store
 
     async def get(self, key: bytes, max_bytes: int) -> bytes | None:
-        # The page may have to come from the disk first.
+        """Return the codec bytes of `key`, at most `max_bytes`, or None if there is no entry.
+
+        Raises Corrupt if the entry is damaged.
+        """
+        # In a thread, because the page may have to be read from the disk.
         return await asyncio.to_thread(self._read, key, max_bytes) if key in self else None
 
     def drop(self, key: bytes) -> None:
+        """Forget the entry of `key`."""
         self._store.drop(key)
 
     def put(self, entry: StoredRows) -> None:
-        """Hand over an entry; one is dropped when the disk is too far behind."""
+        """Queue an entry for the writer thread and return at once.
+
+        The entry is dropped if its key is stored, or if more than 256 MiB wait to be written.
+        """
         if entry.key in self or self._waiting_bytes + len(entry.rows) > MAX_WAITING_BYTES:
             return
         with self._counting:
@@ -74,7 +84,7 @@ class DiskTier:
         self._queue.put(entry)
 
     async def close(self) -> None:
-        """Write what waits, and let go of the directory."""
+        """Write the queued entries, stop the writer thread and release the lock of the store."""
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
         self._store.close()
@@ -83,7 +93,7 @@ class DiskTier:
         try:
             return LogitStore(path, write=True, metadata=metadata)
         except Corrupt as error:
-            log.warning("cache: begun anew: %s", error.message)
+            log.warning("cache: %s; the store is removed and created again", error.message)
             self.counts.corrupt += 1
             remove_store(path)
             return LogitStore(path, write=True, metadata=metadata)
@@ -103,7 +113,7 @@ class DiskTier:
             except OSError as error:
                 self.counts.errors += 1
                 if not self._failing:
-                    log.error("cache: %s; rows are kept in memory only until it works", error)
+                    log.error("cache: %s; until the disk works, rows are not kept on it", error)
                 self._failing = True
 
     def _trim(self) -> None:
@@ -124,7 +134,7 @@ class DiskTier:
             self._waiting_bytes -= size
 
     def _collect(self) -> tuple[dict[bytes, StoredRows], bool]:
-        """The entries of the next shard, and whether more may come."""
+        """Return the entries of the next shard by key, and whether more may follow."""
         entry = self._queue.get()
         deadline = time.monotonic() + FLUSH_SECONDS
         entries: dict[bytes, StoredRows] = {}

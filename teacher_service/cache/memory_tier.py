@@ -1,4 +1,4 @@
-"""The rows in this process: least recently used go first."""
+"""The memory tier of the cache: a least-recently-used cache in this process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import OrderedDict
 from clients.store.store import StoredRows
 from teacher_service.cache.tier import TierCounts
 
-_ENTRY_BYTES = 256  # what Python needs for an entry besides the rows
+_ENTRY_BYTES = 256  # Python's overhead per entry
 
 
 class MemoryTier:
-    """At most `max_bytes`."""
+    """Keeps at most `max_bytes` of rows and overhead; evicts the least recently used entries."""
 
     name = "memory"
 
@@ -22,15 +22,18 @@ class MemoryTier:
         self.counts = TierCounts()
 
     async def get(self, key: bytes, max_bytes: int) -> bytes | None:
+        """Return the codec bytes of `key`, or None; `max_bytes` is ignored."""
         return self.peek(key)
 
     def peek(self, key: bytes) -> bytes | None:
+        """Return the codec bytes of `key`, or None, and mark the entry as used."""
         rows = self._entries.get(key)
         if rows is not None:
             self._entries.move_to_end(key)
         return rows
 
     def put(self, entry: StoredRows) -> None:
+        """Keep `entry` unless its key is stored or it is larger than the tier; evict as needed."""
         size = len(entry.rows) + _ENTRY_BYTES
         if entry.key in self._entries or size > self._max_bytes:
             return
@@ -42,9 +45,10 @@ class MemoryTier:
             self.counts.removed += 1
 
     def drop(self, key: bytes) -> None:
+        """Forget the entry of `key`, if there is one."""
         rows = self._entries.pop(key, None)
         if rows is not None:
             self._size -= len(rows) + _ENTRY_BYTES
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: this tier has no resources to release."""

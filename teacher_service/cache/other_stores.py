@@ -1,4 +1,4 @@
-"""Rows of other teachers under the same directory: they go when the disk's share is used up."""
+"""Removes the stores of other teachers from the cache directory when its disk limit is reached."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class _Store:
 
 
 def remove_oldest(root: Path, *, keep: Path, room: int) -> int:
-    """Remove the stores beside `keep` that were in use longest ago until the rest takes at most
-    `room` bytes; returns how many sequences they had. One that another teacher has open is its own
-    to bound.
+    """Remove stores in `root`, the least recently used first, until the others fit in `room` bytes.
+
+    The store `keep` is neither removed nor counted. A store that another teacher has open is
+    skipped: that teacher bounds its own size. Returns the number of sequences that were removed.
     """
     stores = sorted(_stores(root, keep))
     total = sum(store.bytes for store in stores)
@@ -38,7 +39,7 @@ def remove_oldest(root: Path, *, keep: Path, room: int) -> int:
             removed += remove_store(store.path)
             log.info("cache: removed %s, %d MiB of another teacher", store.path, store.bytes >> 20)
         except (DistillError, OSError) as error:
-            log.info("cache: %s is left alone: %s", store.path, error)
+            log.info("cache: %s is not removed: %s", store.path, error)
     return removed
 
 

@@ -1,4 +1,4 @@
-"""Where Redis is and who we are there; the first talk with it."""
+"""The address and credentials of a Redis server, and a check of the access rights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from redis.exceptions import (
 from protos.errors import InvalidInput
 
 TIMEOUT_SECONDS = 0.2
-# The library would wait five seconds and try ten times. Protocol 2 needs no further rights.
+# redis-py would wait five seconds and try ten times. Protocol 2 needs no more access rights.
 OPTIONS: dict[str, Any] = {
     "socket_timeout": TIMEOUT_SECONDS,
     "socket_connect_timeout": TIMEOUT_SECONDS,
@@ -34,7 +34,11 @@ _NEEDED = (("GETRANGE", _PROBE, 0, 0), ("SET", _PROBE, "", "NX", "EX", 1), ("DEL
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """`url` as in `rediss://user@host:6379/0?ssl_ca_certs=/ca.pem`. Raises InvalidInput."""
+    """A Redis URL such as `rediss://user@host:6379/0?ssl_ca_certs=/ca.pem`, and its password.
+
+    str() contains no credentials. Raises InvalidInput if the URL is malformed, sets an option that
+    is not allowed, names a missing file, or has a password besides `password`.
+    """
 
     url: str
     password: str | None = field(default=None, repr=False)
@@ -46,12 +50,19 @@ class RedisAddress:
         except ValueError:
             known = False
         if not known:
-            raise _refused("it is not a URL of Redis", "write redis://host:6379/0, or rediss://")
+            raise _refused(
+                "this is not a Redis URL", "write redis://host:6379/0, or rediss:// for TLS"
+            )
         if parts.password is not None and self.password is not None:
-            raise _refused("two passwords are given", "keep DISTILL_REDIS_PASSWORD only")
+            raise _refused(
+                "both the URL and DISTILL_REDIS_PASSWORD have a password",
+                "remove the one in the URL",
+            )
         for name, values in parse_qs(parts.query).items():
             if not name.startswith("ssl_"):
-                raise _refused(f"{name} cannot be set in the URL", "only ssl_... options can")
+                raise _refused(
+                    f"the URL cannot set {name}", "remove it; only ssl_... options are allowed"
+                )
             if name in _FILES and not Path(values[0]).is_file():
                 raise _refused(f"{name}: there is no file {values[0]}", "check the path")
 
@@ -61,8 +72,10 @@ class RedisAddress:
 
 
 def greet(address: RedisAddress) -> None:
-    """Use every right that will be needed. Raises InvalidInput when the server refuses one, or the
-    URL has an option that does not exist; RedisError or OSError when it cannot be reached.
+    """Connect once and use every access right that the cache needs. Blocks.
+
+    Raises InvalidInput if the server denies access or a right, or if redis-py rejects an option of
+    the URL; RedisError or OSError if the server cannot be reached.
     """
     connection = _connection(address)
     try:
@@ -71,11 +84,11 @@ def greet(address: RedisAddress) -> None:
             connection.send_command(*command)
             connection.read_response()
     except OutOfMemoryError:
-        pass  # what is there may still be read
+        pass  # the stored rows can still be read
     except (AuthenticationError, AuthorizationError, ResponseError) as error:
         raise _refused(
-            f"{address} refuses: {error}",
-            "check the user in the URL, DISTILL_REDIS_PASSWORD, and the user's rights",
+            f"{address} denies access: {error}",
+            "check the user in the URL, DISTILL_REDIS_PASSWORD, and the user's access rights",
         ) from error
     finally:
         connection.disconnect()
@@ -84,12 +97,12 @@ def greet(address: RedisAddress) -> None:
 def _connection(address: RedisAddress) -> Any:
     try:
         pool = redis.ConnectionPool.from_url(address.url, password=address.password, **OPTIONS)
-        # Past the pool, which takes what TLS sends by itself for an answer that nobody read.
+        # Not from the pool: it mistakes bytes that TLS sends by itself for an unread reply.
         return pool.make_connection()
     except (TypeError, ValueError, RedisError) as error:
         raise _refused(
-            f"the library does not take its options: {error}",
-            "ssl_... options are those of redis-py, and only of rediss://",
+            f"redis-py rejects an option of the URL: {error}",
+            "use the ssl_... options of redis-py, and only with rediss://",
         ) from error
 
 

@@ -1,7 +1,8 @@
-"""Rows that several teachers share through a Redis server, which may fail at any time in any way.
+"""The Redis tier of the cache: rows that several teachers share through one server.
 
-One value a sequence. A fault costs the lookups that meet it 200 ms at most; then Redis is left
-alone for 5 seconds. The server's user needs GETRANGE, SET and DEL on `distill:*`, nothing else.
+Each sequence is one value. The server may fail at any time in any way: a failure delays the lookups
+in flight by at most 200 ms, and then Redis is skipped for 5 seconds. The Redis user needs only
+GETRANGE, SET and DEL on `distill:*`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from teacher_service.cache.tier import TierCounts
 log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 5.0
-MAX_VALUE_BYTES = 16 << 20  # 200 ms of a slow network
+MAX_VALUE_BYTES = 16 << 20  # what a slow network transfers in 200 ms
 MAX_UNWRITTEN_BYTES = 64 << 20
 _BATCH_KEYS = 16
 _CLOSE_SECONDS = 1.0
@@ -40,7 +41,7 @@ class _Lookup:
 
 @dataclass(frozen=True)
 class _Change:
-    """`rows` None: the value is deleted."""
+    """A pending write; with `rows` None, the value is deleted."""
 
     key: bytes
     rows: bytes | None
@@ -51,13 +52,19 @@ class _Change:
 
 
 class RedisTier:
-    """Lookups of one turn of the event loop travel together; writes go in the background."""
+    """Batches the lookups of one event-loop iteration; writes in the background.
+
+    Stored values expire after `ttl_seconds`. With `zstd`, rows are compressed. Use it from one
+    event loop.
+    """
 
     name = "redis"
 
     def __init__(self, address: RedisAddress, *, ttl_seconds: int, zstd: bool = False) -> None:
-        """Raises InvalidInput when the server refuses us. One that cannot be reached is named in
-        the log, and tried again.
+        """Check the access rights on the server. Blocks; each command takes at most 200 ms.
+
+        Raises InvalidInput if the server denies access. If it cannot be reached, a warning is
+        logged, and later lookups try again.
         """
         self.counts = TierCounts()
         self._address = address
@@ -79,6 +86,11 @@ class RedisTier:
         )
 
     async def get(self, key: bytes, max_bytes: int) -> bytes | None:
+        """Return the codec bytes of `key`, at most `max_bytes`, within about 200 ms.
+
+        Returns None if there is no value, the server does not respond or is being skipped, or
+        `max_bytes` is above the limit of 16 MiB. Raises Corrupt if the value is damaged.
+        """
         longest = max_bytes + ENVELOPE_BYTES
         if longest > MAX_VALUE_BYTES or not self._reachable.allows():
             return None
@@ -90,7 +102,7 @@ class RedisTier:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 value = await lookup.value
         except TimeoutError:
-            # Frozen, which `_read` finds out, or only asked for more than it can give.
+            # Redis hangs, which `_read` detects, or it only has too many lookups at once.
             self.counts.errors += 1
             return None
         if not value:
@@ -101,19 +113,25 @@ class RedisTier:
         return await asyncio.to_thread(expand_rows, rows, max_bytes)
 
     def put(self, entry: StoredRows) -> None:
+        """Queue a write and return at once; an existing value is not replaced.
+
+        The entry is dropped if it is larger than 16 MiB, if Redis is being skipped or refuses
+        writes, or if more than 64 MiB wait to be written.
+        """
         if len(entry.rows) + ENVELOPE_BYTES <= MAX_VALUE_BYTES and self._writable.allows():
             self._change(_Change(entry.key, entry.rows))
 
     def drop(self, key: bytes) -> None:
+        """Queue the deletion of a value and return at once."""
         self._change(_Change(key, None))
 
     async def written(self) -> None:
-        """Return when nothing waits to be written."""
+        """Wait until no write is queued."""
         while self._writer is not None and not self._writer.done():
             await asyncio.wait([self._writer])
 
     async def close(self) -> None:
-        """Write what waits, for a second at most."""
+        """Finish queued lookups and writes, then close the connection; each within 1 s."""
         tasks = [task for task in (self._reader, self._writer) if task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
@@ -124,14 +142,15 @@ class RedisTier:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._client.aclose()
         except (RedisError, OSError, TimeoutError) as error:
-            log.warning("cache: closing the connection to %s: %r", self._address, error)
+            log.warning("cache: cannot close the connection to %s: %r", self._address, error)
 
     async def _read(self) -> None:
         while self._lookups:
             batch = self._next_lookups()
             pipeline = self._client.pipeline(transaction=False)
             for lookup in batch:
-                # A byte too many shows a value that is too long, however long it is.
+                # GETRANGE includes its last index: one byte too many reveals a value that is too
+                # long, without a transfer of all of it.
                 pipeline.getrange(name_of(lookup.key), 0, lookup.max_bytes)
             try:
                 async with asyncio.timeout(TIMEOUT_SECONDS):
@@ -139,7 +158,7 @@ class RedisTier:
                 self._recovered()
             except (RedisError, OSError, TimeoutError) as error:
                 self._failed(error)
-                # The others would only wait for the same.
+                # The lookups still queued would only wait for the same failure.
                 batch += self._lookups
                 self._lookups.clear()
                 values = [b""] * len(batch)
@@ -191,10 +210,10 @@ class RedisTier:
                     )
             self._writable.close()
         except redis.exceptions.ResponseError as error:
-            # Full, or a replica by now: it may still be read.
+            # Redis is full, or has become a read-only replica: lookups still work.
             self.counts.errors += 1
             if not self._writable.is_open:
-                log.warning("cache: %s takes no more rows: %s", self._address, error)
+                log.warning("cache: %s refuses writes: %s", self._address, error)
             self._writable.trip()
 
     def _sealed(self, key: bytes, rows: bytes) -> bytes:
@@ -203,19 +222,19 @@ class RedisTier:
     def _failed(self, error: Exception) -> None:
         self.counts.errors += 1
         if not self._reachable.is_open:
-            reason = str(error) or "it does not answer in time"
-            log.warning("cache: %s is left alone for a while: %s", self._address, reason)
+            reason = str(error) or "it does not respond in time"
+            log.warning("cache: %s is skipped for %g s: %s", self._address, PAUSE_SECONDS, reason)
         self._reachable.trip()
 
     def _recovered(self) -> None:
         if self._reachable.is_open:
-            log.info("cache: %s answers again", self._address)
+            log.info("cache: %s responds again", self._address)
             self._reachable.close()
 
 
 def _all_bytes(values: list[object]) -> list[bytes]:
-    """What GETRANGE answers, if it is Redis that does."""
+    """Return the replies to GETRANGE; raise InvalidResponse unless every reply is bytes."""
     found = [value for value in values if isinstance(value, bytes)]
     if len(found) != len(values):
-        raise InvalidResponse("it answers another question than was asked")
+        raise InvalidResponse("a reply does not match its command")
     return found

@@ -1,6 +1,7 @@
-"""What is stored in Redis under a key: the rows in an envelope that says whose they are.
+"""The format of a value in Redis: an envelope that identifies the rows, then the rows.
 
-magic "DRds", version u8, the key [32], length u64 of the payload and its xxh3-128; the payload
+Little-endian: magic "DRds", version u8, key [32], payload length u64, xxh3-128 of the payload [16],
+payload.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ ENVELOPE_BYTES = _ENVELOPE.size
 
 
 def seal(key: bytes, payload: bytes) -> bytes:
-    """The value of `key`."""
+    """Return the value to store under `key`: the envelope and `payload`."""
     return _envelope(key, payload) + payload
 
 
 def unseal(key: bytes, value: bytes) -> bytes:
-    """The payload. Raises Corrupt for bytes that were not sealed for this very key."""
+    """Return the payload of `value`. Raises Corrupt if `value` was not sealed for this key."""
     payload = value[ENVELOPE_BYTES:]
     if value[:ENVELOPE_BYTES] != _envelope(key, payload):
-        raise Corrupt(f"a value of {len(value)} bytes is not what was stored under its key")
+        raise Corrupt(f"a value of {len(value)} bytes does not match its key and checksum")
     return payload
 
 
@@ -36,5 +37,5 @@ def _envelope(key: bytes, payload: bytes) -> bytes:
 
 
 def name_of(key: bytes) -> str:
-    """The key's name in Redis."""
+    """Return the name of `key` in Redis."""
     return f"distill:{key.hex()}"

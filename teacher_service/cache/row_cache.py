@@ -1,4 +1,4 @@
-"""Rows that were scored before: memory, then Redis, then the disk. Nothing unverified is served."""
+"""The row cache: looks up memory, then Redis, then the disk, and verifies rows before use."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ScoredSequence:
-    """All rows of one query: the codec bytes, and the same decoded."""
+    """All rows of one query: the codec bytes, and the same rows decoded."""
 
     encoded: bytes
     block: RowBlock
 
 
 class RowCache:
-    """Memory, then the tiers that there are. A key's first write wins.
+    """A cache of scored sequences in several tiers: memory, then Redis and disk if given.
 
-    An async context manager: leaving it brings what is still to be written to where it belongs.
+    The first write of a key wins. The cache is an async context manager; leaving it finishes
+    pending writes and closes the tiers. Use it from one event loop.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class RowCache:
             await tier.close()
 
     def counters(self) -> Mapping[str, int]:
-        """Events since the start: `hits` and `misses` of the whole, and of each tier `memory_hits`,
-        `redis_errors`, `disk_corrupt` and so on.
+        """Return the event counts since the start of the program.
+
+        `hits` and `misses` count for the whole cache. Each tier has its own counts (TierCounts),
+        such as `memory_hits`, `redis_errors` and `disk_corrupt`.
         """
         counts = {tier.name: asdict(tier.counts) for tier in self._tiers}
         whole = {
@@ -60,12 +63,14 @@ class RowCache:
         }
 
     def hits_and_misses(self) -> dict[str, tuple[int, int]]:
-        """Of each tier, since the start."""
+        """Return (hits, misses) of each tier by name, since the start of the program."""
         return {tier.name: (tier.counts.hits, tier.counts.misses) for tier in self._tiers}
 
     async def get(self, key: bytes, query: ScoreQuery) -> ScoredSequence | None:
-        """The verified rows of `query`, or None; a corrupt entry is dropped, counted and not
-        served.
+        """Return the verified rows of `query`, or None if no tier has them.
+
+        A corrupt entry is dropped, counted and treated as a miss. A hit is copied into the faster
+        tiers.
         """
         for depth, tier in enumerate(self._tiers):
             found = await self._look(tier, key, query)
@@ -76,7 +81,11 @@ class RowCache:
         return None
 
     def put(self, key: bytes, query: ScoreQuery, scored: ScoredSequence) -> ScoredSequence:
-        """Store, and return what holds the key now: another request may have been first."""
+        """Store `scored` in every tier, and return the rows that are stored under `key`.
+
+        If another request was first and memory still holds its rows, they are returned and `scored`
+        is not stored.
+        """
         earlier = self._memory.peek(key)
         if earlier is not None:
             return ScoredSequence(earlier, decode_rows(earlier))
@@ -89,7 +98,7 @@ class RowCache:
             encoded = await tier.get(key, most_bytes(query.rows, query.k, query.tail_samples))
             block = None if encoded is None else _verified(encoded, query)
         except Corrupt as error:
-            log.warning("cache: dropped entry %s of the %s: %s", key.hex()[:16], tier.name, error)
+            log.warning("cache: dropped entry %s of tier %s: %s", key.hex()[:16], tier.name, error)
             tier.counts.corrupt += 1
             tier.drop(key)
             encoded = block = None
@@ -105,7 +114,7 @@ def _verified(encoded: bytes, query: ScoreQuery) -> RowBlock:
     found = len(block), block.k, block.tail_samples
     asked = query.rows, query.k, query.tail_samples
     if found != asked:
-        raise Corrupt(f"its (rows, k, tail samples) are {found}, not {asked}")
+        raise Corrupt(f"(rows, k, tail samples) are {found}, expected {asked}")
     return block
 
 

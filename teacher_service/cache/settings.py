@@ -1,4 +1,4 @@
-"""Which tiers the cache of a teacher has, and where they are."""
+"""Builds the row cache from the command-line options and the environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """The options of the cache. `redis_url` None: the environment may have one."""
+    """The cache options of `distill-teacher`.
+
+    `directory` holds the stores of the disk tier. With `redis_url` None, the environment variable
+    DISTILL_REDIS_URL applies if it is set. `zstd` compresses rows on disk and in Redis.
+    """
 
     directory: Path
     memory_bytes: int
@@ -30,23 +34,29 @@ class CacheSettings:
 
 
 def open_redis(settings: CacheSettings) -> RedisTier | None:
-    """None without an address. Raises InvalidInput, also when the server refuses us."""
+    """Return the Redis tier, or None if no URL is configured.
+
+    The password comes from DISTILL_REDIS_PASSWORD, or from the URL in DISTILL_REDIS_URL. Raises
+    InvalidInput if the URL is wrong, if --redis-url contains a password, or if the server denies
+    access.
+    """
     url = settings.redis_url or os.environ.get("DISTILL_REDIS_URL")
     if not url:
         return None
     address = RedisAddress(url, os.environ.get("DISTILL_REDIS_PASSWORD"))
     if settings.redis_url and urlsplit(url).password is not None:
         raise InvalidInput(
-            "everyone on this machine can read the password of a command line",
+            "the password is visible on the command line to every user of this machine",
             field="--redis-url",
-            hint="leave it out of the URL and set DISTILL_REDIS_PASSWORD",
+            hint="remove it from the URL and set DISTILL_REDIS_PASSWORD",
         )
     return RedisTier(address, ttl_seconds=settings.redis_ttl_seconds, zstd=settings.zstd)
 
 
 def make_cache(settings: CacheSettings, redis: RedisTier | None, fingerprint: str) -> RowCache:
-    """The cache of the teacher with that fingerprint; without a disk tier where there can be
-    none.
+    """Return the cache for the teacher with this fingerprint.
+
+    If the disk tier cannot be opened, a warning is logged and the cache has no disk tier.
     """
     disk = None
     try:

@@ -1,4 +1,4 @@
-"""What the tiers of the cache have in common."""
+"""The interface of cache tiers, and their counters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from clients.store.store import StoredRows
 
 @dataclass
 class TierCounts:
-    """Since the start of the program. Every lookup is a hit or a miss; a corrupt entry, and a tier
-    that cannot be reached, are misses too. `errors` are faults of the tier itself; `removed` counts
-    sequences that made room for others.
+    """Counters of one tier since the start of the program.
+
+    Every lookup is a hit or a miss. It is also a miss if the entry is corrupt or the tier cannot be
+    reached. `errors` counts failures of the tier itself. `removed` counts evicted sequences.
     """
 
     hits: int = 0
@@ -23,24 +24,26 @@ class TierCounts:
 
 
 class Tier(Protocol):
-    """Holds the codec bytes of whole sequences by key; may forget any of them at any time."""
+    """A store of codec bytes, one entry per sequence; it may lose any entry at any time."""
 
     name: str
     counts: TierCounts
 
     async def get(self, key: bytes, max_bytes: int) -> bytes | None:
-        """The bytes of a key, uncompressed, of which there are at most `max_bytes`.
+        """Return the uncompressed codec bytes of `key`, or None if there is no entry.
 
-        Raises Corrupt for an entry that is not what was stored.
+        `max_bytes` bounds their number. Raises Corrupt if the entry is not what was stored.
         """
         ...
 
     def put(self, entry: StoredRows) -> None:
-        """Keep an entry unless its key has one. Returns at once; never raises."""
+        """Keep `entry` unless its key is stored. Returns at once and never raises."""
         ...
 
     def drop(self, key: bytes) -> None:
-        """Forget an entry that turned out to be corrupt."""
+        """Forget the entry of `key`, because it is corrupt."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Finish pending writes and release resources."""
+        ...

@@ -220,10 +220,10 @@ def test_the_breaker_lets_one_attempt_through(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("http://localhost", "not a URL of Redis"),
-        ("redis://", "not a URL of Redis"),
-        ("redis://localhost:99999", "not a URL of Redis"),
-        ("redis://localhost/0?socket_timeout=60", "socket_timeout cannot be set"),
+        ("http://localhost", "not a Redis URL"),
+        ("redis://", "not a Redis URL"),
+        ("redis://localhost:99999", "not a Redis URL"),
+        ("redis://localhost/0?socket_timeout=60", "cannot set socket_timeout"),
         ("rediss://localhost?ssl_ca_certs=/missing.pem", "there is no file /missing.pem"),
     ],
 )
@@ -241,7 +241,7 @@ def settings(url: str | None) -> CacheSettings:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("redis://[localhost", "not a URL of Redis"),
+        ("redis://[localhost", "not a Redis URL"),
         ("redis://127.0.0.1:1?ssl_check_hostname=no", "ssl_check_hostname"),
         ("rediss://127.0.0.1:1?ssl_speed=9", "ssl_speed"),
         ("rediss://127.0.0.1:1?ssl_cert_reqs=perhaps", "perhaps"),
@@ -271,7 +271,7 @@ def test_passwords_and_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             with monkeypatch.context() as patch:
                 if password:
                     patch.setenv("DISTILL_REDIS_PASSWORD", password)
-                with pytest.raises(InvalidInput, match="refuses") as caught:
+                with pytest.raises(InvalidInput, match="denies access") as caught:
                     open_redis(settings(address))
                 assert "hunter" not in str(caught.value)
         with pytest.raises(InvalidInput, match="command line"):
