@@ -91,7 +91,7 @@ class DistillServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CheckJob(self, request, context):
-        """Fails as SubmitJob would; queues nothing.
+        """Fails with the same error as SubmitJob would, but queues no job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,14 +110,14 @@ class DistillServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """Every event after `after_seq`, then live until the job is over. Reconnect with the last seq seen.
+        """Sends every event after `after_seq`, then new events until the job ends. To reconnect, send the last seq received.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamLogs(self, request, context):
-        """The bytes of one attempt's log from `after_offset` on; with `follow`, until that attempt is over.
+        """Sends the log of one attempt from byte `after_offset`; with `follow`, until that attempt ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,7 +136,7 @@ class DistillServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetArtifact(self, request, context):
-        """The files of the job's export (a Hugging Face directory), of one checkpoint, or its notes.
+        """Sends files of a job: its export (a Hugging Face directory; the store, for a capture), one checkpoint, or its notes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -60,30 +60,30 @@ class TeacherServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetInfo(self, request, context):
-        """What this teacher is. A trainer compares it with its student before the first step.
+        """Describes this teacher. A trainer compares the reply with its student before the first step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetVocabulary(self, request, context):
-        """The tokens by id, in order: read only to name the first difference of two tokenizers.
+        """Sends the tokens in the order of their ids. Clients call it only to name the first difference of two tokenizers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request_iterator, context):
-        """Pipelined both ways. Requests are answered in any order; the chunks of one request are in order.
-        A fault of one request is sent as its chunk's `error` and never ends the stream.
+        """Pipelined in both directions. Requests are answered in any order; the chunks of one request are in order.
+        An error of one request is sent in the `error` of its chunk, and never ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PushWeights(self, request_iterator, context):
-        """New weights: one header, then the bytes of its tensors in order. They are applied between two batches once
-        all of them have come and are found good; a push that fails or stops half-way changes nothing.
+        """Updates the weights: one header, then the bytes of its tensors in order. The service applies the update between
+        two batches, after it has received and verified all of it; a push that fails or stops half-way changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
