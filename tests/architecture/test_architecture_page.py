@@ -1,0 +1,44 @@
+"""docs/architecture.md: every file and folder that it names exists, and every folder is named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.structure import PACKAGES
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+ROWS = [line for line in PAGE.splitlines() if line.startswith("|") and "`" in line]
+
+
+def named_in(row: str) -> list[Path | None]:
+    """The paths of a row, None for one that does not exist.
+
+    A bare name lies beside, or in, the path before it.
+    """
+    found: list[Path | None] = []
+    before = ROOT
+    for name in re.findall(r"`([\w./]+(?:\.py|/\w*))`", row):
+        places = [ROOT / name, before.parent / name, before / name, before.parents[1] / name]
+        path = next((place for place in places if place.exists()), None)
+        found.append(path)
+        before = path or before
+    return found
+
+
+@pytest.mark.parametrize("row", ROWS, ids=range(len(ROWS)))
+def test_every_path_exists(row: str) -> None:
+    assert None not in named_in(row), row
+
+
+def test_there_is_something_to_check() -> None:
+    assert sum(len(named_in(row)) for row in ROWS) > 100
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_wing_is_named(package: str) -> None:
+    wings = {str(path.parent.relative_to(ROOT)) for path in (ROOT / package).glob("*/__init__.py")}
+    assert {wing for wing in wings if f"| `{wing}`" not in PAGE} == set()
