@@ -1,6 +1,7 @@
 """The table of every key of a job file, made from the fields themselves.
 
-`python -m tests.architecture.reference` writes it into docs/reference.md; a test keeps it up to date.
+`python -m tests.architecture.reference` writes it into docs/reference.md, and the options of all
+commands into docs/cli.md; a test keeps both pages up to date.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.problems import table_in
 from clients.config.rl import RLJob
+from tests.architecture.command_reference import sections
 
 OFFLINE = """\
 Training from a store (`method.type = "offline"`) has `student`, `train`, `eval`, `checkpoint` and
@@ -28,7 +30,7 @@ CAPTURE = """\
 A capture (`method.type = "capture"`) has no tables but `student`, `teacher`, `data` and `method`.
 Of their keys these are its own:"""
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
+DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- reference: begin -->\n", "<!-- reference: end -->"
 
 
@@ -54,10 +56,14 @@ def table() -> str:
     return "".join(line.replace("||", "\\|\\|") + "\n" for line in lines)
 
 
-def with_table(text: str) -> str:
+def with_reference(text: str, made: str) -> str:
+    """The text of a page, with what was made between its two marks."""
     before, rest = text.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END, 1)[1]
+    return before + BEGIN + made + END + rest.split(END, 1)[1]
 
+
+PAGES = {DOCS / "reference.md": table, DOCS / "cli.md": sections}
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text()))
+    for page, make in PAGES.items():
+        page.write_text(with_reference(page.read_text(), make()))

@@ -17,10 +17,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from clients.cli.app import app
-from distill_server.__main__ import app as server_app
-from teacher_service.__main__ import app as teacher_app
-from tests.architecture.reference import PAGE, with_table
+from tests.architecture.command_reference import PROGRAMS
+from tests.architecture.reference import PAGES, with_reference
 from tests.documents import DOCUMENTS, ROOT, TYPED, Block, blocks, blocks_in
 
 # Of this package's documents; a quarter of an hour and more is for benchmarks.
@@ -31,7 +29,6 @@ SHOWN = [
     for block in blocks_in((ROOT / document).read_text(), document)
     if block.kind in TYPED
 ]
-PROGRAMS = {"distill": app, "distill-server": server_app, "distill-teacher": teacher_app}
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -178,7 +175,8 @@ def test_what_is_not_there_is_found(command: str) -> None:
         parse(command)
 
 
-def test_the_reference_of_job_files_is_up_to_date() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_reference_is_up_to_date(page: Path) -> None:
     hint = "run python -m tests.architecture.reference"
-    text = PAGE.read_text()
-    assert with_table(text) == text, hint
+    text = page.read_text()
+    assert with_reference(text, PAGES[page]()) == text, hint
