@@ -1,1 +1,1 @@
-"""Stored rows: Arrow shards, a manifest, and what reads, checks, merges and samples them."""
+"""Captured rows on disk: Arrow shards and a manifest, with readers, checks, merge and sample."""

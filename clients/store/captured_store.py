@@ -1,6 +1,4 @@
-"""The store of a capture as its manifest tells of it: what a job from stored rows is held against
-before a row is read.
-"""
+"""Check the captured stores of an offline job against the job, from their manifests alone."""
 
 from __future__ import annotations
 
@@ -19,34 +17,40 @@ _NUMBERS = ("vocab_size", "top_k", "tail_samples", SEQUENCES)
 
 @dataclass(frozen=True)
 class CapturedStore:
-    """What a capture made, complete. `label` is what people are told, `field` the job's key."""
+    """A complete captured store: its path, the job key that names it, its metadata and size."""
 
     path: str
     field: str
     facts: Mapping[str, str]
-    count: int  # of sequences
+    count: int  # number of sequences
 
     @property
     def label(self) -> str:
+        """The store's name in error messages."""
         return f"store {self.path}"
 
     @property
     def top_k(self) -> int:
+        """Number of head ids per row; 0 if the rows have tail samples only."""
         return int(self.facts["top_k"])
 
     @property
     def temperature(self) -> float:
+        """Temperature of the teacher's distribution; the student must use the same."""
         return float(self.facts["temperature"])
 
     @property
     def has_samples(self) -> bool:
+        """True if the rows have tail samples."""
         return int(self.facts["tail_samples"]) > 0
 
 
 def captured_store_of(config: OfflineJob) -> tuple[CapturedStore, CapturedStore | None]:
-    """The store to learn from, and the held-out one, if it is another.
+    """Return the training store of a job, and its held-out store if `data.eval_path` names one.
 
-    Raises a DistillError for a manifest that cannot be read, or is not what the job asks for.
+    Raises NotFound if there is no store, InvalidInput if a manifest cannot be read, has too few
+    sequences or was not written by a capture, Corrupt if it is damaged, WrongState if a store is
+    incomplete or does not match the job. The error names the job key.
     """
     training = _read(config.data.path, "data.path")
     _check_facts(config.method, training)
@@ -59,10 +63,10 @@ def captured_store_of(config: OfflineJob) -> tuple[CapturedStore, CapturedStore 
     for name in ("teacher_fingerprint", *_FACTS):
         if held_out.facts[name] != training.facts[name]:
             raise WrongState(
-                f"{name} is {held_out.facts[name]} in the {held_out.label}, and"
+                f"{name} is {held_out.facts[name]} in the {held_out.label}, but"
                 f" {training.facts[name]} in the {training.label}",
                 field="data.eval_path",
-                hint="capture both in the same way",
+                hint="capture both stores with the same teacher and settings",
             )
     _check_count(config, held_out, held_out.count)
     return training, held_out
@@ -72,18 +76,23 @@ def _read(path: str, field: str) -> CapturedStore:
     try:
         manifest = read_manifest(Path(path))
         if manifest is None:
-            raise NotFound(f"{path} is not a store of rows", hint="it has no manifest.json")
+            raise NotFound(
+                f"{path} is not a store: it has no manifest.json",
+                hint="give the directory that distill capture wrote",
+            )
     except DistillError as error:
         error.field = field
         raise
     except OSError as error:
         raise InvalidInput(
-            f"cannot read the store {path}: {error.strerror}", field=field, hint="check its owner"
+            f"cannot read the store {path}: {error.strerror}",
+            field=field,
+            hint="check the permissions of the directory",
         ) from error
     facts = manifest.metadata
     if not _is_of_a_capture(manifest):
         raise InvalidInput(
-            f"{path} has rows, but no capture made it",
+            f"{path} was not written by distill capture",
             field=field,
             hint="give the directory that distill capture wrote",
         )
@@ -92,15 +101,19 @@ def _read(path: str, field: str) -> CapturedStore:
         raise WrongState(
             f"{path} has {count} of {facts[SEQUENCES]} sequences",
             field=field,
-            hint="let its capture end first; run it again to go on",
+            hint="run its capture again: it resumes and completes the store",
         )
     if not count:
-        raise InvalidInput(f"{path} has no sequences", field=field, hint="capture some")
+        raise InvalidInput(
+            f"{path} has no sequences",
+            field=field,
+            hint="give a store with data; distill store info lists the records left out",
+        )
     return CapturedStore(path, field, facts, count)
 
 
 def _is_of_a_capture(manifest: Manifest) -> bool:
-    """Whether it says what a capture says, and numbers are numbers."""
+    """True if all metadata keys of a capture are there and its numbers can be parsed."""
     facts = manifest.metadata
     if not {*_FACTS, SEQUENCES, "teacher_fingerprint"} <= facts.keys():
         return False
@@ -114,20 +127,22 @@ def _is_of_a_capture(manifest: Manifest) -> bool:
 
 
 def _check_count(config: OfflineJob, store: CapturedStore, most: int) -> None:
-    """Refuse more held-out sequences than `most`, where they are to be taken from `store`; another
-    one may have fewer, but some for each process.
+    """Require enough sequences to hold out.
+
+    Without `data.eval_path`, `eval.prompts` sequences come out of `store`. A separate held-out
+    store may have fewer than `eval.prompts`, but needs at least one per process.
     """
     asked = config.eval.prompts if config.data.eval_path is None else config.train.processes
     if asked > most:
         raise InvalidInput(
-            f"{store.count} sequences are too few to hold {asked} of them out",
+            f"the {store.label} has {store.count} sequences, too few to hold out {asked}",
             field=store.field,
-            hint="give more, or lower eval.prompts",
+            hint="give a larger store, or lower eval.prompts",
         )
 
 
 def _check_facts(method: OfflineConfig, store: CapturedStore) -> None:
-    """Refuse a store of other facts than the job says."""
+    """Raises WrongState if the store's metadata contradicts the keys that the job sets."""
     said = {
         "top_k": (method.top_k, store.top_k),
         "temperature": (method.temperature, store.temperature),
@@ -136,29 +151,29 @@ def _check_facts(method: OfflineConfig, store: CapturedStore) -> None:
     for name, (asked, found) in said.items():
         if asked is not None and asked != found:
             raise WrongState(
-                f"the job says {asked}, the {store.label} was captured with {found}",
+                f"the job sets {asked}, but the {store.label} was captured with {found}",
                 field=f"method.{name}",
-                hint="leave the key out to use what is stored, or give another store",
+                hint="remove the key to use the store's value, or give another store",
             )
     if method.tail == "bucket+teacher_samples" and not store.has_samples:
         raise WrongState(
-            f"the {store.label} has no samples of the teacher",
+            f"the {store.label} has no tail samples",
             field="method.tail",
-            hint="capture with method.tail_samples, or use the tail bucket",
+            hint="capture with method.tail_samples, or set method.tail to bucket",
         )
     if method.tail == "none" and not store.top_k:
         raise WrongState(
             f"the rows of the {store.label} have no head, so without a tail there is no loss",
             field="method.tail",
-            hint="leave the key out",
+            hint="remove the key, or set method.tail to bucket",
         )
 
 
 def _check_prompts(store: CapturedStore) -> None:
     if store.facts.get("form") == "text" or not store.top_k:
-        what = "plain text, no prompts" if store.top_k else "rows without a head"
+        what = "plain text and no prompts" if store.top_k else "rows without a head"
         raise WrongState(
-            f"the {store.label} has {what}, so the student has nothing to answer",
+            f"on-policy sequences need prompts and a head, but the {store.label} has {what}",
             field="method.on_policy_fraction",
-            hint="leave the key out, or give a store of prompts and answers with top_k",
+            hint="remove the key, or capture prompts and answers with top_k of at least 1",
         )

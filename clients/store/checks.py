@@ -1,4 +1,4 @@
-"""What is in a store, and whether it is what was written."""
+"""Summary and integrity checks of a store."""
 
 from __future__ import annotations
 
@@ -14,23 +14,31 @@ from protos.rows.codec import decode_rows
 
 
 def manifest_of(path: Path) -> Manifest:
-    """Raises NotFound where there is no store."""
+    """Read the manifest of a store. Raises NotFound if there is no store, Corrupt if damaged."""
     manifest = read_manifest(path)
     if manifest is None:
-        raise NotFound(f"{path} is not a store of rows", hint="it has no manifest.json")
+        raise NotFound(
+            f"{path} is not a store: it has no manifest.json",
+            hint="give the directory that distill capture wrote",
+        )
     return manifest
 
 
 def counted(path: Path) -> tuple[int, int]:
-    """Sequences in a store, and those that its capture is to make. Raises Corrupt, NotFound."""
+    """Return the number of sequences in a store, and the number when its capture is complete.
+
+    Raises NotFound if there is no store, Corrupt if its manifest is damaged.
+    """
     manifest = manifest_of(path)
     sequences = sum(facts.count for facts in manifest.shards)
     return sequences, int(manifest.metadata.get(SEQUENCES, sequences))
 
 
 def summary_of(path: Path) -> dict[str, str | int | float | bool]:
-    """The facts of the manifest, and counts: `tokens` are all, `rows` the scored ones. Raises
-    Corrupt, NotFound.
+    """Return the manifest's metadata and counts, ready for JSON.
+
+    `tokens` counts all tokens, `rows` the scored ones. `bytes` is the size of all shards. Raises
+    NotFound if there is no store, Corrupt if the manifest or a shard is damaged.
     """
     manifest = manifest_of(path)
     sequences = tokens = rows = 0
@@ -60,8 +68,10 @@ def summary_of(path: Path) -> dict[str, str | int | float | bool]:
 
 
 def damages(path: Path) -> Iterator[str]:
-    """Reads everything; a sentence about each shard that is not what was written, with the first
-    sequence of it that shows the damage. Raises Corrupt, NotFound for the manifest.
+    """Read every byte of the store; yield one sentence for each damaged or missing shard.
+
+    A sentence names the first damaged sequence of the shard, where one can be found. Raises
+    NotFound if there is no store, Corrupt if the manifest is damaged.
     """
     first = 0
     for facts in manifest_of(path).shards:
@@ -71,8 +81,9 @@ def damages(path: Path) -> Iterator[str]:
 
 
 def damage_of(path: Path, facts: ShardFacts, first: int) -> str | None:
-    """What is wrong with a shard whose first sequence has the number `first`; None: it is what was
-    written.
+    """Describe the damage of a shard, or return None if its sha256 matches.
+
+    `first` is the store-wide number of the shard's first sequence.
     """
     try:
         with (path / facts.name).open("rb") as stream:
@@ -86,4 +97,4 @@ def damage_of(path: Path, facts: ShardFacts, first: int) -> str | None:
             decode_rows(shard.entry(row).rows)
         except Corrupt as error:
             return f"sequence {first + row}: {error.message}"
-    return "its sha256 is another one, though every sequence is sound"
+    return "its sha256 does not match, although every sequence passes its checks"

@@ -1,4 +1,4 @@
-"""A captured store as a data set of other trainers: of torch, and of Hugging Face `datasets`."""
+"""A captured store as a map-style data set for torch and Hugging Face `datasets`."""
 
 from __future__ import annotations
 
@@ -17,23 +17,32 @@ from protos.rows.codec import RowBlock, decode_rows
 
 
 class LogitDataset:
-    """Item i is sequence i of the captured data, read from a map of the disk and verified.
+    """A map-style data set: item i is sequence i of the captured data, memory-mapped and verified.
 
-    A map-style data set: torch's DataLoader takes it as it is, with workers too. An item has numpy
-    arrays: `input_ids` int32 [T]; `start`, the first scored position; and of the n = T - start
-    rows, the first of which is about token `start`: `head_ids` int32 [n, K], `head_logprobs` [n, K]
-    in the precision of the capture, `tail_logmass` float32 [n], `token_logprobs` float32 [n]; where
-    the capture drew M tail samples, `tail_sample_ids` int32 [n, M] and the mean of their log-probs,
-    `tail_sample_logprob` float32 [n].
+    torch's DataLoader accepts it directly, with worker processes too. Each item is a dict of numpy
+    arrays and one int. With T tokens in the sequence and n = T - start scored tokens:
 
-    Raises NotFound where there is no store, Corrupt for a damaged shard or item, naming it.
+    - `input_ids`: int32 [T]
+    - `start`: int, the first scored position; the first row is about token `start`
+    - `head_ids`: int32 [n, K]
+    - `head_logprobs`: float16 or float32 [n, K], the precision of the capture
+    - `tail_logmass`: float32 [n]
+    - `token_logprobs`: float32 [n]
+    - `tail_sample_ids`: int32 [n, M], only if the capture drew M tail samples per row
+    - `tail_sample_logprob`: float32 [n], the mean log-prob of the row's tail samples, if any
+
+    Raises NotFound if there is no store at `path`, and Corrupt, naming the shard or the sequence,
+    if one is damaged or missing.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         manifest = read_manifest(self.path)
         if manifest is None:
-            raise NotFound(f"{path} is not a store of rows", hint="it has no manifest.json")
+            raise NotFound(
+                f"{path} is not a store: it has no manifest.json",
+                hint="give the directory that distill capture wrote",
+            )
         self.metadata: Mapping[str, str] = manifest.metadata
         self.facts = manifest.shards
         self._shards = [self._open(facts) for facts in manifest.shards]
@@ -55,32 +64,41 @@ class LogitDataset:
         return (self[index] for index in range(len(self)))
 
     def __reduce__(self) -> tuple[type[LogitDataset], tuple[Path]]:
-        # Workers of a DataLoader map the files themselves.
+        # Send only the path to DataLoader workers: each maps the files itself.
         return LogitDataset, (self.path,)
 
     @property
     def shards(self) -> list[Shard]:
-        """In the order of the data."""
+        """The open shards, in the order of the data."""
         return self._shards
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each sequence."""
+        """Number of tokens in each sequence, int64 [number of sequences]."""
         parts = [np.diff(shard.token_offsets) // 4 for shard in self._shards]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def token_ids(self, index: int) -> bytes:
-        """Of sequence `index`, int32 little-endian; not verified."""
+        """Return the token ids of sequence `index`, little-endian int32, without verification.
+
+        Raises IndexError if there is no such sequence.
+        """
         shard, row = self._place(index)
         return bytes(shard.token_ids[shard.token_offsets[row] : shard.token_offsets[row + 1]])
 
     def entry(self, index: int) -> StoredRows:
-        """Sequence `index` with its rows still encoded; negative ones count from the end."""
+        """Return sequence `index` with its rows still encoded. Negative indices count from the end.
+
+        Raises IndexError if there is no such sequence, Corrupt if its checksum does not match.
+        """
         shard, row = self._place(index)
         return shard.entry(row)
 
     def decoded(self, index: int) -> tuple[StoredRows, RowBlock]:
-        """Sequence `index` and its rows, all of it verified."""
+        """Return sequence `index` and its decoded rows, with every checksum verified.
+
+        Raises IndexError if there is no such sequence, Corrupt if it is damaged.
+        """
         shard, row = self._place(index)
         try:
             entry = shard.entry(row)
@@ -88,12 +106,14 @@ class LogitDataset:
         except Corrupt as error:
             raise Corrupt(
                 f"sequence {index} of {self.path}: {error.message} (shard {shard.name})",
-                hint=f"distill store verify {self.path} tells more",
+                hint=f"run distill store verify {self.path} to list all damage",
             ) from error
 
     def to_hf_dataset(self) -> Any:
-        """A `datasets.Dataset` of the same items, to be shuffled, selected and mapped. It holds
-        numbers only, and reads an item when it is asked for: nothing is copied or converted.
+        """Return a `datasets.Dataset` of the same items, which can be shuffled and selected.
+
+        It holds only indices and reads each item on access: the rows are not copied or converted.
+        Needs the package `datasets`.
         """
         import datasets
 
@@ -118,5 +138,5 @@ class LogitDataset:
         except (OSError, ValueError) as error:
             raise Corrupt(
                 f"shard {facts.name} of {self.path} is damaged or missing",
-                hint=f"distill store verify {self.path} tells more",
+                hint=f"run distill store verify {self.path} to list all damage",
             ) from error

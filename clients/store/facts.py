@@ -1,14 +1,14 @@
-"""What the manifest of a captured store tells about its rows, and when two stores are of one kind.
+"""Metadata keys in the manifest of a captured store, and the comparison of two stores.
 
-teacher, tokenizer, data       names, for people; the same rows may be made elsewhere
+teacher, tokenizer, data       display names; ignored when two stores are compared
 teacher_fingerprint, teacher_version, tokenizer_fingerprint, vocab_size
 top_k, temperature, logprob_format, compress, tail_samples, seed
 form, columns, template, max_tokens
-data_fingerprint               of the files, or what the hub's library makes of them
-sequences_fingerprint          of the token ids that were made of all data
-too_long, empty                records of the data that were left out
-part                           i/n: which part of the data this store is to hold
-sequences                      of this part, once it is complete
+data_fingerprint               fingerprint of the data files, or the one `datasets` computes
+sequences_fingerprint          fingerprint of the token ids of all data
+too_long, empty                number of records left out, by reason
+part                           i/n: part i (from 0) of the n parts of the data
+sequences                      number of sequences in this part when it is complete
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WHOLE = "0/1"
 
 
 def key_of(index: int) -> bytes:
-    """Of sequence `index` of the data, counted over all parts."""
+    """Return the store key of sequence `index`, counted from 0 over all parts of the data."""
     return index.to_bytes(KEY_BYTES, "big")
 
 
@@ -37,7 +37,11 @@ def require_same(
     ignoring: tuple[str, ...] = (),
     hint: str = "use another directory",
 ) -> None:
-    """Raises WrongState with the first fact that differs."""
+    """Compare the metadata `stored` in the store at `path` with the metadata `asked`.
+
+    Display names and the keys in `ignoring` are not compared. Raises WrongState, naming the first
+    key whose values differ.
+    """
     for name in [*asked, *stored]:
         if name in _NAMES or name in ignoring or stored.get(name) == asked.get(name):
             continue

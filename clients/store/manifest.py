@@ -1,5 +1,6 @@
-"""What a store of rows consists of: its manifest names the shards, and is replaced as a whole. What
-it does not name does not exist.
+"""The manifest of a store: it names the shards, and every update replaces it atomically.
+
+A shard file that the manifest does not name is not part of the store.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ _SHARD_NAME = re.compile(r"[0-9]{8,}\.arrow")
 
 @dataclass(frozen=True)
 class Manifest:
-    """The shards in the order of writing, and what their rows are of."""
+    """The shards of a store in the order they were written, and the metadata of its rows."""
 
     metadata: Mapping[str, str]
     shards: Sequence[ShardFacts]
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """None where there is no store. Raises Corrupt when it is unreadable, WrongState when it is of
-    another version.
+    """Read the manifest of the store at `path`; return None if there is no store.
+
+    Raises Corrupt if the manifest cannot be parsed, WrongState if its schema version is another,
+    OSError if the file cannot be read.
     """
     try:
         with open_regular(path / MANIFEST) as file:
@@ -45,18 +48,22 @@ def read_manifest(path: Path) -> Manifest | None:
         return None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Corrupt(
-            f"the manifest of {path} is unreadable", hint="delete the directory"
+            f"the manifest of the store {path} is damaged",
+            hint="delete the directory and capture it again",
         ) from error
     if version != SCHEMA_VERSION:
         raise WrongState(
-            f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}",
+            f"{path} has schema version {version}, but this program reads {SCHEMA_VERSION}",
             hint="use another directory",
         )
     return Manifest(metadata, shards)
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Replace it; once this returns, it survives a power cut. Raises OSError of the disk."""
+    """Replace the manifest atomically. On return it is synced and survives a power failure.
+
+    Raises OSError if the disk fails or is full.
+    """
     document = {
         "schema_version": SCHEMA_VERSION,
         "metadata": dict(manifest.metadata),
@@ -66,7 +73,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def remove_unnamed(path: Path, shards: Sequence[ShardFacts]) -> None:
-    """What a killed or failing writer left: half-written files, and shards that are not named."""
+    """Delete temporary files, and shard files not in `shards`, left by an interrupted writer."""
     named = {shard.name for shard in shards}
     for file in [*path.glob("*.tmp"), *path.glob("*.arrow")]:
         if file.name not in named:
@@ -74,19 +81,24 @@ def remove_unnamed(path: Path, shards: Sequence[ShardFacts]) -> None:
 
 
 def shard_name(number: int) -> str:
+    """Return the file name of shard `number`, for example "00000003.arrow"."""
     return f"{number:08d}.arrow"
 
 
 def number_of(shard: ShardFacts) -> int:
-    """Of a shard's name, which leads nowhere but into the store. Raises ValueError."""
+    """Return the number in the shard's file name.
+
+    Raises ValueError for any other name, so that a manifest cannot name a file outside the store.
+    """
     if not _SHARD_NAME.fullmatch(shard.name):
         raise ValueError(f"{shard.name!r} is not the name of a shard")
     return int(shard.name.removesuffix(".arrow"))
 
 
 def lock_store(path: Path) -> int:
-    """The descriptor of the one writer's lock, in a directory that exists from then on. Raises
-    WrongState when another process writes there.
+    """Create the directory `path` if needed, take its writer lock, return the lock's descriptor.
+
+    Closing the descriptor releases the lock. Raises WrongState if another process holds the lock.
     """
     while True:
         path.mkdir(parents=True, exist_ok=True)
@@ -94,14 +106,15 @@ def lock_store(path: Path) -> int:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(lock), os.stat(path / "lock")):
-                os.utime(lock)  # tells when the store was last in use
+                os.utime(lock)  # records the time of last use of the store
                 return lock
         except BlockingIOError as error:
             os.close(lock)
             raise WrongState(
-                f"another process writes to {path}", hint="wait for it, or use another directory"
+                f"another process is writing to {path}",
+                hint="wait until it ends, or use another directory",
             ) from error
         except FileNotFoundError:
             pass
-        # Its directory was removed in between.
+        # Another process removed the directory after it was created: try again.
         os.close(lock)

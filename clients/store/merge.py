@@ -1,4 +1,7 @@
-"""The stores of the parts of one capture, made one: the same bytes as if it had no parts."""
+"""Merge the stores of all parts of a capture into one store.
+
+The merged store is byte-identical to the store of a capture that was not split.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,16 @@ from protos.errors import Corrupt, InvalidInput, WrongState
 
 
 def merge(out: Path, parts: Sequence[Path]) -> int:
-    """Verify all parts, and link or copy their files into a new store; returns its sequences.
+    """Verify all parts and hard-link or copy their shards into the new store `out`.
 
-    Raises InvalidInput when they are not all parts of one capture, WrongState when one is
-    incomplete or of something else, Corrupt when one is damaged. Then there is no `out`.
+    `parts` may be in any order. On an error `out` is not created. Returns the number of sequences.
+
+    Raises InvalidInput if `parts` are not all parts of one capture, WrongState if `out` exists or
+    if a part is incomplete or of another capture, NotFound if a part is not a store, Corrupt if a
+    part is damaged.
     """
     if out.exists():
-        raise WrongState(f"{out} exists already", hint="choose a new directory")
+        raise WrongState(f"{out} already exists", hint="choose a new directory")
     manifests = _in_order(parts)
     for path, _ in manifests:
         if damage := next(damages(path), None):
@@ -49,20 +55,26 @@ def _in_order(parts: Sequence[Path]) -> list[tuple[Path, Manifest]]:
         manifest = manifest_of(path)
         part = manifest.metadata.get(PART, "")
         if not part:
-            raise InvalidInput(f"{path} was not made by a capture", hint="merge captured stores")
+            raise InvalidInput(
+                f"{path} was not written by distill capture", hint="merge captured stores only"
+            )
         if part in found:
-            raise InvalidInput(f"{path} and {found[part][0]} are both part {part}")
+            raise InvalidInput(
+                f"{path} and {found[part][0]} are both part {part}", hint="give each part once"
+            )
         found[part] = (path, manifest)
         _require_complete(path, manifest)
         first_path, first = next(iter(found.values()))
-        hint = f"{first_path} has the other one; merge parts of one capture"
+        hint = f"the latter is the value in {first_path}; merge parts of one capture only"
         require_same(path, manifest.metadata, first.metadata, ignoring=(PART, SEQUENCES), hint=hint)
     count = int(next(iter(found)).split("/")[1])
     missing = [f"{i}/{count}" for i in range(count) if f"{i}/{count}" not in found]
     if missing or len(found) != count:
         raise InvalidInput(
-            f"{', '.join(missing) or 'a part'} of {count} parts is not among them",
-            hint="give every part of one capture, and nothing else",
+            f"missing from the {count} parts: {', '.join(missing)}"
+            if missing
+            else f"{len(found)} stores are given, but the capture has {count} parts",
+            hint="give every part of one capture, and no other store",
         )
     return [found[f"{i}/{count}"] for i in range(count)]
 
@@ -71,12 +83,13 @@ def _require_complete(path: Path, manifest: Manifest) -> None:
     there, expected = sum(facts.count for facts in manifest.shards), manifest.metadata[SEQUENCES]
     if str(there) != expected:
         raise WrongState(
-            f"{path} has {there} of {expected} sequences", hint="let its capture go on to the end"
+            f"{path} has {there} of {expected} sequences",
+            hint="resume its capture and let it finish",
         )
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Of an immutable file; a copy on another disk."""
+    """Hard-link an immutable file; copy it where that fails, as between file systems."""
     try:
         os.link(source, target)
     except OSError:

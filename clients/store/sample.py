@@ -1,4 +1,4 @@
-"""Rows of a store as people read them."""
+"""A readable sample of one stored sequence: tokens, probabilities and head, ready for JSON."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ Decode = Callable[[Sequence[int]], str]
 def sample_of(
     store: Path, sequence: int, *, rows: int, head: int, tokenizer: Path | None
 ) -> dict[str, Any]:
-    """The first `rows` rows of a sequence with their likeliest `head` ids, ready for JSON: texts
-    are None where no tokenizer is at hand. Raises NotFound, Corrupt; InvalidInput for a tokenizer.
+    """Return the first `rows` rows of a sequence, each with its `head` most likely head ids.
+
+    `tokenizer` is a directory with a tokenizer.json; None uses the directory named in the store's
+    metadata. If None is given and that file does not exist, all texts are None.
+
+    Raises NotFound if there is no such store or sequence, Corrupt if it is damaged, InvalidInput if
+    the tokenizer cannot be loaded.
     """
     data = LogitDataset(store)
     try:
         item = data[sequence]
     except IndexError as error:
         raise NotFound(
-            f"{store} has no sequence {sequence}", hint=f"it has {len(data)}, from 0"
+            f"{store} has no sequence {sequence}",
+            hint=f"it has {len(data)} sequences, numbered from 0",
         ) from error
     text_of = _decoder(tokenizer or Path(data.metadata.get("tokenizer") or "?"), tokenizer)
     ids, start = item["input_ids"], item["start"]
@@ -60,7 +66,7 @@ def sample_of(
 
 
 def _decoder(directory: Path, given: Path | None) -> Callable[[Sequence[int]], str | None]:
-    """Of tokenizer.json; the library `transformers`, with all that it brings, is not needed."""
+    """Load tokenizer.json with `tokenizers`, which imports much faster than `transformers`."""
     file = directory / "tokenizer.json"
     if not file.is_file() and given is None:
         return lambda ids: None
@@ -72,6 +78,6 @@ def _decoder(directory: Path, given: Path | None) -> Callable[[Sequence[int]], s
         raise InvalidInput(
             f"cannot load {file}: {error}",
             field="--tokenizer",
-            hint="give a directory with a tokenizer.json",
+            hint="give a directory that contains a tokenizer.json",
         ) from error
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)

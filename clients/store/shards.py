@@ -1,4 +1,4 @@
-"""One shard of stored rows: an immutable Arrow file, written whole and read through a map of it."""
+"""A shard of a store: an immutable Arrow file, written atomically and read by memory map."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ _CHECK_BYTES = 16
 
 @dataclass(frozen=True)
 class StoredRows:
-    """One sequence: its key, token ids (int32 little-endian), first scored position, and codec
-    bytes.
+    """One sequence of a store.
+
+    `key`: KEY_BYTES bytes; `token_ids`: little-endian int32; `start`: first scored position;
+    `rows`: the rows as encoded by `protos.rows.codec`.
     """
 
     key: bytes
@@ -36,7 +38,10 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class ShardFacts:
-    """A line of the manifest. `index`: the digest of all columns but the token ids and rows."""
+    """The manifest's record of a shard: file name, sequence count, size in bytes, digests.
+
+    `index` is the digest of all columns except the token ids and the rows.
+    """
 
     name: str
     count: int
@@ -47,8 +52,9 @@ class ShardFacts:
 
 @dataclass(frozen=True)
 class Shard:
-    """An open shard: a map of the token ids and the rows, copies of all else. Nothing that changes
-    on disk later can send a read out of the file.
+    """An open shard: token ids and rows are memory-mapped, all other columns are copies.
+
+    The offsets are copies, so a file that changes on disk later cannot cause a read out of bounds.
     """
 
     name: str
@@ -61,8 +67,9 @@ class Shard:
     rows: memoryview
 
     def entry(self, row: int) -> StoredRows:
-        """Raises Corrupt unless it is what was written; the payload of its rows is for
-        `decode_rows` to check.
+        """Return sequence `row` of the shard. Raises Corrupt if its checksum does not match.
+
+        The checksum covers only the header of the encoded rows: `decode_rows` checks the payload.
         """
         entry = StoredRows(
             self.keys[row],
@@ -77,7 +84,7 @@ class Shard:
 
 
 def encode_shard(name: str, entries: Sequence[StoredRows]) -> tuple[bytes, ShardFacts]:
-    """Arrow's IPC file format, one batch."""
+    """Encode sequences as an Arrow IPC file of one batch; return its bytes and manifest record."""
     import pyarrow as pa
 
     columns = {
@@ -97,13 +104,16 @@ def encode_shard(name: str, entries: Sequence[StoredRows]) -> tuple[bytes, Shard
 
 
 def open_shard(path: Path, facts: ShardFacts) -> Shard:
-    """Map a shard. Raises OSError, or ValueError when it is not what its manifest says."""
+    """Open a shard by memory map.
+
+    Raises OSError if the file cannot be read, ValueError if it differs from its manifest record.
+    """
     import pyarrow as pa
 
     if path.stat().st_size != facts.bytes:
-        raise ValueError(f"{path} has another size than its manifest says")
+        raise ValueError(f"the size of {path} differs from the manifest")
     try:
-        # The map outlives the descriptor, of which a process has few.
+        # Close the descriptor, of which a process has few: the map stays valid without it.
         with pa.memory_map(str(path)) as file:
             mapped = file.read_buffer()
         batch = pa.ipc.open_file(pa.BufferReader(mapped)).get_batch(0)
@@ -111,15 +121,19 @@ def open_shard(path: Path, facts: ShardFacts) -> Shard:
     except pa.ArrowException as error:
         raise ValueError(f"{path} is not an Arrow file: {error}") from error
     if not batch.schema.equals(_schema(), check_metadata=True) or batch.num_rows != facts.count:
-        raise ValueError(f"{path} is not what its manifest says")
+        raise ValueError(f"the columns or the row count of {path} differ from the manifest")
     shard = _shard(facts.name, batch)
     if _index_digest(shard) != facts.index:
-        raise ValueError(f"{path} has another index than its manifest says")
+        raise ValueError(f"the index digest of {path} differs from the manifest")
     return shard
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """All of the file or nothing, also after a power cut."""
+    """Write a file atomically: temporary file, fsync, rename, fsync of the directory.
+
+    After a crash or a power failure the file has either its old or its new content. Raises OSError
+    if the disk fails or is full.
+    """
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as stream:
@@ -182,7 +196,7 @@ def _index_digest(shard: Shard) -> str:
 
 
 def _check(entry: StoredRows) -> bytes:
-    """Ties the columns of an entry to each other; its rows by the digest in their header."""
+    """Digest all columns of an entry; of the rows only the header, which holds their digest."""
     hasher = xxhash.xxh3_128(entry.key)
     hasher.update(struct.pack("<iQ", entry.start, len(entry.rows)))
     hasher.update(entry.token_ids)

@@ -1,10 +1,10 @@
-"""Rows on disk: immutable Arrow shards and a manifest, written so that a kill at any point loses no
-old row.
+"""A key-value store of rows on disk: immutable Arrow shards and a manifest.
 
 A store is a directory. Each `append` writes one shard in Arrow's IPC file format, then a manifest
-that names it; both go to a temporary file, are synced and renamed. What the manifest does not name
-does not exist. Arrow accepts most flipped bits, so every entry carries a checksum, and its rows the
-codec's own: decode what `get` returns before use.
+that names it; each is written to a temporary file, synced and renamed. A shard that the manifest
+does not name is not part of the store, so a kill at any point loses no row written before. Arrow
+does not detect most flipped bits: every entry has a checksum, and its encoded rows have another
+one, which `decode_rows` checks. Decode the bytes that `get` returns before using them.
 """
 
 from __future__ import annotations
@@ -37,21 +37,23 @@ from clients.store.shards import (
     write_synced,
 )
 from protos.errors import Corrupt, InvalidInput, WrongState
+from protos.extras import install_command
 from protos.rpc.failpoints import failpoint
 
 __all__ = ["LogitStore", "StoredRows", "remove_store"]
 
-MAX_SHARD_BYTES = 1 << 30  # Arrow's 32-bit offsets end at 2 GiB
+MAX_SHARD_BYTES = 1 << 30  # below the 2 GiB limit of Arrow's 32-bit offsets
 _SET_ASIDE = ".damaged"
 
 
 class LogitStore:
-    """Readers may share a directory with one writer; each sees the shards that were there when it
-    opened.
+    """A store opened for reading, or for writing too; one writer and many readers may coexist.
 
-    Raises InvalidInput without pyarrow, WrongState when another process writes here or the
-    metadata is of something else, Corrupt when the manifest is unreadable. A damaged shard is left
-    out and named in `unreadable`; a writer also sets its file aside.
+    A reader sees the shards that existed when it opened the store. A damaged shard is skipped and
+    its name added to `unreadable`; a writer also renames its file to `NAME.damaged`.
+
+    Raises InvalidInput if pyarrow is not installed, WrongState if another process is writing to
+    the store or its metadata differs from `metadata`, Corrupt if the manifest cannot be parsed.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class LogitStore:
         _require_arrow()
         self.path = Path(path)
         self._lock_fd: int | None = None
-        # By key: the shard's name, and the row in it.
+        # key -> (shard name, index of the entry in the shard)
         self._index: dict[bytes, tuple[str, int]] = {}
         self._has_orphans = False
         self._shards: dict[str, Shard] = {}
@@ -94,44 +96,51 @@ class LogitStore:
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Bytes of each shard, the oldest first."""
+        """Size of each shard in bytes, oldest first."""
         return [facts.bytes for facts in self._facts]
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._index
 
     def __iter__(self) -> Iterator[StoredRows]:
-        """Every entry, in the order of writing. Raises Corrupt at one that is not what was
-        written.
-        """
+        """Yield every entry in the order written. Raises Corrupt at a damaged entry."""
         for name, shard in self._shards.items():
             for row, key in enumerate(shard.keys):
                 if self._index.get(key) == (name, row):
                     yield shard.entry(row)
 
     def get(self, key: bytes) -> bytes | None:
-        """The codec bytes of a key; they bring their own checksum. Raises Corrupt."""
+        """Return the encoded rows of `key`, or None if it is not stored.
+
+        Raises Corrupt if the entry's checksum does not match. Decode the bytes with `decode_rows`,
+        which checks their content.
+        """
         name, row = self._index.get(key, ("", 0))
-        # Another thread may just be dropping the shard: who still has it may read it.
+        # Another thread may be dropping the shard; a reference taken before that stays readable.
         shard = self._shards.get(name)
         return None if shard is None else shard.entry(row).rows
 
     def drop(self, key: bytes) -> None:
-        """Forget an entry that turned out to be corrupt; a later append of the key wins."""
+        """Remove a corrupt entry from the index in memory, so that its key can be appended again.
+
+        The file keeps the entry: after the store is opened again, the newest entry of a key counts.
+        """
         self._index.pop(key, None)
 
     def append(self, entries: Sequence[StoredRows]) -> None:
-        """Write one shard. Once it returns, they survive a power cut. Raises OSError of the
-        disk.
+        """Write `entries` as one shard. On return they are synced and survive a power failure.
+
+        Raises WrongState if the store was opened for reading, InvalidInput for more than
+        MAX_SHARD_BYTES of rows and token ids, OSError if the disk fails or is full.
         """
         self._require_writer()
         if sum(len(entry.rows) + len(entry.token_ids) for entry in entries) > MAX_SHARD_BYTES:
-            raise InvalidInput("a shard holds at most 1 GiB", hint="append in several steps")
+            raise InvalidInput("a shard holds at most 1 GiB", hint="append fewer rows at a time")
         if not entries:
             return
         name = shard_name(self._next_number)
         data, facts = encode_shard(name, entries)
-        # Never twice: after a fault of the disk the manifest may already name this file.
+        # Never reuse a number: after a disk error the manifest may already name this file.
         self._next_number += 1
         try:
             write_synced(self.path / name, data)
@@ -147,10 +156,13 @@ class LogitStore:
         self._index_shard(self._open(facts))
 
     def drop_oldest(self) -> None:
-        """Remove the shard that was written first. A reader that has it open keeps its rows."""
+        """Delete the oldest shard. A reader that has the shard open can still read its rows.
+
+        Raises WrongState if the store was opened for reading, OSError if the disk fails.
+        """
         self._require_writer()
         oldest, *kept = self._facts
-        # The manifest first: what it names is there, whenever the writer is killed.
+        # Manifest first: if the writer is killed here, every shard it names still exists.
         self._write_manifest(kept)
         failpoint("shard-unnamed")
         self._facts = kept
@@ -161,14 +173,14 @@ class LogitStore:
         (self.path / oldest.name).unlink(missing_ok=True)
 
     def verify(self) -> None:
-        """Read everything: raises Corrupt, naming the shard that is not what was written."""
+        """Read every shard and compare its sha256. Raises Corrupt, naming the first damaged one."""
         for facts in self._facts:
             data = (self.path / facts.name).read_bytes()
             if hashlib.sha256(data).hexdigest() != facts.sha256:
                 raise Corrupt(f"shard {facts.name} of {self.path} does not match its sha256")
 
     def close(self) -> None:
-        """Release the writer's lock; safe to call twice."""
+        """Release the writer lock. Calling it again does nothing."""
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
@@ -178,13 +190,13 @@ class LogitStore:
             raise WrongState("this store was opened for reading", hint="open it with write=True")
 
     def _read_manifest(self, metadata: dict[str, str]) -> Manifest:
-        """Raises WrongState when it is of other rows than `metadata` says."""
+        """Raises WrongState if the stored metadata differs from a non-empty `metadata`."""
         manifest = read_manifest(self.path)
         if manifest is None:
             return Manifest(metadata, [])
         if metadata and manifest.metadata != metadata:
             raise WrongState(
-                f"{self.path} holds the rows of something else: {manifest.metadata}",
+                f"{self.path} holds rows with other metadata: {manifest.metadata}",
                 hint="use another directory",
             )
         return manifest
@@ -197,7 +209,7 @@ class LogitStore:
         self._has_orphans = False
 
     def _set_aside(self) -> None:
-        """Damaged shards cost no more opens, and may still be looked at."""
+        """Unname damaged shards and rename their files, so that people can examine them."""
         if not self.unreadable:
             return
         self._facts = [facts for facts in self._facts if facts.name not in self.unreadable]
@@ -213,7 +225,7 @@ class LogitStore:
             latest = self._read_manifest(metadata) if self.unreadable else manifest
             if latest == manifest:
                 break
-            # Not damaged: the writer removed them meanwhile.
+            # The shards are not damaged: the writer removed them after the manifest was read.
             self.unreadable.clear()
             manifest = latest
         for shard in opened:
@@ -231,13 +243,15 @@ class LogitStore:
         if shard is None:
             return
         self._shards[shard.name] = shard
-        # A key written again replaces one that was dropped as corrupt.
+        # The newest entry of a key counts: it replaces one that was dropped as corrupt.
         self._index |= {key: (shard.name, row) for row, key in enumerate(shard.keys)}
 
 
 def remove_store(path: Path) -> int:
-    """Delete a store, readable or not; returns how many sequences its manifest names. Raises
-    WrongState while a writer has it; readers that have it open keep their rows.
+    """Delete a store, also a damaged one; return the number of sequences its manifest names.
+
+    Readers that have the store open can still read its rows. Raises WrongState if another process
+    is writing to the store.
     """
     lock = lock_store(path)
     try:
@@ -246,7 +260,7 @@ def remove_store(path: Path) -> int:
             count = sum(int(shard["count"]) for shard in shards)
         except (OSError, ValueError, KeyError, TypeError):
             count = 0
-        # The manifest first: what it names is there, whenever we are killed.
+        # Manifest first: a kill must not leave a manifest that names deleted shards.
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
     finally:
@@ -259,6 +273,6 @@ def _require_arrow() -> None:
         import pyarrow  # noqa: F401
     except ImportError as error:
         raise InvalidInput(
-            "stored rows need pyarrow, which is not installed",
-            hint="pip install 'distill-service[teacher]'",
+            "reading or writing a store needs pyarrow, which is not installed",
+            hint=install_command("teacher"),
         ) from error

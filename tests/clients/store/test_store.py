@@ -100,7 +100,7 @@ def test_one_writer_many_readers(tmp_path: Path) -> None:
 def test_rows_of_something_else_are_refused(tmp_path: Path) -> None:
     with LogitStore(tmp_path, write=True, metadata=META) as store:
         store.append([entry(1)])
-    with pytest.raises(WrongState, match="something else"):
+    with pytest.raises(WrongState, match="holds rows with other metadata"):
         LogitStore(tmp_path, metadata={"fingerprint": "other"})
 
 

@@ -79,7 +79,7 @@ CASES = {
     "no name": Refusal({"student__model": "a\0b"}, ("student.model: no such file: a\0b",)),
     "no store": Refusal(
         {"method__type": "offline", "data__path": "{root}"},
-        ("data.path: {root} is not a store of rows",),
+        ("data.path: {root} is not a store: it has no manifest.json",),
         NotFound,
     ),
     "no weights": Refusal(

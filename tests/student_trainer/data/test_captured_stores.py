@@ -59,29 +59,32 @@ def cut(store: Path) -> None:
 
 REFUSALS = {
     "another k": Refusal(
-        {"method__top_k": 8}, ("method.top_k: ", "says 8", "captured with 4", "leave the key out")
+        {"method__top_k": 8}, ("method.top_k: ", "sets 8", "captured with 4", "remove the key")
     ),
     "another temperature": Refusal(
-        {"method__temperature": 2.0}, ("method.temperature: ", "says 2.0", "captured with 1.0")
+        {"method__temperature": 2.0}, ("method.temperature: ", "sets 2.0", "captured with 1.0")
     ),
     "another teacher": Refusal(
-        {"method__teacher_fingerprint": "ab"}, ("method.teacher_fingerprint: ", "says ab")
+        {"method__teacher_fingerprint": "ab"}, ("method.teacher_fingerprint: ", "sets ab")
     ),
     "no samples": Refusal(
         {"method__tail": "bucket+teacher_samples"},
-        ("method.tail: ", "has no samples", "capture with method.tail_samples"),
+        ("method.tail: ", "has no tail samples", "capture with method.tail_samples"),
         spoil=manifest(tail_samples="0"),
     ),
     "not complete": Refusal(
         {},
-        ("data.path: ", f"has {SEQUENCES} of 999 sequences", "let its capture end"),
+        ("data.path: ", f"has {SEQUENCES} of 999 sequences", "run its capture again"),
         spoil=manifest(sequences="999"),
     ),
     "a cache": Refusal(
-        {}, ("data.path: ", "no capture made it"), InvalidInput, spoil=without_facts
+        {}, ("data.path: ", "was not written by distill capture"), InvalidInput, spoil=without_facts
     ),
     "no store": Refusal(
-        {}, ("data.path: ", "is not a store of rows"), NotFound, spoil=shutil.rmtree
+        {},
+        ("data.path: ", "is not a store: it has no manifest.json"),
+        NotFound,
+        spoil=shutil.rmtree,
     ),
     "a damaged shard": Refusal(
         {},
@@ -96,12 +99,12 @@ REFUSALS = {
     ),
     "plain text": Refusal(
         {"method__on_policy_fraction": 0.5, "teacher__address": "localhost:1"},
-        ("method.on_policy_fraction: ", "has plain text, no prompts", "leave the key out"),
+        ("method.on_policy_fraction: ", "has plain text and no prompts", "remove the key"),
         spoil=manifest(form="text"),
     ),
     "no head and no tail": Refusal(
         {"method__tail": "none"},
-        ("method.tail: ", "have no head", "leave the key out"),
+        ("method.tail: ", "have no head", "remove the key"),
         spoil=manifest(top_k="0"),
     ),
     "a held-out store of another teacher": Refusal(
@@ -139,7 +142,9 @@ def test_what_fits_is_taken(material: tiny.Material, store: Path) -> None:
     assert found.training.longest == max(len(ids) for ids, _ in sums(SEQUENCES))
     assert found.training.identity == found.held_out.identity
     check_stored_length(found.training, found.training.longest)
-    with pytest.raises(InvalidInput, match=r"tokens, the student takes 5; capture with"):
+    with pytest.raises(
+        InvalidInput, match=r"tokens, but the student can read only 5; capture again with"
+    ):
         check_stored_length(found.training, 5)
 
 

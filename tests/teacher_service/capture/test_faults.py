@@ -104,7 +104,7 @@ def test_every_place_to_die(
         status = run.read_status()
         assert status is not None
         assert status.reason.startswith(f"cannot write {run.store}: failpoint")
-        assert status.reason.endswith("make room, then resume the job")
+        assert status.reason.endswith("free disk space, then resume the job")
     assert forker.finish(run, 2) == 0, run.log_file(2).read_text()
     assert digests(run.store) == digests(whole)
 
@@ -155,7 +155,7 @@ def test_a_damaged_file_is_made_again(
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content if flipped else b"")
     assert forker.finish(run, 2) == 0
-    assert "it is made again, with all files after it" in run.log_file(2).read_text()
+    assert "it is written again, with all files after it" in run.log_file(2).read_text()
     assert digests(run.store) == digests(whole)
 
 
@@ -176,5 +176,5 @@ def test_one_capture_a_store(
     slow = {"teacher__model": "vocab=64,latency_ms=200", "method__store": str(tmp_path / "rows")}
     with forker.attempt(new_run(job(data, words, **slow))) as child:
         child.wait_for_files(tmp_path / "rows", 1)
-        with pytest.raises(WrongState, match=f"another process writes to {tmp_path / 'rows'}"):
+        with pytest.raises(WrongState, match=f"another process is writing to {tmp_path / 'rows'}"):
             capture_here(tmp_path / "run", job(data, words, **slow))

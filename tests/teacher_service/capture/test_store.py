@@ -169,7 +169,7 @@ def test_a_store_of_something_else_is_refused(
         ({"method__max_tokens": 9000}, InvalidInput, "method.max_tokens", "of 8192 tokens"),
         ({"teacher__engine": "hf"}, InvalidInput, "teacher.model", "there is no directory"),
         ({"data__tokenizer": "empty"}, InvalidInput, "data.tokenizer", "cannot load the tok"),
-        ({"teacher__top_k": 0}, InvalidInput, "teacher.top_k", "only rows with tail samples"),
+        ({"teacher__top_k": 0}, InvalidInput, "teacher.top_k", "only with tail samples"),
         ({"data__tokenizer": None, "teacher__model": None}, InvalidInput, "data.tokenizer", "no "),
         ({"data__path": "none.jsonl"}, InvalidInput, "data.path", "no such file"),
         ({"method__max_tokens": 2}, InvalidInput, "data.path", "no sequence of at most 2"),
@@ -240,14 +240,14 @@ def test_what_cannot_be_merged(data: Path, words: Path, whole: Path, tmp_path: P
 
     halves = [part(f"half-{i}", method__shard=f"{i}/2") for i in range(2)]
     out = tmp_path / "out"
-    with pytest.raises(InvalidInput, match="1/2 of 2 parts is not among them"):
+    with pytest.raises(InvalidInput, match="missing from the 2 parts: 1/2"):
         merge(out, halves[:1])
     with pytest.raises(InvalidInput, match="are both part 0/2"):
         merge(out, [halves[0], halves[0]])
     other = part("other", method__shard="1/2", teacher__top_k=5)
     with pytest.raises(WrongState, match=r"top_k = 5, not 4; .* merge parts of one capture"):
         merge(out, [halves[0], other])
-    with pytest.raises(WrongState, match="exists already"):
+    with pytest.raises(WrongState, match="already exists"):
         merge(whole, halves)
     flip(next(halves[1].glob("*.arrow")), 700)
     with pytest.raises(Corrupt, match=r"shard 0000000\d\.arrow"):
@@ -296,9 +296,9 @@ def test_the_summary_counts(whole: Path) -> None:
     assert math.isclose(float(summary["bytes_per_row"]), int(summary["bytes"]) / rows, abs_tol=0.01)
     assert summary["complete"] is True
     assert summary["shards"] == len(list(whole.glob("*.arrow")))
-    with pytest.raises(NotFound, match="is not a store of rows"):
+    with pytest.raises(NotFound, match="is not a store: it has no manifest"):
         summary_of(whole / "manifest.json")
-    with pytest.raises(NotFound, match="is not a store of rows"):
+    with pytest.raises(NotFound, match="is not a store: it has no manifest"):
         summary_of(whole.parent)
 
 
