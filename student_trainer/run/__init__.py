@@ -1,1 +1,1 @@
-"""What a run records: metrics, trackers, provenance; and its checks at start."""
+"""The records of a run (metrics, trackers, provenance) and its checks before training."""

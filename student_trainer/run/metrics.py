@@ -1,51 +1,55 @@
-"""What a run measures, and where it is written.
+"""The metrics of a run: each name in metrics.jsonl and what it means.
 
-loss                 the objective, nats a token
-kl/teacher           unbiased KL between student and teacher, nats a token
-entropy              of the student over the whole vocabulary, nats a token
-ratio/mean           p(y)/mu(y), of the student over the one that sampled: 1 but for rounding
-topk/student_mass    probability that the student gives to the head
-topk/teacher_mass    probability that the teacher gives to the head
-length/mean          learned tokens of a sequence
-length/truncated     share of the student's answers cut at max_new_tokens
-grad_norm            before clipping
+loss                 mean loss of a token, the value that training minimises
+kl/teacher           unbiased estimate of the KL between student and teacher, nats per token
+entropy              entropy of the student over the whole vocabulary, nats per token
+ratio/mean           mean of p(y) / mu(y), mu the student that sampled y; about 1 on-policy
+topk/student_mass    mean probability that the student gives to the head ids
+topk/teacher_mass    mean probability that the teacher gives to the head ids
+length/mean          mean number of learned tokens of a sequence
+length/truncated     share of the student's answers that were cut at max_new_tokens
+grad_norm            norm of the gradient before clipping
 lr                   learning rate
-tokens               scored tokens of the step, over all processes
-tokens_per_sec       scored tokens a second of the step
-time/step            seconds of the step; of it time/rollout, time/teacher_wait, time/optim
-eval/kl              kl/teacher on what is held out
-eval/accuracy        share of held-out answers that are right
+tokens               learned tokens of the step, over all processes
+tokens_per_sec       learned tokens per second of the step, over all processes
+time/step            seconds of the step without evaluation and saving
+time/rollout         seconds to sample the rollouts and request their rows
+time/teacher_wait    seconds that training waited for rows after sampling
+time/optim           seconds to clip the gradient, run AdamW and update the anchor
+eval/kl              kl/teacher on held-out sequences
+eval/accuracy        share of the greedy answers to held-out prompts that match the reference
 
-Of stored sequences, which have no ratio and no answers that are cut:
+Additional metrics of stored sequences, which have no ratio/mean and no length/truncated:
 
-kl/teacher_bound     a lower bound of kl/teacher (bucket), where the teacher drew no samples
-cross_entropy        -log p of the stored tokens, nats a token, at the temperature of the store
-eval/kl_bound        kl/teacher_bound on what is held out
-eval/perplexity      exp(cross_entropy) on what is held out
-time/rollout         to wait for the disk
+kl/teacher_bound     lower bound of kl/teacher (bucket tail), if the store has no tail samples
+cross_entropy        mean -log p of the stored tokens, nats per token, at the store's temperature
+eval/kl_bound        kl/teacher_bound on held-out sequences
+eval/perplexity      exp(cross_entropy) on held-out sequences
+time/rollout         seconds to wait for the disk, and to sample if the job has a live teacher
 
-Of a job with rewards, where `kl/teacher` and `topk/teacher_mass` are of a teacher, if there is one:
+Additional metrics of RL, where the metrics of the teacher need a job with a teacher:
 
-reward/mean          of all answers of the step
-reward/std           within a prompt's answers, mean over prompts
-reward/flat_groups   share of prompts whose answers all have the same reward: nothing is learned
-reward/errors        share of answers that could not be judged
-search/queries       queries of an answer that were answered
-search/failed        share of answers whose retriever failed: they have no reward
-critic/loss          (value - target)^2 / 2 of the critic, where there is one
-ratio/clipped        share of tokens beyond clip_low or clip_high: nothing more is learned
-kl/anchor            unbiased KL between student and anchor, nats a token
-topk/anchor_mass     probability that the anchor gives to the head
-anchor/gap           |student - anchor| / |anchor|, of all weights that learn
-anchor/version       updates of the anchor
-time/reward          seconds to judge the answers
-time/anchor          seconds to score them by the anchor
-eval/reward          of held-out answers, the likeliest ones
-eval/anchor/kl       as eval/kl, of the anchor in the student's place; likewise
-eval/anchor/accuracy
-eval/anchor/reward
+reward/mean          mean reward of the answers of the step
+reward/std           standard deviation of the rewards of one prompt's answers, mean over prompts
+reward/flat_groups   share of prompts whose answers all have the same reward (group advantage 0)
+reward/errors        share of answers without a reward: scoring or the retriever failed
+search/queries       mean number of search queries of an answer
+search/failed        share of answers whose retriever failed; they have no reward
+critic/loss          mean of (value - target)^2 / 2 before the critic's update, with GAE only
+ratio/clipped        share of tokens whose policy gradient is zero because the ratio is clipped
+kl/anchor            unbiased estimate of the KL between student and anchor, nats per token
+topk/anchor_mass     mean probability that the anchor gives to the head ids
+anchor/gap           |student - anchor| / |anchor| over all trainable weights
+anchor/version       number of updates of the anchor
+time/reward          seconds to compute the rewards
+time/anchor          seconds to compute the anchor's rows
+eval/reward          mean reward of the greedy answers to held-out prompts
+eval/anchor/kl       eval/kl of the anchor in place of the student
+eval/anchor/accuracy eval/accuracy of the anchor
+eval/anchor/reward   eval/reward of the anchor
 
-Where a job names several teachers: kl/teacher/NAME, over the tokens that each of them scored.
+If the job has several teachers, kl/teacher/NAME is kl/teacher over the tokens that NAME scored.
+Times are those of the main process. A mean with nothing to count is left out.
 """
 
 from __future__ import annotations
@@ -59,6 +63,10 @@ from student_trainer.run.trackers import start_trackers
 def open_metrics(
     run: RunDirectory, *, attempt: int, last_step: int | None, track: TrackConfig
 ) -> MetricsLog:
-    """The run's metrics.jsonl, and the trackers that the job asks for."""
+    """Open metrics.jsonl and start the trackers of the job. Only the main process may call it.
+
+    Lines after `last_step`, the step that the run resumes from, are dropped; None starts a new
+    file. Raises WrongState if a newer attempt has taken over the run.
+    """
     trackers = start_trackers(track, run, last_step)
     return MetricsLog(run, attempt=attempt, last_step=last_step, trackers=trackers)

@@ -1,6 +1,6 @@
-"""What a trainer refuses once it has a tokenizer, and before a weight is loaded. Imports no torch.
+"""Checks of the student against teachers and stores, before weights are loaded. Imports no torch.
 
-What needs no tokenizer is in `clients/preflight/files.py`.
+The checks that need no tokenizer are in `clients/preflight/files.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from student_trainer.teachers.connections import Connection
 
 
 def check_hub(config: AnyTraining) -> None:
-    """Where the hub is needed, see whether it is there, before its libraries are imported."""
+    """Switch the hub's libraries to their cache if the job needs the hub and it does not answer.
+
+    Call it before these libraries are imported.
+    """
     path = config.data.path if config.data is not None else None
     local_data = path is None or path.endswith(FILE_SUFFIXES) or Path(path).exists()
     if local_data and Path(config.student.model).is_dir():
@@ -28,29 +31,32 @@ def check_hub(config: AnyTraining) -> None:
 
 
 def check_top_k(top_k: int, width: int) -> None:
-    """Refuse a head with more ids than the student has; `width`: of its logits."""
+    """Raise InvalidInput if `top_k` exceeds `width`, the number of the student's logits."""
     if top_k > width:
         raise InvalidInput(
-            f"{top_k} is more than the student's {width} ids",
+            f"{top_k} is more than the {width} token ids of the student",
             field="method.top_k",
-            hint=f"lower it; at {width} the KL is exact",
+            hint=f"lower it to at most {width}, where the KL is exact",
         )
 
 
 def check_stored_length(store: Store, most: int | None) -> None:
-    """Refuse sequences that the student cannot read."""
+    """Raise InvalidInput if a stored sequence has more than `most` tokens; None is no limit."""
     if most is not None and store.longest > most:
         raise InvalidInput(
-            f"a sequence of the {store.label} has {store.longest} tokens, the student takes {most}",
+            f"a sequence of the {store.label} has {store.longest} tokens, but the student can read"
+            f" only {most}",
             field=store.field,
-            hint="capture with a smaller method.max_tokens",
+            hint="capture again with a smaller method.max_tokens",
         )
 
 
 def check_vocabulary(teacher: Connection, tokens: Sequence[str], width: int) -> None:
-    """Refuse a teacher whose ids mean other tokens than the student's, naming the first one.
+    """Raise WrongState if teacher and student do not have the same token for every id.
 
-    `tokens`: the student's by id; `width`: of the student's logits.
+    The message names the first id that differs. `tokens`: the student's tokens by id. `width`: the
+    number of the student's logits, which must be the teacher's. Raises Unavailable if the teacher
+    does not answer.
     """
     info = teacher.info
     if tokenizer_fingerprint(tokens) != info.tokenizer_fingerprint:
@@ -65,7 +71,11 @@ def check_vocabulary(teacher: Connection, tokens: Sequence[str], width: int) -> 
 def check_stored_vocabulary(
     store: Store, tokens: Sequence[str], width: int, stored: Sequence[str] | None
 ) -> None:
-    """The same for a store. `stored`: the tokens of its tokenizer, where that is at hand."""
+    """Raise WrongState if store and student do not have the same token for every id.
+
+    `stored`: the tokens of the store's tokenizer, None if it is not on this machine; with them, the
+    message names the first id that differs.
+    """
     theirs = store.facts["tokenizer_fingerprint"]
     if tokenizer_fingerprint(tokens) != theirs:
         what = f"the {store.label} was captured with another tokenizer than the student's"
@@ -83,7 +93,7 @@ def _check_width(width: int, label: str, theirs: int) -> None:
     if width != theirs:
         raise WrongState(
             f"the student has logits for {width} ids, the {label} for {theirs};"
-            f" the tokenizers agree, so one is padded from id {min(width, theirs)} on",
+            f" the tokenizers agree, so ids from {min(width, theirs)} on are padding",
             field="student.model",
-            hint="pad or trim the student's embeddings to the teacher's size",
+            hint=f"pad or trim the student's embeddings to {theirs} ids",
         )

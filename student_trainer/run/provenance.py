@@ -1,4 +1,4 @@
-"""environment.json and code.diff: what an attempt ran on, for whoever asks later."""
+"""Writes environment.json and code.diff: the machine, packages and code that an attempt ran on."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _PACKAGES = ("distill-service", "torch", "transformers", "accelerate", "peft", "
 
 
 def write_environment(run: RunDirectory, *, attempt: int, processes: int) -> None:
-    """Of the newest attempt; the ones before it are in their logs. Raises WrongState when the
-    attempt was given up.
+    """Write environment.json and code.diff of this attempt, over those of earlier attempts.
+
+    code.diff exists only if the checkout has uncommitted changes. Raises WrongState if a newer
+    attempt has taken over the run.
     """
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     facts = {
@@ -42,7 +44,7 @@ def write_environment(run: RunDirectory, *, attempt: int, processes: int) -> Non
     if code is not None and code.diff:
         replace_file(run.code_diff, code.diff)
     else:
-        run.code_diff.unlink(missing_ok=True)  # of an earlier attempt
+        run.code_diff.unlink(missing_ok=True)  # one of an earlier attempt
     replace_file(run.path / "environment.json", json.dumps(facts, indent=2) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Which code an attempt runs: the commit of its checkout, and what was changed since."""
+"""The code that an attempt runs: the commit of the checkout and the uncommitted changes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class SourceCode:
-    """Of a checkout. `diff`: of the tracked files, cut at a MiB; what git does not know of is not
-    in it.
+    """A git checkout. commit: the hash of HEAD. diff: the uncommitted changes of tracked files.
+
+    diff is cut at MOST_BYTES; untracked files are not in it.
     """
 
     commit: str
@@ -22,14 +23,16 @@ class SourceCode:
 
 
 def source_code(root: Path) -> SourceCode | None:
-    """None where `root` is no checkout of its own, as where the package was installed, and where
-    git cannot tell.
+    """Return the code of the git checkout whose top directory is `root`.
+
+    Returns None if `root` is not one (for example an installed package), or if git fails or takes
+    more than 5 s.
     """
     try:
         if Path(_git(root, "rev-parse", "--show-toplevel").strip()) != root.resolve():
             return None
         commit = _git(root, "rev-parse", "HEAD").strip()
-        # For `git apply`, whatever somebody likes better.
+        # The form that `git apply` reads, whatever the user's configuration says.
         form = ("--no-color", "--src-prefix=a/", "--dst-prefix=b/")
         diff = _git(root, "diff", "HEAD", *form, "--no-ext-diff", "--no-textconv")
     except (OSError, subprocess.SubprocessError):
@@ -38,11 +41,11 @@ def source_code(root: Path) -> SourceCode | None:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    # No program of somebody's configuration: it would run in every trainer.
+    # A file system monitor from the user's configuration would be started by every trainer.
     command = ["git", "-C", str(root), "-c", "core.fsmonitor=false", *arguments]
     done = subprocess.run(
         command,
-        # A hook of git's tells whom it starts of its own repository.
+        # Under a git hook, GIT_* variables would point to the repository of the hook.
         env={name: of for name, of in os.environ.items() if not name.startswith("GIT_")},
         stdin=subprocess.DEVNULL,
         capture_output=True,

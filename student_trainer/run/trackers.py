@@ -1,7 +1,7 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, trackio.
+"""Trackers, which get the metrics besides metrics.jsonl: TensorBoard, Weights & Biases, trackio.
 
-A tracker is somebody else's code and often somebody else's server: it works in a thread of its own,
-which the training never waits for, and the first thing that it raises is told and is its last.
+Trackers are third-party code and often need a third-party server. Each one runs in a thread of its
+own, which training never waits for. A tracker that raises is logged and not used again.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from clients.runs.metrics_writer import Tracker
 
 log = logging.getLogger(__name__)
 
-# What a tracker gets to send its last numbers before the trainer ends without it.
+# Time for a tracker to send its last values before the trainer ends without it.
 SECONDS_TO_CLOSE = 30.0
 _SECONDS_TO_START = 30.0
 
 
 class Apart:
-    """A tracker in a thread of its own. Never raises and never waits, but in `close`."""
+    """Runs a tracker in a thread of its own. Never raises, and waits only in `close`."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
+        """Start the thread, which calls `make`. `name`: for log messages."""
         self._name = name
         self._make = make
         self._steps: SimpleQueue[tuple[int, Mapping[str, float]] | None] = SimpleQueue()
@@ -35,14 +36,20 @@ class Apart:
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Queue the values of a step; drops them if the tracker has failed."""
         if self._thread.is_alive():
             self._steps.put((step, values))
 
     def close(self) -> None:
+        """Send the queued values and end the thread; gives up after SECONDS_TO_CLOSE."""
         self._steps.put(None)
         self._thread.join(SECONDS_TO_CLOSE)
         if self._thread.is_alive():
-            log.warning("%s is not done after %g s and is left", self._name, SECONDS_TO_CLOSE)
+            log.warning(
+                "%s did not finish within %g s; its last values may be missing",
+                self._name,
+                SECONDS_TO_CLOSE,
+            )
 
     def _work(self) -> None:
         try:
@@ -51,31 +58,38 @@ class Apart:
                 tracker.log(*item)
             tracker.close()
         except Exception as error:
-            log.warning("%s failed, the run goes on without it: %r", self._name, error)
+            log.warning("%s failed; the run continues without it: %r", self._name, error)
 
 
 class TensorBoard:
-    """Files in the run directory."""
+    """Writes TensorBoard event files into the run directory."""
 
     def __init__(self, run: RunDirectory, last_step: int | None) -> None:
+        """`last_step`: the step the run resumes from; older values of later steps are hidden."""
         from torch.utils.tensorboard import SummaryWriter
 
         purge = None if last_step is None else last_step + 1
         self._writer: Any = SummaryWriter(str(run.tensorboard), purge_step=purge)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the values of a step and flush them to disk."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
+        """Close the event file."""
         self._writer.close()
 
 
 class WeightsAndBiases:
-    """Its id is the job's, so a resumed job joins its run; WANDB_MODE and the like are heeded."""
+    """Sends metrics to Weights & Biases. The environment variables of wandb apply (WANDB_MODE).
+
+    The id of the W&B run is the job's id, so a resumed job continues its run.
+    """
 
     def __init__(self, run: RunDirectory, project: str) -> None:
+        """Connect, for at most 30 s."""
         import wandb
 
         config = json.loads(run.job_json.read_text())
@@ -91,19 +105,21 @@ class WeightsAndBiases:
                 console="off", silent=True, disable_git=True, init_timeout=_SECONDS_TO_START
             ),
         )
-        # Its own steps only grow; a job that resumes from an earlier checkpoint goes back.
+        # W&B's own steps only grow, but a run that resumes repeats steps: plot over "step".
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values of a step."""
         self._run.log({"step": step, **values})
 
     def close(self) -> None:
+        """Finish the run, which sends the last values."""
         self._run.finish()
 
 
 class Trackio:
-    """Local-first: `trackio show` is the dashboard."""
+    """Writes metrics to trackio on this machine; `trackio show` opens its dashboard."""
 
     def __init__(self, run: RunDirectory, project: str) -> None:
         import trackio
@@ -119,14 +135,16 @@ class Trackio:
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the values of a step."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
+        """Finish the run, which sends the last values."""
         self._run.finish()
 
 
 def start_trackers(track: TrackConfig, run: RunDirectory, last_step: int | None) -> list[Apart]:
-    """Those that the job asks for. `last_step`: the one that it goes on from."""
+    """Start the trackers of the job's table `track`. `last_step`: the step it resumes from."""
     wandb, trackio = track.wandb, track.trackio
     found = []
     if track.tensorboard:

@@ -1,1 +1,1 @@
-"""Where teacher rows come from: remote services and the EMA anchor."""
+"""The sources of teacher rows: teacher services and the EMA anchor."""

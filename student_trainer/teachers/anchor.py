@@ -1,8 +1,9 @@
-"""The anchor: the student as it was, of which reinforcement learning must not lose sight (EMA-PG).
+"""The anchor of RL: an exponential moving average (EMA) of the student's weights.
 
     phi <- tau phi + (1 - tau) theta        every `update_period` optimizer updates
 
-phi begins as the student's own weights; tau = 1 leaves it there, the fixed reference of plain GRPO.
+theta is the student, phi the anchor, which starts as a copy of the student. With tau = 1 it never
+moves: the fixed reference model of plain GRPO. See EMA-PG (arXiv 2602.04417).
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from student_trainer.parallel.sharding import Replicated, Sharded, local, share_
 
 
 class Anchor:
-    """One more copy, in float32, of the weights that learn, each process with its share of them.
+    """A float32 copy of the trainable weights, sharded over processes like the student.
 
-    What is frozen is the student's own: of a student with adapters, only those are copied.
+    Frozen weights are shared with the student: with LoRA, only the adapters are copied.
     """
 
     def __init__(self, student: Replicated | Sharded, *, tau: float, update_period: int) -> None:
-        """Of the student as it is now; `tau` in [0, 1]; `update_period`: at least 1."""
+        """Copy the student's current weights. `tau`: in [0, 1]; `update_period`: at least 1."""
         self._student = student
         self._tau = tau
         self._update_period = update_period
@@ -42,28 +43,32 @@ class Anchor:
             for name, parameter in student.trained.model.named_parameters()
             if parameter.requires_grad
         }
-        # float32 as the weights are: in half precision, updates of (1 - tau) times a step are lost.
+        # float32 like the student's: half precision would round updates of (1 - tau) a step away.
         self._copies = {name: p.detach().clone() for name, p in self._learned.items()}
-        self.updates = 0  # of the student, since it began
+        self.updates = 0  # updates of the student since the start of the run
         self.version = 0  # updates of the anchor
 
     def after_update(self) -> None:
-        """Once after each update of the student."""
+        """Count an update of the student, and move the anchor if the period is over.
+
+        Call it once after each optimizer update, on every process. It does not communicate.
+        """
         self.updates += 1
         if self._tau == 1 or self.updates % self._update_period:
             return
         with torch.no_grad():
             for copy, learned in self._pairs():
-                # Where the two are the same, so they remain: no rounding adds up.
+                # lerp_ leaves equal values exactly equal, so rounding errors do not add up.
                 copy.lerp_(learned, 1 - self._tau)
         failpoint("anchor-moved")
         self.version += 1
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the student's weights are the anchor's: `student.gathered()` has them, too.
+        """Inside, the student has the anchor's weights, also inside `student.gathered()`.
 
-        The values change places, not the tensors: FSDP2 and DDP hold on to those.
+        Every process must enter and leave together. Values are swapped, not tensors, because DDP
+        and FSDP2 keep references to the student's tensors.
         """
         self._swap()
         try:
@@ -72,27 +77,28 @@ class Anchor:
             self._swap()
 
     def gap(self) -> float:
-        """|theta - phi| / |phi|, over all weights that learn; every process must call it."""
+        """Collective. Return |theta - phi| / |phi| over all trainable weights; 0 if |phi| is 0."""
         apart, size = self._norms()
         return apart / size if size else 0.0
 
     def size(self) -> float:
-        """|phi|; every process must call it."""
+        """Collective. Return |phi|, the Euclidean norm of all trainable weights."""
         return self._norms()[1]
 
     @property
     def elements(self) -> int:
-        """Of all weights that learn, in all processes."""
+        """Number of trainable weights, over all processes."""
         return sum(copy.numel() for copy in self._copies.values())
 
     def state(self) -> dict[str, Tensor]:
-        """This process's shares, by the names of the weights in the model; not copies."""
+        """Return this process's shards by parameter name. The tensors are not copies."""
         return dict(self._copies)
 
     def load_state(self, whole: Callable[[str], Tensor], *, updates: int, version: int) -> None:
-        """Go on from tensors that `whole` reads by their names, each process with its share.
+        """Load the state of a checkpoint, in each process its shard.
 
-        One at a time: a process may have room for no more.
+        `whole`: returns the full tensor of a parameter name. It is called for one tensor at a time,
+        because a process may not have memory for more.
         """
         with torch.no_grad():
             for name, copy in self._copies.items():
@@ -100,16 +106,17 @@ class Anchor:
         self.updates, self.version = updates, version
 
     def instead_of(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The student's `weights`, as parameters, with the anchor's in place of those that learn.
+        """Return `weights` of the student with the trainable ones replaced by the anchor's.
 
-        What was one tensor under two names still is.
+        `weights`: the parameters themselves, by name. A tensor with two names (tied weights) stays
+        one tensor with two names.
         """
         by_id = {id(self._learned[name]): copy for name, copy in self._copies.items()}
         return {name: by_id.get(id(weight), weight) for name, weight in weights.items()}
 
     @torch.no_grad()
     def _norms(self) -> tuple[float, float]:
-        """|theta - phi| and |phi|."""
+        """Collective. Return |theta - phi| and |phi|."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._student.device)
         for copy, learned in self._pairs():
             for place, values in enumerate((learned - copy, copy)):
@@ -118,7 +125,7 @@ class Anchor:
         return apart, size
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(anchor, student) of this process's share of each weight."""
+        """Yield (anchor, student) for each weight: this process's shards."""
         for name, copy in self._copies.items():
             yield local(copy), local(self._learned[name].detach())
 
@@ -133,8 +140,8 @@ class Anchor:
 class AnchorTeacher:
     """The anchor as a TeacherSource: `score` collects rollouts, `finish` computes their rows.
 
-    All rollouts of a step are scored together, because the anchor's weights change places with the
-    student's once for all of them, in every process. No gradients.
+    All rollouts of a step are scored in one call of `finish`, so that the weights are swapped with
+    the student's only once per step. Computes no gradients.
     """
 
     def __init__(
@@ -148,8 +155,11 @@ class AnchorTeacher:
         top_k: int | None = None,
         prompt: Callable[[Rollout], Tensor] | None = None,
     ) -> None:
-        """`top_k`: of the anchor; None: score at the rollouts' own head ids. `prompt`: the ids that
-        the anchor reads in place of a rollout's prompt; None: the same.
+        """Keep the settings of the rows.
+
+        `top_k`: rows at the anchor's own top-k ids; None: at the head ids of the rollouts.
+        `prompt`: returns the prompt ids [P] that the anchor reads for a rollout; None: the
+        rollout's own prompt.
         """
         self._anchor = anchor
         self._student = student
@@ -161,15 +171,16 @@ class AnchorTeacher:
         self._pending: list[tuple[Rollout, Future[RowBlock]]] = []
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
-        """Resolved by the next `finish`; one row per token of the completion."""
+        """Request one row per token of the completion. The next `finish` resolves the future."""
         future: Future[RowBlock] = Future()
         self._pending.append((rollout, future))
         return future
 
     def finish(self) -> None:
-        """Collective, outside `gathered()`: each process scores the rollouts that it collected.
+        """Collective. Compute the rows of the rollouts that this process collected.
 
-        Raises in every process what `prompt` raises in one.
+        Call it outside `student.gathered()`. A DistillError that `prompt` raises on one rank is
+        raised on all ranks.
         """
         pending, self._pending = self._pending, []
         asked = together(
@@ -186,12 +197,12 @@ class AnchorTeacher:
             future.set_result(blocks[number])
 
     def _asked(self, number: int, rollout: Rollout) -> NumberedSequence:
-        """What the anchor reads in place of the rollout."""
+        """Return the sequence that the anchor reads: its prompt and the rollout's completion."""
         prompt = rollout.token_ids[: rollout.start]
         if self._prompt is not None:
             prompt = self._prompt(rollout)
         return NumberedSequence(
-            # Not a rollout: there are rows of what an environment wrote too, as of any teacher.
+            # A TokenSequence has rows for the environment's tokens too, like any teacher's rows.
             TokenSequence(torch.cat([prompt, rollout.completion]), len(prompt)),
             unread(rollout.head_ids.numpy().astype(np.int32)),
             number,

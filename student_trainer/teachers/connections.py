@@ -1,4 +1,4 @@
-"""The teachers of a job: connected, asked what they are. Imports no torch."""
+"""Connections to the teacher services of a job. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Connection:
-    """A teacher service that answered. `label` is what people are told: `teacher math`."""
+    """A connected teacher service and its info. label: its name in messages, as `teacher math`."""
 
     client: TeacherClient
     info: TeacherInfo
@@ -24,7 +24,12 @@ class Connection:
 
 @contextmanager
 def connect(config: AnyTraining) -> Iterator[Mapping[str, Connection]]:
-    """Every teacher of the job by its name; raises Unavailable for one that does not answer."""
+    """Connect to every teacher of the job; yields connections by teacher name.
+
+    "" is the name of an only teacher; the mapping is empty if the job needs no teacher. Raises
+    Unavailable if a teacher does not answer, WrongState if the addresses of one teacher serve
+    different weights. `teacher.prefetch_mib` is divided equally among the teachers.
+    """
     addresses = services_of(config)
     if config.teacher is None:
         yield {}

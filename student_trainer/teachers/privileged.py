@@ -1,7 +1,8 @@
-"""What only the anchor reads: a text over the sample's columns, before the prompt.
+"""Privileged context: text that only the anchor reads, before the prompt.
 
-With the solution or a judgement in it, the anchor knows more than the student, who learns to answer
-as if it did: self-distillation.
+The text is a template over the columns of the data. If it contains the solution or feedback, the
+anchor knows more than the student, and the student learns to answer without that knowledge
+(self-distillation).
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ _COLUMN = re.compile(r"\{(\w+)\}")
 def privileged_prompt(
     context: str, template: str, tokenizer: Any, max_tokens: int | None = None
 ) -> Callable[[Rollout], Tensor]:
-    """The ids [P] int64 of `context` and then `template`, filled in for a rollout's sample.
+    """Return a function from a rollout to the prompt ids [P] int64 that the anchor reads.
 
-    `context` has {columns} of the sample, {prompt} and {answer} whatever the data calls them;
-    `template`: as data.template. Raises InvalidInput for a column that the sample does not have,
-    and where prompt and answer are more than `max_tokens`.
+    The ids are those of `context` followed by `template`. `context` may contain {column} for every
+    column of the data, and {prompt} and {answer} for the prompt and the reference answer, whatever
+    their columns are called. `template`: as data.template. The function raises InvalidInput if a
+    column does not exist, or if its prompt and the completion exceed `max_tokens` (None: no limit).
     """
 
     def prompt(rollout: Rollout) -> Tensor:
@@ -36,9 +38,9 @@ def privileged_prompt(
         def value(match: re.Match[str]) -> str:
             if match[1] not in columns:
                 raise InvalidInput(
-                    f"there is no column {match[1]!r} in the data",
+                    f"the data has no column {match[1]!r}",
                     field="anchor.context",
-                    hint=f"there are: {', '.join(sorted(columns))}",
+                    hint=f"use one of these columns: {', '.join(sorted(columns))}",
                 )
             return str(columns[match[1]])
 
@@ -47,9 +49,10 @@ def privileged_prompt(
         length = len(ids) + len(rollout.completion)
         if max_tokens is not None and length > max_tokens:
             raise InvalidInput(
-                f"with its context the anchor would read {length} tokens, it takes {max_tokens}",
+                f"with the context the anchor would read {length} tokens, but it can read only"
+                f" {max_tokens}",
                 field="anchor.context",
-                hint="shorten it, or lower method.max_new_tokens",
+                hint="shorten the context, or lower method.max_new_tokens",
             )
         return ids
 

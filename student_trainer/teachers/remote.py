@@ -1,4 +1,4 @@
-"""A teacher service as a source of rows."""
+"""A teacher service as a TeacherSource."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from student_trainer.data.rollout import Rollout
 
 
 class RemoteTeacher:
-    """A teacher service behind gRPC; requests of many rollouts are in flight at once."""
+    """Requests rows from a teacher service over gRPC; many requests are in flight at once."""
 
     def __init__(
         self,
@@ -23,13 +23,22 @@ class RemoteTeacher:
         temperature: float,
         f32: bool,
     ) -> None:
-        """`top_k`: of the teacher; None: score at the rollout's own head ids."""
+        """Keep the settings of the requests.
+
+        `top_k`: rows at the teacher's own top-k ids; None: at the head ids of the rollouts.
+        `temperature`: divides the teacher's logits. `f32`: log-probs as float32, not float16.
+        """
         self._client = client
         self._top_k = top_k
         self._temperature = temperature
         self._f32 = f32
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
+        """Request one row per token of the completion; never blocks.
+
+        Raises InvalidInput if the rollout is too large for one message. The future raises what the
+        service answered, or Unavailable after `teacher.patience_seconds` without an answer.
+        """
         head = rollout.head_ids.numpy().astype(np.int32) if self._top_k is None else None
         query = ScoreQuery(
             token_ids=rollout.token_ids.numpy().astype(np.int32),
@@ -42,4 +51,4 @@ class RemoteTeacher:
         return self._client.submit(query)
 
     def finish(self) -> None:
-        """Nothing to do: the service answers each rollout by itself."""
+        """Do nothing: the service answers each request on its own."""

@@ -1,4 +1,4 @@
-"""The student writes rollouts; a teacher scores each batch while the next is written."""
+"""Rollouts with the teacher's rows: the teacher scores one batch while the next is sampled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from student_trainer.teachers.source import PendingRows, TeacherSource
 
 
 class ScoredRollouts:
-    """The student writes; the teacher reads each batch while the next is written."""
+    """Samples rollouts of the student and requests the teacher's rows of them."""
 
     def __init__(
         self,
@@ -26,7 +26,11 @@ class ScoredRollouts:
         self._seed = seed
 
     def to(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[PendingRows]:
-        """As rollout number numbers[i] to prompts[i]; inside `student.gathered()`."""
+        """Sample one rollout for each prompt and request its rows, without waiting for them.
+
+        numbers[i]: the number of the rollout of prompts[i], which fixes its random stream. Call it
+        inside `student.gathered()`, and call `finish` outside afterwards.
+        """
         self._student.whole.eval()
         return [
             PendingRows(rollout, self._teacher.score(rollout))
@@ -35,10 +39,13 @@ class ScoredRollouts:
         ]
 
     def gathered_to(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[PendingRows]:
-        """The same from outside; every process must call it."""
+        """Collective. Call `to` inside `student.gathered()`."""
         with self._student.gathered():
             return self.to(prompts, numbers)
 
     def finish(self) -> None:
-        """Collective, outside `gathered()`, after the last rollout of a step; see TeacherSource."""
+        """Collective. Finish the teacher source after the last rollout of a step.
+
+        Call it outside `student.gathered()`. See `TeacherSource.finish`.
+        """
         self._teacher.finish()

@@ -1,4 +1,8 @@
-"""Where the teacher's rows come from. All sources answer the same question in the same shape."""
+"""The interface of a teacher source, and sequences that wait for their rows.
+
+A teacher source returns rows for a rollout: a teacher service (`remote.py`), the anchor
+(`anchor.py`), or several teachers by name (`TeachersByName`).
+"""
 
 from __future__ import annotations
 
@@ -15,51 +19,59 @@ from student_trainer.data.sequence import TokenSequence
 
 @dataclass(frozen=True)
 class PendingRows:
-    """A sequence whose rows are on their way."""
+    """A sequence whose rows may not be there yet; `wait` returns it as a ScoredSequence."""
 
     sequence: TokenSequence
     rows: Future[RowBlock]
 
     @property
     def counts(self) -> float:
-        """For how much, in the mean over a step: for its tokens."""
+        """Weight of the sequence in the mean loss of a step: its number of learned tokens."""
         return self.sequence.learned
 
     def wait(self) -> ScoredSequence:
-        """Raises what the teacher raised; it gives up by itself, so this ends."""
+        """Wait for the rows and return the sequence with those of its learned tokens.
+
+        Raises the error of the teacher source. It always returns or raises in the end, because the
+        source has its own time limit.
+        """
         return ScoredSequence(self.sequence, self.sequence.learned_rows(self.rows.result()))
 
 
 def resolved(rows: RowBlock) -> Future[RowBlock]:
-    """Rows that are there."""
+    """Return a future that already holds `rows`."""
     future: Future[RowBlock] = Future()
     future.set_result(rows)
     return future
 
 
 class TeacherSource(Protocol):
-    """Scores completions: one row a token of `rollout.completion`."""
+    """Anything that returns rows for a rollout, one per token of `rollout.completion`."""
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
-        """The rows of one rollout, with head ids; resolved after the next `finish` at the latest,
-        or when a remote teacher answers.
+        """Request the rows of one rollout. The block of the future always has head ids.
+
+        The future resolves when the service answers, or in the next `finish`.
         """
 
     def finish(self) -> None:
-        """Collective, once per step after its last `score`. Computes what `score` only collected;
-        a remote teacher, which answers by itself, has nothing to do here.
+        """Collective. Compute the rows that `score` only collected.
+
+        Call it once per step, after the last `score`. A remote teacher does nothing here.
         """
 
 
 class TeachersByName:
-    """Sends each rollout to the teacher that its prompt names."""
+    """A TeacherSource that sends each rollout to the teacher that its prompt names."""
 
     def __init__(self, teachers: Mapping[str, TeacherSource]) -> None:
         self._teachers = teachers
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
+        """Request the rows from the teacher `rollout.teacher`."""
         return self._teachers[rollout.teacher].score(rollout)
 
     def finish(self) -> None:
+        """Collective. Finish every teacher."""
         for teacher in self._teachers.values():
             teacher.finish()

@@ -28,7 +28,7 @@ NAME = "on-policy-x-7f3a"
 # Each attempt in a process of its own, as a resume is.
 ATTEMPT = """
 import sys
-from clients.config.on_policy import TrackConfig, TrackerConfig
+from clients.config.common import TrackConfig, TrackerConfig
 from clients.runs.directory import RunDirectory
 from student_trainer.run.metrics import open_metrics
 kind, path, attempt, last, *steps = sys.argv[1:]
@@ -87,7 +87,7 @@ def test_a_tracker_that_raises_stops_nothing(
     assert len(run.metrics.read_text().splitlines()) == 5
     assert other.told == [0, 1, 2, 3, 4]
     (told,) = (record.getMessage() for record in caplog.records)
-    assert told.startswith("broken failed, the run goes on without it: ")
+    assert told.startswith("broken failed; the run continues without it: ")
     assert "no network" in told
 
 
@@ -110,7 +110,7 @@ def test_a_tracker_that_hangs_stops_nothing(
         log.close()
     for_ever.set()
     assert len(run.metrics.read_text().splitlines()) == 5
-    assert "slow is not done after 0.2 s and is left" in caplog.text
+    assert "slow did not finish within 0.2 s; its last values may be missing" in caplog.text
 
 
 def attempt(kind: str, run: RunDirectory, number: int, last: int, *steps: int) -> str:
@@ -119,7 +119,7 @@ def attempt(kind: str, run: RunDirectory, number: int, last: int, *steps: int) -
         [sys.executable, "-W", "error", "-c", ATTEMPT, *arguments], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "the run goes on without it" not in done.stderr, done.stderr
+    assert "the run continues without it" not in done.stderr, done.stderr
     return done.stdout + done.stderr
 
 

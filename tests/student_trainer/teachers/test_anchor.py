@@ -242,7 +242,7 @@ def test_what_cannot_be_filled_in_is_refused() -> None:
     (rollout,) = rollouts(1)
     with pytest.raises(InvalidInput, match="no column 'solution'"):
         privileged_prompt("{solution}", "{prompt}", words)(rollout)
-    with pytest.raises(InvalidInput, match="would read 9 tokens, it takes 8"):
+    with pytest.raises(InvalidInput, match="would read 9 tokens, but it can read only 8"):
         privileged_prompt("{hint}=", "{prompt}", words, max_tokens=8)(rollout)
     assert len(privileged_prompt("{hint}=", "{prompt}", words, max_tokens=9)(rollout)) == 8
 
