@@ -1,4 +1,8 @@
-"""What answers are worth: `make_rewards` makes the `Rewards` of a job. Imports no torch."""
+"""Rewards: scores for answers. `make_rewards` builds the `Rewards` of a job. Imports no torch.
+
+Matching text is done in this process. Every other reward runs in child processes (`judge.py`),
+because a user's function, a regular expression or computer algebra may hang or crash.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +25,18 @@ __all__ = ["RewardSample", "Rewards", "Scores", "make_rewards"]
 log = logging.getLogger(__name__)
 
 _MOST_JUDGES = 8
-# They look at a few characters of the answer and can neither hang nor raise.
+# These compare short texts and can neither hang nor raise, so they need no child process.
 _HARMLESS = ("exact_match", "word_match", "f1")
 
 
 class Rewards:
-    """Judges answers, several at once. A context manager; its processes end with it."""
+    """Scores answers, several at once. A context manager; leaving it ends the child processes."""
 
     def __init__(self, config: RewardConfig, judges: int) -> None:
-        """Raises InvalidInput where the reward cannot be made."""
+        """Start one child process, to check the reward. `judges`: the most child processes.
+
+        Raises InvalidInput if a package, a task or the user's file cannot be used.
+        """
         self._length = config.length
         self._direct: Scorer | None = None
         self._idle: LifoQueue[Judge] = LifoQueue()
@@ -38,7 +45,7 @@ class Rewards:
             self._direct = make_scorer(config)
             return
         self._judges = [Judge(config) for _ in range(judges)]
-        self._judges[-1].start()  # the first one needed: a reward that cannot be made is told now
+        self._judges[-1].start()  # started now, so that a reward that cannot be made fails at once
         for judge in self._judges:
             self._idle.put(judge)
 
@@ -49,11 +56,15 @@ class Rewards:
         self.close()
 
     def close(self) -> None:
+        """Kill the child processes, and the processes that they started."""
         for judge in self._judges:
             judge.close()
 
     def __call__(self, samples: Sequence[RewardSample]) -> Scores:
-        """In the order of `samples`. An answer that cannot be judged is counted, never raised."""
+        """Score `samples`, in their order. Never raises for an answer that cannot be scored.
+
+        Such an answer has the value NaN and its reason in `faults`; one warning is logged.
+        """
         outcomes = self._each(samples, "score")
         values = np.array([np.nan if isinstance(o, _Fault) else o for o in outcomes], np.float64)
         if self._length is not None:
@@ -61,16 +72,16 @@ class Rewards:
         faults = tuple(str(o) for o in outcomes if isinstance(o, _Fault))
         if faults:
             log.warning(
-                "%d of %d answers have no reward: one %s", len(faults), len(samples), faults[0]
+                "%d of %d answers have no reward; first: %s", len(faults), len(samples), faults[0]
             )
         return Scores(values, faults)
 
     def said(self, samples: Sequence[RewardSample]) -> list[str]:
-        """What of each answer is its vote; "" where nothing is."""
+        """Return what each answer says in a majority vote: its final answer, or "" for none."""
         return ["" if isinstance(o, _Fault) else o for o in self._each(samples, "said")]
 
     def _each(self, samples: Sequence[RewardSample], what: Literal["score", "said"]) -> list[Any]:
-        """A _Fault in place of what could not be found."""
+        """Return the value of each sample, or a _Fault if it could not be computed."""
         if self._direct is not None:
             return list(map(getattr(self._direct, what), samples))
 
@@ -88,16 +99,23 @@ class Rewards:
 
 
 class _Fault(str):
-    """Why an answer was not judged."""
+    """The reason why an answer was not scored."""
 
 
 def make_rewards(config: RewardConfig, *, processes: int = 1) -> Rewards:
-    """`processes`: how many trainers share this machine's cores. Raises InvalidInput."""
+    """Build the rewards of a job, with at most one child process for each core, and at most 8.
+
+    `processes`: the number of trainers that share the cores. Raises InvalidInput if a package, a
+    task or the user's file cannot be used.
+    """
     cores = len(os.sched_getaffinity(0)) // processes
     return Rewards(config, min(max(cores, 1), _MOST_JUDGES))
 
 
 def length_penalty(tokens: int, length: LengthPenalty) -> float:
-    """0 up to `free_tokens`, `weight` from `max_tokens` on, a straight line between."""
+    """Return the penalty of an answer of `tokens` tokens (DAPO, arXiv 2503.14476, eq. 13).
+
+    0 up to `free_tokens`, `weight` from `max_tokens` on, linear between.
+    """
     over = (tokens - length.free_tokens) / (length.max_tokens - length.free_tokens)
     return length.weight * min(max(over, 0.0), 1.0)

@@ -1,4 +1,8 @@
-"""python -m student_trainer.rewards FD: what runs in the child process of `judge.py`."""
+"""python -m student_trainer.rewards FD: the program of the child process of `judge.py`.
+
+FD is the file descriptor of a socket. The program reads one JSON line per request and answers with
+one JSON line: first the configuration, then answers to score.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,13 @@ from protos.errors import DistillError, InternalFault
 from student_trainer.rewards.sample import RewardSample
 from student_trainer.rewards.scorers import Scorer, make_scorer
 
-# What a model writes can make algebra take all memory there is; a user's function may need it.
+# Algebra on the text of a model can use all memory. A user's function may need much memory.
 _BYTES_OF_ALGEBRA = 16 << 30
 
 
 def main() -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is such a process for every core
+    """Answer requests until the socket is closed."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one such process runs per core
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)
     with channel, channel.makefile("r", encoding="utf-8") as lines:
@@ -35,7 +40,7 @@ def main() -> None:
             return
         _send(channel, {})
         for line in lines:
-            # Should the trainer be killed, nobody is left to end an answer that takes for ever.
+            # If the trainer is killed, nothing else would end a request that never finishes.
             signal.setitimer(signal.ITIMER_REAL, config.timeout_seconds + 5)
             _send(channel, _reply(scorer, json.loads(line)))
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -48,9 +53,9 @@ def _reply(scorer: Scorer, message: dict[str, Any]) -> dict[str, Any]:
             return {"found": scorer.said(sample)}
         value = scorer.score(sample)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
-        return {"error": f"raised {type(error).__name__}: {str(error)[:500]}"}
+        return {"error": f"the reward raised {type(error).__name__}: {str(error)[:500]}"}
     if not math.isfinite(value):
-        return {"error": f"gave {value}, which is no finite number"}
+        return {"error": f"the reward returned {value}, which is not a finite number"}
     return {"found": value}
 
 

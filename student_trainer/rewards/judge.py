@@ -1,9 +1,9 @@
-"""A child process that judges answers, one at a time, and is killed when one takes too long.
+"""A child process that scores answers, one at a time, and is killed if one takes too long.
 
-Judging runs code that nobody can vouch for: a user's function, a pattern that backtracks for ever,
-algebra on whatever a model wrote. In a process of its own it can neither hang the trainer nor take
-it down. They speak JSON lines over a socket, so that what is printed is in nobody's way.
-Imports no torch.
+Scoring runs code that may hang or crash: a user's function, a regular expression with catastrophic
+backtracking, algebra on the text of a model. In a process of its own it cannot affect the trainer.
+Trainer and child exchange JSON lines over a socket, so that text which the code prints does not
+disturb them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,48 +27,63 @@ SECONDS_TO_START = 120.0  # a user's file may import anything
 
 
 class Unjudged(Exception):
-    """An answer got no reward; the message says why."""
+    """An answer got no reward. The message is the reason, as a clause."""
 
 
 class Judge:
-    """Owns the process, which begins with the first need of it, and again after each kill."""
+    """Owns one child process. Starts it at the first request, and again after it was killed.
+
+    Not thread-safe: one request at a time.
+    """
 
     def __init__(self, config: RewardConfig) -> None:
+        """Keep the configuration; starts no process yet."""
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
     def start(self) -> None:
-        """Raises InvalidInput where the reward cannot be made."""
+        """Start the process and wait until it is ready, for at most SECONDS_TO_START.
+
+        Raises InvalidInput if a package, a task or the user's file cannot be used.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             number = str(theirs.fileno())
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "student_trainer.rewards", number],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what is printed is talk: our own output may be a result
+                stdout=2,  # stdout of this process may be a result, so printed text goes to stderr
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # so that its children are killed with it
+                start_new_session=True,  # so that `close` can also kill the processes it starts
             )
         self._socket = ours
         try:
             first = self._exchange({"config": self._config.model_dump_json()}, SECONDS_TO_START)
         except Unjudged as error:
-            raise InvalidInput(f"cannot be loaded: its process {error}", field="reward") from error
+            raise InvalidInput(
+                f"the reward cannot be loaded: {error}",
+                field="reward",
+                hint="check the code that the reward imports",
+            ) from error
         if "fault" in first:
             self.close()
             raise InvalidInput(first["fault"], field=first["field"], hint=first["hint"])
 
     def score(self, sample: RewardSample) -> float:
-        """What it is worth. Raises Unjudged, after which another answer may be given."""
+        """Return the reward of an answer.
+
+        Raises Unjudged if the reward raises, is not finite, or takes more than timeout_seconds; the
+        next request works again.
+        """
         return float(self._asked("score", sample))
 
     def said(self, sample: RewardSample) -> str:
-        """What of it is its vote. Raises Unjudged likewise."""
+        """Return the vote of an answer for a majority vote. Raises Unjudged like `score`."""
         return str(self._asked("said", sample))
 
     def close(self) -> None:
-        """End the process and what it started."""
+        """Kill the process and the processes that it started. The next request starts a new one."""
         if self._process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -83,7 +98,7 @@ class Judge:
             try:
                 self.start()
             except (InvalidInput, OSError) as error:
-                raise Unjudged(f"has no judge: {error}") from error
+                raise Unjudged(f"the process of the reward did not start: {error}") from error
         message = {"what": what, "sample": asdict(sample)}
         reply = self._exchange(message, self._config.timeout_seconds)
         if "error" in reply:
@@ -97,10 +112,10 @@ class Judge:
             return _reply(self._socket, line.encode(), time.monotonic() + seconds)
         except TimeoutError:
             self.close()
-            raise Unjudged(f"took more than {seconds:g} s") from None
+            raise Unjudged(f"the reward took more than {seconds:g} s") from None
         except OSError as error:
             self.close()
-            raise Unjudged(f"died ({error})") from None
+            raise Unjudged(f"the process of the reward ended ({error})") from None
 
 
 def _reply(channel: socket.socket, line: bytes, deadline: float) -> dict[str, Any]:
@@ -111,7 +126,7 @@ def _reply(channel: socket.socket, line: bytes, deadline: float) -> dict[str, An
         channel.settimeout(_left(deadline))
         part = channel.recv(65536)
         if not part:
-            raise ConnectionError("it closed its end")
+            raise ConnectionError("it closed the connection")
         received += part
     reply: dict[str, Any] = json.loads(received)
     return reply

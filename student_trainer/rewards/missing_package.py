@@ -1,4 +1,4 @@
-"""The error for a reward whose package is not installed."""
+"""The error for a reward that needs a package which is not installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from protos.extras import install_command
 
 
 def missing(package: str, kind: str, extra: str = "rl") -> InvalidInput:
-    """The refusal of a reward whose package is not installed."""
+    """Return the error for a reward of type `kind`; `extra` is the extra that has `package`."""
     return InvalidInput(
         f"{kind} needs the package {package}, which is not installed",
         field="reward.type",

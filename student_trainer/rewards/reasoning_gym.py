@@ -1,8 +1,8 @@
-"""Tasks of reasoning-gym: prompts that are made on the fly, and judged by their own scorers.
+"""Tasks of reasoning-gym: generated prompts, scored by the task's own scorer.
 
-A question is named by two numbers, (seed, index), and made again wherever it is needed. Held-out
-questions have the first indices; training takes the others, and leaves out whatever has the words
-of a held-out one. Imports no torch.
+A question is identified by two numbers, (seed, index), and generated again wherever it is needed.
+Held-out questions have the first indices. Training uses indices from 2**20 on, and skips a question
+whose text is that of a held-out one. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from protos.errors import InvalidInput
 from student_trainer.rewards.sample import RewardSample, conclusion
 
-# The library adds seed and index; together they stay below 2**32, numpy's largest seed.
+# The library adds seed and index; the sum must stay below 2**32, the limit of numpy's seeds.
 _SEEDS = 1 << 31
-# Some tasks make all of their questions at once, so that there must not be too many.
+# Some tasks generate a whole data set at once, so a data set must be small.
 _CHUNK = 500
 _FIRST_TRAINING_INDEX = 1 << 20
 _QUESTIONS = 1 << 24
@@ -28,7 +28,7 @@ _ATTEMPTS = 64
 
 @dataclass(frozen=True)
 class TaskQuestion:
-    """Its text and answer, and the fields by which `Task.score` knows it."""
+    """A generated question. fields: its seed and index, by which `Task.score` finds it again."""
 
     text: str
     answer: str
@@ -36,10 +36,10 @@ class TaskQuestion:
 
 
 class Task:
-    """One task of the library with its settings."""
+    """One task of reasoning-gym with its options."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        """Raises InvalidInput for a task or a setting that the library does not have."""
+        """Raises InvalidInput if reasoning-gym is missing, or rejects the task or an option."""
         self._name = name
         self._options = dict(options)
         self._data = lru_cache(maxsize=4)(self._made)
@@ -47,26 +47,29 @@ class Task:
         self._data(0, 0)
 
     def question(self, seed: int, index: int) -> TaskQuestion:
-        """Always the same one for the same numbers."""
+        """Return the question of (seed, index), a pure function of both."""
         entry = self._entry(seed, index)
         fields = {"seed": seed, "index": index}
         return TaskQuestion(str(entry["question"]), str(entry["answer"]), fields)
 
     def score(self, sample: RewardSample) -> float:
-        """From 0 to 1, of what stands between <answer> tags, after '####', or of all."""
+        """Return the score of the answer's `said` text by the task's scorer, in [0, 1].
+
+        `sample.fields` must have the seed and the index of the question.
+        """
         seed, index = sample.fields["seed"], sample.fields["index"]
         data = self._data(seed, index // _CHUNK)
         return float(data.score_answer(self.said(sample), self._entry(seed, index)))
 
     def said(self, sample: RewardSample) -> str:
-        """What counts of an answer."""
+        """Return the final answer: the text in <answer> tags, else after '####', else all of it."""
         from reasoning_gym.utils import extract_answer
 
         tagged: str | None = extract_answer(sample.text)
         return conclusion(sample.text) if tagged is None else tagged
 
     def _written(self, seed: int, index: int) -> dict[str, Any]:
-        # list_functions draws from the global generator, which is the trainer's.
+        # The task list_functions draws from Python's global generator, so seed and restore it.
         before = random.getstate()
         random.seed(index)
         try:
@@ -77,7 +80,7 @@ class Task:
 
     def _made(self, seed: int, chunk: int) -> Any:
         try:
-            with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of its parts
+            with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # in its modules
                 from reasoning_gym import create_dataset
                 from reasoning_gym.factory import DATASETS
         except ImportError:
@@ -88,28 +91,30 @@ class Task:
             raise InvalidInput(
                 f"reasoning-gym has no task {self._name!r}",
                 field="reward.type",
-                hint=f"it has {', '.join(sorted(DATASETS))}",
+                hint=f"use one of {', '.join(sorted(DATASETS))}",
             )
         try:
-            spread = seed * 2654435761 % _SEEDS  # neighbouring seeds have no question in common
+            spread = seed * 2654435761 % _SEEDS  # neighbouring seeds share no question
             first = spread + chunk * _CHUNK
             return create_dataset(self._name, seed=first, size=_CHUNK, **self._options)
         except (TypeError, ValueError, AssertionError) as error:
             raise InvalidInput(
-                f"{self._name} of reasoning-gym: {error}",
+                f"reasoning-gym rejects the options of {self._name}: {error}",
                 field="reward.options",
-                hint="see the task's configuration in reasoning-gym",
+                hint="see the configuration of the task in reasoning-gym",
             ) from error
 
 
 class TaskQuestions:
-    """The questions of a job: `held_out`, and any number of others for training."""
+    """The questions of a job: a fixed list `held_out`, and unlimited ones for training."""
 
     def __init__(
         self, task: Task, seed: int, held_out: int, *, fits: Callable[[str], bool] = bool
     ) -> None:
-        """`fits`: whether a question may be asked at all. Raises InvalidInput where a task has not
-        enough different ones.
+        """Generate the `held_out` questions.
+
+        `fits`: returns whether the text of a question may be used. Raises InvalidInput if the task
+        does not have that many different questions that fit.
         """
         self._task = task
         self._seed = seed
@@ -118,7 +123,10 @@ class TaskQuestions:
         self._never = {question.text for question in self.held_out}
 
     def of_step(self, step: int, count: int) -> list[TaskQuestion]:
-        """The `count` questions of optimizer step `step` (from 1), whatever ran before."""
+        """Return the `count` questions of `step` (from 1), a pure function of both.
+
+        Raises InvalidInput if the task generates only held-out questions or ones that do not fit.
+        """
         return [self._training((step - 1) * count + number) for number in range(count)]
 
     def _first(self, count: int) -> Iterator[TaskQuestion]:
@@ -143,7 +151,7 @@ class TaskQuestions:
 
     def _too_few(self, what: str) -> InvalidInput:
         return InvalidInput(
-            f"the task does not give {what} within its length",
+            f"the task does not generate {what} within the allowed length",
             field="reward.options",
-            hint="widen the task, hold out fewer (eval.prompts), or allow longer prompts",
+            hint="choose options with more questions, lower eval.prompts, or allow longer prompts",
         )

@@ -1,4 +1,4 @@
-"""From what the student wrote to what it is worth."""
+"""Rewards of rollouts, and their metrics."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from student_trainer.rewards import Rewards, RewardSample
 
 
 class RolloutRewards:
-    """Reads answers as texts, and has them judged."""
+    """Decodes the answers of rollouts and scores them."""
 
     def __init__(self, rewards: Rewards, tokenizer: Any) -> None:
+        """`rewards`: stays open as long as this object is used; the caller closes it."""
         self._rewards = rewards
         self._tokenizer = tokenizer
 
     def texts(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[RewardSample]:
-        """rollouts[i] answers prompts[i]."""
+        """Return what a reward may read of each rollout; rollouts[i] is an answer to prompts[i]."""
         return [
             RewardSample(
                 prompt=prompt.text,
@@ -40,13 +41,16 @@ class RolloutRewards:
     def __call__(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
     ) -> NDArray[np.float64]:
-        """[n], NaN where an answer cannot be judged, or its environment failed it."""
+        """Return the reward of each rollout, [n]; rollouts[i] is an answer to prompts[i].
+
+        NaN if the answer could not be scored or its environment failed.
+        """
         values = self._rewards(self.texts(prompts, rollouts)).values
         return np.where([rollout.failed for rollout in rollouts], np.nan, values)
 
 
 def reward_metrics(rewards: Tensor) -> dict[str, Tensor]:
-    """(sum, number) of each metric of the rewards [G, n] of a step's groups."""
+    """Return (sum, number) of each reward metric. `rewards`: [G, n], G groups of n answers."""
     known = rewards.isfinite()
     spread = [group[one].std(correction=0) for group, one in zip(rewards, known, strict=True)]
     return {
@@ -58,7 +62,7 @@ def reward_metrics(rewards: Tensor) -> dict[str, Tensor]:
 
 
 def search_metrics(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-    """(sum, number) of each metric of the talks with an environment."""
+    """Return (sum, number) of each metric of rollouts with a search environment."""
     return {
         "search/queries": counted(torch.tensor([float(one.queries) for one in rollouts])),
         "search/failed": counted(torch.tensor([float(one.failed) for one in rollouts])),

@@ -1,4 +1,4 @@
-"""What is judged, and what comes of it. Imports no torch."""
+"""The input and the output of a reward. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class RewardSample:
-    """An answer: its text and number of tokens, what it answers, and what is known of that."""
+    """An answer to score.
+
+    prompt: the prompt as in the data. text: the answer. reference: the reference answer, "" if
+    there is none. fields: the columns of the prompt's record. tokens: the answer's token count.
+    """
 
     prompt: str
     text: str
@@ -23,18 +27,18 @@ class RewardSample:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """values float64 [n]; NaN where judging raised, took too long, or gave no finite number."""
+    """Rewards of n answers. values: [n] float64, NaN for an answer that could not be scored."""
 
     values: NDArray[np.float64]
     faults: tuple[str, ...] = ()
-    """Why, in one sentence each."""
+    """The reason for each answer without a reward."""
 
     @property
     def errors(self) -> int:
-        """How many answers have no reward."""
+        """Number of answers without a reward."""
         return len(self.faults)
 
 
 def conclusion(text: str) -> str:
-    """What follows the last '####', or all of it; with its commas, unlike `final_answer`."""
+    """Return the text after the last '####', or all of it. Keeps commas, unlike `final_answer`."""
     return text.rsplit("####", 1)[-1].strip()

@@ -1,4 +1,4 @@
-"""The judges: each makes a number of an answer. Imports no torch."""
+"""The types of rewards: functions from an answer to a number. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from student_trainer.rewards.text_match import exact_match, f1, final_answer, no
 
 @dataclass(frozen=True)
 class Scorer:
-    """`score`: what an answer is worth. `said`: what counts of it where answers vote, "" if
-    nothing does. Both may raise anything.
+    """A reward. score: returns the reward of an answer. said: returns its vote, "" for none.
+
+    A majority vote counts equal votes. Both functions may raise any exception.
     """
 
     score: Callable[[RewardSample], float]
@@ -29,7 +30,11 @@ class Scorer:
 
 
 def make_scorer(config: RewardConfig) -> Scorer:
-    """Raises InvalidInput for what the job file cannot know: packages, tasks, the user's file."""
+    """Return the scorer of a reward's configuration.
+
+    Raises InvalidInput if a package is not installed, a task does not exist, or the user's file
+    cannot be used. The check of a job file cannot find these.
+    """
     match config.type:
         case "exact_match":
             return Scorer(lambda sample: float(exact_match(sample.text, sample.reference)))
@@ -64,13 +69,14 @@ def _math() -> Scorer:
         from math_verify import parse, verify
     except ImportError:
         raise missing("math-verify", "math") from None
-    # Who waits for this process ends it: alarms of the library's own would only hide that.
+    # The trainer kills this process after its own time limit, so the library's limits are off, and
+    # its warnings about that are hidden.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def score(sample: RewardSample) -> float:
         gold = parse(_marked(sample.reference), parsing_timeout=None)
         if not gold:
-            raise ValueError(f"the reference {sample.reference!r} is no mathematics")
+            raise ValueError(f"the reference {sample.reference!r} is not a mathematical expression")
         return float(verify(gold, parse(sample.text, parsing_timeout=None), timeout_seconds=None))
 
     def said(sample: RewardSample) -> str:
@@ -83,7 +89,7 @@ def _math() -> Scorer:
 
 
 def _marked(reference: str) -> str:
-    """A bare reference, as data sets have it (`1/2`, `... #### 72`), is no LaTeX without marks."""
+    """Mark a bare reference (`1/2`, `... #### 72`) as LaTeX, which the parser needs."""
     bare = conclusion(reference)
     return bare if "$" in bare or "\\boxed" in bare else f"${bare}$"
 
@@ -111,17 +117,19 @@ def _regex(pattern: str) -> Scorer:
 
 
 def _function(file: Path) -> Scorer:
-    sys.path.insert(0, str(file.parent))  # as for any script: its neighbours can be imported
+    sys.path.insert(0, str(file.parent))  # like a script, it may import files beside it
     try:
-        # Of a name that no module has: a file may be called math.py.
+        # A module name that nothing else has, because the file may be called math.py.
         spec = importlib.util.spec_from_file_location("_reward_of_the_user", file)
         if spec is None or spec.loader is None:
-            raise ImportError("it does not end in .py")
+            raise ImportError("the file name does not end in .py")
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise InvalidInput(
-            f"{file} cannot be loaded: {type(error).__name__}: {error}", field="reward.file"
+            f"{file} cannot be loaded: {type(error).__name__}: {error}",
+            field="reward.file",
+            hint="correct the file; it is imported as a Python module",
         ) from error
     reward: Any = getattr(module, "reward", None)
     if not callable(reward):

@@ -57,11 +57,11 @@ def test_held_out_questions_are_never_trained_on(sums: Task) -> None:
 
 
 def test_a_task_that_is_too_small_is_refused(sums: Task) -> None:
-    with pytest.raises(InvalidInput, match="does not give 300 different prompts to hold out"):
+    with pytest.raises(InvalidInput, match="does not generate 300 different prompts to hold out"):
         TaskQuestions(sums, seed=0, held_out=300)
     everything = TaskQuestions(sums, seed=0, held_out=8, fits=lambda text: True)
     only = everything.held_out[0].text
-    with pytest.raises(InvalidInput, match="does not give a prompt that is not held out"):
+    with pytest.raises(InvalidInput, match="does not generate a prompt that is not held out"):
         TaskQuestions(sums, seed=0, held_out=1, fits=lambda text: text == only).of_step(1, 1)
 
 
@@ -87,7 +87,11 @@ def test_commas_of_an_answer_are_its_own() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("chain_sums", {}, r"^reward.type: reasoning-gym has no task 'chain_sums'; it has .*chain"),
+        (
+            "chain_sums",
+            {},
+            r"^reward.type: reasoning-gym has no task 'chain_sums'; use one of .*chain",
+        ),
         ("chain_sum", {"terms": 3}, r"^reward.options: .*unexpected keyword argument 'terms'"),
         ("chain_sum", {"min_terms": -1}, r"^reward.options: .*min_terms"),
     ],

@@ -52,13 +52,13 @@ def rewards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rewards]:
 
 def test_every_way_to_fail_costs_one_reward(rewards: Rewards) -> None:
     ways = {
-        "raise": "raised KeyError: 'no'",
-        "exit": "raised SystemExit: 0",
-        "die": "died (it closed its end)",
-        "kill": "died",
-        "nan": "gave nan, which is no finite number",
-        "text": "raised ValueError: could not convert string to float: 'much'",
-        "hang": "took more than 1 s",
+        "raise": "the reward raised KeyError: 'no'",
+        "exit": "the reward raised SystemExit: 0",
+        "die": "the process of the reward ended (it closed the connection)",
+        "kill": "the process of the reward ended",
+        "nan": "the reward returned nan, which is not a finite number",
+        "text": "the reward raised ValueError: could not convert string to float: 'much'",
+        "hang": "the reward took more than 1 s",
     }
     samples = [RewardSample("", text) for way in ways for text in (way, "2.5")]
     scores = rewards(samples)
@@ -91,7 +91,7 @@ def test_pattern_that_backtracks_for_ever_is_left() -> None:
     with Rewards(config, judges=1) as rewards:
         scores = rewards([RewardSample("", "a" * 60 + "c", "a"), RewardSample("", "aab", "aa")])
     np.testing.assert_array_equal(scores.values, [np.nan, 1.0])
-    assert scores.faults == ("took more than 0.5 s",)
+    assert scores.faults == ("the reward took more than 0.5 s",)
 
 
 def test_reward_that_cannot_be_made_is_told_at_once(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_judges_end_with_a_killed_trainer(tmp_path: Path) -> None:
             "import sys; from student_trainer.rewards import *\n"
             "from clients.config.reward import RewardConfig\n"
             "config = RewardConfig(type='python', file=sys.argv[1], timeout_seconds=2)\n"
-            "Rewards(config, 1)([Answered('', sys.argv[2])])",
+            "Rewards(config, 1)([RewardSample('', sys.argv[2])])",
             *(str(tmp_path / "mine.py"), str(pid)),
         ]
     )

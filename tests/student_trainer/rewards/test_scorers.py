@@ -34,7 +34,7 @@ def test_math_is_by_value(answer: str, reference: str, right: bool) -> None:
 
 
 def test_math_without_a_reference_is_no_wrong_answer() -> None:
-    with pytest.raises(ValueError, match="is no mathematics"):
+    with pytest.raises(ValueError, match="is not a mathematical expression"):
         make_scorer(RewardConfig(type="math")).score(RewardSample("", "5", ""))
 
 
