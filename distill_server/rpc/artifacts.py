@@ -1,4 +1,4 @@
-"""The files of a job, in the pieces that travel."""
+"""Reads the files of a job in chunks for download."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from protos.rpc.transport import MAX_CHUNK_BYTES
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes of one file. `sha256` is of the whole file, and comes with its last piece."""
+    """A chunk of one file, at most MAX_CHUNK_BYTES.
+
+    `path` is relative to the downloaded directory, `offset` counts bytes. `sha256` is the digest of
+    the whole file in its last piece (`last`), and "" before.
+    """
 
     path: str
     offset: int
@@ -29,31 +33,42 @@ class Piece:
 
 
 async def pieces_of(root: Path, only: Collection[str] = ()) -> AsyncIterator[Piece]:
-    """Every file under `root`, or of those entries of it. Raises WrongState for a link, NotFound
-    for a vanished file.
+    """Yield the pieces of all files under `root`, sorted by name within each directory.
+
+    `only`, if given, selects entries directly under `root` by name. Raises WrongState if there is a
+    symbolic link, NotFound if a file vanishes, Corrupt if a file changes while it is read.
     """
     real_root = root.resolve()
     try:
         paths = await asyncio.to_thread(lambda: list(_files(root, only)))
     except OSError as error:
-        raise NotFound("a directory was removed meanwhile", hint="try again") from error
+        raise NotFound(
+            "a directory was removed during the download", hint="start the download again"
+        ) from error
     for path in paths:
         relative = path.relative_to(root).as_posix()
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
-            raise NotFound(f"{relative} was removed meanwhile", hint="try again") from error
+            raise NotFound(
+                f"{relative} was removed during the download", hint="start the download again"
+            ) from error
         with open(descriptor, "rb") as file:
-            # A directory above it may have become a link since the listing.
+            # O_NOFOLLOW checks the last component only: a directory above may have become a link.
             opened = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
             if not opened.is_relative_to(real_root):
-                raise WrongState(f"{relative} became a link, which is not followed")
+                raise WrongState(
+                    f"{relative} became a symbolic link during the download; links are not followed"
+                )
             async for piece in _pieces(file, relative):
                 yield piece
 
 
 def notes_root(job: Job, run: RunDirectory) -> Path:
-    """The directory with the notes of a job; raises NotFound when it has none yet."""
+    """Return the directory that holds the notes of a job (clients.runs.directory.NOTES).
+
+    Raises NotFound if the job has no notes yet or its files are gone.
+    """
     require_files(job, run)
     if not any((run.path / name).exists() for name in NOTES):
         raise NotFound(f"job {job.id} has no notes yet", field="job_id")
@@ -62,12 +77,12 @@ def notes_root(job: Job, run: RunDirectory) -> Path:
 
 def _files(root: Path, only: Collection[str] = ()) -> Iterator[Path]:
     if root.is_symlink():
-        raise WrongState(f"{root.name} is a link, which is not followed")
+        raise WrongState(f"{root.name} is a symbolic link; links are not followed")
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
         if only and entry.name not in only:
             continue
         if entry.is_symlink():
-            raise WrongState(f"{entry.name} is a link, which is not followed")
+            raise WrongState(f"{entry.name} is a symbolic link; links are not followed")
         if entry.is_dir():
             yield from _files(Path(entry.path))
         elif entry.is_file():
@@ -79,12 +94,12 @@ async def _pieces(file: BinaryIO, relative: str) -> AsyncIterator[Piece]:
     digest = hashlib.sha256()
     offset = 0
     while True:
-        # Off the event loop: gigabytes are read and hashed here.
+        # In a thread: reading and hashing gigabytes would block the event loop.
         data = await asyncio.to_thread(_read_into, file, digest)
         end = offset + len(data)
         last = end >= size
         if end > size or (not data and end < size):
-            raise Corrupt(f"{relative} changed while it was read", hint="try again")
+            raise Corrupt(f"{relative} changed while it was read", hint="start the download again")
         yield Piece(relative, offset, data, last, digest.hexdigest() if last else "")
         if last:
             return

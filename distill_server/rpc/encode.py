@@ -1,4 +1,4 @@
-"""Jobs and events as messages."""
+"""Conversion of jobs, events and states to and from protobuf messages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from protos.errors import InvalidInput
 
 
 def encode_job(job: Job, *, with_config: bool = False, checkpoints: Sequence[int] = ()) -> pb.Job:
+    """Convert a job. `config_json` stays empty unless `with_config`, to keep listings small."""
     return pb.Job(
         id=job.id,
         name=job.name,
@@ -31,6 +32,7 @@ def encode_job(job: Job, *, with_config: bool = False, checkpoints: Sequence[int
 
 
 def encode_event(event: JobEvent) -> pb.JobEvent:
+    """Convert one event of a job."""
     return pb.JobEvent(
         seq=event.seq,
         time=event.time,
@@ -45,7 +47,7 @@ def encode_event(event: JobEvent) -> pb.JobEvent:
 
 
 def decode_state(state: pb.JobState.ValueType) -> JobState | None:
-    """None for unspecified. Raises InvalidInput for a number that is no state."""
+    """Return the state, or None if unspecified. Raises InvalidInput if the number is no state."""
     if state not in pb.JobState.values():
-        raise InvalidInput(f"there is no state {state}", field="state")
+        raise InvalidInput(f"there is no job state with number {state}", field="state")
     return JobState(pb.JobState.Name(state)) if state else None

@@ -1,4 +1,4 @@
-"""The rpcs of protos/distill.proto: decode, one call, encode."""
+"""The gRPC service of protos/distill.proto. Each method decodes, makes one call and encodes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,16 @@ from protos.rpc.transport import MAX_PAGE_JOBS, STREAM_OPEN
 SERVICE = pb.DESCRIPTOR.services_by_name["Distill"].full_name
 _PAGE_JOBS = 50
 
-# grpc's stubs give the context two more type parameters, which the class at run time does not have.
+# A string: the type stubs give this class two type parameters that it lacks at run time.
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 
 
 class DistillService(distill_pb2_grpc.DistillServicer):
+    """Serves jobs over gRPC. An interceptor turns each DistillError into a gRPC status.
+
+    Every `job_id` may be an id, an unambiguous prefix of one, or `@last`.
+    """
+
     def __init__(self, store: Store, runs: Path, control: JobControl, streams: Streams) -> None:
         self._store = store
         self._runs = runs
@@ -34,21 +39,25 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         self._streams = streams
 
     async def SubmitJob(self, request: pb.SubmitJobRequest, context: _Context) -> pb.Job:
+        """Check and queue a job; a repeated idempotency key returns the job of its first use."""
         job = await self._control.submit_checked(
             request.config_json, request.config_text, request.idempotency_key
         )
         return encode_job(job)
 
     async def CheckJob(self, request: pb.CheckJobRequest, context: _Context) -> pb.CheckJobResponse:
+        """Check a job as SubmitJob does, without queueing it."""
         await self._control.check(request.config_json)
         return pb.CheckJobResponse()
 
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.Job:
+        """Return one job with its configuration and the steps of its checkpoints."""
         job = self._store.resolve(request.job_id)
         checkpoints = RunDirectory(self._runs / job.id).checkpoint_steps()
         return encode_job(job, with_config=True, checkpoints=checkpoints)
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
+        """Return one page of jobs, newest first, without their configurations."""
         before = self._store.resolve(request.before_id).id if request.before_id else ""
         limit = min(request.limit or _PAGE_JOBS, MAX_PAGE_JOBS)
         jobs = self._store.page(state=decode_state(request.state), limit=limit, before_id=before)
@@ -57,6 +66,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     async def WatchJob(
         self, request: pb.WatchJobRequest, context: _Context
     ) -> AsyncIterator[pb.JobEvent]:
+        """Stream the events of a job after `after_seq` until the job has ended."""
         await context.send_initial_metadata((STREAM_OPEN,))
         async for event in self._streams.events(request.job_id, request.after_seq):
             yield encode_event(event)
@@ -64,6 +74,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     async def StreamLogs(
         self, request: pb.StreamLogsRequest, context: _Context
     ) -> AsyncIterator[pb.LogChunk]:
+        """Stream the log of one attempt from `after_offset`, or its last `tail_lines` lines."""
         await context.send_initial_metadata((STREAM_OPEN,))
         pieces = self._streams.log(
             request.job_id,
@@ -76,9 +87,11 @@ class DistillService(distill_pb2_grpc.DistillServicer):
             yield pb.LogChunk(data=piece.data, next_offset=piece.next_offset, attempt=piece.attempt)
 
     async def CancelJob(self, request: pb.CancelJobRequest, context: _Context) -> pb.Job:
+        """Cancel a job, after a last checkpoint unless `now`; repeated calls have no effect."""
         return encode_job(self._control.cancel(request.job_id, now=request.now))
 
     async def ResumeJob(self, request: pb.ResumeJobRequest, context: _Context) -> pb.Job:
+        """Queue a new attempt of a job that has ended."""
         job = await self._control.resume_checked(
             request.job_id, max_steps=request.max_steps, from_step=request.from_step
         )
@@ -87,6 +100,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     async def GetArtifact(
         self, request: pb.GetArtifactRequest, context: _Context
     ) -> AsyncIterator[pb.ArtifactChunk]:
+        """Stream the files of an export, a checkpoint or a store, or the job's notes."""
         job = self._store.resolve(request.job_id)
         run = RunDirectory(self._runs / job.id)
         if request.notes:

@@ -1,4 +1,4 @@
-"""What people follow live: a job's events and the log of an attempt."""
+"""Live streams of a job's events and of an attempt's log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.store import Store
 from protos.errors import InvalidInput, NotFound
 
-# All a watcher ever holds in memory, however slow it is: the rest waits in the store.
+# The most that the server holds in memory for one watcher, however slowly the watcher reads.
 _PAGE_EVENTS = 200
 _LOG_CHUNK_BYTES = 64 << 10
 _LOG_LOOK_SECONDS = 0.2
@@ -25,7 +25,7 @@ _LOG_LOOK_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class LogPiece:
-    """Bytes of an attempt's log, and where the next ones start."""
+    """Bytes of an attempt's log. `next_offset` is the file offset of the byte after them."""
 
     data: bytes
     next_offset: int
@@ -33,7 +33,10 @@ class LogPiece:
 
 
 class Streams:
-    """Events from the store, logs from the run directories."""
+    """Streams events from the store and logs from the run directories.
+
+    Both streams raise Unavailable if they wait when the server stops.
+    """
 
     def __init__(self, store: Store, runs: Path, bells: ChangeNotifier) -> None:
         self._store = store
@@ -41,11 +44,17 @@ class Streams:
         self._bells = bells
 
     async def events(self, text: str, after_seq: int) -> AsyncIterator[JobEvent]:
-        """Every event after `after_seq`, then live until the job is over and all has been told."""
+        """Yield every event after `after_seq`, then new ones until the job has ended.
+
+        `text` is a job's id, prefix or `@last`. Raises NotFound if there is no such job,
+        InvalidInput if the job has no event `after_seq` yet.
+        """
         job = self._store.resolve(text)
         if after_seq > job.last_seq:
             raise InvalidInput(
-                f"job {job.id} has no event {after_seq} yet", field="after_seq", hint="start from 0"
+                f"job {job.id} has no event {after_seq} yet: its last event is {job.last_seq}",
+                field="after_seq",
+                hint="use 0 to start from the first event",
             )
         while True:
             bell = self._bells.of(job.id)
@@ -55,7 +64,8 @@ class Streams:
                 after_seq = event.seq
             if page:
                 continue
-            # A terminal event may be followed by a resume: only the last one ends the stream.
+            # A resume may follow a terminal event, so the stream ends only if the job's current
+            # state is terminal and no event is left.
             if self._store.job(job.id).state in TERMINAL:
                 return
             await bell.wait()
@@ -63,23 +73,36 @@ class Streams:
     async def log(
         self, text: str, *, attempt: int, after_offset: int, follow: bool, tail_lines: int
     ) -> AsyncIterator[LogPiece]:
-        """The log of an attempt (0: the newest) from an offset, or its last lines, on."""
+        """Yield the log of an attempt; `attempt` 0 is the newest one.
+
+        The log starts at byte `after_offset`, or with `tail_lines` at that many lines before its
+        end. With `follow` the stream stays open until the attempt is over. Raises NotFound if there
+        is no such job or attempt, InvalidInput if the offset is beyond the end of the file.
+        """
         job = self._store.resolve(text)
         attempt = attempt or job.attempt
         if attempt > job.attempt:
-            raise NotFound(f"job {job.id} has made {job.attempt} attempts", field="attempt")
+            raise NotFound(
+                f"job {job.id} has no attempt {attempt}: its newest attempt is {job.attempt}",
+                field="attempt",
+            )
         run = RunDirectory(self._runs / job.id)
         require_files(job, run)
         path = run.log_file(attempt)
         offset = after_offset
         if tail_lines:
-            # Off the event loop: the last lines of a log may be most of it.
+            # In a thread: the last lines may be most of a large file.
             offset = await asyncio.to_thread(_tail_offset, path, tail_lines)
         if offset > _size(path):
-            raise InvalidInput("beyond the end of the log", field="after_offset")
+            raise InvalidInput(
+                "the offset is beyond the end of the log",
+                field="after_offset",
+                hint="use 0 to start from the beginning",
+            )
         while True:
             bell = self._bells.of(job.id)
-            # Looked at before the file: what an attempt wrote before it was over is still read.
+            # Check this before reading the file, so that the last bytes of an ended attempt are
+            # still read.
             over = not follow or _is_over(self._store.job(job.id), attempt)
             data = _read(path, offset)
             offset += len(data)
@@ -111,7 +134,7 @@ def _read(path: Path, offset: int) -> bytes:
 
 
 def _tail_offset(path: Path, lines: int) -> int:
-    """Where the last `lines` lines start."""
+    """Return the offset at which the last `lines` lines start."""
     try:
         with path.open("rb") as file:
             return _seek_lines(file, lines)
@@ -127,7 +150,7 @@ def _seek_lines(file: BinaryIO, lines: int) -> int:
         start -= size
         file.seek(start)
         block = file.read(size)
-        # The newline that ends the file ends the last line; it does not start another.
+        # A newline at the end of the file belongs to the last line, so it is not counted.
         place = size - 1 if start + size == end else size
         while (place := block.rfind(b"\n", 0, place)) >= 0:
             newlines += 1

@@ -1,4 +1,4 @@
-"""What the scheduler asks of whoever runs attempts, and the answers."""
+"""The interface between the scheduler and the runners that run attempts."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Protocol
 from clients.runs.directory import RunDirectory
 from distill_server.runners.machine import Share
 
-# From SIGTERM to SIGKILL. The trainer was asked politely long before, through control.json.
+# From SIGTERM to SIGKILL. The trainer has been asked to stop long before, through control.json.
 KILL_GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Running:
-    """The attempt goes on, or will. `phase`: what to tell people in place of the trainer's word."""
+    """The attempt is running or will start. A `phase`, if any, replaces the trainer's phase."""
 
     phase: str = ""
 
 
 @dataclass(frozen=True)
 class Exited:
-    """The trainer ended with `code`; minus the signal's number when a signal killed it."""
+    """The trainer exited with `code`; -N means that signal N killed it."""
 
     code: int
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Nobody runs the attempt and nobody wrote how it ended.
+    """The attempt is not running and its exit code is unknown.
 
-    `blameless`: it never started, or the machine was rebooted under it.
+    `blameless`: the attempt never started, or the machine was rebooted.
     """
 
     blameless: bool
@@ -41,7 +41,10 @@ Outcome = Running | Exited | Lost
 
 
 class Runner(Protocol):
-    """Runs attempts so that they outlive the server. No method waits for anything but a disk."""
+    """Runs attempts in processes that outlive the server.
+
+    The scheduler calls all methods on its event loop, so a method may wait for a disk only.
+    """
 
     def start(
         self,
@@ -52,17 +55,26 @@ class Runner(Protocol):
         from_step: int | None,
         share: Share,
     ) -> None:
-        """Begin an attempt; raises OSError when that cannot be."""
+        """Start an attempt with this share of the machine. Raises OSError if it cannot start.
+
+        `processes` is the number of ranks; `from_step` None means the newest checkpoint.
+        """
 
     def poll(self, run: RunDirectory, attempt: int) -> Outcome:
-        """How an attempt fares. Asking about an attempt that never started claims it for good."""
+        """Return the state of an attempt.
+
+        Polling an attempt that never started claims it, so that it can no longer start.
+        """
 
     def stop(self, run: RunDirectory, attempt: int, *, now: bool) -> None:
-        """SIGTERM for the trainer, and SIGKILL after a grace; `now`: SIGKILL. Safe to repeat."""
+        """Send SIGTERM to the trainer and SIGKILL after a grace period; with `now`, only SIGKILL.
+
+        May be called repeatedly.
+        """
 
 
 class CommandFactory(Protocol):
-    """Makes the command of one attempt, as `clients.runs.launch.trainer_command` does."""
+    """Builds the command line of one attempt, as `clients.runs.launch.trainer_command` does."""
 
     def __call__(
         self, run: Path, *, attempt: int, processes: int, from_step: int | None = None

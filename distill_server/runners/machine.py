@@ -1,4 +1,4 @@
-"""What the server's machine has for jobs, and what each of them gets of it."""
+"""The CPU threads, GPUs and slots that a server has, and their division among jobs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from protos.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Share:
-    """What one job holds while it runs. `gpus` None: they are not divided, it sees all."""
+    """The CPU threads and GPUs that one job holds while it runs.
+
+    `gpus` None means that GPUs are not divided among jobs: the job sees all of them.
+    """
 
     cpus: int
     gpus: tuple[str, ...] | None = None
@@ -20,10 +23,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Machine:
-    """Jobs run while there is a slot, CPU threads and GPUs for them.
+    """The resources for jobs. A job starts when a slot, its CPU threads and its GPUs are free.
 
-    `cpus_per_job`: threads of a job that asks for none; `cpus` of all jobs, 0: enough for every
-    slot. `gpus`: as CUDA_VISIBLE_DEVICES names them; None: they are not divided among jobs.
+    `slots` is the number of jobs that run at once. `cpus_per_job` is the number of CPU threads of a
+    job that requests none. `cpus` is the number of all jobs together; 0 means slots * cpus_per_job.
+    `gpus` are names as in CUDA_VISIBLE_DEVICES; None means that GPUs are not divided among jobs.
     """
 
     slots: int = 1
@@ -33,25 +37,26 @@ class Machine:
 
     @property
     def all_cpus(self) -> int:
+        """The number of CPU threads of all jobs together."""
         return self.cpus or self.slots * self.cpus_per_job
 
     def require_room(self, job: AnyJob) -> None:
-        """Raises InvalidInput for a job that asks for more than there ever is."""
+        """Raise InvalidInput if the job requests more than the whole machine has."""
         if (cpus := self._cpus_of(job)) > self.all_cpus:
             raise InvalidInput(
                 f"the job asks for {cpus} CPU threads, the server has {self.all_cpus} for all jobs",
                 field="resources.cpus",
-                hint="ask for fewer, or start the server with more --cpus",
+                hint="request fewer, or start the server with a larger --cpus",
             )
         if (gpus := self._gpus_of(job)) > len(self.gpus or ()):
             raise InvalidInput(
                 f"the job asks for {gpus} GPUs, the server has {len(self.gpus or ())} for jobs",
                 field="resources.gpus",
-                hint="ask for fewer, or start the server with more --gpus",
+                hint="request fewer, or start the server with a larger --gpus",
             )
 
     def share(self, job: AnyJob, held: Sequence[Share]) -> Share | None:
-        """What the job gets beside those who hold theirs; None: not now."""
+        """Return the job's share beside the shares already held; None if too little is free."""
         cpus = self._cpus_of(job)
         if len(held) >= self.slots or sum(other.cpus for other in held) + cpus > self.all_cpus:
             return None
@@ -76,7 +81,11 @@ ONE_JOB = Machine()
 
 
 def visible_gpus(count: int) -> tuple[str, ...]:
-    """The first `count` GPUs that this process may use; raises InvalidInput for too few."""
+    """Return the names of the first `count` GPUs that this process may use.
+
+    Raises InvalidInput if $CUDA_VISIBLE_DEVICES lists fewer. Without that variable the names are
+    0 to count - 1, and their existence is not checked.
+    """
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(n) for n in range(count)] if listed is None else listed.split(",")
     names = [name.strip() for name in names if name.strip()]
@@ -84,11 +93,11 @@ def visible_gpus(count: int) -> tuple[str, ...]:
         raise InvalidInput(
             f"$CUDA_VISIBLE_DEVICES names {len(names)} GPUs, not {count}",
             field="--gpus",
-            hint="give fewer, or change the variable",
+            hint=f"use --gpus {len(names)} or fewer, or change the variable",
         )
     return tuple(names[:count])
 
 
 def gpus_of_cluster(count: int) -> tuple[str, ...]:
-    """So many GPUs to count by; the cluster says which they are."""
+    """Return `count` placeholder names, for counting only: the cluster assigns the real GPUs."""
     return tuple(str(number) for number in range(count))

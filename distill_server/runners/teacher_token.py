@@ -1,4 +1,4 @@
-"""The token that an attempt at a job has for its teachers."""
+"""The token with which an attempt calls its teachers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from protos.rpc.channel import TEACHER_TOKEN, token_of
 
 
 def teacher_token(job_id: str, attempt: int) -> dict[str, str]:
-    """$DISTILL_TEACHER_TOKEN of one attempt, derived from this server's; empty where it has none.
+    """Return {"DISTILL_TEACHER_TOKEN": token} for one attempt, or {} if the server has no token.
 
-    Made at each start, so that a new token in the server's file is the parent of the next ones.
-    Raises InvalidInput for a file that cannot be read.
+    The token is scoped to the attempt and derived from the server's own at each start, so a token
+    that is replaced in the server's file takes effect with the next attempt. Raises InvalidInput if
+    the file cannot be read.
     """
     parent = token_of(TEACHER_TOKEN)
     return {TEACHER_TOKEN: scoped_token(parent, job_id, attempt)} if parent else {}

@@ -1,4 +1,4 @@
-"""What of the environment of a server, or of a node of a cluster, a trainer may see."""
+"""Selects the environment variables that a trainer receives from a server or a cluster node."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _ALLOWED = frozenset(
     | {"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "XDG_CACHE_HOME"}
     | {"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"}
     | {"TOKENIZERS_PARALLELISM"}
-    # Never a token of this server: see teacher_token.py.
+    # No tokens: an attempt gets its own, see teacher_token.py.
     | {"DISTILL_TLS_CA", "DISTILL_TLS_CERT", "DISTILL_TLS_KEY"}
 )
 _ALLOWED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "HF_", "TORCH_", "PYTORCH_", "WANDB_")
 
 
 def allowed(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a trainer may see."""
+    """Return the variables that a trainer may see; all others, such as tokens, are dropped."""
     return {
         name: value
         for name, value in environment.items()
@@ -29,7 +29,7 @@ def allowed(environment: Mapping[str, str]) -> dict[str, str]:
 def trainer_environment(
     environment: Mapping[str, str], share: Share, processes: int
 ) -> dict[str, str]:
-    """What of the server's environment a trainer may see, and its share of the machine."""
+    """Return the allowed variables of the server, with the GPUs and threads of `share` set."""
     seen = allowed(environment)
     if share.gpus is not None:
         seen["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
@@ -37,5 +37,5 @@ def trainer_environment(
 
 
 def threads_of(share: Share, processes: int) -> int:
-    """CPU threads of each process."""
+    """Return the number of CPU threads of each process, at least 1."""
     return max(1, share.cpus // processes)

@@ -1,4 +1,4 @@
-"""Waits until shims and what they watch are gone, on whatever nodes that share the directory."""
+"""Waits for the end of shims and their processes, also on other nodes that share the directory."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-# A shim touches its heartbeat every second, and what it touches is seen a few seconds later.
+# A shim touches its heartbeat every second. On shared storage, the touch is visible a few seconds
+# later.
 _SILENCE_SECONDS = 15.0
 _LOOK_SECONDS = 0.5
 
 
 class LivingShims:
-    """Those with a shim.json under `places` that have not written how it ended.
+    """The shims under `places` that are alive: they have a shim.json and no exit.json.
 
-    One whose node is gone never will: it is known by a heart that stands still, by this node's
-    clock.
+    A shim whose node has died never writes exit.json. It counts as gone when its heartbeat file has
+    not changed for 15 s by this node's clock.
     """
 
     def __init__(self, places: Iterable[Path]) -> None:
@@ -24,7 +25,7 @@ class LivingShims:
         self._beats = {card.parent: (0, time.monotonic()) for card in cards}
 
     def are_gone(self) -> bool:
-        """Waits a moment if they are not."""
+        """Return True if no shim is alive; else sleep 0.5 s and return False."""
         self._beats = {path: self._beat(path) for path in self._beats if self._lives(path)}
         if self._beats:
             time.sleep(_LOOK_SECONDS)
@@ -35,21 +36,21 @@ class LivingShims:
         return silent < _SILENCE_SECONDS and not (path / "exit.json").exists()
 
     def _beat(self, path: Path) -> tuple[int, float]:
-        """When it last changed, by its own clock and since when by ours."""
+        """Return the heartbeat's modification time, and our monotonic time of its last change."""
         before, since = self._beats[path]
         now = _touched(path / "heartbeat")
         return (before, since) if now == before else (now, time.monotonic())
 
 
 def attempts_before(directory: Path) -> list[Path]:
-    """The log directories of the attempts before the one that has `directory`."""
+    """Return the log directories of the attempts before the attempt with log `directory`."""
     number = _number(directory)
     return [path for path in directory.parent.glob("attempt-*") if _number(path) < number]
 
 
 def _touched(path: Path) -> int:
     try:
-        with path.open("rb") as file:  # opening asks a file server anew
+        with path.open("rb") as file:  # NFS refreshes a file's attributes when it is opened
             return os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return 0

@@ -1,8 +1,8 @@
-"""Processes that outlive whoever started them: who is who, and signals that never hit a stranger.
+"""Identifies and signals processes that outlive the server. Linux only.
 
-A pid is reused, so a process is known by boot id, pid and start time; the processes of one attempt
-are known by a mark in their environment, which they inherit however they fork or change their
-group. Linux only.
+A pid is reused, so boot id, pid and start time together identify a process. The processes of one
+attempt carry a mark in their environment. Children inherit it, even if they change their process
+group or session.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MARK = "DISTILL_ATTEMPT_MARK"
 
 @dataclass(frozen=True)
 class Identity:
-    """One process for good. `start_time` is in clock ticks since the boot."""
+    """Identifies one process uniquely. `start_time` is in clock ticks since the boot."""
 
     boot_id: str
     pid: int
@@ -29,16 +29,18 @@ class Identity:
 
 
 def boot_id() -> str:
+    """Return the kernel's random id of this boot, which changes with every reboot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def identity_of(pid: int) -> Identity | None:
-    """Who runs under `pid` now; None when nobody does, or only a zombie."""
+    """Return the identity of the process with this pid; None if there is none or it is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The command's name may hold spaces and brackets; the fields after it start with the state.
+    # The command's name may contain spaces and parentheses, so split after its last ")". The next
+    # field is the state.
     fields = stat[stat.rindex(")") + 2 :].split()
     if fields[0] in "ZX":
         return None
@@ -46,13 +48,16 @@ def identity_of(pid: int) -> Identity | None:
 
 
 def send_signal(who: Identity, signum: int) -> bool:
-    """Signal exactly this process; False when it is gone, whoever has its pid now."""
+    """Send a signal to exactly this process.
+
+    Returns False if the process is gone, even if another one has its pid now.
+    """
     try:
         handle = os.pidfd_open(who.pid)
     except ProcessLookupError:
         return False
     try:
-        # The handle keeps meaning the process that was checked after it was opened.
+        # The pidfd stays bound to one process, so this check also holds when the signal is sent.
         if identity_of(who.pid) != who:
             return False
         signal.pidfd_send_signal(handle, signum)
@@ -64,7 +69,7 @@ def send_signal(who: Identity, signum: int) -> bool:
 
 
 def family(mark: str) -> list[Identity]:
-    """The live processes whose environment holds the mark."""
+    """Return the live processes of this user whose environment contains the mark."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for name in os.listdir("/proc"):
@@ -73,14 +78,17 @@ def family(mark: str) -> list[Identity]:
         try:
             environment = Path(f"/proc/{name}/environ").read_bytes()
         except OSError:
-            continue  # gone, or another user's
+            continue  # the process is gone, or belongs to another user
         if wanted in environment.split(b"\0") and (who := identity_of(int(name))):
             found.append(who)
     return found
 
 
 def kill_family(mark: str, patience_seconds: float = 10.0) -> bool:
-    """SIGKILL every process with the mark, and those they start meanwhile; False if some remain."""
+    """Send SIGKILL to all processes with the mark, repeatedly, until none is left.
+
+    Returns False if some are still alive after `patience_seconds`.
+    """
     deadline = time.monotonic() + patience_seconds
     while members := family(mark):
         if time.monotonic() > deadline:
@@ -91,12 +99,12 @@ def kill_family(mark: str, patience_seconds: float = 10.0) -> bool:
     return True
 
 
-# The shim shares these with the server. They are not clients.runs.directory's because that imports
-# pydantic, and a shim should start in milliseconds and stay small for days.
+# The shim and the server share the following functions. They do not use clients.runs.directory,
+# which imports pydantic: a shim must start in milliseconds and use little memory for days.
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Replace `path` as a whole and durably."""
+    """Write JSON to a temporary file, flush it to disk and rename it to `path`."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with partial.open("w") as file:
         json.dump(value, file)
@@ -106,7 +114,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """None where there is none, or nonsense of a broken disk."""
+    """Return the JSON object in `path`, or None if the file is missing or not a JSON object."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -115,10 +123,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def claim(directory: Path) -> bool:
-    """Decide, once and for all, who disposes of an attempt: True for the first caller only.
+    """Claim an attempt by creating a file in its directory; True for the first caller only.
 
-    A shim claims its attempt before it starts the trainer; a server that finds no shim claims it
-    before it declares the attempt lost. So a shim that comes late never starts a second trainer.
+    A shim claims its attempt before it starts the trainer. A server that finds no shim claims the
+    attempt before it declares it lost. So a shim that starts late never starts a second trainer.
     """
     try:
         os.close(os.open(directory / "claim", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))

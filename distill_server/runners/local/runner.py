@@ -1,7 +1,6 @@
-"""Starts trainers on this machine, each under a shim that outlives the server.
+"""Runs trainers on this machine, each under a shim that outlives the server.
 
-What it knows of an attempt it reads from the attempt's log directory, so a restarted server asks
-the same questions and gets the same answers.
+The state of an attempt is in its log directory, so a restarted server finds the same state.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ from distill_server.runners.machine import Share
 from distill_server.runners.teacher_token import teacher_token
 from distill_server.runners.trainer_environment import trainer_environment
 
-# From the shim's claim to its shim.json: milliseconds, but the machine may be very busy.
+# The longest time from a shim's claim to its shim.json: milliseconds, unless the machine is busy.
 _START_SECONDS = 30.0
 
 
 class LocalRunner:
-    """Trainers as processes of this machine. One instance per server."""
+    """Runs trainers as processes of this machine. One instance per server; not thread-safe."""
 
     def __init__(self, *, command: CommandFactory = trainer_command) -> None:
         self._command = command
-        # Shims this server started: they must be waited for, or they stay zombies.
+        # Shims that this server started. They must be waited for, or they stay zombies.
         self._children: dict[Path, subprocess.Popen[bytes]] = {}
         self._started: set[Path] = set()
         self._claimed_since: dict[Path, float] = {}
@@ -60,7 +59,7 @@ class LocalRunner:
         from_step: int | None,
         share: Share,
     ) -> None:
-        """Launch the shim of one attempt; raises OSError when the machine cannot."""
+        """Start the shim of one attempt. Raises OSError if it cannot be started."""
         fence = raise_fence(run.path, attempt)
         log = run.log_file(attempt)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -82,12 +81,12 @@ class LocalRunner:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                # Ctrl-C in the server's terminal is not meant for the trainers.
+                # A session of its own: Ctrl-C in the server's terminal must not reach the trainers.
                 start_new_session=True,
             )
 
     def poll(self, run: RunDirectory, attempt: int) -> Outcome:
-        """How an attempt fares. Asking about an attempt that never started claims it for good."""
+        """Return the state of an attempt; polling one that never started claims it for good."""
         directory = run.logs(attempt)
         self._reap()
         if ended := _exit_of(directory):
@@ -97,11 +96,11 @@ class LocalRunner:
             return self._starting(directory)
         if identity_of(card.shim.pid) == card.shim:
             return Running()
-        # It may have written the file between the two looks.
+        # The shim may have written exit.json between the first check and its end.
         return _exit_of(directory) or _abandoned(card)
 
     def stop(self, run: RunDirectory, attempt: int, *, now: bool) -> None:
-        """SIGTERM for the trainer, and SIGKILL after a grace; `now`: SIGKILL. Safe to repeat."""
+        """Send SIGTERM, and SIGKILL after a grace period; with `now`, only SIGKILL."""
         directory = run.logs(attempt)
         signum = signal.SIGQUIT if now else signal.SIGTERM
         if card := card_of(directory):
@@ -110,7 +109,7 @@ class LocalRunner:
             child.send_signal(signum)
 
     def _starting(self, directory: Path) -> Outcome:
-        """There is no readable shim.json: is a shim on its way?"""
+        """Decide without a readable shim.json whether a shim is still starting."""
         if directory in self._children:
             return Running()
         if not directory.is_dir() or claim(directory):
@@ -130,7 +129,7 @@ def _exit_of(directory: Path) -> Exited | None:
 
 
 def _abandoned(card: Card) -> Lost:
-    """The shim was killed: end what it left, so that no two trainers share a run directory."""
+    """Kill the processes of a dead shim, so that no two trainers share a run directory."""
     if card.shim.boot_id != boot_id():
         return Lost(blameless=True)
     kill_family(card.mark)

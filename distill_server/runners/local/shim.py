@@ -1,13 +1,14 @@
-"""Between a server and a trainer: it outlives the server and tells how the trainer ended.
+"""A small process between server and trainer, which outlives the server and records the exit code.
 
     python -m distill_server.runners.local.shim LOG_FILE GRACE_SECONDS [--rank DIRECTORY] -- argv...
 
-Beside the log it writes shim.json (who runs), touches `heartbeat` every second, and writes
-exit.json (how it ended). SIGTERM: the trainer's group gets SIGTERM, and SIGKILL after the grace.
-SIGQUIT, or that another attempt has begun: SIGKILL.
+Beside the log, the shim writes shim.json (its own and the trainer's process), touches `heartbeat`
+every second, and at the end writes exit.json (the exit code). On SIGTERM it sends SIGTERM to the
+trainer's process group, and SIGKILL after the grace period. On SIGQUIT, or if a newer attempt has
+started, it sends SIGKILL.
 
-With --rank it is one of several shims of an attempt: its files go to DIRECTORY, and it outlives
-nobody: whoever has the other end of its stdin is the one who wants it.
+With --rank, it is one of several shims of an attempt: its files go to DIRECTORY, and it kills its
+process when the other end of its stdin is closed.
 """
 
 from __future__ import annotations
@@ -33,18 +34,23 @@ from distill_server.runners.local.process import (
 
 _WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGQUIT}
 _HEARTBEAT_SECONDS = 1.0
-# What a shell says of a command that it cannot run.
+# The exit code of a shell for a command that it cannot run.
 _CANNOT_RUN = 127
 
 
 def main() -> None:
+    """Parse the command line, claim the attempt, run the trainer and wait for its end.
+
+    Starts nothing if the attempt is already claimed.
+    """
     log_file, grace, *rest = sys.argv[1:]
     options, argv = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
     log = Path(log_file)
     directory = Path(options[1]) if options else log.parent
     if options and os.fork():
-        os._exit(0)  # no child of a worker of Ray, which kills its children when it ends
-    # Blocked signals wait for sigtimedwait: no handlers, no races between a check and a wait.
+        # Detach from the Ray worker, which kills its children when it ends.
+        os._exit(0)
+    # Blocked signals stay pending until sigtimedwait. Handlers would race with the waits.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*_WATCHED, signal.SIGHUP, signal.SIGINT})
     if claim(directory):
         _run(directory, log, float(grace), argv, owned=bool(options))
@@ -62,13 +68,13 @@ def _run(directory: Path, log: Path, grace_seconds: float, argv: list[str], *, o
         _introduce(directory, mark, child)
         code = _follow(child, mark, directory / "heartbeat", grace_seconds, owned=owned)
     finally:
-        # Ranks and workers that were left behind would keep memory, ports and the run directory.
+        # Remaining ranks and workers would keep memory, ports and the lock of the run directory.
         kill_family(mark)
     _write_exit(directory, code)
 
 
 def _write_exit(directory: Path, code: int) -> None:
-    """Keep trying on a full disk: the job's verdict depends on this file."""
+    """Write exit.json; retry while the disk is full, because the job's verdict depends on it."""
     while directory.is_dir():
         try:
             write_json(directory / "exit.json", {"code": code, "ended_at": time.time()})
@@ -78,7 +84,7 @@ def _write_exit(directory: Path, code: int) -> None:
 
 
 def _spawn(log: Path, mark: str, argv: list[str]) -> int:
-    """Start the trainer in a process group of its own, with no signal blocked."""
+    """Start the trainer in its own process group with no signal blocked, and return its pid."""
     output = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
     files = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -99,7 +105,7 @@ def _introduce(directory: Path, mark: str, child: int) -> None:
         "pid": me.pid,
         "start_time": me.start_time,
         "child_pid": child,
-        # 0: it is gone already.
+        # 0: the trainer has already ended.
         "child_start_time": trainer.start_time if trainer else 0,
         "mark": mark,
     }
@@ -107,21 +113,24 @@ def _introduce(directory: Path, mark: str, child: int) -> None:
 
 
 def _follow(child: int, mark: str, heartbeat: Path, grace_seconds: float, *, owned: bool) -> int:
-    """Wait for the trainer's end: its exit code, or minus the signal that killed it."""
+    """Wait for the trainer's end and return its exit code; -N means that signal N killed it.
+
+    `owned`: also kill the trainer when the other end of stdin is closed.
+    """
     kill_at, unwanted = float("inf"), False
     while True:
         with contextlib.suppress(OSError):
             heartbeat.touch()
         pause = min(_HEARTBEAT_SECONDS, max(0.0, kill_at - time.monotonic()))
         event = signal.sigtimedwait(_WATCHED, pause)
-        # Looked at but not waited for, its pid, and its group's, are still its own.
+        # WNOWAIT keeps the ended trainer a zombie, so its pid and process group are not reused.
         ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         told = event.si_signo if event is not None else 0
-        # Once only: to some programs a second one means to drop everything.
+        # Once only: some programs exit at once on a second SIGTERM.
         if told == signal.SIGTERM and not ended and kill_at == float("inf"):
             _signal_group(child, signal.SIGTERM)
             kill_at = time.monotonic() + grace_seconds
-        # At the second look: a trainer that sees the fence itself says so.
+        # Kill one round later: a trainer that finds the fence itself then logs the reason.
         still_unwanted, unwanted = unwanted, is_fenced() or (owned and _hung_up())
         killed = told == signal.SIGQUIT or time.monotonic() >= kill_at or still_unwanted
         if ended or killed:
@@ -132,12 +141,12 @@ def _follow(child: int, mark: str, heartbeat: Path, grace_seconds: float, *, own
 
 
 def _hung_up() -> bool:
-    """Nobody has the other end of stdin any more; nobody ever writes to it."""
+    """Return True if the other end of stdin is closed; no data is ever written to it."""
     return bool(select.select([0], [], [], 0)[0])
 
 
 def _signal_group(leader: int, signum: int) -> None:
-    # A trainer may have moved to another group; its family is found by the mark.
+    # The group may be gone: a trainer can change it. kill_family finds the processes by their mark.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signum)
 

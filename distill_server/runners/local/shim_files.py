@@ -1,6 +1,6 @@
-"""What a shim leaves in its directory: who it is (shim.json), and how its child ended (exit.json).
+"""Reads the files of a shim: shim.json (its identity and mark) and exit.json (the exit code).
 
-`heartbeat` is touched every second in between.
+Between writing the two, a shim touches the file `heartbeat` every second.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from distill_server.runners.local.process import Identity, read_json
 
 @dataclass(frozen=True)
 class Card:
-    """A shim.json: who watches the attempt, and the mark of its processes."""
+    """The content of a shim.json: the shim's identity and the mark of the attempt's processes."""
 
     shim: Identity
     mark: str
 
 
 def card_of(directory: Path) -> Card | None:
-    """None while there is none."""
+    """Read shim.json; None if it is missing or not valid."""
     found = read_json(directory / "shim.json")
     match found:
         case {"boot_id": str(boot), "pid": int(pid), "start_time": int(start), "mark": str(mark)}:
@@ -29,6 +29,6 @@ def card_of(directory: Path) -> Card | None:
 
 
 def exit_code_of(directory: Path) -> int | None:
-    """Minus the signal's number when a signal killed the child; None while it is not there."""
+    """Read the exit code from exit.json; -N for signal N, None if the file is missing."""
     code = (read_json(directory / "exit.json") or {}).get("code")
     return code if isinstance(code, int) else None

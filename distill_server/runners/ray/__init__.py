@@ -1,1 +1,1 @@
-"""Attempts as jobs of a Ray cluster."""
+"""A runner that runs each attempt as one job of a Ray cluster."""

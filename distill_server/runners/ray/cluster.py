@@ -1,4 +1,4 @@
-"""Talks to a Ray cluster in a thread of its own, so that nobody waits for the network."""
+"""Calls a Ray cluster from a background thread, so that the server never waits for the network."""
 
 from __future__ import annotations
 
@@ -12,29 +12,39 @@ from protos.errors import DistillError, Unavailable
 
 log = logging.getLogger(__name__)
 
-# Between two looks at every job that somebody asks about.
+# Between two polls of all followed jobs.
 _PAUSE_SECONDS = 0.5
 
 
 class Jobs(Protocol):
-    """What is asked of a cluster: `RayJobs`."""
+    """The calls that RayCluster makes to a cluster. `RayJobs` implements them; calls may block."""
 
-    def submit(self, name: str, entrypoint: str) -> None: ...
-    def stop(self, name: str) -> None: ...
-    def look(self, name: str) -> Answer: ...
-    def is_open(self) -> bool: ...
+    def submit(self, name: str, entrypoint: str) -> None:
+        """Start a job; no effect if the cluster already knows the name."""
+
+    def stop(self, name: str) -> None:
+        """Stop a job; no effect if the cluster does not know it, or if it has ended."""
+
+    def look(self, name: str) -> Answer:
+        """Return the state of a job."""
+
+    def is_open(self) -> bool:
+        """Return True if other machines can run programs on the cluster without a token."""
 
 
 @dataclass
 class _Followed:
-    entrypoint: str | None = None  # until the cluster has it
+    entrypoint: str | None = None  # None once the cluster has accepted the job
     stopping: bool = False
     answer: Answer | None = None
     trouble: str = ""
 
 
 class RayCluster:
-    """The jobs somebody asks about, as the cluster last told. No method waits."""
+    """The last known state of the followed jobs of a cluster. No method blocks; thread-safe.
+
+    A daemon thread submits, stops and polls the jobs every 0.5 s.
+    """
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
@@ -45,25 +55,28 @@ class RayCluster:
         threading.Thread(target=self._run, name="ray", daemon=True).start()
 
     def submit(self, name: str, entrypoint: str) -> None:
-        """Start a job as soon as the cluster can be reached."""
+        """Follow a job, and start it as soon as the cluster can be reached."""
         with self._lock:
             self._followed[name] = _Followed(entrypoint)
         self._wanted.set()
 
     def stop(self, name: str) -> None:
-        """Stop a job, or do not start it."""
+        """Stop a job; a job that was not yet submitted is not started."""
         with self._lock:
             followed = self._followed.setdefault(name, _Followed())
             followed.stopping, followed.entrypoint = True, None
 
     def look(self, name: str) -> tuple[Answer | None, str]:
-        """The newest answer, None before the first; and what is wrong with the cluster, if any."""
+        """Return a job's last state and the current problem of the cluster; starts following it.
+
+        The state is None before the first answer; the problem is "" if there is none.
+        """
         with self._lock:
             followed = self._followed.setdefault(name, _Followed())
             return followed.answer, followed.trouble
 
     def forget(self, name: str) -> None:
-        """Nobody will ask about it any more."""
+        """Stop following a job."""
         with self._lock:
             self._followed.pop(name, None)
 
@@ -78,7 +91,7 @@ class RayCluster:
                     self._converse(name, one)
                 if asks:
                     self._tell(followed, "")
-            except DistillError as error:  # it is away, or refuses everything
+            except DistillError as error:  # the cluster is unreachable, or refuses all calls
                 self._tell(followed, error.message)
             except Exception:
                 log.exception("cannot talk to the Ray cluster")
@@ -86,7 +99,7 @@ class RayCluster:
             self._wanted.clear()
 
     def _converse(self, name: str, one: _Followed) -> None:
-        """Bring one job's wishes to the cluster, and its answer back."""
+        """Submit or stop one job if requested, and fetch its state."""
         try:
             if entrypoint := one.entrypoint:
                 self._jobs.submit(name, entrypoint)
@@ -102,22 +115,22 @@ class RayCluster:
             one.trouble = error.message
 
     def _greet(self) -> None:
-        """Once, as soon as there is an answer."""
+        """On the first answer of the cluster, warn if it is open to other machines."""
         if self._greeted:
             return
         if self._jobs.is_open():
             log.warning(
-                "whoever reaches the Ray cluster can run any program on it: it asks for no token;"
-                " start it with RAY_AUTH_MODE=token, or keep it behind a firewall"
+                "the Ray cluster requires no token: everyone who can reach it can run programs on"
+                " it; start it with RAY_AUTH_MODE=token, or keep it behind a firewall"
             )
         self._greeted = True
 
     def _tell(self, followed: list[tuple[str, _Followed]], trouble: str) -> None:
-        """To those who ask about a job, and to the log when it changes."""
+        """Record the cluster's problem for each job, and log it when it begins or ends."""
         for _, one in followed:
             one.trouble = trouble or one.trouble
         if trouble and not self._out_of_reach:
-            log.warning("%s: running jobs are left alone, new ones wait", trouble)
+            log.warning("%s; running jobs continue and new jobs wait", trouble)
         elif self._out_of_reach and not trouble:
             log.warning("the Ray cluster can be reached again")
         self._out_of_reach = bool(trouble)

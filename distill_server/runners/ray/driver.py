@@ -1,9 +1,10 @@
-"""One attempt at a job on a Ray cluster: what Ray's Jobs API runs for the server.
+"""The driver of one attempt on a Ray cluster, which Ray's Jobs API runs for the server.
 
     python -m distill_server.runners.ray.driver ORDER_FILE
 
-It asks the cluster for a place for every process, as close together as can be, and runs them
-there. One that fails ends all; they end with the driver, however it ends. Then it writes exit.json.
+The driver requests resources for every process, on as few nodes as possible (placement strategy
+PACK), runs the processes there and writes exit.json at the end. If one process fails, all are
+stopped. If the driver ends for any reason, the processes end too.
 """
 
 from __future__ import annotations
@@ -31,18 +32,22 @@ from distill_server.runners.ray.places import rank_variables
 from distill_server.runners.ray.rank import Rank
 
 _LOOK_SECONDS = 0.5
-# For the others to end by themselves, and say why, when one has failed.
+# After a failure, the time for the other processes to end by themselves and to log their reasons.
 _PATIENCE_SECONDS = 5.0
-# What the nodes wrote must be seen by the server before it hears of the end.
+# The server must see the nodes' last writes to shared storage before it sees exit.json.
 _STORAGE_SECONDS = 1.0
 
 
 def main() -> int:
+    """Take the order, run the attempt, write exit.json and return the exit code.
+
+    Starts nothing if the server has already given up the attempt.
+    """
     path = Path(sys.argv[1])
     order = take_order(path)
     os.environ[FENCE] = order.environment[FENCE]
     if is_fenced() or not claim(path.parent):
-        return 0  # the server gave the attempt up before it began
+        return 0  # the server gave up the attempt before it started
     code = Driver(order, path.parent).run()
     time.sleep(_STORAGE_SECONDS)
     write_json(path.parent / "exit.json", {"code": code, "ended_at": time.time()})
@@ -50,7 +55,7 @@ def main() -> int:
 
 
 class Driver:
-    """The processes of one attempt, from the wish to the end. `directory` has its logs."""
+    """Starts, follows and stops the processes of one attempt. `directory` holds its logs."""
 
     def __init__(self, order: Order, directory: Path) -> None:
         ray.init(log_to_driver=False)
@@ -59,11 +64,14 @@ class Driver:
         self._run = RunDirectory(order.run)
         self._terminated = False
         self._ranks: list[Any] = []
-        self._lost: dict[int, str] = {}  # what Ray says of processes that it lost
-        signal.signal(signal.SIGTERM, self._on_sigterm)  # after Ray's own
+        self._lost: dict[int, str] = {}  # Ray's messages about lost processes, by rank
+        signal.signal(signal.SIGTERM, self._on_sigterm)  # replaces the handler of ray.init
 
     def run(self) -> int:
-        """The first code that is not 0; minus a signal's number where that was the end."""
+        """Run all processes to their end and return the first exit code that is not 0, else 0.
+
+        -N means that signal N killed the process.
+        """
         old = LivingShims(attempts_before(self._directory))
         bundle = {"CPU": self._order.cpus, "GPU": self._order.gpus}
         group = placement_group([bundle] * self._order.processes, strategy="PACK")
@@ -73,7 +81,7 @@ class Driver:
             return 0
         running = self._start(group)
         codes = self._follow(running)
-        left = LivingShims([self._directory])  # by workers of Ray that died before them
+        left = LivingShims([self._directory])  # shims can outlive a Ray worker that died
         while not left.are_gone():
             pass
         failed = next(((rank, code) for rank, code in codes.items() if code), None)
@@ -82,10 +90,10 @@ class Driver:
         return failed[1] if failed else 0
 
     def _tell(self, rank: int, code: int) -> None:
-        """In the log that people look at, what the processes cannot have said there themselves."""
+        """Log which process ended first, and Ray's reason, in the log of rank 0 that users read."""
         why = self._lost.get(rank)
         if why or self._order.processes > 1:
-            with self._log(0).open("a") as log:  # nobody else writes there any more
+            with self._log(0).open("a") as log:  # rank 0 has ended, so there is no other writer
                 said = f": {why}" if why else ""
                 log.write(f"process {rank} ended first, with code {code}{said}\n")
 
@@ -93,16 +101,19 @@ class Driver:
         self._terminated = True
 
     def _comes(self, ready: Callable[[], bool]) -> bool:
-        """Wait until it is ready; False when nobody wants the attempt any more."""
+        """Wait until `ready` returns True; False if the attempt is to stop first."""
         while not ready():
             if self._terminated or is_fenced() or self._run.read_control().stop:
                 return False
         return True
 
     def _start(self, group: Any) -> dict[Any, int]:
-        """Ranks by what stands for their codes; those of a node follow each other."""
+        """Start all processes; return their ranks by the Ray object of their exit code.
+
+        Processes on the same node get consecutive ranks.
+        """
         options = {"num_cpus": self._order.cpus, "num_gpus": self._order.gpus}
-        # Two threads: one waits for the process, one may stop it.
+        # Two threads per actor: `run` blocks one until the process ends, `stop` needs another.
         actor = ray.remote(**options, max_concurrency=2)(Rank)
         placed = [
             actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, n)).remote()
@@ -122,7 +133,7 @@ class Driver:
         }
 
     def _follow(self, running: dict[Any, int]) -> dict[int, int]:
-        """The codes of all ranks, in the order of their ends."""
+        """Wait for all processes; return their exit codes by rank, in the order of their ends."""
         codes: dict[int, int] = {}
         kill_at, told = float("inf"), False
         while running:
@@ -143,7 +154,7 @@ class Driver:
         try:
             code: int = ray.get(done)
         except ray.exceptions.RayError as error:
-            # The actor, or its node, is gone, and the process with it; or it never began.
+            # The actor or its node is gone, and the process with it; or the process never started.
             self._lost[rank] = shown(getattr(error, "cause", None) or error)
             return -signal.SIGKILL
         return code
@@ -160,7 +171,7 @@ class Driver:
 
 
 def _cluster() -> dict[str, str]:
-    """For a capture that asks for engines on the same cluster."""
+    """Return the variables that connect a capture to this cluster, where it starts its engines."""
     given = {n: os.environ[n] for n in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH") if n in os.environ}
     return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, **given}
 

@@ -1,4 +1,4 @@
-"""Ray's Jobs API in our words. Every call waits for the cluster, seconds at most."""
+"""A wrapper of Ray's Jobs API. Every call blocks until the cluster answers, at most 10 s."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from protos.extras import install_command
 
 _TIMEOUT_SECONDS = 10.0
 _SHOWN_CHARS = 150
-# From SIGTERM to a driver until Ray kills it: it gives its trainers less.
+# From SIGTERM to SIGKILL for a driver. Longer than the grace that the driver gives its trainers.
 _STOP_SECONDS = "20"
 
 _T = TypeVar("_T")
@@ -28,7 +28,11 @@ class Absent:
 
 @dataclass(frozen=True)
 class Present:
-    """`code`: of the driver, minus a signal's number; None where it had no end of its own."""
+    """The state of a job that the cluster knows.
+
+    `code` is the exit code of its driver: -N for signal N, None if the driver is running or Ray
+    recorded no code. `message` is Ray's description of the state.
+    """
 
     ended: bool
     code: int | None = None
@@ -39,19 +43,20 @@ Answer = Absent | Present
 
 
 class RayJobs:
-    """The jobs of the cluster whose dashboard is at `address`, http://HOST:PORT.
+    """Submits, stops and inspects the jobs of the cluster with dashboard `address` (a URL).
 
-    Raises InvalidInput without Ray or for another address. All methods raise Unavailable when
-    nobody answers, WrongState when the cluster refuses.
+    The constructor raises InvalidInput if Ray is not installed or the address is not a URL. All
+    methods raise Unavailable if the cluster does not answer, WrongState if it refuses the call. Use
+    one instance from one thread.
     """
 
     def __init__(self, address: str) -> None:
         host = _host(address)
         if not host:
             raise InvalidInput(
-                f"{address!r} is no address of a Ray dashboard",
+                f"{address!r} is not the URL of a Ray dashboard",
                 field="--ray",
-                hint="it is like http://127.0.0.1:8265",
+                hint="use a URL such as http://127.0.0.1:8265",
             )
         self._address = address
         self._host = host
@@ -59,7 +64,7 @@ class RayJobs:
         self._client: Any = None
 
     def submit(self, name: str, entrypoint: str) -> None:
-        """Start a job, once: of a name that the cluster knows, it starts no second one."""
+        """Start a job; no effect if the cluster already knows a job of this name."""
         variables = {"RAY_JOB_STOP_WAIT_TIME_S": _STOP_SECONDS}
         try:
             self._asked(
@@ -74,7 +79,7 @@ class RayJobs:
                 raise
 
     def stop(self, name: str) -> None:
-        """SIGTERM for its driver. Harmless when there is no such job, or it is over."""
+        """Send SIGTERM to the job's driver; no effect if there is no such job or it has ended."""
         try:
             self._asked(lambda client: client.stop_job(name))
         except WrongState as error:
@@ -82,6 +87,7 @@ class RayJobs:
                 raise
 
     def look(self, name: str) -> Answer:
+        """Return the state of a job: Present, or Absent if the cluster does not know it."""
         try:
             found = self._asked(lambda client: client.get_job_info(name))
         except WrongState as error:
@@ -89,12 +95,12 @@ class RayJobs:
                 return Absent()
             raise
         code = found.driver_exit_code
-        # A shell tells a signal so.
+        # Ray runs the driver in a shell, which reports signal N as code 128 + N.
         code = 128 - code if code is not None and code > 128 else code
         return Present(found.status.is_terminal(), code, found.message or "")
 
     def is_open(self) -> bool:
-        """Whether others than this machine may run programs there without a token."""
+        """Return True if other machines can run programs on the cluster without a token."""
         answer = self._asked(lambda client: client._do_request("GET", "/api/authentication_mode"))
         return "token" not in answer.text and not _is_loopback(self._host)
 
@@ -103,26 +109,27 @@ class RayJobs:
             if self._client is None:
                 self._client = self._connect(self._address)
             return question(self._client)
-        except OSError as error:  # of `requests`, too
-            raise Unavailable("the Ray cluster cannot be reached", hint="is it up?") from error
+        except OSError as error:  # the errors of `requests` are OSErrors, too
+            raise Unavailable(
+                "the Ray cluster cannot be reached",
+                hint="check that it runs and that --ray has its address",
+            ) from error
         except Exception as error:
-            raise WrongState(f"the Ray cluster refuses: {shown(error)}") from error
+            raise WrongState(f"the Ray cluster refused the call: {shown(error)}") from error
 
 
 def _client_class() -> Callable[[str], Any]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Each would overrule the address on the command line.
+    # Each of these would override the address on the command line.
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
         os.environ.pop(name, None)
-    # Ray without the extra [default] can be imported, and has no Jobs API.
+    # Ray without its extra [default] can be imported but has no Jobs API.
     if not (find_spec("ray") and find_spec("aiohttp")):
-        raise InvalidInput(
-            "Ray is not installed", field="--ray", hint=install_command("ray")
-        )
+        raise InvalidInput("Ray is not installed", field="--ray", hint=install_command("ray"))
     from ray.job_submission import JobSubmissionClient
 
     class Impatient(JobSubmissionClient):  # type: ignore[misc]
-        """Ray's client would wait for ever for a machine that is gone, and asks when it is made."""
+        """Adds a timeout to every request, also to the one in the constructor of Ray's client."""
 
         def _do_request(self, *arguments: Any, **options: Any) -> Any:
             return super()._do_request(*arguments, **options, timeout=_TIMEOUT_SECONDS)
@@ -131,16 +138,16 @@ def _client_class() -> Callable[[str], Any]:
 
 
 def _host(address: str) -> str:
-    """Of a URL; "" for what is none."""
+    """Return the host of an HTTP URL, or "" if the address is not one."""
     try:
         parts = urlsplit(address)
-    except ValueError:  # a bracket without its other one
+    except ValueError:  # for example an unbalanced bracket
         return ""
     return (parts.scheme in ("http", "https") and parts.hostname) or ""
 
 
 def shown(error: Exception) -> str:
-    """The line that says something: of a traceback of Ray's the last, of a sentence the first."""
+    """Return the informative line of an error: the last one of a traceback, else the first one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip().strip(".")]
     if not lines:
         return type(error).__name__

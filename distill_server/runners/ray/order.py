@@ -1,7 +1,7 @@
-"""What the server asks of the driver of an attempt, in a file that the driver reads and removes.
+"""The order for the driver of an attempt: a file that the server writes and the driver removes.
 
-Not in Ray's own job description, which whoever reaches the cluster may list: the environment holds
-secrets.
+The order is not part of Ray's job description, because its environment holds secrets and every
+client of the cluster can list job descriptions.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Order:
-    """`processes` of `arguments` to Python, each with so many CPUs and GPUs of one node.
+    """The processes of one attempt.
 
-    `folder`: where a job's relative paths begin, if a node has it.
+    Each of the `processes` runs Python with `arguments` and gets `cpus` CPUs and `gpus` GPUs of one
+    node. `run` is the path of the run directory. `folder` is the working directory, against which a
+    job's relative paths resolve; a node without it uses the rank's directory.
     """
 
     run: str
@@ -31,7 +33,7 @@ class Order:
 
 
 def write_order(path: Path, order: Order) -> None:
-    """For this user's eyes only."""
+    """Write the order durably, with mode 600."""
     descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
     with open(descriptor, "w") as file:
         json.dump(asdict(order), file)
@@ -40,7 +42,7 @@ def write_order(path: Path, order: Order) -> None:
 
 
 def take_order(path: Path) -> Order:
-    """Read the file and remove it."""
+    """Read an order and remove its file."""
     order = Order(**json.loads(path.read_text()))
     path.unlink()
     return order

@@ -1,4 +1,4 @@
-"""Where the processes of an attempt are, and what tells each of them."""
+"""The places of an attempt's processes on the cluster, and the variables derived from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """Where an actor is. `gpus`: as CUDA_VISIBLE_DEVICES names them; `port`: a free one."""
+    """The place of one actor: node id, IP address, GPUs and a free TCP port on that node.
+
+    `gpus` are names as in CUDA_VISIBLE_DEVICES.
+    """
 
     node: str
     address: str
@@ -17,9 +20,10 @@ class Place:
 
 
 def rank_variables(places: Sequence[Place]) -> list[dict[str, str]]:
-    """What tells each process of its place among the others, in order of `places`.
+    """Return the environment variables of each rank (RANK, WORLD_SIZE, MASTER_ADDR and so on).
 
-    Processes of a node see each other's GPUs, as torch's launcher has it: LOCAL_RANK is the index.
+    `places` is in the order of ranks. As with torchrun, all processes of a node see all GPUs of the
+    node's processes, and LOCAL_RANK is the index of a process among them.
     """
     variables = []
     for rank, place in enumerate(places):

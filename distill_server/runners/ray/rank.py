@@ -1,4 +1,4 @@
-"""An actor of Ray beside one process of a trainer. It is imported on the nodes of a cluster."""
+"""The Ray actor that runs one process of a trainer. The cluster's nodes import this module."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ from distill_server.runners.trainer_environment import allowed
 
 
 class Rank:
-    """Runs one process under a shim that ends with this actor; `directory` has the shim's files."""
+    """Runs one process under a shim; the process ends if this actor ends.
+
+    `directory` holds the shim's files.
+    """
 
     def place(self) -> Place:
+        """Return the node and GPUs of this actor, and a free port of the node."""
         context = ray.get_runtime_context()
         with socket.socket() as free:
             free.bind(("", 0))
@@ -39,9 +43,9 @@ class Rank:
         variables: Mapping[str, str],
         folder: str,
     ) -> int:
-        """Python with these arguments, until it ends: its code, or minus the signal's number.
+        """Run Python with these arguments to its end; return its exit code, or -N for signal N.
 
-        The node's own variables stand before those of the server: they know the machine.
+        The node's own variables override the server's `environment`; `variables` override both.
         """
         directory.mkdir(exist_ok=True)
         shim = [
@@ -64,14 +68,14 @@ class Rank:
                     cwd=folder if os.path.isdir(folder) else directory,
                     start_new_session=True,
                     check=True,
-                )  # returns at once: it leaves a child that nobody else has
-            ours.recv(1)  # nothing comes but the end
+                )  # returns at once: the shim detaches itself
+            ours.recv(1)  # blocks until the shim ends; it never sends data
         code = exit_code_of(directory)
         if code is None and (card := card_of(directory)):
-            kill_family(card.mark)  # somebody killed the shim
+            kill_family(card.mark)  # the shim was killed, so its processes may still run
         return -signal.SIGKILL if code is None else code
 
     def stop(self, directory: Path, *, now: bool) -> None:
-        """SIGTERM, and SIGKILL after a grace; `now`: SIGKILL."""
+        """Send SIGTERM, and SIGKILL after a grace period; with `now`, only SIGKILL."""
         if card := card_of(directory):
             send_signal(card.shim, signal.SIGQUIT if now else signal.SIGTERM)

@@ -1,8 +1,8 @@
-"""Runs attempts on a Ray cluster, each as one job of Ray's, of which it never starts a second one.
+"""Runs each attempt on a Ray cluster as one Ray job, which is started at most once.
 
-The driver of that job (`ray_driver`) and the server share the run directory and nothing else. Who
-has the attempt is decided there, by a claim; how it ended is told there, by exit.json; Ray tells
-the rest.
+The driver of that job (`ray.driver`) and the server share only the run directory. A claim file
+there decides whether the attempt may start, and exit.json holds its exit code. All other state
+comes from Ray.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from distill_server.runners.ray.order import Order, write_order
 from distill_server.runners.teacher_token import teacher_token
 from distill_server.runners.trainer_environment import threads_of, trainer_environment
 
-# What another node wrote to shared storage is seen after this.
+# The delay after which another node's writes to shared storage are visible.
 _STORAGE_SECONDS = 3.0
 
 
 class RayRunner:
-    """One instance per server. Attempts outlive it."""
+    """Runs attempts as jobs of a Ray cluster. One instance per server; attempts outlive it."""
 
     def __init__(self, cluster: RayCluster, *, command: CommandFactory = trainer_command) -> None:
         self._cluster = cluster
@@ -49,14 +49,14 @@ class RayRunner:
         from_step: int | None,
         share: Share,
     ) -> None:
-        """Hand the attempt over; raises OSError when its order cannot be written."""
+        """Submit the attempt to the cluster. Raises OSError if its order cannot be written."""
         fence = raise_fence(run.path, attempt)
         directory = run.logs(attempt)
         directory.mkdir(parents=True, exist_ok=True)
-        # One process: the driver runs as many as it takes.
+        # The command for one process: the driver runs it once per rank.
         _, *arguments = self._command(run.path, attempt=attempt, processes=1, from_step=from_step)
         environment = trainer_environment(os.environ, share, processes)
-        environment.pop("CUDA_VISIBLE_DEVICES", None)  # of this machine
+        environment.pop("CUDA_VISIBLE_DEVICES", None)  # names GPUs of this machine, not of a node
         order = Order(
             run=str(run.path),
             attempt=attempt,
@@ -69,12 +69,12 @@ class RayRunner:
         )
         path = directory / "order.json"
         write_order(path, order)
-        # Ray gives it to a shell. The name of a run has letters, digits, dots and hyphens only.
+        # Ray passes the entrypoint to a shell, so it is quoted (shlex.join).
         entrypoint = [sys.executable, "-m", "distill_server.runners.ray.driver", str(path)]
         self._cluster.submit(_name(run, attempt), shlex.join(entrypoint))
 
     def poll(self, run: RunDirectory, attempt: int) -> Outcome:
-        """How an attempt fares, as far as is known now."""
+        """Return the last known state of an attempt, without waiting for the cluster."""
         name, directory = _name(run, attempt), run.logs(attempt)
         if (code := exit_code_of(directory)) is not None:
             self._forget(name, directory)
@@ -91,7 +91,7 @@ class RayRunner:
         return Running("" if _has_begun(directory) else "waiting for the Ray cluster")
 
     def stop(self, run: RunDirectory, attempt: int, *, now: bool) -> None:
-        """The driver looks in control.json how soon it is to be. Safe to repeat."""
+        """Stop the driver, which reads from control.json whether to stop at once. Repeatable."""
         self._cluster.stop(_name(run, attempt))
 
     def _forget(self, name: str, directory: Path) -> None:
@@ -100,7 +100,7 @@ class RayRunner:
 
 
 def _name(run: RunDirectory, attempt: int) -> str:
-    """For Ray: two servers of one cluster may have jobs of the same id."""
+    """Return the Ray job's name, with a hash: two servers on a cluster may use the same job id."""
     return f"{run.path.name}-{sha256(bytes(run.path)).hexdigest()[:8]}-{attempt}"
 
 
@@ -109,16 +109,16 @@ def _has_begun(directory: Path) -> bool:
 
 
 def _ending(answer: Absent | Present, run: RunDirectory, attempt: int) -> Exited | Lost:
-    """Of an attempt whose driver wrote no exit.json."""
+    """Return the outcome of an attempt whose driver has ended without writing exit.json."""
     directory = run.logs(attempt)
     if not directory.is_dir():
-        return Lost(blameless=isinstance(answer, Absent))  # somebody removed it
-    # So that a driver that comes late starts nothing.
+        return Lost(blameless=isinstance(answer, Absent))  # the directory was removed by hand
+    # Claim the attempt, so that a driver that starts late does nothing.
     never_begun = claim(directory)
-    (directory / "order.json").unlink(missing_ok=True)  # it has secrets, and nobody reads it now
+    (directory / "order.json").unlink(missing_ok=True)  # it has secrets and is no longer needed
     match answer:
         case Absent():
-            return Lost(blameless=True)  # the cluster was made anew, or never asked
+            return Lost(blameless=True)  # a new cluster, or the job was never submitted
         case Present(code=code, message=message):
             with run.log_file(attempt).open("a") as log:
                 log.write(f"Ray: {message}\n")

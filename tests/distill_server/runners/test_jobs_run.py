@@ -216,7 +216,7 @@ def test_resume_of_a_success_needs_more_steps(server: Server, client: DistillCli
     job = client.submit(job_config(max_steps=5))
     client.wait(job.id, timeout=20)
     for steps in (None, 5, 3):
-        with pytest.raises(WrongState, match="succeeded with 5 steps"):
+        with pytest.raises(WrongState, match="succeeded with all of its 5 steps"):
             client.resume(job.id, max_steps=steps)
     assert client.resume(job.id, max_steps=8).max_steps == 8
     done = client.wait(job.id, timeout=20)

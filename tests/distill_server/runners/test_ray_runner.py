@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import socket
@@ -27,6 +28,7 @@ from distill_server.runners.ray.places import Place, rank_variables
 from distill_server.runners.ray.runner import RayRunner
 from protos.auth.scoped_token import scoped_token
 from protos.errors import InvalidInput, Unavailable, WrongState
+from protos.extras import install_command
 from tests.distill_server.conftest import eventually
 
 AWAY = Unavailable("the Ray cluster cannot be reached")
@@ -176,7 +178,7 @@ def test_a_dashboard_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPa
                 jobs.look("job")
 
 
-@pytest.mark.parametrize("error", [AWAY, WrongState("the Ray cluster refuses: no token")])
+@pytest.mark.parametrize("error", [AWAY, WrongState("the Ray cluster refused the call: no token")])
 def test_trouble_is_told_and_outlived(
     run: RunDirectory, jobs: ScriptedJobs, error: Unavailable | WrongState
 ) -> None:
@@ -223,14 +225,14 @@ def test_a_cluster_that_refuses_from_the_start(
     run: RunDirectory, jobs: ScriptedJobs, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The job says why it waits, and the log says it once."""
-    jobs.trouble = WrongState("the Ray cluster refuses: no token")
+    jobs.trouble = WrongState("the Ray cluster refused the call: no token")
     runner = runner_of(jobs)
     start(runner, run)
-    comes(runner, run, Running("the Ray cluster refuses: no token"))
+    comes(runner, run, Running("the Ray cluster refused the call: no token"))
     jobs.trouble = None
     eventually(lambda: jobs.submitted)
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
-    assert caplog.messages[0].startswith("the Ray cluster refuses: no token: ")
+    assert caplog.messages[0].startswith("the Ray cluster refused the call: no token; ")
 
 
 def test_a_run_directory_that_somebody_removed(run: RunDirectory, jobs: ScriptedJobs) -> None:
@@ -331,8 +333,8 @@ def test_a_cluster_that_is_open_to_all_is_warned_of_once(
     jobs.trouble = None
     comes(runner, run, Running("waiting for the Ray cluster"))
     eventually(lambda: len(caplog.messages) == 3)
-    assert [message.split(":")[0] for message in caplog.messages] == [
-        "whoever reaches the Ray cluster can run any program on it",
+    assert [re.split("[:;]", message)[0] for message in caplog.messages] == [
+        "the Ray cluster requires no token",
         "the Ray cluster cannot be reached",
         "the Ray cluster can be reached again",
     ]
@@ -342,7 +344,7 @@ def test_a_cluster_that_is_open_to_all_is_warned_of_once(
     "address", ["", "auto", "10.0.0.1:8265", "ray://head:10001", "http://", "http://["]
 )
 def test_addresses(address: str) -> None:
-    with pytest.raises(InvalidInput, match="no address of a Ray dashboard") as raised:
+    with pytest.raises(InvalidInput, match="is not the URL of a Ray dashboard") as raised:
         RayJobs(address)
     assert raised.value.field == "--ray"
 
@@ -358,9 +360,7 @@ def test_without_ray_there_is_a_sentence() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == 2
-    assert ended.stderr == (
-        "error: --ray: Ray is not installed; pip install 'distill-service[ray]'\n"
-    )
+    assert ended.stderr == f"error: --ray: Ray is not installed; {install_command('ray')}\n"
 
 
 def test_variables_of_ranks() -> None:
