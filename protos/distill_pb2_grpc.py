@@ -136,7 +136,7 @@ class DistillServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetArtifact(self, request, context):
-        """Sends files of a job: its export (a Hugging Face directory; the store, for a capture), one checkpoint, or its notes.
+        """Sends files of a job: its export (a Hugging Face directory, or the store of a capture), a checkpoint, or its notes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

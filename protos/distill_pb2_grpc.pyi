@@ -43,7 +43,7 @@ class DistillStub:
     CancelJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.CancelJobRequest, _distill_pb2.Job]
     ResumeJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.ResumeJobRequest, _distill_pb2.Job]
     GetArtifact: _grpc.UnaryStreamMultiCallable[_distill_pb2.GetArtifactRequest, _distill_pb2.ArtifactChunk]
-    """Sends files of a job: its export (a Hugging Face directory; the store, for a capture), one checkpoint, or its notes."""
+    """Sends files of a job: its export (a Hugging Face directory, or the store of a capture), a checkpoint, or its notes."""
 
 @_typing.type_check_only
 class DistillAsyncStub(DistillStub):
@@ -60,7 +60,7 @@ class DistillAsyncStub(DistillStub):
     CancelJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.CancelJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
     ResumeJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.ResumeJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
     GetArtifact: _aio.UnaryStreamMultiCallable[_distill_pb2.GetArtifactRequest, _distill_pb2.ArtifactChunk]  # type: ignore[assignment]
-    """Sends files of a job: its export (a Hugging Face directory; the store, for a capture), one checkpoint, or its notes."""
+    """Sends files of a job: its export (a Hugging Face directory, or the store of a capture), a checkpoint, or its notes."""
 
 class DistillServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -128,6 +128,6 @@ class DistillServicer(metaclass=_abc_1.ABCMeta):
         request: _distill_pb2.GetArtifactRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_distill_pb2.ArtifactChunk], _abc.AsyncIterator[_distill_pb2.ArtifactChunk]]:
-        """Sends files of a job: its export (a Hugging Face directory; the store, for a capture), one checkpoint, or its notes."""
+        """Sends files of a job: its export (a Hugging Face directory, or the store of a capture), a checkpoint, or its notes."""
 
 def add_DistillServicer_to_server(servicer: DistillServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,1 +1,1 @@
-"""The job file: its tables, one file per method, and the reader that reports every problem."""
+"""The job file: its tables, one module per method, and the reader that reports every problem."""

@@ -1,4 +1,7 @@
-"""Tables and types that several methods share."""
+"""Tables and types that several methods share.
+
+The string under each field is its description in docs/reference.md and `distill config schema`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ Name = Annotated[str, Field(min_length=1)]
 def _address(value: Any) -> str | list[str]:
     listed = value if isinstance(value, list) else [value]
     if not listed or not all(isinstance(one, str) and one for one in listed):
-        raise ValueError("must be HOST:PORT, or a list of them")
+        raise ValueError("must be HOST:PORT, or a list of HOST:PORT")
     return value  # type: ignore[no-any-return]
 
 
@@ -31,59 +34,61 @@ Address = Annotated[
 
 
 class Table(BaseModel):
+    """Base class of all tables of a job file. Frozen; unknown keys are refused."""
+
     model_config = ConfigDict(
-        # An infinite learning rate is no learning rate, and JSON cannot say it.
         extra="forbid",
         frozen=True,
         use_attribute_docstrings=True,
+        # JSON has no infinity or NaN, and no key has a use for them.
         allow_inf_nan=False,
     )
 
 
 class LoraConfig(Table):
-    """Low-rank adapters on every linear layer but the head; the weights under them are frozen."""
+    """Low-rank adapters on every linear layer except the head; other weights are frozen."""
 
     rank: Count = 32
-    """Of each adapter. A table `student.lora`, even an empty one, switches adapters on."""
+    """Rank of each adapter. The table `student.lora`, even if empty, switches LoRA on."""
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """Adapters are scaled by alpha / rank. By default twice the rank."""
+    """Adapters are scaled by alpha / rank. Default: twice the rank."""
     train_head: bool = False
-    """The head learns too, as a whole; with it the embeddings, where the two are one matrix."""
+    """Also train the full head, and the embeddings if they share its weights."""
 
 
 class StudentConfig(Table):
-    """The model that learns."""
+    """The model to train."""
 
     model: Name
     """Hugging Face directory or hub id."""
     revision: str | None = None
-    """Commit of a hub id."""
+    """Commit of the hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What is computed in; weights that learn and their optimizer are always float32."""
+    """Dtype of the computation; trained weights and optimizer state are always float32."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
+    """Recompute activations in the backward pass: less memory, about a third more time."""
     lora: LoraConfig | None = None
-    """Train adapters (LoRA), with about ten times the learning rate of all weights."""
+    """Train LoRA adapters; use about ten times the learning rate of full training."""
 
 
 class TeacherLink(Table):
-    """The service that scores what the student wrote."""
+    """The teacher service that scores the student's rollouts."""
 
     address: Address = "localhost:50052"
-    """HOST:PORT of a running `distill-teacher`; a list: several with the same weights."""
+    """HOST:PORT of a running `distill-teacher`, or a list of several with the same weights."""
     logprob_format: Literal["f16", "f32"] = "f16"
-    """Precision of the log-probs on the wire."""
+    """Precision of the log-probs that the teacher sends: float16 or float32."""
     patience_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """How long a teacher that does not answer is waited for before the job fails."""
+    """Seconds to wait for a teacher that does not answer, before the job fails."""
     prefetch_mib: Count = 256
-    """Memory of rows that were sent ahead of the step that needs them."""
+    """MiB of memory for rows that arrive before the step that needs them."""
 
 
 class TeacherConfig(TeacherLink):
-    """A service whose rows are as long as the job says."""
+    """A teacher service, with the number of head ids of its rows."""
 
     top_k: Count = 64
-    """Head ids of a row: the student's likeliest tokens (reverse KL) or the teacher's (forward)."""
+    """Head ids per row: the likeliest tokens of the student (reverse KL) or teacher (forward)."""
 
 
 class DataConfig(Table):
@@ -92,102 +97,102 @@ class DataConfig(Table):
     path: Name
     """A .jsonl or .parquet file, or a hub data set id."""
     name: str | None = None
-    """Configuration of a hub data set."""
+    """Configuration name of a hub data set."""
     split: str = "train"
     """Split of a hub data set."""
     prompt_column: str = "prompt"
     """Column with the prompt."""
     answer_column: str = "answer"
-    """Column with the reference answer; only evaluation reads it."""
+    """Column with the reference answer; read by `eval.metric` and by rewards."""
     teacher_column: str = "teacher"
-    """Column with the name of the teacher of the prompt; read where `teachers` names several."""
+    """Column with the name of the prompt's teacher; read if the job has `teachers`."""
     template: str = "{prompt}"
-    """The text given to the student; a model with a chat template gets it as the user's message."""
+    """The student's input text; becomes the user's message if there is a chat template."""
     eval_path: str | None = None
-    """File with held-out prompts. By default `eval.prompts` of them are taken out of `path`."""
+    """File of held-out prompts. Default: `eval.prompts` prompts are taken out of `path`."""
 
 
 class TrainConfig(Table):
-    """The optimizer (AdamW) and how a step is cut up."""
+    """The optimizer (AdamW), and how a step is divided into micro-batches and processes."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """From the peak to zero at `max_steps`."""
+    """Learning rate after warm-up: constant, or falling to zero at `max_steps`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps from zero to the peak."""
+    """Steps in which the learning rate rises linearly to its peak."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradients with a larger norm are scaled down to this norm."""
     prompts_per_step: Count = 32
-    """Prompts, or stored sequences, of one optimizer step, over all processes."""
+    """Prompts (or stored sequences) per step, over all processes."""
     tokens_per_micro_batch: Count = 16384
-    """Padded tokens of one forward pass; memory follows it, results do not."""
+    """Padded tokens per forward pass. It changes memory and speed, not results."""
     processes: Count = 1
-    """Processes of `accelerate launch`."""
+    """Number of processes, started by `accelerate launch`."""
     sharding: Literal["none", "fsdp2"] = "none"
-    """Each process keeps all weights and their optimizer, or only its share of them (FSDP2)."""
+    """none: each process holds all weights and optimizer state. fsdp2: each holds a share."""
 
 
 class EvalConfig(Table):
-    """Held-out evaluation, before the first step, every so often, and at the end."""
+    """Held-out evaluation: before the first step, every `every` steps, and at the end."""
 
     every: Count = 50
     """Steps between evaluations."""
     prompts: Count = 128
-    """Held-out prompts, or stored sequences."""
+    """Number of held-out prompts (or stored sequences)."""
     metric: Literal["none", "exact_match"] = "none"
-    """Task accuracy: the final answer (after a last '####', or all of it) is the reference's."""
+    """exact_match: compare final answers (the text after the last '####', or all of it)."""
 
 
 class CheckpointConfig(Table):
-    """Atomic, verified checkpoints."""
+    """Checkpoints. Each is written atomically, and verified before a job resumes from it."""
 
     every: Count = 50
     """Steps between checkpoints."""
     keep: Annotated[int, Field(ge=2)] = 2
-    """Newest checkpoints kept besides the best one; two at least: a disk may break one of them."""
+    """Newest checkpoints to keep besides the best one; at least 2, in case one is damaged."""
 
 
 class TrackerConfig(Table):
-    """A tracker of runs. Its run is named as the job, and a resumed job joins it."""
+    """An experiment tracker. The run has the name of the job; a resumed job continues the run."""
 
     project: Name = "distill"
-    """Where the run is put. The table, even an empty one, switches the tracker on."""
+    """Project of the run. The table, even if empty, switches the tracker on."""
 
 
 class TrackConfig(Table):
-    """Where metrics go besides metrics.jsonl. A tracker that fails never stops a run."""
+    """Trackers that get the metrics besides metrics.jsonl. A tracker error never stops a job."""
 
     tensorboard: bool = True
-    """Write TensorBoard files into the run directory."""
+    """Write TensorBoard files into `tb/` in the run directory."""
     wandb: TrackerConfig | None = None
-    """Weights & Biases; its key from the environment, WANDB_MODE=offline needs none."""
+    """Weights & Biases. Needs an API key, unless WANDB_MODE=offline is set."""
     trackio: TrackerConfig | None = None
-    """trackio, on this machine's disk: `trackio show` is its dashboard."""
+    """trackio: writes to this machine's disk; `trackio show` opens its dashboard."""
 
 
 class ResourcesConfig(Table):
-    """What the job takes of a server's machine while it runs; `distill run` does not ask."""
+    """Resources that a server reserves for the running job; `distill run` ignores the table."""
 
     gpus: Annotated[int, Field(ge=0, le=1024)] | None = None
-    """GPUs that no other job of the server sees; by default one for each process."""
+    """GPUs reserved for this job; default: one per process if the server manages GPUs."""
     cpus: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """CPU threads of all processes together; by default the server's `--threads-per-job`."""
+    """CPU threads of all processes together; default: the server's `--threads-per-job`."""
 
 
 Priority = Annotated[int, Field(ge=-100, le=100)]
 
 
 class TrainingJob(Table):
-    """What every kind of training has."""
+    """Keys of every training method."""
 
     student: StudentConfig
     name: Annotated[str, Field(min_length=1, max_length=200)] = "distill"
-    """For people; the job's id is made from it."""
+    """Name for people; the job id is made from it."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Of everything random: the same seed on the same machine gives the same weights."""
+    """Seed of everything random: equal seeds give equal weights on the same machine."""
     max_steps: Count = 500
     """Optimizer steps."""
     train: TrainConfig = TrainConfig()
@@ -196,4 +201,4 @@ class TrainingJob(Table):
     track: TrackConfig = TrackConfig()
     resources: ResourcesConfig = ResourcesConfig()
     priority: Priority = 0
-    """In a server's queue: higher ones start first, equal ones as they came."""
+    """Priority in a server's queue: higher starts first, equal in order of submission."""

@@ -1,4 +1,4 @@
-"""What a student may ask while it answers: the table `environment` of a job file."""
+"""The table `environment` of a job file: a search engine that the student calls as it answers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ URL_SCHEMES = ("http://", "https://")
 
 
 class SearchConfig(Table):
-    """Passages for what the student writes between <search> and </search> (Search-R1)."""
+    """Search for the queries that the student writes between <search> and </search> (Search-R1)."""
 
     retriever: Name
-    """A .jsonl or .parquet file of passages, searched by BM25, or http://HOST:PORT/retrieve."""
+    """A .jsonl or .parquet file of passages (searched with BM25), or http://HOST:PORT/retrieve."""
     type: Literal["search"] = "search"
     """The environment."""
     max_turns: Count = 4
-    """Queries of one answer that get passages; after the last the student must answer."""
+    """Most queries per answer that get passages; after the last one the student must answer."""
     passages: Count = 3
-    """For one query."""
+    """Passages per query."""
     max_passage_tokens: Count = 500
-    """Of one query's passages together; `method.max_new_tokens` counts them too."""
+    """Most tokens of one query's passages; they also count in `method.max_new_tokens`."""
     timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 30.0
-    """For one whole answer of a retriever, which is asked four times at most."""
+    """Seconds for one reply of a remote retriever; a query is sent at most four times."""
 
     @field_validator("retriever")
     @classmethod
@@ -38,5 +38,5 @@ class SearchConfig(Table):
 
     @property
     def remote(self) -> bool:
-        """Whether the retriever is a server."""
+        """True if the retriever is a server, False if it is a file of passages."""
         return self.retriever.startswith(URL_SCHEMES)

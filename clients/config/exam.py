@@ -1,4 +1,4 @@
-"""What `distill eval` asks of whom: models, prompts, a sampling, and a reward."""
+"""The configuration of `distill eval`: models, prompts, sampling, and a reward."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from clients.config.reward import RewardConfig
 
 
 class ExamConfig(Table):
-    """An evaluation. Its program reads it as JSON."""
+    """An evaluation. The CLI passes it to the evaluation program as JSON."""
 
     models: Mapping[Name, Name]
-    """By the name in the table: a Hugging Face directory, or what the endpoint calls the model."""
+    """Models by display name: a Hugging Face directory, or the model name of the endpoint."""
     out: Name
-    """Directory of the answers, one subdirectory for each model."""
+    """Directory of the answers, with one subdirectory per model."""
     reward: RewardConfig
-    """Who judges."""
+    """The reward function that scores the answers."""
     data: DataConfig | None
-    """The prompts; None: those of the reward's task."""
+    """The prompts; None: the prompts of the reward's task."""
     prompts: Count | None
-    """How many of them, chosen by the seed; None: all."""
+    """Number of prompts, sampled by the seed; None: all."""
     samples: Count
-    """Answers to each prompt."""
+    """Answers per prompt."""
     temperature: Annotated[float, Field(ge=0)]
-    """Of the sampling; 0: the likeliest token."""
+    """Sampling temperature; 0: greedy decoding."""
     top_p: Annotated[float, Field(gt=0, le=1)]
-    """Tokens are drawn from the likeliest that have this much probability together."""
+    """Nucleus sampling: draw from the likeliest tokens with this total probability."""
     max_tokens: Count
-    """Of one answer."""
+    """Maximum number of tokens of an answer."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
-    """Of the choice of prompts, and of the sampling."""
+    """Seed of the choice of prompts and of the sampling."""
     endpoint: str | None
     """http://HOST:PORT/v1 of an OpenAI-compatible server; None: the models are directories."""
     api: Literal["chat", "completions"]
-    """What the endpoint is asked for."""
+    """API of the endpoint: chat completions or text completions."""
     in_flight: Count
-    """Requests that wait for the endpoint at the same time."""
+    """Most concurrent requests to the endpoint."""
     patience_seconds: Annotated[float, Field(gt=0)]
-    """For one answer of the endpoint."""
+    """Seconds to wait for one answer of the endpoint."""

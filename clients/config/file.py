@@ -1,4 +1,4 @@
-"""Reads job files. A wrong one is refused with every problem at once, each with its line."""
+"""Reads job files. An invalid file is refused with all of its problems, each with its line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ SUFFIXES = (".toml", ".yaml", ".yml")
 
 @dataclass(frozen=True)
 class JobFile:
-    """A job as read. `sources` says for each key: `default`, `job.toml:6` or `--set`."""
+    """A job file after reading: its path, its text, and the validated job.
+
+    `sources` maps each key to the origin of its value: `default`, `job.toml:6` or `--set`.
+    """
 
     path: Path
     text: str
@@ -32,7 +35,7 @@ class JobFile:
 
 @dataclass
 class _Draft:
-    """A job between its file and its model."""
+    """A job file in the making: its values and problems before validation."""
 
     name: str
     parsed: Parsed
@@ -45,12 +48,15 @@ class _Draft:
             return "--set"
         line = self.parsed.line_of(path)
         if not line and any(key[: len(path)] == path for key in self.overridden):
-            return "--set"  # it made a table of what should be a value
+            return "--set"  # the override made a table where a value belongs
         return f"{self.name}:{line}" if line else self.name
 
 
 def load_job(path: Path | str, overrides: Sequence[str] = ()) -> JobFile:
-    """Read a job file, then apply `KEY=VALUE` overrides; raises InvalidInput with all problems."""
+    """Read a job file, apply `KEY=VALUE` overrides, and validate the job.
+
+    Raises InvalidInput that lists all problems, each with the line of its key.
+    """
     path = Path(path)
     text = _read(path)
     try:
@@ -70,7 +76,7 @@ def load_job(path: Path | str, overrides: Sequence[str] = ()) -> JobFile:
     return JobFile(path, text, config, _sources(draft, config))
 
 
-# Keys that may name a file of this machine.
+# Keys that may name a file on this machine.
 FILE_KEYS: tuple[KeyPath, ...] = (
     ("student", "model"),
     ("data", "path"),
@@ -84,7 +90,10 @@ FILE_KEYS: tuple[KeyPath, ...] = (
 
 
 def localized(config: AnyJob) -> AnyJob:
-    """Names of files that exist here, made absolute: a server has another working directory."""
+    """Return the job with absolute paths for all files that exist on this machine.
+
+    A server needs absolute paths, because its working directory is another one.
+    """
     for dotted, name in named_files(config):
         table_name, key = dotted.split(".")
         if Path(name).exists():
@@ -95,13 +104,17 @@ def localized(config: AnyJob) -> AnyJob:
 
 
 def named_files(config: AnyJob) -> list[tuple[str, str]]:
-    """The keys that may name a file or directory of this machine, and what they say."""
+    """Return (key, value) of each key that may name a file or directory; URLs are left out."""
     said = [(key, getattr(getattr(config, key[0], None), key[1], None)) for key in FILE_KEYS]
     return [(".".join(key), name) for key, name in said if name and "://" not in name]
 
 
 def parse_override(override: str) -> tuple[KeyPath, Any]:
-    """`a.b=VALUE`, VALUE in TOML or else a bare string. Raises InvalidInput."""
+    """Parse `a.b=VALUE` into a key path and a value.
+
+    VALUE is parsed as TOML; if that fails, or if the key takes text, it is used as a bare string.
+    Raises InvalidInput if `override` is not KEY=VALUE.
+    """
     dotted, equals, text = override.partition("=")
     path = tuple(part.strip() for part in dotted.split("."))
     if not equals or not all(path):
@@ -128,7 +141,9 @@ def _read(path: Path) -> str:
     except OSError as error:
         raise InvalidInput(f"{path}: {(error.strerror or str(error)).lower()}") from None
     if len(data) > MAX_BYTES:
-        raise InvalidInput(f"{path}: larger than {MAX_BYTES >> 10} KiB; is it a job file?")
+        raise InvalidInput(
+            f"{path}: larger than {MAX_BYTES >> 10} KiB; check that it is a job file"
+        )
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -159,10 +174,10 @@ def _apply(override: str, draft: _Draft) -> None:
 
 def _validated(draft: _Draft) -> AnyJob | None:
     try:
-        # Strict, so that `top_k = true` is a mistake and not 1; as JSON, which knows no dates.
+        # Validate as JSON, which has no dates, in strict mode: `top_k = true` is an error, not 1.
         document = json.dumps(draft.values, default=str)
     except ValueError:
-        # Python writes no integer of more than 4300 digits; hexadecimal ones can be read.
+        # TOML can hold a hexadecimal integer so long that Python refuses to print it (4300 digits).
         draft.problems.append(f"{draft.name}: an integer has thousands of digits")
         return None
     kind = kind_of(draft.values)

@@ -1,4 +1,4 @@
-"""The kinds of jobs: `method.type` says which model reads a job."""
+"""The job models by method: `method.type` selects the model class of a job."""
 
 from __future__ import annotations
 
@@ -25,21 +25,24 @@ KINDS: Mapping[str, Kind] = {
 
 
 def processes_of(job: AnyJob) -> int:
-    """Of the job's program."""
+    """Return the number of processes of the job's program; a capture has one."""
     return job.train.processes if isinstance(job, TrainingJob) else 1
 
 
 def kind_of(values: Any) -> Kind:
-    """Who is to judge a job that may be wrong in any way."""
+    """Return the model class for an unvalidated job; OnPolicyJob if `method.type` is unknown."""
     method = values.get("method") if isinstance(values, dict) else None
     name = method.get("type") if isinstance(method, dict) else None
     return KINDS.get(name, OnPolicyJob) if isinstance(name, str) else OnPolicyJob
 
 
 def parse_job(document: str | bytes, *, strict: bool = False) -> AnyJob:
-    """A job from JSON. Raises pydantic's ValidationError."""
+    """Parse a job from JSON. Raises pydantic.ValidationError if it is invalid.
+
+    `strict` turns off type conversions, such as from true to 1.
+    """
     try:
         values = from_json(document)
     except ValueError:
-        values = None  # the model says what is wrong
+        values = None  # not JSON; the model raises the error
     return kind_of(values).model_validate_json(document, strict=strict)

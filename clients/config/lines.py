@@ -1,4 +1,4 @@
-"""From a job file's text to its values, and to the line on which each key stands."""
+"""Parses the text of a job file into its values and the line number of each key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ KeyPath = tuple[str, ...]
 
 _TOML_HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?$")
 _TOML_KEY = re.compile(r"[\w\"'.\- \t]+")
-# tomllib needs the square of a dotted key's length; possessive, or this would need it too.
+# Finds dotted keys of more than 64 parts: tomllib needs quadratic time for them. The quantifiers
+# are possessive, because this search would be quadratic too with backtracking.
 _TOML_DEEP = re.compile(r"(?<![\w\"'.\- \t])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){64}")
 _MAX_DEPTH = 64
 _YAML_DEEP = re.compile(r"(?<![\[{])(?:[\[{]\s*+){64}")
@@ -22,7 +23,7 @@ _TOML_LINE = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
 
 class SyntaxFault(ValueError):
-    """The text is not TOML or YAML at all; `line` is 0 when it is not known."""
+    """The text is not valid TOML or YAML. `line` counts from 1; 0 means unknown."""
 
     def __init__(self, message: str, line: int = 0) -> None:
         super().__init__(message)
@@ -32,11 +33,13 @@ class SyntaxFault(ValueError):
 
 @dataclass(frozen=True)
 class Parsed:
+    """The values of a job file, and the line of each key, from 1."""
+
     values: Mapping[str, Any]
     lines: Mapping[KeyPath, int]
 
     def line_of(self, path: KeyPath) -> int:
-        """The line of a key, or of the nearest table around it; 0 when none is in the text."""
+        """Return the line of a key, or of the innermost table around it; 0 if neither is found."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.lines:
                 return self.lines[path[:end]]
@@ -44,7 +47,11 @@ class Parsed:
 
 
 def parse(text: str, suffix: str) -> Parsed:
-    """Raises SyntaxFault."""
+    """Parse TOML (suffix ".toml") or YAML. Raises SyntaxFault if the text is invalid.
+
+    Deep nesting and YAML aliases are refused, because a small file could then need unbounded time
+    or memory.
+    """
     try:
         return _parse_toml(text) if suffix == ".toml" else _parse_yaml(text)
     except RecursionError:
@@ -65,7 +72,7 @@ def _parse_toml(text: str) -> Parsed:
 
 
 def _toml_lines(text: str) -> Mapping[KeyPath, int]:
-    # A scanner, not a parser: a multi-line string can fool it, and costs a wrong line number.
+    # A simple scan: a multi-line string can look like a key, which only yields a wrong line number.
     lines: dict[KeyPath, int] = {}
     table: KeyPath = ()
     for number, line in enumerate(text.splitlines(), start=1):
@@ -85,12 +92,12 @@ class _YamlLoader(yaml.SafeLoader):
     _depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        # A few nested aliases expand to gigabytes; a job file needs none.
+        # A few nested aliases can expand to gigabytes, and a job file needs none.
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.MarkedYAMLError(problem="aliases are not allowed", problem_mark=mark)
         if self._depth == _MAX_DEPTH:
-            # The parser needs seconds for thousands of levels, before Python's stack ends.
+            # Without this limit the parser takes seconds until Python's own recursion limit.
             raise RecursionError
         self._depth += 1
         node = super().compose_node(parent, index)
@@ -99,7 +106,7 @@ class _YamlLoader(yaml.SafeLoader):
 
 
 def _integer_or_text(loader: _YamlLoader, node: yaml.ScalarNode) -> int | str:
-    """YAML 1.1 reads 1:59 as a number of base 60; YAML 1.2, and everybody else, as text."""
+    """Read 1:59 as text, as YAML 1.2 does; YAML 1.1 reads it as a number in base 60."""
     text = loader.construct_scalar(node)
     return str(text) if ":" in text else int(loader.construct_yaml_int(node))
 
@@ -107,7 +114,7 @@ def _integer_or_text(loader: _YamlLoader, node: yaml.ScalarNode) -> int | str:
 _YamlLoader.add_constructor("tag:yaml.org,2002:int", _integer_or_text)
 
 
-# YAML 1.1 reads 1e-5 as a string; YAML 1.2, and everyone who writes a learning rate, as a number.
+# Read 1e-5 as a number, as YAML 1.2 does; YAML 1.1 reads it as text. Learning rates need it.
 _YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$"),
@@ -136,7 +143,7 @@ def _parse_yaml(text: str) -> Parsed:
         raise SyntaxFault(f"not YAML: {error.problem}", mark.line + 1 if mark else 0) from None
     except SyntaxFault:
         raise
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date
         raise SyntaxFault(f"not YAML: {error}") from None
 
 

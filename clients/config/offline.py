@@ -1,4 +1,4 @@
-"""What training from stored rows is: a job file with `method.type = "offline"`."""
+"""The model of offline training: a job file with `method.type = "offline"`."""
 
 from __future__ import annotations
 
@@ -13,54 +13,54 @@ class OfflineData(Table):
     """The stored sequences."""
 
     path: Name
-    """Directory that a capture made."""
+    """Directory of the store that a capture wrote."""
     eval_path: str | None = None
-    """Another one, held out. By default `eval.prompts` sequences are taken out of `path`."""
+    """A held-out store. Default: `eval.prompts` sequences are taken out of `path`."""
     eval_prompts: str | None = None
-    """A .jsonl or .parquet file of prompts and answers, for `eval.metric`."""
+    """A .jsonl or .parquet file of prompts and reference answers, for `eval.metric`."""
     prompt_column: str = "prompt"
-    """Column with the prompt."""
+    """Column of `eval_prompts` with the prompt."""
     answer_column: str = "answer"
-    """Column with the reference answer."""
+    """Column of `eval_prompts` with the reference answer."""
     template: str = "{prompt}"
-    """The text given to the student; a model with a chat template gets it as the user's message."""
+    """The student's input text; becomes the user's message if there is a chat template."""
 
 
 class OfflineConfig(Table):
-    """Offline distillation: forward KL to rows that a capture stored, with no teacher running."""
+    """Offline distillation: forward KL to the rows of a store, without a running teacher."""
 
     type: Literal["offline"]
     """The method."""
     tail: Literal["none", "bucket", "bucket+teacher_samples"] | None = None
-    """As for `on_policy`. By default bucket+teacher_samples, or bucket where none are stored."""
+    """As for `on_policy`. Default: bucket+teacher_samples, or bucket without stored samples."""
     cross_entropy: Annotated[float, Field(ge=0)] = 0.0
-    """Weight w of the stored token: the loss is KL + w * cross-entropy, at one temperature."""
+    """Weight w of the cross-entropy of the stored tokens: loss = KL + w * cross-entropy."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    """Head ids of the rows; a store with another number is refused. By default any."""
+    """Required number of head ids per stored row; other stores are refused. Default: any."""
     temperature: Annotated[float, Field(gt=0)] | None = None
-    """Of student and teacher in the loss; a store of another one is refused. By default any."""
+    """Required temperature of the stored rows; other stores are refused. Default: any."""
     teacher_fingerprint: str | None = None
-    """Of the teacher's weights; a store of another one is refused. By default any."""
+    """Required fingerprint of the store's teacher; other stores are refused. Default: any."""
     on_policy_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of a step's stored prompts that the student answers and the live teacher scores."""
+    """Share of a step's stored prompts that the student answers and `teacher.address` scores."""
     max_new_tokens: Count = 256
-    """Tokens of one answer that the student writes."""
+    """Maximum number of tokens of an answer that the student samples."""
 
 
 class OfflineJob(TrainingJob):
-    """A job that trains from a store."""
+    """An offline training job."""
 
     data: OfflineData
     method: OfflineConfig
     teacher: Annotated[TeacherLink | None, Field(validate_default=True)] = None
-    """The live teacher; only `method.on_policy_fraction` needs one."""
+    """The running teacher service; only needed for `method.on_policy_fraction`."""
 
     @field_validator("teacher")
     @classmethod
     def _is_there_if_needed(cls, teacher: TeacherLink | None, info: ValidationInfo) -> object:
         method = info.data.get("method")
         if method is not None and (method.on_policy_fraction > 0) != (teacher is not None):
-            needed = "needs" if teacher is None else "is 0, so the job needs no"
+            needed = "needs" if teacher is None else "is 0, so leave out"
             raise ValueError(f"method.on_policy_fraction {needed} teacher.address")
         return teacher
 
@@ -74,10 +74,10 @@ class OfflineJob(TrainingJob):
 
     @property
     def teacher_addresses(self) -> dict[str, str | list[str]]:
-        """As OnPolicyJob's; empty where no teacher is needed."""
+        """As OnPolicyJob.teacher_addresses; empty if the job has no teacher."""
         return {} if self.teacher is None else {"": self.teacher.address}
 
     @property
     def sequences_per_step(self) -> int:
-        """As OnPolicyJob's."""
+        """Number of sequences in a step, over all processes."""
         return self.train.prompts_per_step

@@ -1,4 +1,4 @@
-"""What a job is: the model of a job file. `config_file.py` reads files into it."""
+"""The model of on-policy distillation: a job file with `method.type = "on_policy"` (default)."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from clients.config.common import (
 
 
 class OnPolicyConfig(Table):
-    """On-policy distillation: the student writes, the teacher scores every token of it."""
+    """On-policy distillation: the student samples answers, the teacher scores every token."""
 
     type: Literal["on_policy"] = "on_policy"
     """The method."""
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
-    """KL(student||teacher) or KL(teacher||student)."""
+    """reverse_kl: KL(student||teacher). forward_kl: KL(teacher||student)."""
     tail: Literal["none", "published", "sampled", "bucket", "bucket+sampled"] = "bucket+sampled"
-    """What stands for the vocabulary outside the head; the default: unbiased, least variance."""
+    """Estimate of the KL over the tail; the default is unbiased with the least variance."""
     rollouts_per_prompt: Count = 1
-    """Answers sampled for one prompt."""
+    """Answers sampled per prompt."""
     max_prompt_tokens: Count = 512
-    """Longer prompts are left out, and counted."""
+    """Longer prompts are skipped and counted."""
     max_new_tokens: Count = 256
-    """Tokens of one answer."""
+    """Maximum number of tokens of an answer."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Of the sampling, and of student and teacher in the loss."""
+    """Temperature of sampling, and of student and teacher in the loss."""
 
 
 class OnPolicyJob(TrainingJob):
-    """A job. A three-line file (student.model, teacher.address, data.path) trains."""
+    """An on-policy job. Three lines are enough: student.model, teacher.address, data.path."""
 
     data: DataConfig
     teacher: TeacherConfig = TeacherConfig()
     teachers: dict[Name, Address] = {}  # noqa: RUF012 (pydantic copies it)
-    """Addresses of several teachers by name, in place of `teacher.address`."""
+    """Addresses of several teachers by name, instead of `teacher.address`."""
     method: OnPolicyConfig = OnPolicyConfig()
 
     @property
     def teacher_addresses(self) -> dict[str, str | list[str]]:
-        """By name; a teacher that is the only one has the name ""."""
+        """The addresses of the teachers by name. A single teacher has the name ""."""
         return self.teachers or {"": self.teacher.address}
 
     @property
     def sequences_per_step(self) -> int:
-        """Over all processes."""
+        """Number of sequences in a step, over all processes."""
         return self.train.prompts_per_step * self.method.rollouts_per_prompt

@@ -1,4 +1,4 @@
-"""What is wrong with a job, in words a person can act on."""
+"""Turns pydantic's errors about a job into messages with a key, a problem and a suggestion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clients.config.on_policy import OnPolicyJob
 def fields(
     model: type[BaseModel] = OnPolicyJob, table: KeyPath = ()
 ) -> Mapping[KeyPath, FieldInfo]:
-    """Every key that holds a value (not the tables), by its path."""
+    """Return every key of `model` that holds a value (tables excluded), by its path."""
     found: dict[KeyPath, FieldInfo] = {}
     for name, info in model.model_fields.items():
         if (inner := table_in(info)) is not None:
@@ -29,7 +29,7 @@ def fields(
 
 
 def table_in(info: FieldInfo) -> type[BaseModel] | None:
-    """The table that the key holds, or may hold where it is optional; None for a value."""
+    """Return the table class of a key, also of an optional one; None if the key holds a value."""
     for kind in (info.annotation, *get_args(info.annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
@@ -37,7 +37,7 @@ def table_in(info: FieldInfo) -> type[BaseModel] | None:
 
 
 def holds_text(path: KeyPath) -> bool:
-    """Whether the key takes a string of any kind, and no list, in any kind of job."""
+    """Return True if some method has this key with a type that allows strings and no list."""
     found = (fields(kind).get(path) for kind in KINDS.values())
     kinds = [(info.annotation, *get_args(info.annotation)) for info in found if info]
     return any(str in one and not any(get_origin(k) is list for k in one) for one in kinds)
@@ -46,7 +46,10 @@ def holds_text(path: KeyPath) -> bool:
 def describe(
     error: ErrorDetails, model: type[BaseModel] = OnPolicyJob
 ) -> Iterator[tuple[KeyPath, str]]:
-    """The keys that one pydantic error of `model` is about, and what is wrong with them."""
+    """Yield (key, message) for one pydantic error of `model`.
+
+    A missing table yields each of its required keys.
+    """
     path = tuple(str(part) for part in error["loc"])
     match error["type"]:
         case "missing":
@@ -70,7 +73,7 @@ def describe(
 
 
 def _suggestion(path: KeyPath, model: type[BaseModel]) -> str:
-    """What the author of an unknown key may have meant."""
+    """Return a suggestion for an unknown key, to append to the message; "" if there is none."""
     table, name = path[:-1], path[-1]
     keys = _keys(model)
     if kinds := [repr(kind) for kind, other in KINDS.items() if path in _keys(other)]:
@@ -80,7 +83,7 @@ def _suggestion(path: KeyPath, model: type[BaseModel]) -> str:
         return f"; did you mean '{near[0]}'?"
     if owners := [key for key in keys if key[-1] == name]:
         return "; it belongs to " + " or ".join(_table_of(key) for key in owners)
-    # Of two keys with one name, the one in the same table is meant.
+    # If two keys have the same name, prefer the one in the same table.
     names = {key[-1]: key for key in sorted(keys, key=lambda key: key[:-1] == table)}
     if near := difflib.get_close_matches(name, names, n=1):
         meant = names[near[0]]

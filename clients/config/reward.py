@@ -1,4 +1,4 @@
-"""What an answer is worth: the table `reward` of a job file."""
+"""The table `reward` of a job file: the reward function that scores answers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ GENERATED = "reasoning_gym:"
 
 
 class LengthPenalty(Table):
-    """Answers lose what they are too long: DAPO's soft punishment (arXiv 2503.14476, eq. 13)."""
+    """A penalty for long answers: DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13)."""
 
     free_tokens: Count
-    """Answers of at most so many tokens lose nothing;"""
+    """Answers of at most this many tokens have no penalty."""
     max_tokens: Count
-    """from there the loss grows evenly up to `weight` at so many."""
+    """The penalty grows linearly from 0 at `free_tokens` to `weight` at this many tokens."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """What the longest answers lose."""
+    """Largest penalty, subtracted from the reward."""
 
     @field_validator("max_tokens")
     @classmethod
@@ -33,22 +33,22 @@ class LengthPenalty(Table):
 
 
 class RewardConfig(Table):
-    """Who judges the answers."""
+    """The reward function."""
 
     type: Name
     """exact_match, word_match, f1, math, regex, python, or reasoning_gym:TASK."""
     pattern: Annotated[str | None, Field(validate_default=True)] = None
-    """regex: its last match's group is compared with the reference; without a group, found is 1."""
+    """regex: compares the last match's group with the reference. No group: any match scores 1."""
     file: Annotated[str | None, Field(validate_default=True)] = None
     """python: file with `reward(prompt, answer, reference, fields)`; only for `distill run`."""
     options: Mapping[Name, bool | int | float | str] = {}
-    """reasoning_gym: settings of the task, as its own documentation names them."""
+    """reasoning_gym: options of the task, as named in the documentation of reasoning-gym."""
     template: str = "{prompt}"
-    """reasoning_gym: as `data.template`, around each generated prompt."""
+    """reasoning_gym: as `data.template`, for the generated prompts."""
     timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 10.0
-    """For one answer; one that takes longer has no reward."""
+    """Seconds to score one answer; an answer that takes longer gets no reward."""
     length: LengthPenalty | None = None
-    """A table `length` takes reward from long answers."""
+    """The table `reward.length` penalises long answers."""
 
     @field_validator("type")
     @classmethod
@@ -64,7 +64,7 @@ class RewardConfig(Table):
         owner = {"pattern": "regex", "file": "python"}[str(info.field_name)]
         kind = info.data.get("type")
         if kind is not None and (kind == owner) != bool(value):
-            raise ValueError(f"reward.type = '{owner}' needs it, and no other type takes it")
+            raise ValueError(f"must be set if reward.type = '{owner}', and only then")
         return value
 
     @field_validator("pattern")
@@ -73,19 +73,19 @@ class RewardConfig(Table):
         try:
             groups = re.compile(pattern or "").groups
         except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"is no regular expression: {error}") from None
+            raise ValueError(f"is not a regular expression: {error}") from None
         if groups > 1:
-            raise ValueError("must have at most one group; (?:...) is none")
+            raise ValueError("must have at most one group; write other groups as (?:...)")
         return pattern
 
     @field_validator("options", "template")
     @classmethod
     def _is_of_a_task(cls, value: Any, info: ValidationInfo) -> Any:
         if info.data.get("type") in NAMED and value not in ({}, "{prompt}"):
-            raise ValueError(f"only reward.type = '{GENERATED}TASK' takes it")
+            raise ValueError(f"is only for reward.type = '{GENERATED}TASK'; leave it out")
         return value
 
     @property
     def task(self) -> str | None:
-        """Of reasoning_gym; None where the prompts are the data's."""
+        """The reasoning_gym task that generates the prompts; None if they come from the data."""
         return self.type.removeprefix(GENERATED) if self.type.startswith(GENERATED) else None

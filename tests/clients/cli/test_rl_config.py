@@ -42,9 +42,9 @@ def test_a_task_brings_its_own_prompts(tmp_path: Path) -> None:
     ("override", "where", "said"),
     [
         ("method.gae_lambda=2.0", "method.gae_lambda", "less than or equal to 1"),
-        ("method.rollouts_per_prompt=1", "method.rollouts_per_prompt", "take 2 or more"),
+        ("method.rollouts_per_prompt=1", "method.rollouts_per_prompt", "must be 2 or more"),
         ("method.estimator=k3", "method.estimator", "needs top_k = 0"),
-        ("method.importance_clip=[2.0, 0.5]", "method.importance_clip", "[LEAST, GREATEST]"),
+        ("method.importance_clip=[2.0, 0.5]", "method.importance_clip", "[MIN, MAX]"),
         ("method.importance_clip=[0.5, 2.0]", "method.importance_clip", "needs updates_per_step"),
         ("method.clip_low=1.5", "method.clip_low", "less than or equal to 1"),
         ("method.tail=bucket+teacher_samples", "method.tail", "expected one of"),
@@ -53,11 +53,11 @@ def test_a_task_brings_its_own_prompts(tmp_path: Path) -> None:
         ("anchor.period=3", "anchor.period", "did you mean 'update_period'?"),
         ("reward.type=taste", "reward.type", "must be one of exact_match"),
         ("reward.type=reasoning_gym:x", "data", "leave it out"),
-        ("anchor={tau = 0.0, update_period = 1}", "anchor", "it is the student itself"),
+        ("anchor={tau = 0.0, update_period = 1}", "anchor", "the anchor equals the student"),
         (
             "environment={retriever = 'c.jsonl', max_passage_tokens = 1024}",
             "environment",
-            "lower the one or raise the other",
+            "lower the first or raise the second",
         ),
         ("teacher.top_k=3", "teacher.top_k", "only a job with method.type = 'on_policy'"),
     ],
@@ -78,11 +78,11 @@ def test_refusals(tmp_path: Path, override: str, where: str, said: str) -> None:
             "reward",
             "needs method.beta",
         ),
-        (JOB.replace('data.path = "d.jsonl"\n', ""), "data", "makes its own prompts"),
+        (JOB.replace('data.path = "d.jsonl"\n', ""), "data", "generates its prompts"),
         (
             JOB + 'method.kl_in = "reward"\nmethod.divergence = "forward_kl"\n',
             "method.divergence",
-            "is the reverse KL",
+            "needs reverse_kl",
         ),
         (
             JOB.replace('reward.type = "exact_match"', "method.beta = 0\nmethod.teacher_beta = 0")
@@ -94,12 +94,12 @@ def test_refusals(tmp_path: Path, override: str, where: str, said: str) -> None:
             JOB.replace('reward.type = "exact_match"', 'method.top_k = 0\nmethod.estimator = "k1"')
             + 'teacher.address = "localhost:1"\n',
             "reward",
-            "take 'k4'",
+            "use 'k4'",
         ),
         (
             JOB.replace('reward.type = "exact_match"', "method.beta = 0.5"),
             "reward",
-            "the anchor begins as the student",
+            "the anchor starts equal to the student",
         ),
         (
             JOB + "method.reward_weight = 0\n",
@@ -109,17 +109,17 @@ def test_refusals(tmp_path: Path, override: str, where: str, said: str) -> None:
         (
             JOB + 'method.beta = 0\nanchor.context = "{answer}"\n',
             "anchor",
-            "has no anchor",
+            "keeps no anchor",
         ),
         (
             JOB + 'method.kl_in = "reward"\nmethod.tail = "none"\n',
             "method.tail",
-            "has no use for it",
+            "is not used with",
         ),
         (
             JOB + 'method.kl_in = "reward"\nmethod.top_k = 0\nmethod.estimator = "k3"\n',
             "method.estimator",
-            "has no use for it",
+            "is not used with",
         ),
         (
             JOB + 'method.top_k = 0\nmethod.estimator = "k5"\n',
