@@ -1,7 +1,8 @@
-"""Pure functions of rows: each loss can be checked against its formula on one page.
+"""Losses as pure functions of rows: each can be checked against its formula.
 
-Shapes: N tokens, K head ids, V vocabulary. Losses return one value a token; masks, weights and the
-one division by the number of tokens belong to the caller.
+Shapes: N tokens, K head ids, M tail samples, V vocabulary. A loss returns one value per token, [N];
+a KL is in nats. Masks, token weights and the one division by the global token count are the
+caller's.
 """
 
 from student_trainer.losses.advantages import (

@@ -1,4 +1,4 @@
-"""How much better than expected a token was: from a group of answers, from a critic, from a KL."""
+"""Advantages of tokens: from a group of answers, from a critic (GAE), or from a KL to a teacher."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from student_trainer.losses.topk import topk_kl
 
 
 def group_advantages(rewards: Tensor, *, scale_by_std: bool, eps: float = 1e-6) -> Tensor:
-    """(R - mean) / (std + eps) within each group of answers to one prompt, [G, n].
+    """Return the advantage (R - mean) / (std + eps) of each answer within its group, [G, n].
 
-    rewards [G, n]; NaN where an answer has none: it is left out of its group's statistics, and its
-    own advantage is zero, as are all of a group whose rewards are equal. The standard deviation is
-    that of a sample (n - 1), as in GRPO's implementations (arXiv 2402.03300); without it: Dr. GRPO
-    (arXiv 2503.20783).
+    `rewards` [G, n]: the rewards of n answers to each of G prompts; NaN if an answer has none. An
+    answer without a reward is left out of the mean and the std of its group, and its advantage is
+    0. All advantages of a group with equal rewards are 0.
+
+    The std is the sample standard deviation (n - 1), as in implementations of GRPO (arXiv
+    2402.03300). `scale_by_std=False` omits the division, as in Dr. GRPO (arXiv 2503.20783).
     """
     known = rewards.isfinite()
     count = known.sum(1, keepdim=True)
@@ -26,12 +28,17 @@ def group_advantages(rewards: Tensor, *, scale_by_std: bool, eps: float = 1e-6) 
     if scale_by_std:
         std = (gap.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
         gap = gap / (std + eps)
-    # A mean of equal numbers may be a rounding away from them, and so small a std would blow it up.
+    # The mean of equal rewards can differ from them by rounding; dividing by a std that small would
+    # make the difference large.
     return torch.where(flat_groups(rewards)[:, None], zero, gap)
 
 
 def flat_groups(rewards: Tensor) -> Tensor:
-    """Which groups [G] of rewards [G, n] teach nothing: their known ones are all the same."""
+    """Return which groups of `rewards` [G, n] have only equal rewards, [G] bool.
+
+    The advantages of such a group are 0, so it has no policy gradient. NaN rewards are ignored; a
+    group without any reward is flat.
+    """
     known = rewards.isfinite()
     highest = torch.where(known, rewards, -torch.inf).amax(1)
     lowest = torch.where(known, rewards, torch.inf).amin(1)
@@ -39,7 +46,11 @@ def flat_groups(rewards: Tensor) -> Tensor:
 
 
 def at_the_end(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """Rewards of whole answers [S] as rewards of tokens [N]: all of it at the last one."""
+    """Place the reward of each answer, [S], at its last token: rewards of tokens, [N].
+
+    `lengths` [S]: the number of tokens of each answer, at least 1; N is their sum. The rewards of
+    all other tokens are 0.
+    """
     of_tokens = rewards.new_zeros(int(lengths.sum()))
     return of_tokens.index_put_((lengths.cumsum(0) - 1,), rewards)
 
@@ -48,16 +59,18 @@ def at_the_end(rewards: Tensor, lengths: Tensor) -> Tensor:
 def gae(
     rewards: Tensor, values: Tensor, sequence: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimates (arXiv 1506.02438) and the critic's targets, each [N].
-
-    rewards [N], of each token; values [N], the critic's before it; sequence [N], which answer it is
-    of, the tokens of each in a row. After the last one nothing is left to come.
+    """Return GAE advantages [N] and the critic's targets [N] (arXiv 1506.02438, equation 16).
 
         delta_t = r_t + gamma V_(t+1) - V_t
         A_t = delta_t + gamma lam A_(t+1),  target_t = A_t + V_t
+
+    `rewards` [N]: the reward of each token. `values` [N]: the critic's value before each token.
+    `sequence` [N]: the index of each token's answer; the tokens of an answer are adjacent and in
+    order. After the last token of an answer, V and A are 0. No gradient.
     """
     delta = rewards + gamma * _ahead(values, sequence, 1) - values
-    # The recursion by doubling: after each turn an advantage reaches twice as far ahead.
+    # Doubling: each iteration doubles the number of deltas in an advantage, so log2(N) vector
+    # operations replace a loop over N tokens.
     advantages, reach = delta, 1
     while reach < len(delta):
         advantages = advantages + (gamma * lam) ** reach * _ahead(advantages, sequence, reach)
@@ -66,7 +79,7 @@ def gae(
 
 
 def _ahead(values: Tensor, sequence: Tensor, by: int) -> Tensor:
-    """What stands `by` tokens later in the same sequence, or 0, [N]."""
+    """Return the value `by` tokens later in the same sequence, 0 if there is none, [N]."""
     later = torch.zeros_like(values)
     later[:-by] = torch.where(sequence[:-by] == sequence[by:], values[by:], 0)
     return later
@@ -74,12 +87,15 @@ def _ahead(values: Tensor, sequence: Tensor, by: int) -> Tensor:
 
 @torch.no_grad()
 def kl_reward(student: Rows, teacher: Rows) -> Tensor:
-    """The reverse KL as an advantage of each token: -(log p(y) - log q(y)) + baseline, [N] in nats.
+    """Return minus the sampled reverse KL plus a baseline, as an advantage per token, [N] in nats.
 
-    Its policy gradient has the mean -grad KL(p||q) of the token's own distribution ("On-Policy
-    Distillation", Thinking Machines). The baseline is the Top-k KL with one bucket for the tail
-    (vOPD): it does not know y, so the mean stays as it is, and it takes most of the variance away.
+        A = -(log p(y) - log q(y)) + baseline
+
+    The policy gradient with this advantage has the mean -grad KL(p||q), where p and q are the
+    distributions of the token ("On-Policy Distillation", Thinking Machines). The baseline is the
+    Top-k KL with tail `bucket` (vOPD). It does not depend on y, so it leaves the mean unchanged,
+    and it removes most of the variance. No gradient.
     """
-    in_head = torch.zeros_like(student.token_logprobs, dtype=torch.bool)  # not asked by `bucket`
+    in_head = torch.zeros_like(student.token_logprobs, dtype=torch.bool)  # `bucket` ignores it
     baseline = topk_kl(student, teacher, in_head, direction="reverse", tail="bucket")
     return baseline - token_log_ratio(student.token_logprobs, teacher.token_logprobs)

@@ -1,7 +1,7 @@
-"""What each token counts, so that a loss is a sum over tokens divided once by a global count.
+"""Weights of tokens: a loss is a weighted sum over tokens, divided once by a global sum of weights.
 
-token-mean           sum over all tokens / number of tokens: long answers count more
-seq-mean-token-mean  the mean over sequences of the means over their tokens
+token-mean           every token has weight 1, so long answers count more
+seq-mean-token-mean  every answer has weight 1, divided equally among its tokens
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ Aggregate = Literal["token-mean", "seq-mean-token-mean"]
 
 
 def sequence_weights(lengths: Tensor, kept: Tensor, aggregate: Aggregate) -> Tensor:
-    """What each sequence counts, [S] float64; over all processes their sum is what divides.
+    """Return the weight of each sequence, [S] float64.
 
-    lengths [S] in learned tokens; kept [S] bool, False of an answer that is masked: it counts
-    nothing, in the sum as in the count.
+    The loss is divided by the sum of these weights over all processes. `lengths` [S]: the number of
+    learned tokens. `kept` [S] bool: False for a masked answer, whose weight is 0, so it counts
+    neither in the loss nor in the divisor.
     """
     match aggregate:
         case "token-mean":
@@ -29,6 +30,9 @@ def sequence_weights(lengths: Tensor, kept: Tensor, aggregate: Aggregate) -> Ten
 
 
 def token_weights(lengths: Tensor, kept: Tensor, aggregate: Aggregate) -> Tensor:
-    """What each token counts, [N = sum of lengths] float32, sequence after sequence."""
+    """Return the weight of each token, [N] float32, sequence after sequence.
+
+    N is the sum of `lengths`. Arguments as in `sequence_weights`.
+    """
     each = sequence_weights(lengths, kept, aggregate) / lengths.clamp(min=1)
     return each.float().repeat_interleave(lengths)

@@ -1,12 +1,12 @@
-"""One chunk of rows between the matrix products: logits to rows, and derivatives to d(logits).
+"""One chunk of rows between the matrix products: logits to rows, and row derivatives to d(logits).
 
-Let a loss be a function of head log-probs l_i, token log-prob l_y (and those of other single ids,
-alike) and tail log-mass T, with derivatives g_i, g_y, g_T and G their sum. Then (method: section
-7), z the logits over temperature,
+Let a loss be a function of the head log-probs l_i, the tail log-mass T, the token log-prob l_y and
+the log-probs of tail samples, which are treated like l_y. Let g_i, g_T and g_y be its derivatives,
+G their sum, and z the logits divided by the temperature. Then
 
     dL/dz_j = p_j ([j not in S] g_T / P_t - G) + [j in S] g_i + [j = y] g_y:
 
-a row's scalar times the softmax, plus k + 1 scattered entries.
+a scalar per row times the softmax, plus one scattered entry per head id, token and tail sample.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _TRITON = importlib.util.find_spec("triton") is not None
 
 @dataclass(frozen=True)
 class Chunk:
-    """n rows whose logits are in a buffer [n, V] that is about to become their gradient.
+    """n rows, and the buffer [n, V] of their logits, which `gradient` overwrites with the gradient.
 
-    `rows` and `entropy` [n] in nats; the rest is what the gradient needs, [n], [n, K] or [n, M].
+    `rows` and `entropy` [n] are in nats. The other tensors, [n], [n, K] or [n, M], are intermediate
+    results that `gradient` needs.
     """
 
     rows: Rows
@@ -45,7 +46,10 @@ class Chunk:
     tail_sum: Tensor
 
     def gradient(self, of_rows: Rows) -> Tensor:
-        """d(loss)/d(logits) [n, V], in the buffer, from the derivatives in the rows."""
+        """Return d(loss)/d(logits) [n, V], written into the buffer. Call it once.
+
+        `of_rows`: the derivatives of the loss with respect to the rows.
+        """
         head, tail = of_rows.head_logprobs, of_rows.tail_logmass
         token, samples = of_rows.token_logprobs, of_rows.sample_logprobs
         everything = head.sum(1) + tail + _beside(token, samples).sum(1)
@@ -53,8 +57,8 @@ class Chunk:
             self.tail_sum == 0, 1, self.tail_sum
         )
         of_head = head - self.head_share * everything[:, None]
-        # The token's whole entry is summed here: where the student is certain of it, it is a small
-        # difference of large numbers, and a buffer of half precision would add them up to nothing.
+        # Sum the terms of the token's entry here, in float32. If the student is certain of the
+        # token, the entry is a small difference of large numbers, which half precision would lose.
         is_token = self.head_ids == self.token_ids[:, None]
         of_token = token + torch.where(
             is_token.any(1),
@@ -79,17 +83,21 @@ def make_chunk(
     sample_ids: Tensor | None,
     temperature: float,
 ) -> Chunk:
-    """The rows of softmax(buffer / temperature); `buffer` holds logits [n, V] and is used up."""
+    """Return the rows of softmax(buffer / temperature); overwrites `buffer`, the logits [n, V].
+
+    head_ids [n, K] int64, distinct within a row; token_ids [n] int64; sample_ids [n, M] int64 or
+    None. Rows are float32, or float64 for float64 logits.
+    """
     wide = torch.float64 if buffer.dtype == torch.float64 else torch.float32
     head = buffer.gather(1, head_ids).to(wide) / temperature
     picked = buffer.gather(1, _beside(token_ids, sample_ids)).to(wide) / temperature
     buffer.scatter_(1, head_ids, -torch.inf)
     top, tail_sum, tail_weighted = _passes(buffer).tail_statistics(buffer, temperature)
-    # One common maximum, so that the shares below sum to one to the last bit.
+    # One maximum for head and tail, so that the shares below sum to one to the last bit.
     common = torch.maximum(top, head.amax(1)) if head.shape[1] else top
     behind = (head - common[:, None]).clamp(min=-1e4)
     head_exp = behind.exp()
-    # An empty tail's maximum is the lowest float: its distance times a mass of zero is zero.
+    # The maximum of an empty tail is finite (the lowest float), so times a mass of zero it is 0.
     tail_behind = top - common
     tail_exp = tail_behind.exp()
     mass = head_exp.sum(1) + tail_sum * tail_exp
@@ -114,12 +122,15 @@ def make_chunk(
 
 
 def _beside(token: Tensor, samples: Tensor | None) -> Tensor:
-    """[n] and [n, M] as [n, 1 + M]: the ids whose log-probs are wanted, or what is due to them."""
+    """Concatenate [n] and [n, M] to [n, 1 + M]: first the column of the token, then the samples."""
     return token[:, None] if samples is None else torch.cat([token[:, None], samples], 1)
 
 
 def reads_narrow(tensor: Tensor) -> bool:
-    """Whether the passes over logits like `tensor` widen what they read: Triton's do, on CUDA."""
+    """Return True if the passes over `tensor` read half precision and compute in float32.
+
+    The Triton kernels do. They are used for CUDA tensors other than float64 if Triton is installed.
+    """
     return tensor.is_cuda and tensor.dtype != torch.float64 and _TRITON
 
 

@@ -1,4 +1,7 @@
-"""The KL over the whole vocabulary: the oracle of every other loss, and their limit at k = V."""
+"""The exact KL over the whole vocabulary: the reference for all other losses.
+
+Top-k KL with K = V equals it in every tail mode.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ def exact_kl(
     direction: Direction,
     temperature: float = 1.0,
 ) -> Tensor:
-    """KL(student || teacher) ("reverse") or KL(teacher || student) ("forward"), [N] in nats.
+    """Return KL(student || teacher) ("reverse") or KL(teacher || student) ("forward"), [N] in nats.
 
-    Both logits [N, V], divided by `temperature`; gradient through the student only.
+    Both logits [N, V] are divided by `temperature`. Log-probs below LOWEST_LOGPROB are clamped to
+    it. The gradient flows through the student only.
     """
     log_p = _log_softmax(student_logits, temperature)
     log_q = _log_softmax(teacher_logits, temperature).detach()

@@ -1,8 +1,8 @@
-"""One operator that runs any loss of rows straight from hidden states, without [N, V] logits.
+"""Compute any loss of rows from hidden states, without materialising the [N, V] logits.
 
-A chunk of rows needs its logits once, in one buffer that turns in place into exp(z) and then into
-the gradient (`chunk.py`), and three matrix products in all: gradients are made in the forward pass
-and only scaled in the backward pass.
+Rows are processed in chunks. The logits of a chunk are computed once, in one buffer that is then
+overwritten with exp(z) and with the gradient (`chunk.py`). The cost is three matrix products: the
+forward pass already computes the gradients, and the backward pass only scales them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from student_trainer.losses.chunk import make_chunk
 from student_trainer.losses.projection import HeadGradients, logit_chunks, wide_dtype
 from student_trainer.losses.rows import Rows
 
-# Already weighted losses [n] of the rows that stand at `index` of the batch.
+# (rows, index) -> weighted losses [n] of the rows at slice `index` of the batch.
 LossFunction = Callable[[Rows, slice], Tensor]
-# Head, token and sample ids: see fused_linear_loss.
+# Head ids, token ids and sample ids, with shapes as in fused_linear_loss.
 _Ids = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
 class FusedLoss:
-    """loss_sum, a scalar that can be differentiated; the rest is detached.
+    """Result of a fused loss; only `loss_sum` can be differentiated, the rest is detached.
 
-    rows: Rows of N; metrics, each [N]: "loss" as loss_fn gave it, "entropy" of the student in nats.
+    loss_sum: a scalar, the sum over the rows. rows: Rows of N. metrics: [N] each; "loss" as
+    `loss_fn` returned it, "entropy" of the student in nats.
     """
 
     loss_sum: Tensor
@@ -48,12 +49,17 @@ def fused_linear_loss(
     temperature: float = 1.0,
     chunk_rows: int | None = None,
 ) -> FusedLoss:
-    """Sum of loss_fn over the rows of softmax((hidden @ weight.T + bias) / temperature).
+    """Sum `loss_fn` over the rows of softmax((hidden @ weight.T + bias) / temperature).
 
-    hidden [N, H]; weight [V, H]; head_ids [N, K] int64, distinct within a row; token_ids [N] int64;
-    sample_ids [N, M] int64, the teacher's tail samples; bias [V]. Logits are handled `chunk_rows`
-    at a time; what is made of them is float32 at least. For a loss whose weights are known only
-    after all rows, see `fused_linear_rows`.
+    hidden [N, H]; weight [V, H]; bias [V]; head_ids [N, K] int64, distinct within a row; token_ids
+    [N] int64; sample_ids [N, M] int64, the teacher's tail samples. `chunk_rows`: rows per chunk;
+    None chooses it by V and the device. Rows and losses are float32, or float64 for float64 states.
+
+    `loss_fn` is called once per chunk, with the rows of the chunk and their slice of the batch. If
+    the loss of a row depends on other rows, use `fused_linear_rows`.
+
+    The result can be differentiated once, to first order: the backward pass raises RuntimeError
+    when called a second time, or with create_graph=True.
     """
     loss, losses, entropy, *rows = _FusedLinearLoss.apply(  # type: ignore[no-untyped-call]
         *_asked(hidden, weight, bias),
@@ -78,7 +84,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         chunk_rows: int | None,
     ) -> tuple[Tensor, ...]:
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad)
-        # Under mixed precision float32 weights meet bf16 states.
+        # Under mixed precision the weights are float32 and the states bf16.
         weight = weight.to(hidden.dtype)
         none = hidden.new_zeros(0, dtype=wide_dtype(hidden))
         done: list[tuple[Tensor, ...]] = [(none, none, *_no_rows(none, ids))]
@@ -91,23 +97,23 @@ class _FusedLinearLoss(torch.autograd.Function):
                 losses = loss_fn(chunk.rows, index)
             done.append((losses, chunk.entropy, *_tensors(chunk.rows)))
         parts = [torch.cat(parts) for parts in zip(*done, strict=True)]
-        # Not saved tensors: the one backward pass scales them in place, the weight's is large.
+        # Not save_for_backward: backward scales them in place, as the weight's gradient is large.
         ctx.gradients = gradients
         ctx.mark_non_differentiable(*parts)
         return parts[0].sum(), *parts
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph: they would silently be zero
-            raise RuntimeError("a fused loss has no second derivatives")
+        if torch.is_grad_enabled():  # create_graph=True: they would silently be 0
+            raise RuntimeError("a fused loss has no second derivatives; use create_graph=False")
         if ctx.gradients is None:
-            raise RuntimeError("a fused loss can be differentiated once: its gradients are used up")
+            raise RuntimeError("a fused loss can be differentiated once; compute the loss again")
         gradients, ctx.gradients = ctx.gradients, None
         return (*gradients.times(grad_loss), *[None] * 4)
 
 
 def _derivatives(loss_fn: LossFunction, rows: Rows, index: slice) -> tuple[Tensor, Rows]:
-    """Losses [n], and the derivatives of their sum in the rows, as rows."""
+    """Return the losses [n], and the derivatives of their sum with respect to the rows."""
     with torch.enable_grad():
         leaves = rows.map(lambda values: values.detach().requires_grad_())
         losses = loss_fn(leaves, index)
@@ -131,11 +137,11 @@ def fused_linear_rows(
     temperature: float = 1.0,
     chunk_rows: int | None = None,
 ) -> tuple[Rows, Tensor]:
-    """(rows that can be differentiated, detached entropy [N]), without [N, V] logits either.
+    """Return differentiable rows and the detached entropy [N] in nats, without [N, V] logits.
 
-    For losses whose weights depend on all rows: a ratio of whole sequences, a whitened advantage.
-    The backward pass makes the logits again: four matrix products, not three. Arguments as for
-    `fused_linear_loss`.
+    For losses of a row that depend on other rows: a ratio of whole sequences, a whitened advantage.
+    The backward pass computes the logits again, so the cost is four matrix products instead of
+    three. Arguments as in `fused_linear_loss`.
     """
     entropy, *rows = _FusedLinearRows.apply(  # type: ignore[no-untyped-call]
         *_asked(hidden, weight, bias), (head_ids, token_ids, sample_ids), temperature, chunk_rows
@@ -181,7 +187,10 @@ class _FusedLinearRows(torch.autograd.Function):
 def fused_linear_top_ids(
     hidden: Tensor, weight: Tensor, top_k: int, *, bias: Tensor | None = None
 ) -> Tensor:
-    """The `top_k` likeliest ids [N, top_k] of each row; [N, V] logits are never there at once."""
+    """Return the ids [N, top_k] int64 of the `top_k` largest logits of each row, largest first.
+
+    The logits are computed in chunks, never [N, V] at once. No gradient.
+    """
     hidden, weight, bias = _asked(hidden, weight, bias)
     found = [hidden.new_zeros(0, top_k, dtype=torch.long)]
     for _, logits in logit_chunks(hidden, weight.to(hidden.dtype), bias, None):
@@ -192,8 +201,10 @@ def fused_linear_top_ids(
 def _asked(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As a linear layer takes them: in the dtype of autocast where it is on; and detached where
-    nobody asks for gradients, as an autograd function is told only what its inputs could need.
+    """Return the inputs as a linear layer takes them: cast under autocast, detached without grad.
+
+    Detaching is necessary because an autograd function sees which inputs require a gradient, not
+    whether gradients are enabled.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
@@ -213,7 +224,7 @@ def _tensors(rows: Rows) -> list[Tensor]:
 
 
 def _no_rows(none: Tensor, ids: _Ids) -> list[Tensor]:
-    """The tensors of no rows at all; `none` is empty."""
+    """Return the tensors of zero rows. `none`: an empty tensor."""
     head, _, samples = ids
     wide = [none.reshape(0, of.shape[1]) for of in (head, samples) if of is not None]
     return [wide[0], none, none, *wide[1:]]

@@ -1,4 +1,4 @@
-"""The matrix products of a fused loss: hidden states to logits, chunk by chunk, and back."""
+"""The matrix products of a fused loss: hidden states to logits, in chunks, and their gradients."""
 
 from __future__ import annotations
 
@@ -9,24 +9,28 @@ from torch import Tensor
 
 from student_trainer.losses.chunk import reads_narrow
 
-# Of one chunk of logits. Each chunk reads and writes the whole weight gradient, so few rows would
-# waste bandwidth; a GPU, whose products are faster against its memory, needs more of them.
+# Size of one chunk of logits. Each chunk reads and writes the whole weight gradient, so chunks of
+# few rows waste bandwidth. A GPU needs more rows per chunk: its matrix products are faster relative
+# to its memory.
 _CPU_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 64 << 20, 640 << 20
 _CPU_LEAST_ROWS, _CUDA_LEAST_ROWS = 128, 1024
 
 
 def wide_dtype(hidden: Tensor) -> torch.dtype:
-    """Of sums, rows and losses."""
+    """Return the dtype of sums, rows and losses: float64 for float64 states, otherwise float32."""
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
 def logit_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_rows: int | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(index, logits of hidden[index]) with hidden [N, H], weight [V, H] of one dtype.
+    """Yield (index, logits of hidden[index]) for each chunk of rows, in order.
 
-    All in one buffer, which the caller may overwrite until it asks for the next chunk. Logits are
-    float32 at least, unless the passes over them widen what they read.
+    hidden [N, H] and weight [V, H] have one dtype; bias [V] or None. The logits [n, V] are not
+    divided by the temperature. `chunk_rows`: rows per chunk; None chooses it by V and the device.
+
+    All chunks share one buffer. The caller may overwrite the logits, and must not use them after it
+    requests the next chunk. They are at least float32, unless `reads_narrow`.
     """
     dtype = hidden.dtype if reads_narrow(hidden) else wide_dtype(hidden)
     if chunk_rows is None:
@@ -50,12 +54,16 @@ def logit_chunks(
 
 
 class HeadGradients:
-    """Gradients of hidden states, weight and bias, summed over chunks; None for what needs none."""
+    """Gradients of hidden states, weight and bias, summed over chunks; None if not needed."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
     ) -> None:
-        """`weight` as the model has it: its gradient is summed in float32 and gets its dtype."""
+        """Allocate the sums.
+
+        `needed`: whether hidden states, weight and bias need a gradient, in this order. `weight`:
+        as the model holds it; its gradient is summed in float32 and returned in its dtype.
+        """
         wide = wide_dtype(hidden)
         inputs = hidden, weight, bias
         self._dtypes = [None if value is None else value.dtype for value in inputs]
@@ -66,7 +74,10 @@ class HeadGradients:
         )
 
     def add(self, index: slice, of_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """One chunk's d(loss)/d(logits) [n, V]; hidden [N, H] and weight as in `logit_chunks`."""
+        """Add the gradients of one chunk. hidden [N, H] and weight [V, H]: as in `logit_chunks`.
+
+        `of_logits` [n, V]: d(loss)/d(logits) of the chunk. `index`: its slice of the N rows.
+        """
         if self._of_bias is not None:
             self._of_bias += of_logits.sum(0, dtype=self._of_bias.dtype)
         of_logits = of_logits.to(hidden.dtype)
@@ -76,7 +87,11 @@ class HeadGradients:
             _add_product(self._of_weight, of_logits.T, hidden[index])
 
     def times(self, factor: Tensor | None) -> list[Tensor | None]:
-        """The sums, scaled in place, each in the dtype of what it is the gradient of."""
+        """Return the three gradients, scaled in place by `factor`; call it once.
+
+        The order is hidden states, weight, bias. Each gradient has the dtype of its input.
+        `factor`: a scalar; None leaves them as they are.
+        """
         return [
             None if grad is None else (grad if factor is None else grad.mul_(factor)).to(dtype)
             for grad, dtype in zip(
@@ -86,11 +101,11 @@ class HeadGradients:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, in the dtype of `total`."""
+    """Compute total += left @ right in the dtype of `total`."""
     if total.dtype == right.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
-        # cuBLAS adds while it writes: the product of half precision is never stored by itself.
+        # cuBLAS adds the product to the float32 total; no half-precision product is stored.
         torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
     else:
         total += left @ right

@@ -1,4 +1,4 @@
-"""Rows: all that a loss may know of a distribution over the vocabulary."""
+"""Rows: everything that a loss reads of a distribution over the vocabulary."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The lowest log-prob a loss reckons with: the lowest that f16 rows can carry. A probability of
-# exactly zero (a masked token) counts as this much, so that a KL that is infinite on paper stays a
-# large number with a finite gradient, and 0 log 0 is 0.
+# The lowest log-prob that a loss uses; also the lowest that float16 rows can hold. A probability of
+# exactly zero (a masked token) counts as this value, so that an infinite KL becomes a large number
+# with a finite gradient, and 0 log 0 is 0.
 LOWEST_LOGPROB = -65504.0
-# Likewise for ratios q/p: the sampling policy cannot draw a token whose ratio is beyond e^60.
+# The highest log of a ratio q/p that a loss uses. A higher one means p(y) < e^-60, which no sampler
+# draws in practice.
 HIGHEST_LOG_RATIO = 60.0
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What is known of N tokens' distributions, in nats over the full vocabulary.
+    """Log-probs of N distributions over the full vocabulary, in nats.
 
-    head_logprobs [N, K] at the head ids; tail_logmass [N], the log of the mass outside the head
-    (-inf when the head is everything); token_logprobs [N] of the actual tokens; sample_logprobs
-    [N, M] of tokens that the teacher drew from its tail, if it did (its own may be their mean,
-    [N, 1]).
+    head_logprobs [N, K]: at the head ids. tail_logmass [N]: log of the tail mass; -inf if the head
+    is the whole vocabulary. token_logprobs [N]: of the actual tokens. sample_logprobs [N, M]: of
+    the teacher's tail samples, None if there are none; the teacher's own rows may hold their mean,
+    [N, 1].
     """
 
     head_logprobs: Tensor
@@ -35,13 +36,14 @@ class Rows:
         return len(self.tail_logmass)
 
     def detach(self) -> Rows:
+        """Return the rows without gradients."""
         return self.map(Tensor.detach)
 
     def __getitem__(self, index: slice) -> Rows:
         return self.map(lambda values: values[index])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Rows:
-        """Each tensor changed."""
+        """Return rows with `change` applied to each tensor."""
         samples = self.sample_logprobs
         return Rows(
             change(self.head_logprobs),
@@ -59,11 +61,12 @@ def rows_from_logits(
     sample_ids: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Rows:
-    """Rows of softmax(logits / temperature) at `head_ids`, differentiable in `logits`.
+    """Return the rows of softmax(logits / temperature) at `head_ids`, differentiable in `logits`.
 
-    logits [N, V]; head_ids [N, K], distinct within a row; token_ids [N]; sample_ids [N, M]. Half
-    precision is widened to float32. The tail is a logsumexp over the other logits: 1 - sum would
-    lose a small one.
+    logits [N, V]; head_ids [N, K] int64, distinct within a row; token_ids [N] int64; sample_ids [N,
+    M] int64. Half precision is widened to float32. The tail is a logsumexp over the other logits,
+    because 1 - sum loses a small tail mass. `fused_linear_rows` does the same without [N, V]
+    logits.
     """
     scaled = logits if logits.dtype == torch.float64 else logits.float()
     scaled = scaled / temperature
@@ -77,14 +80,17 @@ def rows_from_logits(
 
 @torch.no_grad()
 def entropy_from_logits(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Entropy [N] in nats of softmax(logits / temperature), logits [N, V]; nothing flows back."""
+    """Return the entropy [N] in nats of softmax(logits / temperature), without a gradient.
+
+    logits [N, V]; half precision is widened to float32.
+    """
     scaled = logits if logits.dtype == torch.float64 else logits.float()
     terms: Tensor = torch.special.entr((scaled / temperature).softmax(1))
     return terms.sum(1)
 
 
 def _logsumexp(values: Tensor) -> Tensor:
-    """logsumexp over dim 1; -inf with zero gradient (not NaN) where there is nothing to sum."""
+    """logsumexp over dim 1; -inf with zero gradient, not NaN, for rows without finite values."""
     if values.shape[1] == 0:
         return values.new_full((len(values),), -torch.inf)
     empty = (values == -torch.inf).all(1)

@@ -1,7 +1,7 @@
-"""KL estimators from the sampled token alone (k = 0): the family k1 to k5.
+"""KL estimators from the sampled token alone (k = 0): k1 to k5.
 
-With y ~ p, w = q(y)/p(y) and r = p(y)/sg(p(y)) (value 1); sources: Schulman's note "Approximating
-KL divergence" (k1, k2, k3); EMA-PG, arXiv 2602.04417 (k3++, k4, k5).
+y ~ p, w = q(y)/p(y), r = p(y)/sg(p(y)) (value 1), sg = stop-gradient. Sources: Schulman's note
+"Approximating KL divergence" (k1, k2, k3); EMA-PG, arXiv 2602.04417 (k3++, k4, k5).
 
     kind   expression                value unbiased for   gradient unbiased for
     k1     -log w                    KL(p||q)             nothing (its mean is zero)
@@ -11,7 +11,7 @@ KL divergence" (k1, k2, k3); EMA-PG, arXiv 2602.04417 (k3++, k4, k5).
     k4     r sg(-log w)              KL(p||q)             KL(p||q)
     k5     sg(w) log w + log r       KL(q||p)             KL(q||p)
 
-For y ~ mu multiply the result by the importance weight sg(p(y)/mu(y)).
+If another policy mu sampled y, multiply the result by the importance weight sg(p(y)/mu(y)).
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ Kind = Literal["k1", "k2", "k3", "k3++", "k4", "k5"]
 
 
 def sampled_kl(student_logprobs: Tensor, teacher_logprobs: Tensor, kind: Kind) -> Tensor:
-    """One estimate a token, [N] in nats, from the log-probs [N] of the sampled tokens."""
+    """Return one KL estimate per token, [N] in nats; the table above lists the kinds.
+
+    Both arguments: log-probs [N] in nats of the sampled tokens. The gradient flows through the
+    student's only.
+    """
     log_p = student_logprobs.clamp(min=LOWEST_LOGPROB)
     log_q = teacher_logprobs.detach().clamp(min=LOWEST_LOGPROB)
     log_w = log_q - log_p

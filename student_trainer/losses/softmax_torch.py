@@ -1,6 +1,6 @@
-"""The two passes over a chunk's logits that are not matrix products, in plain torch.
+"""The two passes over the logits of a chunk that are not matrix products, in plain PyTorch.
 
-The same two functions exist in `softmax_triton.py`; the tests compare them.
+`softmax_triton.py` has the same two functions as Triton kernels; tests compare the two.
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# exp of it is zero in float64 too, and times zero it is zero: -inf would be NaN.
+# Used in place of -inf: exp(-1e4) is 0 even in float64, and -1e4 * 0 is 0 (-inf * 0 is NaN).
 _NOTHING = -1e4
-# Columns are taken so many bytes at a time: they stay in the cache for all that is done to them.
+# Size of a block of columns: small enough to stay in the CPU cache for all operations on it.
 _BLOCK_BYTES = 2 << 20
 
 
 def tail_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """With z = logits / temperature [n, V], -inf where there is nothing: (m, S, D), each [n].
+    """Return (m, S, D), each [n], of z = logits / temperature; overwrites `logits` with exp(z - m).
 
-    m = max z (never below the lowest float), S = sum exp(z - m), D = sum (z - m) exp(z - m).
-    `logits` become exp(z - m).
+    m = max z (at least the lowest float), S = sum exp(z - m), D = sum (z - m) exp(z - m). `logits`
+    [n, V]: -inf for ids that do not count.
     """
     lowest = torch.finfo(logits.dtype).min
-    # A row of nothing has a maximum of -inf, which nothing can be subtracted from.
+    # The maximum of a row of -inf is -inf, and -inf - (-inf) would be NaN.
     top = logits.amax(1).div_(temperature).clamp_(min=lowest)
     total, weighted = torch.zeros_like(top), torch.zeros_like(top)
     columns = max(1, _BLOCK_BYTES // (logits.element_size() * max(1, len(logits))))
@@ -37,5 +37,9 @@ def tail_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor,
 
 
 def scaled_exp_(logits: Tensor, top: Tensor, scale: Tensor, temperature: float) -> Tensor:
-    """What `tail_statistics` left of the logits, as scale[:, None] * exp(z - m), in place."""
+    """Multiply row i of exp(z - m), as `tail_statistics` left it, by scale[i], in place.
+
+    `logits` [n, V]; `scale` [n]. `top` and `temperature` are not used; the Triton version needs
+    them.
+    """
     return logits.mul_(scale[:, None])

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""The two passes over a chunk's logits that are not matrix products, one kernel each.
+"""The two passes over the logits of a chunk that are not matrix products, as Triton kernels.
 
-As `softmax_torch.py`, but the first pass leaves the logits as they are and reads them once, and the
-second reads and writes them once: 3 x 2 bytes a logit in bf16. Sums are float32.
+Unlike in `softmax_torch.py`, the first pass only reads the logits, and the second reads and writes
+them: 3 x 2 bytes of memory traffic per logit in bf16. Sums are float32.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _BLOCK = 4096
 
 
 def tail_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(m, S, D) of softmax_torch.tail_statistics in float32; `logits` [n, V] are only read."""
+    """Return (m, S, D) of softmax_torch.tail_statistics in float32; only reads `logits` [n, V]."""
     rows, columns = logits.shape
     top, total, weighted = (
         torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3)
     )
-    with torch.cuda.device_of(logits):  # Triton launches on the current device
+    with torch.cuda.device_of(logits):  # Triton launches on the current CUDA device
         _statistics[(rows,)](
             logits, top, total, weighted, logits.stride(0), columns, temperature, BLOCK=_BLOCK
         )
@@ -29,7 +29,10 @@ def tail_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor,
 
 
 def scaled_exp_(logits: Tensor, top: Tensor, scale: Tensor, temperature: float) -> Tensor:
-    """scale[:, None] * exp(logits / temperature - top[:, None]) in place of the logits."""
+    """Overwrite `logits` [n, V] with scale[:, None] * exp(logits / temperature - top[:, None]).
+
+    `top` and `scale` [n] float32. Returns `logits`.
+    """
     rows, columns = logits.shape
     grid = (rows, triton.cdiv(columns, _BLOCK))
     with torch.cuda.device_of(logits):
@@ -44,17 +47,17 @@ def _statistics(
     logits, top_out, total_out, weighted_out, stride, columns, temperature,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # 64 bits: rows times columns of a chunk may pass 2^31.
+    # int64: rows times columns of a chunk can exceed 2^31.
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    # A lane's own maximum and sums, so that the loop has no reduction over lanes.
+    # Each lane has its own maximum and sums, so that the loop needs no reduction over lanes.
     top = tl.full((BLOCK,), -3.0e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, columns, BLOCK):
         inside = first + lanes < columns
         z = tl.load(logits + row * stride + first + lanes, mask=inside, other=-float("inf"))
-        # Finite, or -inf would make 0 * inf: its exp is zero all the same.
+        # Clamp to a finite value, since 0 * -inf is NaN; its exp is 0 too.
         z = tl.maximum(z.to(tl.float32) / temperature, -3.0e38)
         higher = tl.maximum(top, z)
         shrink = tl.exp(top - higher)
@@ -64,7 +67,7 @@ def _statistics(
         weighted += tl.maximum(z - higher, -1.0e4) * exp
         total = shrink * total + exp
         top = higher
-    # A lane that has seen nothing counts exp(0) of the lowest float: it is no token.
+    # A lane that read only -inf has summed exp(0) for the clamped value; discard it.
     total = tl.where(top > -3.0e38, total, 0.0)
     weighted = tl.where(top > -3.0e38, weighted, 0.0)
     row_top = tl.max(top, 0)

@@ -1,9 +1,10 @@
-"""Top-k KL with a corrected tail.
+"""Top-k KL: exact over the head, with a correction for the tail.
 
 S is the head: k ids that neither depend on the sampled token y nor carry a gradient. Reverse,
 KL(p||q): S = top-k of the sampling policy. Forward, KL(q||p): S = top-k of the teacher. The sum
-over S is exact; `tail` says what stands for the rest. P_t and Q_t are the tail masses of student
-and teacher, m = 1[y not in S], r = p(y)/sg(p(y)), w = q(y)/p(y), s the importance weight.
+over S is exact; `tail` selects the term for the ids outside S. P_t and Q_t are the tail masses of
+student and teacher, P_S the student's head mass, m = 1[y not in S], r = p(y)/sg(p(y)), w =
+q(y)/p(y), s the importance weight, sg = stop-gradient.
 
     tail             added to the head: reverse | forward                 unbiased
     none             0: the truncated KL; not a KL, can be negative       no
@@ -15,15 +16,15 @@ and teacher, m = 1[y not in S], r = p(y)/sg(p(y)), w = q(y)/p(y), s the importan
                      forward only, y_i drawn by the teacher from its tail  value and gradient
 
 `published` is Algorithms 1 and 2 of EMA-PG (arXiv 2602.04417). Its gradient is that of the KL plus
-grad P_S (reverse) or minus it (forward): the term that K4 and K5 drop sums to zero over the whole
-vocabulary but not over the tail. It is here to reproduce the paper. In `bucket+sampled` the dropped
-term is summed within the tail's own conditional distributions p~ = p/P_t and q~ = q/Q_t, where it
-is zero again:
+grad P_S (reverse) or minus grad P_S (forward): the term that K4 and K5 drop sums to zero over the
+whole vocabulary but not over the tail. This mode exists to reproduce the paper. `bucket+sampled`
+drops the same term, but within the tail distributions p~ = p/P_t and q~ = q/Q_t, where its sum is
+zero again:
 
     reverse  R = r sg(log p~(y) - log q~(y))
     forward  R = sg(w (log q~(y) - log p~(y))) - sg(w - Q_t/P_t) (log p~(y) - sg(log p~(y)))
 
-Q_t/P_t is a control variate of zero mean.
+Q_t/P_t is a control variate: the mean of its term is zero.
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ def topk_kl(
     tail: Tail,
     importance: Tensor | None = None,
 ) -> Tensor:
-    """One KL a token, [N] in nats; gradient through `student` only.
+    """Return the Top-k KL of each token, [N] in nats; the gradient flows through `student` only.
 
-    Both rows at the same head ids; token_in_head [N] bool, whether y is one of them; importance
-    [N], the detached p(y)/mu(y) where y was drawn by another policy mu: it weighs the sampled part.
-    The teacher's samples need no student's: the rows of both must have their log-probs, and neither
-    `token_in_head` nor `importance` counts. Raises ValueError without them, or in reverse.
+    `student`, `teacher`: Rows of N at the same head ids. `token_in_head` [N] bool: whether the
+    sampled token y is one of the head ids. `importance` [N]: the detached p(y)/mu(y) if another
+    policy mu sampled y; it multiplies the sampled part. None: 1. `tail`: see the table above.
+
+    `bucket+teacher_samples` reads `sample_logprobs` of both rows, and ignores `token_in_head` and
+    `importance`. Raises ValueError if either has none, or if the direction is "reverse".
     """
     p = _finite(student)
     q = _finite(teacher.detach())
@@ -66,7 +69,7 @@ def topk_kl(
         return head
     if tail == "bucket+teacher_samples":
         return head + _teacher_samples(p, q, direction)
-    # Tokens of the head get harmless numbers, not a product with zero: 0 * inf is NaN.
+    # Replace the inputs of tokens in the head, instead of multiplying by zero: 0 * inf is NaN.
     outside = ~token_in_head
     log_p, log_q, log_p_tail, log_q_tail = (
         torch.where(outside, values, torch.zeros_like(values))
@@ -90,7 +93,7 @@ def _finite(rows: Rows) -> Rows:
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, direction: Direction) -> Tensor:
-    """The KL's summand of each outcome."""
+    """Return the summand of the KL for each outcome."""
     if direction == "reverse":
         return log_p.exp() * (log_p - log_q)
     return log_q.exp() * (log_q - log_p)
@@ -115,12 +118,14 @@ def _sampled(log_p: Tensor, log_q: Tensor, direction: Direction) -> Tensor:
 
 
 def _teacher_samples(p: Rows, q: Rows, direction: Direction) -> Tensor:
-    """The tail's own KL, Q_t KL(q~||p~), as the mean over what the teacher drew from q~."""
+    """Estimate the KL within the tail, Q_t KL(q~||p~), by the mean over the teacher's samples."""
     if direction != "forward" or p.sample_logprobs is None or q.sample_logprobs is None:
-        raise ValueError("bucket+teacher_samples needs forward KL and rows with tail samples")
+        raise ValueError(
+            "bucket+teacher_samples needs forward KL and rows with tail samples; use tail='bucket'"
+        )
     log_q_within = q.sample_logprobs.mean(1) - q.tail_logmass
     log_p_within = p.sample_logprobs.mean(1) - p.tail_logmass
-    # An empty tail has nothing to draw; whatever stands there counts as much as its mass.
+    # The values for an empty tail are placeholders; its mass of zero removes them.
     return q.tail_logmass.exp() * (log_q_within - log_p_within)
 
 
