@@ -1,4 +1,4 @@
-"""PPO's advantages: a critic on the student's own states, and generalised advantage estimates."""
+"""PPO advantages: a critic on the student's hidden states, and generalised advantage estimation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from student_trainer.data.rollout import Rollout
 from student_trainer.losses.advantages import at_the_end, gae
 from student_trainer.parallel.sharding import Replicated, Sharded
 
-_CLIP = 0.2  # of the critic's own step, as in PPO's code
+_CLIP = 0.2  # of the value loss, as in PPO's code
 
 
 class CriticAdvantages:
-    """Owns the critic and its optimizer, which are the same in every process.
+    """Owns the critic and its optimizer, which are identical in every process.
 
-    The critic bends no weight of the student: it needs the states of a step's answers once (one
-    forward pass, and their memory), and learns from them before the student does.
+    The critic does not change the student. In each step it needs the hidden states of all answers
+    of the step (one forward pass, and float32 [tokens, H] of memory), and it is trained before the
+    student.
     """
 
     def __init__(
@@ -46,10 +47,13 @@ class CriticAdvantages:
         )
 
     def __call__(self, rollouts: Sequence[Rollout], rewards: Tensor) -> tuple[list[Tensor], Tensor]:
-        """([learned] of each answer, (sum, number) of the critic's loss); then the critic learns.
+        """Collective. Return the advantages of a step's answers, then train the critic on them.
 
-        rewards [S], NaN where there is none: such an answer has no advantage, and teaches nothing.
-        Every process must call it, outside `gathered()`.
+        `rewards` [S]: one per rollout, NaN if it has none. Such an answer has zero advantages, and
+        the critic does not learn from it. Call it outside `gathered()`.
+
+        Returns one tensor [learned] on the CPU per rollout, and (sum, number) of the critic's loss
+        before its updates. GAE with gamma = 1 (`losses/advantages.py`).
         """
         states = torch.cat(self._states(rollouts))
         lengths = torch.tensor([one.learned for one in rollouts])
@@ -72,7 +76,9 @@ class CriticAdvantages:
         return list(torch.split(advantages, lengths.tolist())), loss
 
     def _learn(self, states: Tensor, values: Tensor, targets: Tensor) -> Tensor:
-        """As many steps as the student makes; (sum, number) of the loss before them."""
+        """Collective. Update the critic as often as the student; return (sum, number) of the loss
+        before.
+        """
         measured = torch.zeros(2, dtype=torch.float64)
         count = self._over_processes(torch.tensor([float(len(states))], device=states.device))
         for update in range(self._method.updates_per_step):
@@ -81,19 +87,22 @@ class CriticAdvantages:
                 measured = counted(losses.detach())
             self._accelerator.backward(losses.sum() / count.clamp(min=1)[0])
             for parameter in self._critic.parameters():
-                assert parameter.grad is not None, "it is of every state, if of none"
+                assert parameter.grad is not None, (
+                    "the loss depends on every parameter, even without states"
+                )
                 parameter.grad = self._over_processes(parameter.grad)
             self._optimizer.step()
             self._optimizer.zero_grad()
         return measured
 
     def _over_processes(self, values: Tensor) -> Tensor:
+        """Collective. Return the sum over all processes."""
         total: Tensor = self._accelerator.reduce(values)
         return total
 
     @torch.no_grad()
     def _states(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
-        """[learned, H] of each, float32, as the head reads them."""
+        """Collective. Return the states [learned, H] float32 that the head reads, for each rollout."""
         read = [
             NumberedSequence(one, unread(np.zeros((one.learned, 0), np.int32)), number)
             for number, one in enumerate(rollouts)
@@ -110,7 +119,7 @@ class CriticAdvantages:
         return [found[number] for number in range(len(rollouts))]
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and moments, by name."""
+        """Return the weights and the AdamW moments of the critic by name, for a checkpoint."""
         moments = {
             f"{name}/{kind}": value
             for name, parameter in self._critic.named_parameters()
@@ -119,12 +128,15 @@ class CriticAdvantages:
         return {**self._critic.state_dict(), **moments}
 
     def load_state(self, tensor: Callable[[str], Tensor]) -> None:
-        """From tensors by the names of `state`, after at least one step."""
+        """Restore weights and moments. `tensor`: returns the tensor that `state` had under a name.
+
+        The state must be from after the first update of the critic: before it there are no moments.
+        """
         with torch.no_grad():
             for name, parameter in self._critic.named_parameters():
                 parameter.copy_(tensor(name))
                 moments = {k: tensor(f"{name}/{k}") for k in ("exp_avg", "exp_avg_sq")}
                 self._optimizer.state[parameter] = {
-                    "step": tensor(f"{name}/step"),  # AdamW counts its steps on the CPU
+                    "step": tensor(f"{name}/step"),  # AdamW keeps its step count on the CPU
                     **{kind: value.to(parameter.device) for kind, value in moments.items()},
                 }

@@ -1,8 +1,7 @@
-"""PPO's critic: what reward is still to be expected before a token, from the student's own states.
+"""The PPO critic: predicts the remaining reward before each token from the student's hidden states.
 
-The states are those that the head reads, so there is no second model and no second forward pass.
-They are read without a gradient: the critic learns from them and does not bend them, so there is no
-weight between its loss and the policy's, and a policy is the same whoever judges it.
+The states are those that the head reads, so there is no second model. They are detached: the critic
+does not train the student, so its loss needs no weight relative to the policy's.
 """
 
 from __future__ import annotations
@@ -12,7 +11,10 @@ from torch import Tensor, nn
 
 
 class Critic(nn.Module):
-    """One linear layer, float32, that begins at zero: with nothing expected, GAE is the reward."""
+    """One float32 linear layer, initialised to zero.
+
+    While all values are 0, GAE is the reward, discounted by gamma * lam per token.
+    """
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -21,16 +23,18 @@ class Critic(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The value [N] before each token, from the states [N, H] that its row comes out of."""
+        """Return the value [N] before each token, from the states [N, H] that its row is made of."""
         values: Tensor = self.linear(hidden.detach().to(self.linear.weight.dtype))
         return values.squeeze(1)
 
 
 def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float) -> Tensor:
-    """max((V - R)^2, (V_clipped - R)^2) / 2 of each token, [N]; PPO, arXiv 1707.06347 and its code.
+    """Return the clipped value loss of each token, max((V - R)^2, (V_clipped - R)^2) / 2, [N].
 
-    targets [N]: R of `gae`; V_clipped is within `clip` of old_values [N], those that the advantages
-    were made from: a value that has gone further towards its target earns nothing more.
+    `targets` [N]: R, from `gae`. `old_values` [N]: the values that the advantages were computed
+    from; V_clipped is V within `clip` of them. A value that has moved further than that towards its
+    target has no gradient. The clipping follows the code of PPO (arXiv 1707.06347); the paper has
+    none.
     """
     old_values, targets = old_values.detach(), targets.detach()
     near = old_values + (values - old_values).clamp(-clip, clip)

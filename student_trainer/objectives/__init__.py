@@ -1,1 +1,1 @@
-"""What is minimised: distillation and reinforcement learning as losses of rows."""
+"""The objectives to minimise: distillation and reinforcement learning, as losses of rows."""

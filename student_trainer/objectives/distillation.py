@@ -1,4 +1,4 @@
-"""Distillation as a loss of rows."""
+"""The objective of distillation: the KL to a teacher, as a loss of rows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from student_trainer.losses import Direction, FusedLoss, LossFunction, Rows, Tai
 
 @dataclass(frozen=True)
 class DistillationObjective:
-    """What is made small: KL + cross_entropy * (-log p of the stored token), in nats a token.
+    """The objective to minimise, in nats per token: KL + cross_entropy * (-log p of the stored token).
 
-    `tail` as in `topk_kl`. Tokens that the student wrote have samples of their own: where `tail`
-    asks for the teacher's, theirs are used. `teachers`: names that prompts choose by.
+    direction, tail: as in `topk_kl`. temperature: of the student's distribution. cross_entropy: its
+    weight; the term applies to stored sequences only. teachers: the teacher names of the job, each
+    of which gets a KL metric of its own.
     """
 
     direction: Direction
@@ -34,29 +35,37 @@ class DistillationObjective:
     def on_policy(
         cls, method: OnPolicyConfig, teachers: Sequence[str] = ()
     ) -> DistillationObjective:
+        """Return the objective of an on-policy job. `teachers`: its teacher names, if it has several."""
         direction: Direction = "reverse" if method.divergence == "reverse_kl" else "forward"
         return cls(direction, method.tail, method.temperature, teachers=tuple(teachers))
 
     def batch(self, scored: Sequence[ScoredSequence], device: torch.device, *, pack: bool) -> Batch:
+        """Make the tensors of one micro-batch; see `make_batch`."""
         return make_batch(scored, device, pack=pack)
 
     def loss(self, batch: Batch) -> LossFunction:
+        """Return the loss of the batch, a function of the student's rows; see `distillation_loss`."""
         return distillation_loss(batch, self)
 
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
+        """Return (sum, number) of each metric of the batch; see `batch_metrics`."""
         return batch_metrics(batch, out, self)
 
     def tail_of(self, batch: Batch) -> Tail:
-        """The same expectation, by the samples that the batch has."""
+        """Return the tail mode for a batch; it depends on which samples the batch has.
+
+        `bucket+teacher_samples` becomes `bucket+sampled` for tokens that the student sampled. Both
+        have the same expectation.
+        """
         by_teacher = self.tail == "bucket+teacher_samples"
         return "bucket+sampled" if by_teacher and batch.sampling_logprobs is not None else self.tail
 
 
 def distillation_loss(batch: Batch, objective: DistillationObjective) -> LossFunction:
-    """The objective's terms, one a token."""
+    """Return the loss of the batch: a function from rows to one term per token, [n] in nats."""
     in_head = batch.token_in_head
     tail = objective.tail_of(batch)
-    # What the student wrote itself is not what it should have written.
+    # The student's own samples are no targets: the cross-entropy is for stored tokens.
     weight = objective.cross_entropy if batch.sampling_logprobs is None else 0.0
 
     def loss(rows: Rows, index: slice) -> Tensor:
@@ -76,10 +85,12 @@ def distillation_loss(batch: Batch, objective: DistillationObjective) -> LossFun
 def batch_metrics(
     batch: Batch, out: FusedLoss, objective: DistillationObjective
 ) -> dict[str, Tensor]:
-    """(sum, number) of each metric over the batch's tokens, the same names for every batch.
+    """Return (sum, number) of each metric over the tokens of a batch; all batches have the same names.
 
-    The KL is the unbiased one, whatever the loss is; rows without any sample have its lower bound.
-    For each of the objective's `teachers` also the one over its own tokens.
+    `kl/teacher` is an unbiased estimate of the KL, whatever the tail mode of the loss. Rows without
+    samples count in `kl/teacher_bound` instead, a lower bound. `kl/teacher/NAME`, for each of the
+    objective's `teachers`, covers the tokens that this teacher scored. KLs are in nats. No
+    gradient.
     """
     rows = out.rows
     sampling = batch.sampling_logprobs

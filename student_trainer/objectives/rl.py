@@ -1,8 +1,9 @@
-"""Reinforcement learning as a loss of rows: a policy gradient, and a KL to each of some models.
+"""The objective of reinforcement learning: a clipped policy gradient and a KL to other models.
 
     loss = -clipped(ratio, advantage) + sum over pulls of weight * KL          (kl_in = "loss")
 
-With kl_in = "reward" the KL of each pull is part of the advantage instead.
+With kl_in = "reward" the KL of each pull is part of the advantage instead (`kl_reward`). Sources:
+EMA-PG (arXiv 2602.04417), GRPO (arXiv 2402.03300).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from student_trainer.losses.policy import (
 
 @dataclass(frozen=True)
 class Pull:
-    """A model that holds the student back: its name in the metrics, and the weight of its KL."""
+    """A model that the KL pulls the student towards: its name in the metrics, the weight of its KL."""
 
     name: str
     weight: float
@@ -40,8 +41,10 @@ class Pull:
 
 @dataclass(frozen=True)
 class RLSequence(ScoredSequence):
-    """`rows` are of the first pull, `others` of the further ones; advantage [] or [learned]; is it
-    `kept`, or not learned from?
+    """A rollout with its rows and its advantage.
+
+    rows: of the first pull. others: rows of the other pulls, in order. advantage: [] for the whole
+    answer, or [learned], one per learned token. kept: False if the loss leaves the answer out.
     """
 
     others: tuple[RowBlock, ...]
@@ -51,8 +54,10 @@ class RLSequence(ScoredSequence):
 
 @dataclass(frozen=True)
 class RLBatch(Batch):
-    """others: rows of N, one for each pull but the first; advantages [N]; weights [N]: what each
-    token counts.
+    """A batch of rollouts with advantages.
+
+    others: Rows of N for each pull but the first. advantages [N]. weights [N]: the weight of each
+    token in the sum of the loss.
     """
 
     others: tuple[Rows, ...]
@@ -61,11 +66,12 @@ class RLBatch(Batch):
 
     @property
     def sampled(self) -> Tensor:
-        """Log-probs [N] of the tokens by the policy that wrote them."""
+        """Log-probs [N] of the tokens under the policy that sampled them, in nats."""
         assert self.sampling_logprobs is not None, "rollouts have them"
         return self.sampling_logprobs
 
     def without_rows(self) -> RLBatch:
+        """Return a batch with one token to read and no rows; see `Batch.without_rows`."""
         none = slice(0, 0)
         return RLBatch(
             **vars(super().without_rows()),
@@ -77,7 +83,11 @@ class RLBatch(Batch):
 
 @dataclass(frozen=True)
 class RLObjective:
-    """`pulls`: in the order of every batch's rows; none where only rewards are learned from."""
+    """The objective of an RL job.
+
+    method: its settings. pulls: in the order of the rows of every batch; empty if the student
+    learns from rewards alone. rewarded: whether the student learns from rewards.
+    """
 
     method: RLConfig
     pulls: tuple[Pull, ...]
@@ -85,7 +95,7 @@ class RLObjective:
 
     @classmethod
     def of(cls, job: RLJob) -> RLObjective:
-        """A rollout has the teacher's rows before the anchor's."""
+        """Return the objective of a job. The teacher's pull, if any, comes before the anchor's."""
         method = job.method
         teacher = [Pull("teacher", method.teacher_beta)] if job.teacher is not None else []
         anchor = [Pull("anchor", method.beta)] if method.beta else []
@@ -94,15 +104,18 @@ class RLObjective:
 
     @property
     def temperature(self) -> float:
+        """Temperature of the student's distribution: its logits are divided by it."""
         return self.method.temperature
 
     @property
     def of_all_rows(self) -> bool:
+        """True if the loss has sequence ratios (GSPO), which need all rows of a batch at once."""
         return self._has_policy_gradient and self.method.ratio == "sequence"
 
     def batch(
         self, scored: Sequence[ScoredSequence], device: torch.device, *, pack: bool
     ) -> RLBatch:
+        """Make the tensors of one micro-batch of RLSequence objects. `pack`: as in `make_batch`."""
         rollouts = [cast(RLSequence, item) for item in scored]
         lengths = torch.tensor([item.sequence.learned for item in rollouts])
         advantages = [item.advantage.expand(item.sequence.learned) for item in rollouts]
@@ -116,6 +129,12 @@ class RLObjective:
         )
 
     def loss(self, batch: Batch) -> LossFunction:
+        """Return the loss of an RLBatch, a function of the student's rows: one weighted term per
+        token.
+
+        A term is multiplied by its token's weight; the trainer divides the sum by the sum of the
+        weights of all processes.
+        """
         assert isinstance(batch, RLBatch)
         in_head = batch.token_in_head
 
@@ -133,7 +152,11 @@ class RLObjective:
 
     @torch.no_grad()
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
-        """As `batch_metrics`, with the unbiased KL to each pull."""
+        """Return (sum, number) of each metric, with the same names for all batches.
+
+        `kl/NAME`, for each pull, is an unbiased estimate of the KL in nats, whatever the tail mode
+        of the loss. No gradient.
+        """
         assert isinstance(batch, RLBatch)
         rows, everything = out.rows, slice(0, len(batch))
         log_ratio = self._log_ratio(rows, batch, everything)
@@ -163,7 +186,7 @@ class RLObjective:
         return self.rewarded or self.method.kl_in == "reward"
 
     def _advantages(self, rows: Rows, batch: RLBatch, index: slice) -> Tensor:
-        """With the pulls, where they are rewards."""
+        """Return the advantages [n], including the KL to each pull if kl_in = "reward"."""
         advantages = batch.advantages[index]
         if self.method.kl_in == "reward":
             for pull, theirs in zip(self.pulls, _pulled(batch), strict=False):
@@ -200,12 +223,15 @@ class RLObjective:
         return kl if importance is None else importance * kl
 
     def _importance(self, rows: Rows, sampled: Tensor) -> Tensor | None:
-        """The one update of a step is made by the policy that wrote it: its weight is 1."""
+        """Return the importance weights [n]; None if a step has one update.
+
+        That update is made by the policy that sampled the tokens, so all weights would be 1.
+        """
         if self.method.updates_per_step == 1:
             return None
         return importance_weights(rows.token_logprobs, sampled, self.method.importance_clip)
 
 
 def _pulled(batch: RLBatch) -> tuple[Rows, ...]:
-    """The rows of each pull; there are some even where nothing pulls."""
+    """Return the rows of each pull, in order. Without pulls, the batch has placeholder rows."""
     return (batch.teacher, *batch.others)
