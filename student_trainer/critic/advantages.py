@@ -76,8 +76,9 @@ class CriticAdvantages:
         return list(torch.split(advantages, lengths.tolist())), loss
 
     def _learn(self, states: Tensor, values: Tensor, targets: Tensor) -> Tensor:
-        """Collective. Update the critic as often as the student; return (sum, number) of the loss
-        before.
+        """Collective. Update the critic as often as the student; return the loss before the updates.
+
+        The loss is (sum, number) over this process.
         """
         measured = torch.zeros(2, dtype=torch.float64)
         count = self._over_processes(torch.tensor([float(len(states))], device=states.device))
@@ -102,7 +103,7 @@ class CriticAdvantages:
 
     @torch.no_grad()
     def _states(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
-        """Collective. Return the states [learned, H] float32 that the head reads, for each rollout."""
+        """Collective. Return the states [learned, H] float32 that the head reads, per rollout."""
         read = [
             NumberedSequence(one, unread(np.zeros((one.learned, 0), np.int32)), number)
             for number, one in enumerate(rollouts)

@@ -23,7 +23,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the value [N] before each token, from the states [N, H] that its row is made of."""
+        """Return the value [N] before each token, from the states [N, H] that give its row."""
         values: Tensor = self.linear(hidden.detach().to(self.linear.weight.dtype))
         return values.squeeze(1)
 

@@ -1,4 +1,4 @@
-"""The student's configuration, tokenizer and weights, read from a directory or the hub."""
+"""Load the student's configuration, tokenizer and weights from a directory or the hub."""
 
 from __future__ import annotations
 
@@ -16,23 +16,33 @@ from student_trainer.model.lora import add_adapters, load_adapters
 
 
 def load_config(student: StudentConfig) -> Any:
-    """The model's config; raises InvalidInput where there is no usable model."""
+    """Return the configuration of the student's model.
+
+    Raises InvalidInput (`student.model`) if there is no usable model, or if it needs code of its
+    own.
+    """
     return _explained(student, AutoConfig.from_pretrained)
 
 
 def load_tokenizer(student: StudentConfig) -> Any:
+    """Return the tokenizer of the student's model. Raises InvalidInput as `load_config` does."""
     return _explained(student, AutoTokenizer.from_pretrained)
 
 
 def load_model(student: StudentConfig, directory: Path | None = None) -> Any:
-    """The model with its weights: from `directory` (a checkpoint's) if given, else from the job.
+    """Return the model with the weights of a checkpoint, if one is given, or those of the job.
 
-    A checkpoint of adapters has nothing else: the frozen weights are the job's.
+    `directory`: the checkpoint's. If the student has adapters, the checkpoint has only those, and
+    the frozen weights come from the job. Weights are float32, except that the frozen weights of a
+    student with adapters have `student.dtype`. Dropout is off.
+
+    Raises InvalidInput if there is no usable model, or if the adapters of the checkpoint do not fit
+    `student.lora`.
     """
     source = student
     if directory is not None and student.lora is None:
         source = student.model_copy(update={"model": str(directory)})
-    # Frozen weights are never updated: there is nothing to lose in what is computed in anyway.
+    # Frozen weights are never updated, so they can be stored in the dtype of the computation.
     frozen = torch.bfloat16 if student.dtype == "bfloat16" else torch.float32
     model = _explained(
         source,
@@ -46,14 +56,17 @@ def load_model(student: StudentConfig, directory: Path | None = None) -> Any:
         if directory is not None:
             load_adapters(directory, model)
     if student.gradient_checkpointing:
-        # Its newer name; the older one warns where both exist.
+        # The newer name of the method; the older one warns if both exist.
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     return model
 
 
 def _without_dropout(config: Any) -> Any:
-    """With dropout the student that learns would not be the one that sampled, nor repeatable."""
+    """Set all dropout rates to 0: with dropout, the trained model differs from the sampling one.
+
+    Dropout would also make a run irreproducible.
+    """
     for name, value in config.to_dict().items():
         if ("drop" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
@@ -77,6 +90,6 @@ def _explained(student: StudentConfig, load: Any, **options: Any) -> Any:
 
 
 def vocabulary(tokenizer: Any) -> list[str]:
-    """The tokens by id, "" for an unused one."""
+    """Return the tokens of the tokenizer by id; "" for an id without a token."""
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     return [token or "" for token in tokens]

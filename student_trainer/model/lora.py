@@ -1,6 +1,7 @@
-"""Low-rank adapters (LoRA): what learns, how it is kept, and the plain model that comes of it.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): add, save, load and merge them.
 
-A layer's weight W stays as it is, and W + (alpha / rank) B A is used; B begins at zero.
+A layer's weight W is frozen, and the layer computes with W + (alpha / rank) B A. B starts at zero,
+so that training starts from the plain model.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ _ADAPTER = "default"
 
 
 def add_adapters(model: Any, student: StudentConfig) -> None:
-    """Freeze the model and put an adapter on every linear layer but the head.
+    """Freeze the model and add an adapter to every linear layer except the head, in place.
 
-    In place: the model stays of its own class, with its decoder, its head and its `generate`.
-    Raises InvalidInput for experts stacked in one parameter: `merged` could not undo those.
+    The model keeps its class, its decoder, its head and its `generate`. Adapters are float32. With
+    `student.lora.train_head` the head is trained too, in full. Raises InvalidInput (`student.lora`)
+    for a mixture of experts stacked in one parameter, since `merged` could not merge such adapters.
     """
-    # Half a second of imports, for jobs with adapters only.
+    # These imports take half a second; only jobs with adapters need them.
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import ParamWrapper
 
@@ -42,9 +44,9 @@ def add_adapters(model: Any, student: StudentConfig) -> None:
     inject_adapter_in_model(settings, model)
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
         raise InvalidInput(
-            "adapters cannot be put on a mixture of experts",
+            "adapters do not work with a mixture of experts",
             field="student.lora",
-            hint="leave the table out to train all weights, or give a dense student",
+            hint="remove the table to train all weights, or choose a dense student",
         )
     if student.lora.train_head:
         head = model.get_output_embeddings().requires_grad_(True)
@@ -54,16 +56,17 @@ def add_adapters(model: Any, student: StudentConfig) -> None:
             if getattr(module, "weight", None) is head.weight
         ]
         settings.ensure_weight_tying = len(settings.modules_to_save) > 1
-    for parameter in learned(model).values():  # they are made like the frozen ones
+    for parameter in learned(model).values():  # peft gives them the frozen dtype
         parameter.data = parameter.data.float()
 
 
 def has_adapters(model: Any) -> bool:
+    """Return True if `add_adapters` has changed the model."""
     return hasattr(model, "peft_config")
 
 
 def learned(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that learn: tied ones under each of their names."""
+    """Return the trainable weights by name; a tied weight is there under each of its names."""
     return {
         name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -72,21 +75,27 @@ def learned(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_adapters(path: Path, model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Write what `peft` reads. `weights`: those that learn, whole."""
+    """Write the adapters to the directory `path`, in the format of `peft`.
+
+    `weights`: the trainable weights by name, unsharded. Creates the directory.
+    """
     path.mkdir(parents=True, exist_ok=True)
     model.peft_config[_ADAPTER].save_pretrained(path)
     save_file({_key(name): value.cpu().clone() for name, value in weights.items()}, path / _FILE)
 
 
 def load_adapters(path: Path, model: nn.Module) -> None:
-    """Take the weights back; raises InvalidInput if they are not those of `student.lora`."""
+    """Load the weights that `save_adapters` wrote to `path`, in place.
+
+    Raises InvalidInput (`student.lora`) if their names or shapes are not those of the model.
+    """
     saved = load_file(path / _FILE) if (path / _FILE).is_file() else {}
     ours = {_key(name): parameter for name, parameter in learned(model).items()}
     if {key: p.shape for key, p in ours.items()} != {key: v.shape for key, v in saved.items()}:
         raise InvalidInput(
-            "the checkpoint was made with other adapters than the job asks for",
+            "the checkpoint has other adapters than the job asks for",
             field="student.lora",
-            hint="resume with the table that the run began with, or submit the job anew",
+            hint="restore the table that the run started with, or submit a new job",
         )
     with torch.no_grad():
         for key, parameter in ours.items():
@@ -94,9 +103,10 @@ def load_adapters(path: Path, model: nn.Module) -> None:
 
 
 def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The plain model's weights in float32 on the CPU: every adapter added to the layer under it.
+    """Return the weights of the plain model: each adapter is added to the weight of its layer.
 
-    `weights`: all of them, whole, by the names of `model`; one tensor may have two names.
+    `weights`: all weights, unsharded, by their names in `model`; two names may share a tensor. The
+    result is on the CPU, in float32.
     """
     from peft.tuners.lora import LoraLayer
     from peft.utils import transpose

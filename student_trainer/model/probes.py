@@ -1,4 +1,4 @@
-"""Probes: what a model's forward pass does, found by running it on a few tokens."""
+"""Probes: find properties of a model by running it on a few tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def has_linear_head(model: Any) -> bool:
-    """Whether the logits are exactly a linear layer of the last hidden states: no cap, no scale.
+    """Return True if the logits are exactly a linear layer of the last hidden states.
 
-    The layer's output is replaced by large numbers: they must come out as they are. A comparison
-    of logits would miss a cap that only bites when they grow.
+    False if the model caps or scales its logits. The probe replaces the output of the layer by
+    large numbers, which must come out unchanged: a comparison of logits would miss a cap that only
+    affects large ones.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return False
     seen: list[Tensor] = []
-    # Numbers that bfloat16 has too.
+    # Rounded to bfloat16, so that a bfloat16 model does not change them.
     probe = torch.linspace(-200, 200, head.out_features, device=model.device).bfloat16().float()
 
     def replace(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -40,17 +41,19 @@ def has_linear_head(model: Any) -> bool:
 
 @torch.no_grad()
 def keeps_apart(model: Any) -> bool:
-    """Whether sequences that share a line, told apart by positions that begin again, are read as if
-    each was alone.
+    """Return True if packed sequences do not influence each other.
 
-    Other tokens in the one must not change a bit of what comes out for the other.
+    Packed sequences share a line, and only their position ids, which restart at 0, separate them.
+    When the tokens of the first sequence change, no bit of the second one's hidden states may
+    change, and they must be close to those of the second sequence alone. Models that take no
+    position ids do not pack: False.
     """
     length, width = 6, model.get_input_embeddings().num_embeddings
     ids = torch.arange(2 * length, device=model.device) % width
     positions = torch.arange(length, device=model.device).repeat(2)
 
     def states(tokens: Tensor) -> Tensor:
-        # Two lines, as some kernels know one way for one of them and another for more.
+        # Two lines, since some kernels take another path for a single one.
         inputs = {
             "input_ids": tokens.repeat(2, 1),
             "position_ids": positions[: len(tokens)].repeat(2, 1),
@@ -66,5 +69,5 @@ def keeps_apart(model: Any) -> bool:
     except (AttributeError, TypeError, ValueError):
         return False
     second = together[length:]
-    near = (second - alone).norm() <= 2e-2 * alone.norm()  # bfloat16 is no closer
+    near = (second - alone).norm() <= 2e-2 * alone.norm()  # the accuracy of bfloat16
     return torch.equal(second, changed[length:]) and bool(near)

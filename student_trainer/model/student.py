@@ -1,4 +1,4 @@
-"""The student: a transformers causal LM, and the one place where hidden states meet the loss."""
+"""The student: a transformers causal LM that passes hidden states or logits to the loss."""
 
 from __future__ import annotations
 
@@ -25,11 +25,17 @@ log = logging.getLogger(__name__)
 
 
 class Student(nn.Module):
-    """What DDP and FSDP wrap: the head runs inside `forward`, where its weights are at hand."""
+    """The module that DDP and FSDP wrap: the model, its head and the loss in one forward pass.
+
+    The head runs inside `forward` because FSDP has its full weights only there. `packs`: whether
+    sequences may share a line.
+    """
 
     def __init__(self, model: Any, *, bf16: bool = False, pack: bool = False) -> None:
-        """`bf16`: compute in it (weights that learn stay float32, or updates would be lost);
-        `pack`: read several sequences in one line, if the model can (`packs` says so).
+        """Wrap `model`, a transformers causal LM, and probe it on a few tokens.
+
+        `bf16`: compute in bfloat16; trainable weights stay float32, because bfloat16 would lose
+        small updates. `pack`: let sequences share a line, if the model supports it.
         """
         super().__init__()
         self.model = model
@@ -38,9 +44,11 @@ class Student(nn.Module):
             self._linear_head = has_linear_head(model)
             self.packs = pack and keeps_apart(model)
         if not self._linear_head:
-            log.info("the head is not one linear layer: its logits are made in full")
+            log.info(
+                "the head is not one linear layer: computing full logits, which takes more memory"
+            )
         if pack and not self.packs:
-            log.info("this model does not keep sequences in one line apart: they are padded")
+            log.info("this model cannot separate sequences in one line: padding them instead")
 
     def forward(
         self,
@@ -49,9 +57,11 @@ class Student(nn.Module):
         temperature: float,
         of_all_rows: bool = False,
     ) -> FusedLoss:
-        """loss_fn summed over the batch's rows, some at a time; see fused_linear_loss.
+        """Sum `loss_fn` over the rows of the batch, chunk by chunk; see `fused_linear_loss`.
 
-        `of_all_rows`: it must see all of them at once; see fused_linear_rows.
+        `of_all_rows`: pass all rows to `loss_fn` in one call; see `fused_linear_rows`.
+        `temperature` divides the logits. Collective if the student is sharded or replicated: call
+        the wrapper (`parallel/sharding.py`) in training.
         """
         if not self._linear_head:
             return self._plain(batch, loss_fn, temperature)
@@ -68,7 +78,10 @@ class Student(nn.Module):
     def rows(
         self, batch: Batch, temperature: float, top_k: int | None = None
     ) -> tuple[Tensor, Rows]:
-        """(head ids [N, K], rows of N) at the ids of the batch, or at the `top_k` likeliest."""
+        """Return (head ids [N, K] int64, Rows of N) without a gradient.
+
+        `top_k`: use the `top_k` most likely ids of each row; None: use the head ids of the batch.
+        """
         ids = batch.head_ids
         if not self._linear_head:
             logits = self._logits(batch)
@@ -85,12 +98,12 @@ class Student(nn.Module):
 
     @torch.no_grad()
     def states(self, batch: Batch) -> Tensor:
-        """[N, H], of which the head makes the rows of the batch."""
+        """Return the hidden states [N, H] that give the rows of the batch, without a gradient."""
         with self._precision():
             return self._to_head(batch)[0]
 
     def _to_head(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states [N, H], weight [V, H] and bias [V], of which a linear head makes logits."""
+        """Return hidden states [N, H], weight [V, H] and bias [V] or None of the linear head."""
         head = self.model.get_output_embeddings()
         states = self.model.get_decoder()(**batch.inputs, use_cache=False).last_hidden_state
         return batch.select(states), head.weight, getattr(head, "bias", None)

@@ -16,11 +16,11 @@ from student_trainer.losses import Direction, FusedLoss, LossFunction, Rows, Tai
 
 @dataclass(frozen=True)
 class DistillationObjective:
-    """The objective to minimise, in nats per token: KL + cross_entropy * (-log p of the stored token).
+    """The objective to minimise: KL + cross_entropy * (-log p of the stored token), in nats.
 
-    direction, tail: as in `topk_kl`. temperature: of the student's distribution. cross_entropy: its
-    weight; the term applies to stored sequences only. teachers: the teacher names of the job, each
-    of which gets a KL metric of its own.
+    Both terms are per token. direction, tail: as in `topk_kl`. temperature: of the student's
+    distribution. cross_entropy: its weight; the term applies to stored sequences only. teachers:
+    the teacher names of the job, each of which gets a KL metric of its own.
     """
 
     direction: Direction
@@ -35,7 +35,7 @@ class DistillationObjective:
     def on_policy(
         cls, method: OnPolicyConfig, teachers: Sequence[str] = ()
     ) -> DistillationObjective:
-        """Return the objective of an on-policy job. `teachers`: its teacher names, if it has several."""
+        """Return the objective of an on-policy job. `teachers`: its teacher names, if several."""
         direction: Direction = "reverse" if method.divergence == "reverse_kl" else "forward"
         return cls(direction, method.tail, method.temperature, teachers=tuple(teachers))
 
@@ -44,7 +44,7 @@ class DistillationObjective:
         return make_batch(scored, device, pack=pack)
 
     def loss(self, batch: Batch) -> LossFunction:
-        """Return the loss of the batch, a function of the student's rows; see `distillation_loss`."""
+        """Return the loss of the batch, as a function of rows; see `distillation_loss`."""
         return distillation_loss(batch, self)
 
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
@@ -85,12 +85,12 @@ def distillation_loss(batch: Batch, objective: DistillationObjective) -> LossFun
 def batch_metrics(
     batch: Batch, out: FusedLoss, objective: DistillationObjective
 ) -> dict[str, Tensor]:
-    """Return (sum, number) of each metric over the tokens of a batch; all batches have the same names.
+    """Return (sum, number) of each metric over the tokens of a batch.
 
-    `kl/teacher` is an unbiased estimate of the KL, whatever the tail mode of the loss. Rows without
-    samples count in `kl/teacher_bound` instead, a lower bound. `kl/teacher/NAME`, for each of the
-    objective's `teachers`, covers the tokens that this teacher scored. KLs are in nats. No
-    gradient.
+    All batches have the same names. `kl/teacher` is an unbiased estimate of the KL, whatever the
+    tail mode of the loss. Rows without samples count in `kl/teacher_bound` instead, a lower bound.
+    `kl/teacher/NAME`, for each of the objective's `teachers`, covers the tokens that this teacher
+    scored. KLs are in nats. No gradient.
     """
     rows = out.rows
     sampling = batch.sampling_logprobs

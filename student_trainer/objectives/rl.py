@@ -33,7 +33,7 @@ from student_trainer.losses.policy import (
 
 @dataclass(frozen=True)
 class Pull:
-    """A model that the KL pulls the student towards: its name in the metrics, the weight of its KL."""
+    """A model that the KL pulls the student towards: its name in metrics, the weight of its KL."""
 
     name: str
     weight: float
@@ -129,8 +129,7 @@ class RLObjective:
         )
 
     def loss(self, batch: Batch) -> LossFunction:
-        """Return the loss of an RLBatch, a function of the student's rows: one weighted term per
-        token.
+        """Return the loss of an RLBatch, as a function of rows: one weighted term per token.
 
         A term is multiplied by its token's weight; the trainer divides the sum by the sum of the
         weights of all processes.

@@ -1,4 +1,8 @@
-"""Several processes as one: none may leave while another waits for it."""
+"""Collectives that keep processes together: shared numbers and shared errors.
+
+A process that stops while others are in a collective would make them wait until the time-out of one
+hour.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +16,20 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from protos.errors import DistillError, error_of
 
-# Longer than a save to a slow disk or one rank's longest answers; a lost rank is noticed at once.
+# Longer than a save to a slow disk, or one rank's longest answers. A lost rank is noticed at once.
 _COLLECTIVE_TIMEOUT = timedelta(hours=1)
-_TOLD_BYTES = 4096  # of a fault, to the other processes
+_TOLD_BYTES = 4096  # of an error, sent to the other processes
 Found = TypeVar("Found")
 
 
 def make_accelerator() -> Accelerator:
+    """Collective. Return the Accelerator of this process, on a GPU if there is one."""
     timeout = InitProcessGroupKwargs(timeout=_COLLECTIVE_TIMEOUT)
     return Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[timeout])
 
 
 def largest(accelerator: Accelerator, number: int) -> int:
-    """The largest of all processes' numbers, in every process."""
+    """Collective. Return the largest `number` of all processes."""
     if accelerator.num_processes == 1:
         return number
     mine = torch.tensor([number], device=accelerator.device)
@@ -32,10 +37,12 @@ def largest(accelerator: Accelerator, number: int) -> int:
 
 
 def together(accelerator: Accelerator, work: Callable[[], Found]) -> Found:
-    """What `work` finds; its fault in one process is raised in every one: it must not leave the
-    others in a collective. All must call it.
+    """Collective. Run `work` and return its result; an error on any rank is raised on all ranks.
 
-    Those without a fault raise the first one's: whoever is heard first tells what happened.
+    So no rank leaves the others waiting in a later collective. A rank whose own `work` raised a
+    DistillError raises that error. Every other rank raises the error of the lowest such rank, its
+    texts cut to 4096 bytes in all. `work` must catch or convert other exceptions: they are not
+    shared.
     """
     fault: DistillError | None = None
     try:
@@ -51,6 +58,7 @@ def together(accelerator: Accelerator, work: Callable[[], Found]) -> Found:
 
 
 def _first_told(accelerator: Accelerator, fault: DistillError | None) -> DistillError:
+    """Collective. Return the error of the lowest rank that has one."""
     said = () if fault is None else (fault.code, fault.field, fault.hint, fault.message)
     text = "\0".join(said).encode()[:_TOLD_BYTES].ljust(_TOLD_BYTES, b"\0")
     mine = torch.tensor(list(text), dtype=torch.uint8, device=accelerator.device)

@@ -1,4 +1,4 @@
-"""What a trainer owes to the process that started it. Imports no torch."""
+"""Rank of this process, and its end together with its launcher. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ _PR_SET_PDEATHSIG = 1
 
 
 def is_main_process() -> bool:
-    """`accelerate launch` numbers its processes; alone, one is the main one."""
+    """Return True in the process of rank 0, or if there is no launcher.
+
+    Reads $RANK, which `accelerate launch` sets, so it works before any collective.
+    """
     return os.environ.get("RANK", "0") == "0"
 
 
 def end_with_launcher() -> None:
-    """A rank of `accelerate launch` has a session of its own: a killed launcher must end it too."""
+    """Kill this process when `accelerate launch` ends. Without a launcher, do nothing.
+
+    Each rank has a session of its own, so a killed launcher would otherwise leave it running.
+    """
     if "RANK" in os.environ:
         end_with_parent()
 
 
 def end_with_parent() -> None:
-    """However it ends, and at once."""
+    """Have the kernel kill this process (SIGKILL) when its parent ends for any reason. Linux only."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""How the student lies in the processes of a job: whole in each one, or shared out among them."""
+"""Distribute the student over the processes of a job: replicated (DDP) or sharded (FSDP2)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from student_trainer.model.student import Student
 
 
 class Replicated:
-    """Every process has all weights and their optimizer: DDP, or the only process there is."""
+    """Every process has all weights and their optimizer state: DDP, or a single process.
+
+    trained: the Student whose weights learn. whole: the Student to use inside `gathered()`; the
+    same one here. device: of this process.
+    """
 
     def __init__(self, accelerator: Accelerator, student: Student) -> None:
         self.trained = self.whole = student.to(accelerator.device)
@@ -27,29 +31,41 @@ class Replicated:
         self._wrapped = accelerator.prepare(student)
 
     def __call__(self, *inputs: Any) -> FusedLoss:
-        """Student.forward; all processes call it equally often."""
+        """Collective. Run `Student.forward`; all processes must call it equally often."""
         loss: FusedLoss = self._wrapped(*inputs)
         return loss
 
     def synchronized(self, last: bool) -> Any:
-        """Around forward and backward: gradients cross with the step's `last` micro-batch."""
+        """Return the context for forward and backward of one micro-batch.
+
+        Gradients are averaged over processes in the `last` micro-batch of an update; before it they
+        are only added up.
+        """
         return nullcontext() if last else self._accelerator.no_sync(self._wrapped)
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Inside, `whole` may be called by any process as often as it likes."""
+        """Return a context. Inside, `whole` holds the full weights.
+
+        Inside, ranks may run different numbers of forward passes of `whole`: they are not
+        collective.
+        """
         return nullcontext()
 
     def total(self, sums: Tensor) -> Tensor:
-        """Of sums over the weights that a process has, those over all weights; all must call."""
+        """Collective. From sums over the weights of this process, return the sums over all weights.
+
+        Here every process has all weights, so `sums` is returned unchanged.
+        """
         return sums
 
 
 class Sharded:
-    """Every process has a share of each weight and of its moments, and learns as if it had all
-    (FSDP2): a layer's weights are gathered for its forward and its backward pass.
+    """Every process has a shard of each weight and of its optimizer state (FSDP2).
 
-    To write answers takes each layer once a token: for that, the weights are gathered once, into
-    the hollow copy `whole`, which no collective stands behind.
+    Training computes the same as with Replicated; the weights of a layer are gathered for its
+    forward and its backward pass. Sampling runs every layer once per token, so `gathered()` instead
+    gathers all weights once, into `whole`: a copy of the Student that is empty outside and has no
+    collectives.
     """
 
     def __init__(self, accelerator: Accelerator, student: Student) -> None:
@@ -61,23 +77,26 @@ class Sharded:
         for module in list(student.model.modules()):
             if type(module).__name__ in layers:
                 fully_shard(module, mesh=mesh)
-        # The rest: embeddings, last norm and head. In place, like every layer above.
+        # The other weights: embeddings, last norm and head. `fully_shard` works in place.
         self._root = fully_shard(student, mesh=mesh)
         self.trained = student
 
     def __call__(self, *inputs: Any) -> FusedLoss:
-        """As Replicated's."""
+        """Collective. Run `Student.forward`; see Replicated."""
         loss: FusedLoss = self.trained(*inputs)
         return loss
 
     def synchronized(self, last: bool) -> AbstractContextManager[None]:
-        """As Replicated's."""
+        """Return the context for forward and backward of one micro-batch; see Replicated."""
         self._root.set_requires_gradient_sync(last)
         return nullcontext()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """As Replicated's; all processes go in together."""
+        """Collective. Inside the context `whole` holds the full weights; see Replicated.
+
+        Every process must enter it. Each process then needs memory for all weights.
+        """
         shares = dict(self.trained.named_parameters())
         copies = dict(self.whole.named_parameters())
         for name, share in shares.items():
@@ -89,31 +108,39 @@ class Sharded:
                 hollow.data = hollow.data.new_empty(0)
 
     def total(self, sums: Tensor) -> Tensor:
-        """As Replicated's."""
+        """Collective. Return the sums over the weights of all processes; see Replicated."""
         everywhere: Tensor = self._accelerator.reduce(sums)
         return everywhere
 
 
 def spread(accelerator: Accelerator, student: Student, sharding: str) -> Replicated | Sharded:
-    """`sharding`: as in train.sharding; one process has nothing to share."""
+    """Collective. Distribute the student as `sharding` (the key train.sharding) says.
+
+    A single process is always Replicated.
+    """
     if sharding == "fsdp2" and accelerator.num_processes > 1:
         return Sharded(accelerator, student)
     return Replicated(accelerator, student)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor of which every process may have a share; then all must call."""
+    """Return the full tensor of a sharded one. Collective if `tensor` is sharded.
+
+    A tensor that is not sharded is returned as it is.
+    """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor, not a copy."""
+    """Return the shard of `tensor` that this process has, not a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """Each tensor as a whole, on the CPU if it was in shares. Every process must call; those that
-    do not `keep` get nothing. What was one tensor under two names still is.
+    """Collective. Return each tensor unsharded; sharded ones are copied to the CPU.
+
+    Processes with `keep` false take part but return {}. Names that share a tensor share it in the
+    result too.
     """
     found: dict[int, Tensor] = {}
     for number, tensor in {id(tensor): tensor for tensor in tensors.values()}.items():
@@ -124,7 +151,10 @@ def whole_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Ten
 
 
 def share_of(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This process's part of `tensor`, which is as large as `parameter` and known to all."""
+    """Return this process's shard of `tensor`, placed as `parameter` is.
+
+    `tensor` has the full shape and is the same in every process, so nothing is communicated.
+    """
     tensor = tensor.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return tensor
@@ -133,7 +163,7 @@ def share_of(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _hollow(student: Student) -> Student:
-    """A copy with the same buffers, and parameters of no elements."""
+    """Return a copy of the student with its buffers, and with parameters without elements."""
     return copy.deepcopy(
         student,
         {
