@@ -1,5 +1,6 @@
-"""A teacher behind gRPC, for programs without an event loop: futures in, rows out, through any
-restart.
+"""`TeacherClient`: scores sequences at teacher services and survives their restarts.
+
+For programs without an event loop: `submit` takes a query and returns a future of its rows.
 """
 
 from __future__ import annotations
@@ -33,24 +34,29 @@ log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 128
 MAX_PREFETCH_BYTES = 256 << 20
-# A teacher at work on one huge batch sends nothing, but lives: it gets so many times the patience.
+# A teacher that computes one huge batch sends nothing although it is healthy: wait this many times
+# `patience_seconds` for it.
 _BUSY_FACTOR = 10
 _ENVELOPE_BYTES = 1024
 
 
 class TeacherClient:
-    """Scores queries over one stream a teacher, each kept up by a thread of its own.
+    """Scores queries at one or several teacher services; its methods are thread-safe.
 
-    A broken stream is opened again and every unfinished request asks from its first missing row.
-    With several addresses, all of them teachers with the same weights, each takes requests as it
-    answers them, and what one leaves unanswered goes to the others at once; rows of two scorings
-    are never mixed. If nothing comes for `patience_seconds`, and no teacher is healthy either, all
-    unfinished requests fail with Unavailable; one that lives but sends no row is given ten times as
-    long. If a teacher with other weights answers on reconnect, and no other carries on, they fail
-    with WrongState.
+    Each teacher has one stream and one thread that reopens the stream after a fault. An unfinished
+    request then continues from its first missing row. With several addresses, which must be of
+    teachers with the same weights, a teacher takes new requests as it finishes old ones. Requests
+    that a lost teacher leaves unfinished go to the other teachers at once. The rows of one sequence
+    always come from one scoring.
 
-    Rows are fetched ahead of the caller up to `max_prefetch_bytes`: wait with the futures' own
-    `result`, which is never held back, not with `concurrent.futures.wait`.
+    All unfinished requests fail with Unavailable if no message arrives for `patience_seconds` and
+    no teacher answers a health check, or if a teacher answers health checks but sends no row for
+    ten times as long. They fail with WrongState if a teacher reconnects with other weights and no
+    other teacher is connected.
+
+    Rows are prefetched up to `max_prefetch_bytes`. Wait with the future's own `result` or
+    `exception`: they lift that limit for their request. `concurrent.futures.wait` does not, and
+    may wait forever.
     """
 
     def __init__(
@@ -63,8 +69,11 @@ class TeacherClient:
         field: str = "teacher.address",
         scope: str = "",
     ) -> None:
-        """`max_in_flight`: requests on one stream; `field`: what faults name; `scope`: ask with a
-        token that is derived for it, as `open_channel` tells.
+        """Start one thread per teacher. Connections open on first use.
+
+        `patience_seconds`: see the class. `max_in_flight`: most requests on one stream. `field`:
+        the field that errors name. `scope`: authenticate with a token derived for this scope; see
+        `protos.rpc.channel.open_channel`.
         """
         addresses = [address] if isinstance(address, str) else [*address]
         several = len(addresses) > 1
@@ -95,18 +104,21 @@ class TeacherClient:
 
     @property
     def held_bytes(self) -> int:
-        """Of rows on their way, or there and not yet taken."""
+        """Bytes of rows that were requested or received, and not yet taken by the caller."""
         return self._window.held_bytes
 
     def info(self) -> TeacherInfo:
-        """What the teacher is. Raises Unavailable if none answers within 5 s, WrongState if two of
-        them differ.
+        """Return the model, fingerprint and limits that all teachers of this client share.
+
+        Teachers that do not answer within 5 s are logged. Raises Unavailable if none answers,
+        WrongState if two of them differ, Unauthenticated or Forbidden if a token is refused.
         """
         found: TeacherInfo | None = None
         faults: list[DistillError] = []
         for lane in self._lanes:
             try:
-                # The caller compares its student with this one; no other may take its place.
+                # Pins the identity: the caller checks its student against this teacher, so a
+                # teacher with another identity is refused from now on.
                 found = info_of(lane.get_info())
             except grpc.RpcError as error:
                 faults.append(self._unavailable(error, lane))
@@ -117,7 +129,10 @@ class TeacherClient:
         return found
 
     def load(self) -> TeacherLoad:
-        """What the first teacher does now, and did since its start. Raises Unavailable."""
+        """Return the current load and the counters of the first teacher.
+
+        Raises Unavailable if it does not answer within 5 s.
+        """
         [lane, *_] = self._lanes
         try:
             return load_of(lane.ask())
@@ -125,7 +140,11 @@ class TeacherClient:
             raise self._unavailable(error, lane) from error
 
     def vocabulary(self) -> list[str]:
-        """The tokens by id. Raises Unavailable."""
+        """Return the teacher's tokens; the index is the token id.
+
+        Asks each teacher in turn, for at most `patience_seconds`. Raises Unavailable if none
+        answers.
+        """
         request = teacher_pb2.GetVocabularyRequest()
         for lane in self._lanes:
             try:
@@ -136,9 +155,11 @@ class TeacherClient:
         raise fault
 
     def submit(self, query: ScoreQuery) -> Future[RowBlock]:
-        """Ask for rows; never blocks. The block of the future always has head ids.
+        """Request the rows of `query` and return their future at once.
 
-        Raises InvalidInput for a query too large for one message.
+        The future's RowBlock always has head ids. The future fails with the teacher's error, or
+        as the class describes; `close` cancels it. Raises InvalidInput if the query cannot be
+        encoded in one message, Unavailable after `close`.
         """
         _require_sendable(query)
         return self._window.submit(query)
@@ -146,14 +167,24 @@ class TeacherClient:
     def push_weights(
         self, tensors: Mapping[str, NDArray[Any]], *, tau: float | None = None
     ) -> TeacherInfo:
-        """Give the teacher new weights, or with `tau` an average with them; see `weights_parts`.
+        """Replace the teacher's weights, or with `tau` average them; return the new TeacherInfo.
 
-        Returns what it is then. Every row that comes later is of the new weights: what is
-        unfinished is asked for again. Other clients of this teacher fail with WrongState. A push
-        that fails has changed nothing; after Unavailable and TimedOut, `info` tells.
+        `tensors` maps every parameter name to its array; see `weights_parts`. With `tau` the
+        teacher sets phi <- tau phi + (1 - tau) theta, where theta is `tensors`.
+
+        Every row received after this call is of the new weights: unfinished requests are scored
+        again. Other clients of this teacher fail with WrongState. Blocks for at most one hour.
+
+        Raises InvalidInput for several teachers or for arrays that cannot be pushed, and the
+        teacher's error if it refuses the push; then nothing has changed. After Unavailable or
+        TimedOut the outcome is unknown: call `info` to learn the version.
         """
         if len(self._lanes) > 1:
-            raise InvalidInput("weights can be pushed to one teacher only", field=self._field)
+            raise InvalidInput(
+                "weights can be pushed to one teacher only",
+                field=self._field,
+                hint="give one address",
+            )
         [lane] = self._lanes
         with self._identity.changing():
             try:
@@ -167,7 +198,7 @@ class TeacherClient:
         return replace(info_of(info), fingerprint=reply.fingerprint, version=reply.version)
 
     def close(self) -> None:
-        """End at once; unfinished futures are cancelled."""
+        """Cancel all unfinished futures, close the connections and join the threads."""
         self._window.close()
         for lane in self._lanes:
             lane.close()
@@ -197,7 +228,7 @@ class TeacherClient:
     def _one_lives(self, seconds: float) -> bool:
         try:
             checks = [lane.ask_health(seconds) for lane in self._lanes]
-        except ValueError:  # the channels were closed meanwhile
+        except ValueError:  # `close` closed the channels
             return False
         return any(lives(check) for check in checks)
 
@@ -209,9 +240,10 @@ class TeacherClient:
                 f"the {self._name} answers, but has sent no row for"
                 f" {_BUSY_FACTOR * self._patience_seconds:g} s{last}",
                 field=self._field,
-                hint="look into its log"
+                hint="read the teacher's log"
                 if faults
-                else "give it a smaller --max-batch-tokens, or raise teacher.patience_seconds",
+                else "start it with a smaller --max-batch-tokens, or raise"
+                " teacher.patience_seconds",
             )
         return Unavailable(
             f"the {self._name} has not answered for {self._patience_seconds:g} s{last}",
@@ -223,7 +255,7 @@ class TeacherClient:
         call: Any = error
         if call.code() is grpc.StatusCode.UNIMPLEMENTED:
             return Unavailable(
-                f"what answers at {lane.address} is not a teacher",
+                f"the server at {lane.address} is not a teacher",
                 field=self._field,
                 hint="give the HOST:PORT that distill-teacher printed",
             )
@@ -243,10 +275,10 @@ def _require_sendable(query: ScoreQuery) -> None:
     try:
         size = request_of(query, "").ByteSize() + _ENVELOPE_BYTES
     except (ValueError, TypeError) as error:
-        raise InvalidInput(f"not a query: {error}", field="start") from error
+        raise InvalidInput(f"the query cannot be encoded: {error}", field="start") from error
     if size > MAX_MESSAGE_BYTES:
         raise InvalidInput(
-            f"a query of {size} bytes is more than a message holds ({MAX_MESSAGE_BYTES})",
+            f"the query has {size} bytes, but one message holds {MAX_MESSAGE_BYTES}",
             field="head_ids",
-            hint="score fewer positions, or fewer head ids a position",
+            hint="score fewer positions, or use fewer head ids per position",
         )

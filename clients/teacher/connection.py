@@ -1,4 +1,4 @@
-"""One teacher of a client: its connection and its stream, kept up by a thread."""
+"""The connection of a client to one teacher, with a thread that keeps its stream open."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 _MAX_BACKOFF_SECONDS = 2.0
-# Waiting does not mend these.
+# Errors that reconnecting does not fix.
 _LASTING = (WrongState, Unauthenticated, Forbidden)
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class SharedIdentity:
-    """The fingerprint and version that all teachers of a client have: the first one decides."""
+    """The identity that all teachers of a client must have, fixed by the first one that answers.
+
+    The identity is fingerprint and version. Thread-safe, except for the methods that say otherwise.
+    """
 
     def __init__(self, field: str) -> None:
         self._field = field
@@ -39,47 +42,53 @@ class SharedIdentity:
 
     @property
     def changes(self) -> int:
-        """How often somebody changed the weights; waits for who does it now."""
+        """Number of weight updates of this client; blocks while one is in progress."""
         with self._lock:
             return self._changes
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """While the teacher gets new weights: nobody else looks at it."""
+        """Hold the lock while the weights are updated, so that nobody checks a teacher then."""
         with self._lock:
             self._changes += 1
             yield
 
     def require(self, info: teacher_pb2.TeacherInfo, name: str) -> None:
-        """Raises WrongState if `info` is of another teacher than before."""
+        """Raises WrongState if the identity in `info` is not the expected one.
+
+        The first call sets the expected identity. `name` names the teacher in the error.
+        """
         with self._lock:
             self.check(info, name)
 
     def check(self, info: teacher_pb2.TeacherInfo, name: str) -> None:
-        """`require` within `changing`."""
+        """Do what `require` does, inside `changing`, where the lock is held."""
         identity = identity_of(info.fingerprint, info.version)
         self._expected = self._expected or identity
         if identity != self._expected:
             raise self.other(identity, name)
 
     def other(self, identity: str, name: str) -> WrongState:
-        """The fault of a teacher that is not the expected one."""
+        """Return the error for the teacher `name`, whose identity is not the expected one."""
         return WrongState(
-            f"the {name} is now {identity}, it was {self._expected}",
+            f"the {name} is {identity}, but {self._expected} was expected",
             field=self._field,
-            hint="start it with the weights the job began with, or start a new job",
+            hint="start it with the weights the job started with, or start a new job",
         )
 
     def adopt(self, fingerprint: str, version: int) -> None:
-        """Within `changing`: what the teacher is from now on."""
+        """Set the expected identity after a weight update. Call it inside `changing`."""
         self._expected = identity_of(fingerprint, version)
 
 
 class TeacherLane:
-    """Carries requests of a window to one teacher and answers back.
+    """Sends requests of a window to one teacher and returns the answers to the window.
 
-    A broken stream gives its unfinished requests back to the window, for whoever is there first,
-    and is opened again after a jittered pause of at most 2 s.
+    A thread keeps the stream open while the window has unfinished requests. When the stream breaks,
+    its unfinished requests go back to the window, where any lane may take them. The stream is
+    opened again after a jittered pause of at most 2 s.
+
+    `connected` is True while the stream is open; `last_fault` is the error that ended the last one.
     """
 
     def __init__(
@@ -107,33 +116,40 @@ class TeacherLane:
         )
 
     def start(self) -> None:
+        """Start the thread of the stream."""
         self._thread.start()
 
     def close(self) -> None:
+        """Close the connection and join the thread. Close the window first, or this blocks."""
         self._channel.close()  # cancels the stream
         self._thread.join()
 
     def cut(self) -> None:
-        """End the stream; the next request opens another."""
+        """Cancel the stream; the thread opens another one when there is a request."""
         if self._call is not None:
             self._call.cancel()
 
     def get_info(self) -> teacher_pb2.TeacherInfo:
-        """What the teacher is. Raises RpcError after 5 s without an answer, WrongState if it is not
-        like the others.
+        """Return the teacher's info and check its identity.
+
+        Raises RpcError if it does not answer within 5 s, WrongState if its identity differs from
+        that of the other teachers.
         """
         message = self.ask()
         self._identity.require(message, self.name)
         return message
 
     def ask(self) -> teacher_pb2.TeacherInfo:
-        """What the teacher says it is. Raises RpcError after 5 s without an answer."""
+        """Return the teacher's info unchecked. Raises RpcError if it does not answer within 5 s."""
         return self.stub.GetInfo(
             teacher_pb2.GetInfoRequest(), timeout=CONNECT_SECONDS, wait_for_ready=True
         )
 
     def ask_health(self, seconds: float) -> Any:
-        """The call of a health check, for `lives`. Raises ValueError on a closed lane."""
+        """Start a health check with a deadline of `seconds`; pass the returned call to `lives`.
+
+        Raises ValueError if the lane is closed.
+        """
         request = health_pb2.HealthCheckRequest()
         return self._health.Check.future(request, timeout=seconds, wait_for_ready=True)
 
@@ -144,14 +160,14 @@ class TeacherLane:
             if fault and str(fault) != str(self.last_fault) and not self._window.closed:
                 log.warning("%s", fault)
             self.last_fault = fault
-            # Who changes the weights finds itself at the wrong teacher for a moment.
+            # During its own weight update this client may see the teacher with a new identity.
             if isinstance(fault, _LASTING) and self._identity.changes == changes:
                 self._on_wrong_teacher(fault)
             backoff = min(_MAX_BACKOFF_SECONDS, 0.05 * 2**self._failures)
             self._window.wait_closed(backoff * random.uniform(0.5, 1.0))
 
     def _stream_until_fault(self) -> DistillError | None:
-        """One stream, from connection to end; None when the teacher ended it in good order."""
+        """Run one stream to its end; return its error, or None if the teacher ended it normally."""
         self._failures += 1
         try:
             self._carry(self.get_info())
@@ -160,7 +176,7 @@ class TeacherLane:
         except WrongState as fault:
             return fault
         except ValueError:
-            # What grpc says to a call on a closed channel.
+            # grpc raises ValueError for a call on a closed channel.
             if not self._window.closed:
                 raise
         return None
@@ -183,7 +199,7 @@ class TeacherLane:
 
 
 def lives(health_check: Any) -> bool:
-    """Waits for a health check: whether the teacher answered anything at all, serving or not."""
+    """Wait for a health check; return True if the teacher answered at all, serving or not."""
     try:
         error = health_check.exception()
     except grpc.FutureCancelledError:

@@ -1,4 +1,4 @@
-"""What a teacher says of itself; see teacher.proto."""
+"""A teacher's description and load, as dataclasses; see protos/teacher.proto."""
 
 from __future__ import annotations
 
@@ -10,34 +10,52 @@ from protos import teacher_pb2
 
 @dataclass(frozen=True)
 class TeacherInfo:
-    """What it is."""
+    """A teacher's model, identity and limits."""
 
     model: str
+    """Directory or hub id of the model."""
     fingerprint: str
+    """sha256 of everything that determines the rows: weights, config, dtype, engine."""
     version: int
+    """Number of weight updates since the start; 0 if the weights never changed."""
     tokenizer_fingerprint: str
+    """Result of `clients.teacher.query.tokenizer_fingerprint` for the teacher's vocabulary."""
     vocab_size: int
+    """Width of the logits."""
     max_top_k: int
+    """Largest `top_k` of a query."""
     max_length: int
+    """Most tokens in one sequence."""
     dtype: str
+    """Type of the weights."""
     engine: str
+    """Engine that computes the rows: hf, vllm or fake."""
     batch_invariant: bool
+    """True if the rows of a sequence do not depend on other sequences in the same batch."""
     max_tail_samples: int
+    """Largest `tail_samples` of a query."""
 
 
 @dataclass(frozen=True)
 class TeacherLoad:
-    """What it does, and did since its start; `cache_tiers` has (hits, misses) by tier."""
+    """A teacher's current load, and its counters since its start."""
 
     queued_tokens: int
+    """Tokens of requests that wait for the model."""
     active_streams: int
+    """Open Score streams."""
     scored_tokens: int
+    """Rows computed by the model; rows from the cache are not counted."""
     forwards: int
+    """Forward passes of the model."""
     cancelled: int
+    """Requests cancelled by their clients."""
     cache_tiers: Mapping[str, tuple[int, int]]
+    """(hits, misses) by name of the cache tier."""
 
 
 def info_of(message: teacher_pb2.TeacherInfo) -> TeacherInfo:
+    """Convert the message of GetInfo, without its load."""
     return TeacherInfo(
         model=message.model,
         fingerprint=message.fingerprint,
@@ -54,6 +72,7 @@ def info_of(message: teacher_pb2.TeacherInfo) -> TeacherInfo:
 
 
 def load_of(message: teacher_pb2.TeacherInfo) -> TeacherLoad:
+    """Convert the load in the message of GetInfo."""
     load = message.load
     return TeacherLoad(
         queued_tokens=load.queued_tokens,

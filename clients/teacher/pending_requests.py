@@ -1,6 +1,4 @@
-"""The requests of a teacher client that have no answer yet: what waits, what is on which wire, and
-how much memory their answers may take.
-"""
+"""Unfinished requests of a teacher client: the queue, the streams, and the prefetch limit."""
 
 from __future__ import annotations
 
@@ -18,17 +16,21 @@ from protos import teacher_pb2
 from protos.errors import Corrupt, DistillError, Overloaded, Unavailable, error_of
 from protos.rows.codec import RowBlock
 
-_PAUSE_SECONDS = 0.5  # of an overloaded teacher, before its request is sent again
-_ENTRY_BYTES = 2048  # of a request and its answer besides the rows
+_PAUSE_SECONDS = 0.5  # least pause before a request goes to an overloaded teacher again
+_ENTRY_BYTES = 2048  # estimated memory of a request and its future, rows excluded
 
 
 class _Answer(Future[RowBlock]):
-    """Its rows count as prefetched from the sending until a caller takes them, or drops this."""
+    """The future of one query.
+
+    Its rows count against the prefetch limit from the time the request is sent until a caller
+    takes the result or drops the future.
+    """
 
     def __init__(self, window: ScoreWindow, query: ScoreQuery) -> None:
         super().__init__()
         self._window = window
-        self.held = 0  # bytes of the limit that it takes now
+        self.held = 0  # bytes it takes of the prefetch limit now
         self.wanted = False
         self.query = query
         self.assembly = ScoreAssembly(query)
@@ -49,7 +51,7 @@ class _Answer(Future[RowBlock]):
             self._release_if_done()
 
     def release(self) -> None:
-        """Its rows are the caller's now, or nobody's."""
+        """Stop counting its rows: the caller has taken them, or nobody will."""
         self._window.release(self)
 
     def _release_if_done(self) -> None:
@@ -61,18 +63,17 @@ class _Answer(Future[RowBlock]):
 
 
 class ScoreWindow:
-    """Shared by the caller's threads and the streams of all teachers; every method may be called by
-    any.
+    """The queue of requests, shared by the caller's threads and the streams of all teachers.
 
-    At most `max_requests` are on one wire, and all answers that are on their way, or there and not
-    yet taken, have at most `max_bytes`. What a caller waits for is never prefetched: it is sent
-    whatever there is already.
+    Every method is thread-safe. At most `max_requests` are in flight on one stream. The answers
+    that are in flight, or received and not yet taken, have at most `max_bytes`. A request that a
+    caller waits for is sent regardless of `max_bytes`.
     """
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        # One lock, two rooms to wait in: no message wakes the watcher.
+        # Two conditions on one lock, so that messages do not wake the watchdog.
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         self._owing = threading.Condition(lock)
@@ -81,37 +82,37 @@ class ScoreWindow:
         self._held_bytes = 0
         self._ids = itertools.count()
         self.closed = False
-        # Since when the teachers owe an answer and have sent nothing, on the monotonic clock.
+        # Monotonic time of the last message, or of the time when an answer first became due.
         self.silent_since = time.monotonic()
 
     @property
     def held_bytes(self) -> int:
-        """Of answers on their way, or there and not yet taken."""
+        """Bytes of answers that are in flight, or received and not yet taken."""
         return self._held_bytes
 
     def submit(self, query: ScoreQuery) -> Future[RowBlock]:
-        """Queue a query. Its future fails with Unavailable once the window is closed."""
+        """Queue a query and return its future. Raises Unavailable if the window is closed."""
         answer = _Answer(self, query)
         with self._changed:
             if self.closed:
-                raise Unavailable("this teacher client is closed")
+                raise Unavailable("this teacher client is closed", hint="make a new TeacherClient")
             self._before_more()
             self._waiting.append(answer)
             self._changed.notify_all()
         return answer
 
     def open(self) -> WindowStream:
-        """A share of the work for one stream."""
+        """Register a stream, which takes requests from the queue until its `end`."""
         with self._changed:
             stream = WindowStream(self)
             self._streams.append(stream)
             return stream
 
     def want(self, answer: _Answer) -> None:
-        """Somebody waits for it: it goes first."""
+        """Move a request to the front of the queue, because a caller waits for it."""
         with self._changed:
             answer.wanted = True
-            # Who is on a wire, or was, is first already.
+            # A request that is in flight, or was, is in front already.
             if not answer.held and answer in self._waiting:
                 self._before_more()
                 self._waiting.remove(answer)
@@ -119,7 +120,7 @@ class ScoreWindow:
                 self._changed.notify_all()
 
     def release(self, answer: _Answer) -> None:
-        """It counts no longer."""
+        """Stop counting the rows of `answer` against the prefetch limit."""
         if not answer.held:
             return
         with self._changed:
@@ -129,19 +130,21 @@ class ScoreWindow:
             self._wake_senders()
 
     def wait_for_work(self) -> bool:
-        """Block until something is asked; False once the window is closed."""
+        """Block until there is an unfinished request; return False if the window is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._unfinished())
             return not self.closed
 
     def wait_closed(self, seconds: float) -> bool:
-        """Sleep, unless the window is closed meanwhile."""
+        """Sleep for `seconds`, or until the window is closed; return True if it is closed."""
         with self._changed:
             return self._changed.wait_for(lambda: self.closed, seconds)
 
     def wait_for_stall(self, seconds: float, not_before: float) -> bool:
-        """Block until nothing came for so long, counted from `not_before` (monotonic) at the
-        earliest, although something is asked; False once closed.
+        """Block until no message has arrived for `seconds` although an answer is due.
+
+        The silence counts from `not_before` (monotonic clock) at the earliest. Returns False once
+        the window is closed.
         """
         with self._changed:
             while not self.closed:
@@ -155,7 +158,7 @@ class ScoreWindow:
             return False
 
     def ask_again(self) -> None:
-        """Rows of what is unfinished are forgotten, and asked for anew, on new streams."""
+        """Discard the rows of all unfinished requests and request them again on new streams."""
         with self._changed:
             for stream in self._streams:
                 stream.retire()
@@ -164,12 +167,12 @@ class ScoreWindow:
             self._changed.notify_all()
 
     def fail_all(self, fault: DistillError) -> None:
-        """Every request fails with the same fault; later ones start anew."""
+        """Fail every unfinished request with `fault`; requests submitted later are not affected."""
         for answer in self._take_all():
             _resolve(answer, fault)
 
     def close(self) -> None:
-        """Cancel every request and let no more in."""
+        """Cancel every unfinished request and accept no more."""
         with self._changed:
             self.closed = True
             self._owing.notify_all()
@@ -177,7 +180,7 @@ class ScoreWindow:
             answer.cancel()
 
     def _before_more(self) -> None:
-        """Something may be owed from now on: if nothing was, its time begins."""
+        """Call before a change that may make an answer due: starts the clock if none was due."""
         if not self._owed():
             self.silent_since = time.monotonic()
             self._owing.notify_all()
@@ -190,18 +193,18 @@ class ScoreWindow:
         return bool(self._waiting) or any(stream.sent for stream in self._streams)
 
     def _owed(self) -> bool:
-        """Whether the teachers keep somebody waiting; not so when the limit does."""
+        """True if an answer of a teacher is due. One held back by the limit is not due."""
         return any(stream.sent for stream in self._streams) or self._first() is not None
 
     def _first(self) -> _Answer | None:
-        """The next to be sent: the oldest, while the limit allows it."""
+        """Return the next request to send, the oldest one, or None if the limit forbids it."""
         while self._waiting and self._waiting[0].cancelled():
             self._waiting.popleft()
         if not self._waiting:
             return None
         answer = self._waiting[0]
         fits = self._held_bytes + answer.size <= self._max_bytes
-        # One that is larger than the limit goes alone.
+        # A request larger than the limit is sent when nothing else is held.
         return answer if fits or answer.held or answer.wanted or not self._held_bytes else None
 
     def _take_all(self) -> list[_Answer]:
@@ -215,25 +218,28 @@ class ScoreWindow:
 
 
 class WindowStream:
-    """What one stream carries. A request gets a new wire id each time it is sent, so that what is
-    left of an abandoned answer is recognised and ignored.
+    """The requests in flight on one stream.
+
+    A request gets a new wire id each time it is sent, so that late chunks of an abandoned answer
+    are recognised and ignored.
     """
 
     def __init__(self, window: ScoreWindow) -> None:
         self._window = window
         self._changed = window._changed
-        self._idle = False  # its writer waits for something to send
+        self._idle = False  # its sender waits for a request
         self._paused_until = 0.0
         self._ended = False
         self.sent: OrderedDict[str, _Answer] = OrderedDict()
 
     def requests(self) -> Iterator[teacher_pb2.ScoreRequest]:
-        """What the stream sends, as the window allows; ends with `end` or the window's `close`."""
+        """Yield the messages to send, as the window allows, until `end` or the window's `close`."""
         while (request := self._next_request()) is not None:
             yield request
 
     def _next_request(self) -> teacher_pb2.ScoreRequest | None:
-        # Not in the generator: its frame would hold the answer, and its rows, until the next one.
+        # A separate function: the frame of a generator would keep the answer and its rows alive
+        # until the next request.
         taken = self._take()
         if taken is None:
             return None
@@ -261,13 +267,13 @@ class WindowStream:
             return None
 
     def _is_next(self) -> bool:
-        """Whether it may carry more, and no teacher with less to do waits for work."""
+        """True if this stream may take a request, and no idle stream has fewer in flight."""
         most = self._window._max_requests
         least = min((len(s.sent) for s in self._window._streams if s._idle), default=most)
         return len(self.sent) < most and len(self.sent) <= least
 
     def receive(self, chunk: teacher_pb2.ScoreChunk) -> None:
-        """Take one message; a future that it completes is resolved here."""
+        """Process one chunk, and resolve the future that it completes."""
         with self._changed:
             answer = self.sent.get(chunk.request_id)
             outcome = self._outcome(chunk, answer) if answer else None
@@ -279,14 +285,14 @@ class WindowStream:
             _resolve(answer, outcome)
 
     def end(self) -> None:
-        """The stream is gone: what it carried waits again, oldest first, and keeps its rows."""
+        """Unregister the stream and requeue its requests, oldest first, with the rows they have."""
         with self._changed:
             self.retire()
             self._window._streams.remove(self)
             self._changed.notify_all()
 
     def retire(self) -> None:
-        """With the lock: what it carried waits again; it sends no more, and is not listened to."""
+        """Requeue the requests, send no more and ignore further chunks. The lock must be held."""
         self._ended = True
         self._window._waiting.extendleft(reversed(self.sent.values()))
         self.sent.clear()
@@ -294,20 +300,20 @@ class WindowStream:
     def _outcome(
         self, chunk: teacher_pb2.ScoreChunk, answer: _Answer
     ) -> RowBlock | DistillError | None:
-        """How the request ends, or None when more is to come."""
+        """Return the rows or the error that ends the request, or None if more chunks follow."""
         if chunk.HasField("error"):
             error = chunk.error
             fault = error_of(error.code, error.message, field=error.field, hint=error.hint)
             if not isinstance(fault, Overloaded):
                 return fault
-            # Not progress: a teacher that is always overloaded is given up in the end.
+            # `silent_since` is not updated: a teacher that stays overloaded counts as silent.
             pause = max(_PAUSE_SECONDS, error.retry_after_ms / 1000)
             self._paused_until = time.monotonic() + pause * random.uniform(1, 1.5)
             self._send_again(chunk.request_id)
             return None
         self._window.silent_since = time.monotonic()
         if not answer.assembly.continues(chunk):
-            # The teacher scored the sequence anew: two scorings are never mixed.
+            # The teacher scored the sequence again: never mix the rows of two scorings.
             answer.assembly.restart()
             self._send_again(chunk.request_id)
             return None

@@ -1,6 +1,4 @@
-"""New weights on their way to a teacher: one header, then the tensors in chunks, never all of them
-at once.
-"""
+"""Push weights to a teacher: one header, then the tensors in chunks, one tensor in memory."""
 
 from __future__ import annotations
 
@@ -30,9 +28,14 @@ def push_weights(
     tau: float | None,
     base_version: int,
 ) -> teacher_pb2.PushWeightsReply:
-    """One push. Raises RpcError, and InvalidInput as `weights_parts` does."""
+    """Push `tensors` to the teacher behind `stub`; wait at most one hour for its reply.
+
+    `tau` and the arrays: see `weights_parts`. `base_version` is the version that the update
+    follows; the teacher refuses the push if it has another one. Raises RpcError if the call fails,
+    InvalidInput for an array of another dtype.
+    """
     parts = weights_parts(tensors, tau=tau, base_version=base_version)
-    # Made here, where its errors reach the caller.
+    # Take the header here, so that InvalidInput reaches the caller and not gRPC's sender thread.
     header = next(parts)
     return stub.PushWeights(itertools.chain([header], parts), timeout=_PUSH_SECONDS)
 
@@ -40,10 +43,13 @@ def push_weights(
 def weights_parts(
     tensors: Mapping[str, NDArray[Any]], *, tau: float | None, base_version: int
 ) -> Iterator[teacher_pb2.WeightsPart]:
-    """The messages of one push. `tau` None replaces the weights, else the teacher averages them.
+    """Yield the messages of one push.
 
-    The mapping is read twice, shapes first: one that makes its arrays when they are asked for never
-    holds two of them. Raises InvalidInput for arrays that are not of float32, float16 or bfloat16.
+    If `tau` is None the teacher replaces its weights, else it sets phi <- tau phi + (1 - tau) theta
+    with theta = `tensors`. Arrays are float32, float16, or uint16 with the bits of bfloat16.
+
+    Every array is read twice, first for shapes and dtypes, then for data, and one at a time: a lazy
+    mapping needs memory for one array only. Raises InvalidInput for an array of another dtype.
     """
     specs = [_spec(name, tensors[name]) for name in tensors]
     replace, ema = teacher_pb2.WEIGHTS_MODE_REPLACE, teacher_pb2.WEIGHTS_MODE_EMA
@@ -56,7 +62,7 @@ def weights_parts(
     )
     yield teacher_pb2.WeightsPart(header=header)
     for index, spec in enumerate(specs):
-        # No copy, unless the array is strided or of another byte order.
+        # Copies only an array that is strided or big-endian.
         array = np.ascontiguousarray(_little_endian(tensors[spec.name]))
         data = array.reshape(-1).view(np.uint8)
         for offset in range(0, data.size, _PART_BYTES):
@@ -70,7 +76,7 @@ def _spec(name: str, array: NDArray[Any]) -> teacher_pb2.TensorSpec:
     dtype = _DTYPES.get(array.dtype.name)
     if dtype is None:
         raise InvalidInput(
-            f"an array of {array.dtype} cannot be pushed",
+            f"an array of dtype {array.dtype} cannot be pushed",
             field=name,
             hint="push float32, float16, or the bits of bfloat16 as uint16",
         )

@@ -1,6 +1,4 @@
-"""What is asked of a teacher: one sequence, the rows wanted of it, and the key its rows are stored
-under.
-"""
+"""Score queries: one sequence and the rows to compute, their message and their cache key."""
 
 from __future__ import annotations
 
@@ -16,21 +14,29 @@ from protos import teacher_pb2
 from protos.errors import InvalidInput
 from protos.rows import codec as rows
 
-# Metadata of a Score call: the teacher the requests are meant for. Another one refuses the call.
+# Metadata key of a Score call: the identity of the teacher that the requests are meant for. A
+# teacher with another identity refuses the call.
 IDENTITY_KEY = "distill-teacher"
-# Far beyond use: the spread of a loss falls with the root of their number.
+# More is of no use: the standard deviation of a loss falls with the square root of their number.
 MAX_TAIL_SAMPLES = 256
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreQuery:
-    """Rows start..T-1 of a sequence: row t is the distribution of token t given the tokens before
-    it.
+    """A request for rows start..T-1 of a sequence; row t is p(token t | tokens before t).
 
-    token_ids int32 [T]; exactly one of top_k (the teacher's own head) and head_ids int32 [T -
-    start, k] (ids chosen by the student). Logits are divided by `temperature`. `f32` asks for
-    log-probs in full precision. `tail_samples`: ids that the teacher draws for each row from
-    outside its head, the same ones for the same `seed` (0 <= seed < 2**64) and tokens before it.
+    - `token_ids`: int32 [T], the whole sequence
+    - `start`: first scored position, from 1 to T - 1
+    - `top_k`: head size if the teacher chooses the head ids (its k most likely tokens)
+    - `head_ids`: int32 [T - start, k], head ids chosen by the student; exactly one of `top_k` and
+      `head_ids` must be given
+    - `temperature`: the teacher divides its logits by it
+    - `f32`: return head log-probs as float32, not float16
+    - `tail_samples`: ids per row that the teacher samples, with replacement, from outside the head
+    - `seed`: 0 <= seed < 2**64; the tail samples of a row are a function of it and of the tokens
+      before the row
+
+    Raises InvalidInput unless exactly one of `top_k` and `head_ids` is given.
     """
 
     token_ids: NDArray[np.int32]
@@ -45,17 +51,19 @@ class ScoreQuery:
     def __post_init__(self) -> None:
         if (self.top_k is None) == (self.head_ids is None):
             raise InvalidInput(
-                "a query has either top_k or head_ids",
+                "a query needs exactly one of top_k and head_ids",
                 field="head_ids",
                 hint="give top_k for the teacher's own head, head_ids for the student's",
             )
 
     @property
     def rows(self) -> int:
+        """Number of rows requested, T - start."""
         return len(self.token_ids) - self.start
 
     @property
     def k(self) -> int:
+        """Number of head ids per row."""
         if self.head_ids is not None:
             return int(self.head_ids.shape[1])
         assert self.top_k is not None
@@ -63,12 +71,12 @@ class ScoreQuery:
 
     @property
     def nbytes(self) -> int:
-        """Of the query itself."""
+        """Bytes of the query's own arrays."""
         return self.token_ids.nbytes + (0 if self.head_ids is None else self.head_ids.nbytes)
 
 
 def answer_bytes(query: ScoreQuery) -> int:
-    """Memory of the assembled rows of `query`, without head ids that came with it."""
+    """Bytes of memory that the rows of `query` take, head ids given in the query excluded."""
     a_candidate = (4 if query.head_ids is None else 0) + (4 if query.f32 else 2)
     samples = 4 * query.tail_samples + 4 if query.tail_samples else 0
     return query.rows * (query.k * a_candidate + samples + 8)
@@ -77,7 +85,7 @@ def answer_bytes(query: ScoreQuery) -> int:
 def request_of(
     query: ScoreQuery, request_id: str, next_position: int = 0
 ) -> teacher_pb2.ScoreRequest:
-    """The message that asks for `query`, from `next_position` on (0: all rows)."""
+    """Return the message that requests the rows of `query` from `next_position` on (0: all)."""
     f16, f32 = teacher_pb2.LOGPROB_FORMAT_F16, teacher_pb2.LOGPROB_FORMAT_F32
     request = teacher_pb2.ScoreRequest(
         request_id=request_id,
@@ -97,13 +105,14 @@ def request_of(
 
 
 def identity_of(fingerprint: str, version: int) -> str:
-    """The value of IDENTITY_KEY."""
+    """Return a teacher's identity, the value of IDENTITY_KEY."""
     return f"{fingerprint} version {version}"
 
 
 def row_key(fingerprint: str, version: int, query: ScoreQuery) -> bytes:
-    """The 32 bytes under which the rows of `query` by this teacher are stored: every input of them
-    counts.
+    """Return the 32-byte cache key of the rows that this teacher computes for `query`.
+
+    The key is a sha256 of everything that determines the rows, the codec version included.
     """
     facts = [
         fingerprint,
@@ -112,7 +121,7 @@ def row_key(fingerprint: str, version: int, query: ScoreQuery) -> bytes:
         query.start,
         "top_k" if query.head_ids is None else "head_ids",
         query.k,
-        # The wire carries a float32; both ends must make the same key of it.
+        # The message has a float32 temperature: round first, so that both ends compute one key.
         float(np.float32(query.temperature)).hex(),
         query.f32,
         rows.VERSION,
@@ -127,11 +136,10 @@ def row_key(fingerprint: str, version: int, query: ScoreQuery) -> bytes:
 
 
 def tokenizer_fingerprint(tokens: Sequence[str]) -> str:
-    """sha256 of a vocabulary: the token of id 0, 1, ... ("" for an unused id), each with its length
-    in bytes.
+    """Return the sha256 of a vocabulary, given its tokens in order of id ("" for an unused id).
 
-    Teacher and student both take `[tokenizer.convert_ids_to_tokens(i) or "" for i in
-    range(len(tokenizer))]`.
+    Teacher and student both pass `[tokenizer.convert_ids_to_tokens(i) or "" for i in
+    range(len(tokenizer))]`. Each token is hashed with its length in bytes.
     """
     hasher = hashlib.sha256()
     for token in tokens:

@@ -1,4 +1,4 @@
-"""Puts the chunks of one sequence together: every row once, and all rows of one scoring."""
+"""Assembles the chunks of one sequence: every row once, and all rows from one scoring."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protos.rows.codec import RowBlock, decode_rows
 
 
 class ScoreAssembly:
-    """The rows of `query` that came so far, also over several connections."""
+    """The rows of `query` received so far, possibly over several connections. Not thread-safe."""
 
     def __init__(self, query: ScoreQuery) -> None:
         self._query = query
@@ -21,56 +21,66 @@ class ScoreAssembly:
 
     @property
     def next_position(self) -> int:
-        """The first row that is missing."""
+        """Position of the first missing row."""
         return self._query.start + self._filled
 
     @property
     def resume_position(self) -> int:
-        """What a request for the rest says: 0 when nothing is there yet."""
+        """The `next_position` of a request for the missing rows; 0 if no row was received."""
         return self.next_position if self._filled else 0
 
     def restart(self) -> None:
-        """Forget every row."""
+        """Discard all rows."""
         self._filled = 0
         self._whole: RowBlock | None = None
         self._digest: int | None = None
 
     def continues(self, chunk: teacher_pb2.ScoreChunk) -> bool:
-        """Whether the chunk is of the scoring that the rows so far are of."""
+        """True if the chunk is from the same scoring as the rows received so far."""
         return self._digest in (None, chunk.scoring_digest)
 
     def add(self, chunk: teacher_pb2.ScoreChunk) -> RowBlock | None:
-        """Append a chunk; the whole block, head ids filled in, once it is complete.
+        """Append a chunk; return all rows, with head ids, once they are complete, else None.
 
-        Raises Corrupt for rows that are missing, sent twice, damaged or of another shape.
+        Raises Corrupt if rows are missing, duplicate, damaged or of an unexpected shape or dtype.
         """
         block = decode_rows(chunk.payload)
         query, expected = self._query, self.next_position
         left = len(query.token_ids) - expected
         if chunk.first_position != expected or not 0 < len(block) <= left:
             raise Corrupt(
-                f"the teacher sent {len(block)} rows from position {chunk.first_position}, "
-                f"expected up to {left} from {expected}"
+                f"the teacher sent {len(block)} rows from position {chunk.first_position}, but 1 to"
+                f" {left} rows from position {expected} were expected"
             )
         chosen_by_teacher = block.head_ids is not None
         if block.k != query.k or chosen_by_teacher != (query.head_ids is None):
-            raise Corrupt(f"the teacher sent rows with k = {block.k}, asked for {query.k}")
+            with_ids = "with" if chosen_by_teacher else "without"
+            raise Corrupt(
+                f"the teacher sent rows {with_ids} head ids and with k = {block.k}, but the query"
+                f" has k = {query.k}"
+            )
         if block.tail_samples != query.tail_samples:
             raise Corrupt(
-                f"the teacher sent {block.tail_samples} tail samples a row, asked for"
-                f" {query.tail_samples}"
+                f"the teacher sent {block.tail_samples} tail samples per row, but"
+                f" {query.tail_samples} were requested"
             )
         if len(block) != chunk.count or chunk.last != (len(block) == left):
-            raise Corrupt(f"the teacher sent {len(block)} rows and announced {chunk.count}")
+            raise Corrupt(
+                f"the teacher sent {len(block)} rows, but announced {chunk.count} rows and last ="
+                f" {chunk.last}"
+            )
         if (block.head_logprobs.dtype == np.float32) != query.f32:
-            raise Corrupt("the teacher sent log-probs of another precision than asked for")
+            raise Corrupt(
+                f"the teacher sent {block.head_logprobs.dtype} log-probs, but"
+                f" {'float32' if query.f32 else 'float16'} was requested"
+            )
         self._digest = chunk.scoring_digest
         whole = self._copy(block)
         return whole if chunk.last else None
 
     def _copy(self, block: RowBlock) -> RowBlock:
-        # Into one allocation: what was decoded are read-only views that keep a message alive, and
-        # torch wants arrays of its own.
+        # Copy into one allocation: decoded rows are read-only views that keep the message alive,
+        # and torch needs writable arrays.
         if self._whole is None:
             self._whole = _empty(self._query)
         whole = self._whole

@@ -368,7 +368,7 @@ def test_an_answer_that_breaks_off_goes_on_with_the_same_samples() -> None:
 def test_another_number_of_samples_than_asked_for_is_refused(asked: int, sent: int) -> None:
     """As a teacher of an earlier version sends them: it does not know the field."""
     chunks = chunks_of(answer(query(samples=sent)), query(samples=sent), "1", 0)
-    with pytest.raises(Corrupt, match=f"sent {sent} tail samples a row, asked for {asked}"):
+    with pytest.raises(Corrupt, match=f"sent {sent} tail samples per row, but {asked} were"):
         ScoreAssembly(query(samples=asked)).add(next(chunks))
 
 
