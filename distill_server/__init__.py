@@ -1,0 +1,1 @@
+"""The job server: accepts jobs over gRPC, schedules and follows them, and serves a dashboard."""

@@ -1,4 +1,4 @@
-"""`distill-server`, or `python -m distill_server`."""
+"""The command `distill-server`, also `python -m distill_server`."""
 
 from __future__ import annotations
 
@@ -29,51 +29,60 @@ if TYPE_CHECKING:
 
 SlotsOption = Annotated[
     int | None,
-    typer.Option(help="Jobs that run at once; by default one for each of --gpus.", min=1),
+    typer.Option(help="Number of jobs that run at once. Default: --gpus, or else 1.", min=1),
 ]
 GpusOption = Annotated[
     int | None,
-    typer.Option(help="Divide so many GPUs among the jobs; without it each sees all.", min=0),
+    typer.Option(
+        help="Number of GPUs to divide among the jobs. Default: not divided, each job sees all GPUs"
+        " (none on a Ray cluster).",
+        min=0,
+    ),
 ]
 CpusOption = Annotated[
-    int, typer.Option(help="CPU threads of all jobs; 0: enough for every slot.", min=0)
+    int,
+    typer.Option(
+        help="CPU threads of all jobs together; 0: --slots times --threads-per-job.", min=0
+    ),
 ]
 ThreadsPerJobOption = Annotated[
     int,
     typer.Option(
-        help="CPU threads of a job that asks for none; 0: half of the CPUs, shared.", min=0
+        help="CPU threads of a job that requests none; 0: --cpus (or half of this machine's CPUs)"
+        " divided by --slots.",
+        min=0,
     ),
 ]
 MostQueuedOption = Annotated[
-    int, typer.Option(help="Queued jobs beyond which no more are taken.", min=1)
+    int, typer.Option(help="Maximum number of queued jobs; further jobs are refused.", min=1)
 ]
 RetriesOption = Annotated[
-    int, typer.Option(help="How often a job whose trainer died is started again.", min=0)
+    int, typer.Option(help="Number of automatic retries of a job whose trainer died.", min=0)
 ]
 BackoffOption = Annotated[
     float,
-    typer.Option(help="Seconds before the first retry; doubled each time, to 360.", min=0),
+    typer.Option(help="Seconds before the first retry; doubles with each retry, to 360.", min=0),
 ]
 DatabaseOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="The job database; RUNS/server.sqlite without it. Never on a network file system.",
+        help="Job database. Default: server.sqlite in --runs. Not on a network file system.",
     ),
 ]
 RayOption = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Run the jobs on the Ray cluster with this dashboard, http://HOST:8265; --gpus and"
-        " --cpus are what they may hold of it together.",
+        help="Run the jobs on the Ray cluster with this dashboard, http://HOST:8265. --gpus and"
+        " --cpus limit what all jobs together use of the cluster.",
     ),
 ]
 DashboardPortOption = Annotated[
     int | None,
     typer.Option(
         metavar="PORT",
-        help="Show the jobs to browsers there; 0: any free port.",
+        help="Serve the web dashboard on this port; 0: any free port.",
         min=0,
         max=65535,
     ),
@@ -89,8 +98,10 @@ app = typer.Typer(
 
 @app.command()
 def serve(
-    runs: Annotated[Path, typer.Option(help="Directory of the jobs.")] = Path("runs"),
-    port: Annotated[int, typer.Option(help="0: any free port.", min=0, max=65535)] = 50051,
+    runs: Annotated[Path, typer.Option(help="Directory of all run directories.")] = Path("runs"),
+    port: Annotated[
+        int, typer.Option(help="Port of the gRPC service; 0: any free port.", min=0, max=65535)
+    ] = 50051,
     host: HostOption = "127.0.0.1",
     token_file: TokenFileOption = None,
     tls_cert: TlsCertOption = None,
@@ -109,7 +120,7 @@ def serve(
     ray: RayOption = None,
     version: VersionOption = False,
 ) -> None:
-    """Accept distillation jobs, run them, and tell how they fare."""
+    """Accept distillation jobs, run them, and report their progress."""
     from distill_server.jobs.preflight import JobPreflight
     from distill_server.runners.machine import Machine, gpus_of_cluster, visible_gpus
     from distill_server.scheduler import Policy
@@ -154,7 +165,7 @@ def _runner(ray: str | None) -> Runner:
         from distill_server.runners.local.runner import LocalRunner
 
         return LocalRunner()
-    # Ray is imported only where it is wanted.
+    # Imported only for --ray: it needs the extra [ray].
     from distill_server.runners.ray.cluster import RayCluster
     from distill_server.runners.ray.jobs import RayJobs
     from distill_server.runners.ray.runner import RayRunner
@@ -163,13 +174,14 @@ def _runner(ray: str | None) -> Runner:
 
 
 def _dashboard(port: int, tls: TlsFiles) -> Dashboard:
-    # The web server is imported only where it is wanted.
+    # Imported only for --dashboard, so that a server without it does not load the web server.
     from distill_server.dashboard.serve import Dashboard
 
     return Dashboard(port, tls, on_ready=lambda url: print(f"dashboard at {url}", flush=True))
 
 
 def main() -> None:
+    """Run the command line; the entry point of `distill-server`."""
     app()
 
 

@@ -1,7 +1,8 @@
-"""Starts queued jobs, follows running ones, and decides what becomes of them in the end.
+"""Starts queued jobs, follows running jobs, and retries or ends them.
 
-It keeps nothing that a restarted server would miss: jobs are in the store, what runs is on disk.
-Looks at files and at SQLite take well under a millisecond each, so it makes them on the event loop.
+The scheduler keeps no state that a restarted server needs: jobs are in the store, and the state of
+attempts is in the run directories. A read of a file or of SQLite takes well under a millisecond, so
+the scheduler reads on the event loop.
 """
 
 from __future__ import annotations
@@ -30,29 +31,34 @@ from protos.rpc.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
-# A job whose files cannot be read now is looked at again after this.
+# The pause after an error, before a job is polled again.
 _TROUBLE_SECONDS = 5.0
 _LOG_TAIL_BYTES, _LOG_TAIL_LINES, _LOG_LINE_CHARS = 4096, 5, 200
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What runs at once, and how patient the scheduler is. Times are seconds."""
+    """Limits and times of the scheduler. Times are in seconds.
+
+    `retries` is the number of automatic retries of a job whose trainer died. `backoff` is the pause
+    before the first retry; it doubles with each further one, up to `longest_backoff`.
+    `cancel_grace` is the time from a cancel to the kill of the trainer, which writes a checkpoint
+    meanwhile; `cancel_now_grace` is the time without a checkpoint. `look_every` is the pause
+    between two polls.
+    """
 
     machine: Machine = ONE_JOB
     most_queued: int = 10_000
     retries: int = 3
-    # Before the first retry; doubled with every further one.
     backoff: float = 10.0
     longest_backoff: float = 360.0
-    # From the wish to cancel until the trainer is killed; it writes a checkpoint meanwhile.
     cancel_grace: float = 60.0
     cancel_now_grace: float = 5.0
     look_every: float = 0.2
 
 
 class Scheduler:
-    """The one task that moves jobs. `wake` makes it look at once."""
+    """The task that starts, polls and ends jobs. One instance per server, on the event loop."""
 
     def __init__(self, store: Store, runs: Path, runner: Runner, policy: Policy) -> None:
         self._store = store
@@ -61,31 +67,33 @@ class Scheduler:
         self._policy = policy
         self._awake = asyncio.Event()
         self._tails: dict[tuple[str, int], MetricsTail] = {}
-        # Monotonic times: until when an attempt rests (a restarted server tries at once), and
-        # when a cancelled one is killed.
+        # The monotonic time until which an attempt waits for its retry. Not stored: a restarted
+        # server retries at once.
         self._resting: dict[tuple[str, int], float] = {}
-        # Queued jobs that ask for more than this server has.
+        # Queued jobs that request more than this server has.
         self._too_large: set[str] = set()
+        # The monotonic time at which a cancelled attempt is killed.
         self._kill_at: dict[tuple[str, int, str], float] = {}
 
     def wake(self) -> None:
+        """Make the scheduler poll at once. Call it on the event loop."""
         self._awake.set()
 
     async def run(self) -> None:
-        """Until cancelled. Trainers do not notice when it ends."""
+        """Schedule jobs until the task is cancelled. Trainers keep running after that."""
         while True:
             self._awake.clear()
             try:
                 pause = self._policy.look_every if self._look() else None
             except Exception:
-                log.exception("cannot look at the jobs: trying again in %g s", _TROUBLE_SECONDS)
+                log.exception("cannot poll the jobs; retrying in %g s", _TROUBLE_SECONDS)
                 pause = _TROUBLE_SECONDS
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._awake.wait()
 
     def _look(self) -> bool:
-        """One round over all jobs that need one; False when there is nothing to wait for."""
+        """Poll all active jobs and start queued ones; return False if there is no job to poll."""
         active = self._store.in_state(*ACTIVE)
         for job in active:
             if not self._rests(job):
@@ -94,14 +102,15 @@ class Scheduler:
         return self._start_queued() or bool(active)
 
     def _start_queued(self) -> bool:
-        """Start jobs in the order of the queue; False when it is empty.
+        """Start jobs in the order of the queue; return False if the queue is empty.
 
-        One that must wait for its share lets nobody pass, or a large job would never start. Those
-        that rest, or ask for more than a restarted server has, hold nobody up.
+        A job that waits for its share blocks the jobs behind it, because otherwise small jobs could
+        delay a large one for ever. Jobs that wait for a retry, or that request more than a
+        restarted server has, block no other job.
         """
         held = list(self._store.held())
         free = max(0, self._policy.machine.slots - len(held))
-        # Not more than can be started: there may be ten thousand.
+        # Read only as many jobs as can start: the queue may hold ten thousand.
         queued = self._store.in_state(JobState.QUEUED, limit=free and free + self._passed_over())
         for job in queued:
             if self._rests(job) or job.id in self._too_large:
@@ -122,10 +131,13 @@ class Scheduler:
         return len(self._resting) + len(self._too_large)
 
     def _share(self, job: Job, held: Sequence[Share]) -> Share | None:
-        """None where the job must wait; for ever, if it is too large for this server."""
+        """Return the job's share, or None if the job must wait.
+
+        A job that is too large for this server waits until a server with more resources runs it.
+        """
         try:
             config = parse_config(job.config_json)
-        except InvalidInput:  # from before an upgrade; its start says so
+        except InvalidInput:  # written by an older version; _start reports the error
             return Share(0, ()) if len(held) < self._policy.machine.slots else None
         try:
             self._policy.machine.require_room(config)
@@ -141,25 +153,27 @@ class Scheduler:
 
     @contextlib.contextmanager
     def _boundary(self, job: Job) -> Iterator[None]:
-        """Of the errors of one job: a defect, or a full disk, must not stop the others."""
+        """Log the errors of one job, so that a defect or a full disk does not stop the others."""
         try:
             yield
         except Exception:
-            log.exception("job %s: trying again in %g s", job.id, _TROUBLE_SECONDS)
+            log.exception("job %s: cannot poll it; retrying in %g s", job.id, _TROUBLE_SECONDS)
             self._resting[job.id, job.attempt] = time.monotonic() + _TROUBLE_SECONDS
 
     def _start(self, job: Job, share: Share) -> None:
         attempt = self._store.attempt(job)
         run = self._run(job)
-        # First the record, then the process: a server that dies between the two leaves a job that
-        # never started, which the next one queues again; the other way round would start it twice.
+        # Write the record before starting the process. A server that dies between the two leaves a
+        # job that never started, and the next server queues it again. In the other order, the next
+        # server would start the job a second time.
         change = Change(JobState.PREPARING, reason="", phase="starting the trainer")
         job = self._store.begin(job, share, change)
         failpoint("start-stored")
         try:
             config = parse_config(job.config_json)
             if attempt.number == 1:
-                run.path.mkdir(mode=0o700, exist_ok=True)  # a power cut may have taken it
+                # The directory is not made durably, so a power cut may have removed it.
+                run.path.mkdir(mode=0o700, exist_ok=True)
             replace_file(run.job_json, config.model_dump_json(indent=2) + "\n")
             run.write_control(Control())
             failpoint("job-written")
@@ -172,13 +186,14 @@ class Scheduler:
             )
             failpoint("trainer-started")
         except (OSError, ValueError) as error:
-            # No space, no processes, or a config from before an upgrade. No path: it is ours alone.
+            # A full disk, no free processes, or a configuration written by an older version. Only
+            # `strerror`: users should not see the server's paths.
             why = (isinstance(error, OSError) and error.strerror) or error
             self._died(job, Died(f"the trainer could not be started: {why}", blameless=False))
 
     def _follow(self, job: Job) -> None:
         run = self._run(job)
-        # First the process, then its files: the files of a process that is gone are complete.
+        # Poll the process before reading its files: if it has ended, the files are complete.
         outcome = self._runner.poll(run, job.attempt)
         status = status_of(run, job.attempt)
         points = self._points(job, run, complete=not isinstance(outcome, Running))
@@ -200,7 +215,7 @@ class Scheduler:
         self._forget(job)
 
     def _reached(self, job: Job, status: Status | None) -> int:
-        """The newest step of this attempt, or the job's if it made none."""
+        """Return the newest step of this attempt, or the job's step if the attempt made none."""
         told = status.step if status is not None else 0
         return max(told, self._store.attempt(job).seen_step) if told else job.step
 
@@ -213,7 +228,7 @@ class Scheduler:
         return tail.read_all() if complete else tail.read()
 
     def _press(self, job: Job, run: RunDirectory) -> None:
-        """Kill the trainer of a cancelled job when its grace is over."""
+        """Kill the trainer of a cancelled job once its grace period is over."""
         stop = run.read_control().stop
         graces = {"now": self._policy.cancel_now_grace}
         grace = graces.get(stop, self._policy.cancel_grace)
@@ -222,7 +237,7 @@ class Scheduler:
             self._runner.stop(run, job.attempt, now=stop == "now")
 
     def _end(self, job: Job, ended: Ended, step: int) -> None:
-        """Record the end, by legal transitions: a trainer may be quicker than the looks at it."""
+        """Record the end of a job, with the states that a fast trainer passed between two polls."""
         changes = []
         if job.state is JobState.PREPARING and ended.state is JobState.SUCCEEDED:
             changes.append(Change(JobState.RUNNING))
@@ -234,7 +249,7 @@ class Scheduler:
         failpoint("end-stored")
 
     def _died(self, job: Job, died: Died) -> None:
-        """Queue the job again, or give up."""
+        """Queue the job again, or fail it if no retries are left."""
         attempt = self._store.attempt(job)
         retries = attempt.retries + (0 if died.blameless else 1)
         if retries > self._policy.retries:
@@ -244,12 +259,13 @@ class Scheduler:
             return
         doubled = self._policy.backoff * 2 ** min(30, max(0, retries - 1))
         pause = min(self._policy.longest_backoff, doubled)
-        # An attempt that was told where to start, and made steps from there, goes on from its own.
+        # If the attempt made steps, the retry resumes from the newest checkpoint, not from the step
+        # that the user asked for.
         from_step = attempt.from_step if attempt.seen_step < 0 else None
         self._store.queue_again(
             job.id,
             Attempt(job.attempt + 1, retries, from_step),
-            Change(JobState.QUEUED, reason=died.reason, phase=f"trying again in {pause:g} s"),
+            Change(JobState.QUEUED, reason=died.reason, phase=f"retrying in {pause:g} s"),
             last=False,
         )
         failpoint("retry-stored")
@@ -265,7 +281,7 @@ class Scheduler:
 
 
 def _last_lines(path: Path) -> str:
-    """The end of a log, short enough for a reason."""
+    """Return the last lines of a log, short enough for a job's reason; "" if there is no log."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

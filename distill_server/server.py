@@ -1,4 +1,4 @@
-"""The parts of a server put together; `__main__` reads the command line."""
+"""Builds and runs a server from its parts; `__main__` parses the command line."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ async def run_server(
     dashboard: Dashboard | None = None,
     database: Path | None = None,
 ) -> None:
-    """Serve the jobs under `runs` until SIGTERM; trainers go on, and the next server finds them.
+    """Serve the jobs under `runs` until SIGTERM or SIGINT.
 
-    `on_ready` gets the port; `database` is RUNS/server.sqlite unless it is told. Raises WrongState
-    when another server has that, InvalidInput for a port that is taken.
+    Trainers keep running, and the next server on the same directory follows them. `on_ready` is
+    called with the port once the server listens. `database` defaults to server.sqlite in `runs`.
+    Raises WrongState if another server uses the database, InvalidInput if the port is taken or
+    `runs` cannot be a directory.
     """
     runs = _directory(runs)
     bells = ChangeNotifier()
@@ -62,7 +64,7 @@ async def run_server(
             return SERVICE
 
         def ready(bound: int) -> None:
-            # Not before the port is ours: a server that cannot be reached must not start jobs.
+            # Only once the port is bound: a server that cannot be reached must not start jobs.
             tasks.append(asyncio.get_running_loop().create_task(scheduler.run()))
             on_ready(bound)
             if dashboard is not None:
@@ -91,8 +93,8 @@ def _directory(runs: Path) -> Path:
         runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidInput(
-            f"{runs} cannot be a directory: {(error.strerror or str(error)).lower()}",
+            f"cannot create the directory {runs}: {(error.strerror or str(error)).lower()}",
             field="--runs",
-            hint="name one that can be made, or that exists",
+            hint="name a directory that exists or that can be created",
         ) from error
     return runs.resolve()

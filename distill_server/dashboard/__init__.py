@@ -1,0 +1,1 @@
+"""The web dashboard of the job server, with Prometheus metrics at /metrics."""

@@ -97,7 +97,7 @@ def test_directory_that_cannot_be_made(tmp_path: Path) -> None:
     for runs in (tmp_path / "file", tmp_path / "file" / "runs"):
         found = run(command(runs, "--port", "0"))
         assert found.returncode == 2
-        assert found.stderr.startswith(f"error: --runs: {runs} cannot be a directory: ")
+        assert found.stderr.startswith(f"error: --runs: cannot create the directory {runs}: ")
         assert len(found.stderr.splitlines()) == 1
 
 

@@ -238,7 +238,7 @@ def test_killed_trainer_is_retried_once(client: DistillClient) -> None:
     events = list(client.watch(job.id))
     again = [event for event in events if event.state is JobState.QUEUED][1]
     assert again.reason == "the trainer was killed by signal 9 at step 6"
-    assert again.phase == "trying again in 0.1 s"
+    assert again.phase == "retrying in 0.1 s"
     seen = [(event.attempt, event.step) for event in events if event.metrics]
     assert seen == [(1, n) for n in range(1, 7)] + [(2, n) for n in range(6, 10)]
 
