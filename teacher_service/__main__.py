@@ -1,4 +1,4 @@
-"""The command `distill-teacher`."""
+"""The command `distill-teacher`: parses the options and runs the teacher service."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def teacher(
     version: VersionOption = False,
 ) -> None:
     """Score sequences with a model and stream the top-k rows to students."""
-    # Before torch is imported: every thread of it reads this once.
+    # Set before torch is imported, because torch reads it only once.
     os.environ["OMP_NUM_THREADS"] = str(threads or os.environ.get("OMP_NUM_THREADS") or _half())
     with _errors_as_exit():
         from protos.extras import require_extra
@@ -107,7 +107,9 @@ def _kept(cache: CacheSettings, no_cache: bool) -> CacheSettings | None:
 
     if no_cache and cache.redis_url:
         raise InvalidInput(
-            "with --no-cache no rows are kept", field="--redis-url", hint="give one of the two"
+            "cannot be combined with --no-cache, which keeps no rows",
+            field="--redis-url",
+            hint="remove one of the two options",
         )
     return None if no_cache else cache
 
@@ -133,7 +135,7 @@ def _default_cache() -> Path:
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command; the entry point of the console script."""
     app()
 
 

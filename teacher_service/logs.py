@@ -1,4 +1,4 @@
-"""How the teacher writes its log: one line an event, never a prompt, a token or a row."""
+"""Logging of the teacher service: one line per event, never with prompts, tokens or rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from enum import StrEnum
 
 
 class LogFormat(StrEnum):
-    """Lines for people, or JSON objects for a collector."""
+    """The format of log lines: text for people, or one JSON object per line for log collectors."""
 
     TEXT = "text"
     JSON = "json"
 
 
 class LogLevel(StrEnum):
-    """`debug`: a line a request."""
+    """The least severe level that is logged; `debug` adds a line per request."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -26,7 +26,10 @@ class LogLevel(StrEnum):
 
 
 def start_logging(form: LogFormat, level: LogLevel) -> None:
-    """Everything of `level` and above goes to stderr; other libraries only warn."""
+    """Log messages of `level` and above to stderr; from other libraries, only warnings and above.
+
+    Replaces the handlers of the root logger.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Text() if form is LogFormat.TEXT else _Json())
     root = logging.getLogger()
@@ -38,7 +41,7 @@ def start_logging(form: LogFormat, level: LogLevel) -> None:
 
 
 def fields(**values: object) -> dict[str, object]:
-    """For `extra=` of a log call: what the event says besides its name."""
+    """Return the `extra=` argument of a log call that adds `values` to the event."""
     return {"fields": values}
 
 

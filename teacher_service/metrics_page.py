@@ -1,4 +1,4 @@
-"""What the teacher counts, and the page where Prometheus reads it."""
+"""The metrics of the teacher service, and the HTTP page that serves them to Prometheus."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SECONDS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
 class TeacherMetrics:
-    """The counters of one running teacher, in a registry of their own."""
+    """The metrics of one running teacher, in their own registry. Thread-safe."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -41,21 +41,24 @@ class TeacherMetrics:
         for code in ("OK", "CANCELLED", *ErrorCode):
             self._requests.labels(code)
         self._tokens = Counter(
-            _PREFIX + "scored_tokens", "Rows made by the model.", registry=registry
+            _PREFIX + "scored_tokens", "Rows computed by the model.", registry=registry
         )
         self._fill = Histogram(
             _PREFIX + "batch_fill_ratio",
-            "Tokens of a batch, padding not counted, over --max-batch-tokens.",
+            "Tokens of a batch, without padding, divided by --max-batch-tokens.",
             buckets=_FILL_BUCKETS,
             registry=registry,
         )
-        self._forward = seconds("forward_seconds", "One batch through the model and the head.")
-        self._first = seconds("first_chunk_seconds", "From a request to its first rows.")
-        self._whole = seconds("request_seconds", "From a request to its last rows.")
+        self._forward = seconds("forward_seconds", "Time of one batch in the model and the head.")
+        self._first = seconds("first_chunk_seconds", "Time from a request to its first rows.")
+        self._whole = seconds("request_seconds", "Time from a request to its last rows.")
 
     @contextmanager
     def request(self) -> Iterator[MeasuredRequest]:
-        """Count and log a request by how the block ends."""
+        """Measure one request: count and log it by the outcome of the `with` block.
+
+        The times are recorded only if the block ends without an exception.
+        """
         measured = MeasuredRequest(time.perf_counter())
         code = "OK"
         try:
@@ -76,47 +79,52 @@ class TeacherMetrics:
         self._whole.observe(seconds)
 
     def forward(self, *, rows: int, fill: float, seconds: float) -> None:
-        """One batch has been scored."""
+        """Record one scored batch.
+
+        `fill` is its number of tokens without padding, divided by the limit of a batch. `seconds`
+        is the time that the engine took.
+        """
         self._tokens.inc(rows)
         self._fill.observe(fill)
         self._forward.observe(seconds)
 
     def gauge(self, name: str, meaning: str, read: Callable[[], float]) -> None:
-        """A number that is read when it is asked for."""
+        """Add a gauge whose value is `read()` at the time of each scrape."""
         Gauge(_PREFIX + name, meaning, registry=self.registry).set_function(read)
 
     def cache(self, read: Callable[[], Mapping[str, tuple[int, int]]]) -> None:
-        """(hits, misses) of each tier, read when they are asked for."""
+        """Add the hit and miss counters of the cache tiers; `read()` returns them by tier name."""
         self.registry.register(_CacheCollector(read))
 
     def total(self, name: str, **labels: str) -> int:
-        """A counter's value."""
+        """Return the value of a sample; `name` is without the prefix. 0 if there is none."""
         return int(self.registry.get_sample_value(_PREFIX + name, labels) or 0)
 
 
 @dataclass
 class MeasuredRequest:
-    """When a request came, how long its first rows took, and how many it has."""
+    """Measurements of one request: its start (perf_counter, s), time to first rows, and rows."""
 
     began: float
     seconds_to_first: float = 0.0
     rows: int = 0
 
     def answered(self, rows: int) -> None:
-        """The first rows are there."""
+        """Record that the rows are ready to be sent."""
         self.rows = rows
         self.seconds_to_first = time.perf_counter() - self.began
 
 
 @dataclass(frozen=True)
 class _CacheCollector(Collector):
-    """(hits, misses) by tier."""
+    """Exports (hits, misses) of each cache tier as counters."""
 
     read: Callable[[], Mapping[str, tuple[int, int]]]
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        hits = CounterMetricFamily(_PREFIX + "cache_hits", "Sequences found.", labels=["tier"])
-        misses = CounterMetricFamily(_PREFIX + "cache_misses", "Not found.", labels=["tier"])
+        found_in, missing_in = "Sequences found in a tier.", "Sequences not found in a tier."
+        hits = CounterMetricFamily(_PREFIX + "cache_hits", found_in, labels=["tier"])
+        misses = CounterMetricFamily(_PREFIX + "cache_misses", missing_in, labels=["tier"])
         for tier, (found, missed) in self.read().items():
             hits.add_metric([tier], found)
             misses.add_metric([tier], missed)
@@ -126,7 +134,10 @@ class _CacheCollector(Collector):
 
 @contextmanager
 def served(metrics: TeacherMetrics, host: str, port: int) -> Iterator[str]:
-    """Serve the page by a thread of its own; gives its HOST:PORT. Raises InvalidInput."""
+    """Serve /metrics on a thread of its own; yield its HOST:PORT. `port` 0 uses any free port.
+
+    Raises InvalidInput if the address cannot be used.
+    """
     try:
         kind = _PageOverIPv6 if ":" in host else _Page
         server = make_server(host, port, make_wsgi_app(metrics.registry), kind, _Reading)
@@ -134,7 +145,7 @@ def served(metrics: TeacherMetrics, host: str, port: int) -> Iterator[str]:
         raise InvalidInput(
             f"cannot listen on {host}:{port}: {error.strerror}",
             field="--metrics-port",
-            hint="choose another one, or 0 for any free port",
+            hint="choose another port, or 0 for any free port",
         ) from error
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
@@ -147,19 +158,21 @@ def served(metrics: TeacherMetrics, host: str, port: int) -> Iterator[str]:
 
 
 class _Reading(WSGIRequestHandler):
-    timeout = 1.0  # of silence
+    timeout = 1.0  # seconds without data from the client
 
     def log_message(self, format: str, *_: object) -> None:
-        """Its readers come every few seconds."""
+        """Log nothing: Prometheus reads the page every few seconds."""
 
 
 class _Page(WSGIServer):
-    """One reader at a time. The page asks for no token: however many connect and say nothing, they
-    take no thread, and none of the descriptors that the teacher's own clients need.
+    """Serves one client at a time.
+
+    The page needs no token. Any number of idle connections takes no thread, and none of the file
+    descriptors that the teacher's own clients need.
     """
 
     def handle_error(self, request: object, client_address: object) -> None:
-        log.debug("metrics: a reader went away", exc_info=True)
+        log.debug("metrics: a client disconnected", exc_info=True)
 
 
 class _PageOverIPv6(_Page):

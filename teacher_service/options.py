@@ -1,4 +1,4 @@
-"""The options of `distill-teacher`, each with the sentence that `--help` shows."""
+"""The options of `distill-teacher`, with their help texts."""
 
 from __future__ import annotations
 
@@ -9,56 +9,79 @@ import typer
 
 from teacher_service.logs import LogFormat, LogLevel
 
-ModelOption = Annotated[str, typer.Option(help="Hugging Face directory or hub id.")]
-PortOption = Annotated[int, typer.Option(help="0: any free port.", min=0, max=65535)]
+ModelOption = Annotated[str, typer.Option(help="Hugging Face directory or hub id of the model.")]
+PortOption = Annotated[
+    int, typer.Option(help="Port of the gRPC service; 0: any free port.", min=0, max=65535)
+]
 EngineOption = Annotated[str, typer.Option(help="hf, vllm, or fake (rows from a hash, for tests).")]
 DtypeOption = Annotated[
-    str, typer.Option(help="Type of the weights: auto (as saved), float32, bfloat16, float16.")
+    str, typer.Option(help="Dtype of the weights: auto (as saved), float32, bfloat16 or float16.")
 ]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")]
-MaxTopKOption = Annotated[int, typer.Option(min=1, help="Most head ids of a row.")]
+DeviceOption = Annotated[str, typer.Option(help="Device of the model: auto, cpu, cuda or cuda:1.")]
+MaxTopKOption = Annotated[int, typer.Option(min=1, help="Largest number of head ids of a row.")]
 MaxBatchTokensOption = Annotated[
-    int, typer.Option(min=1, help="Padded tokens of one forward pass.")
+    int, typer.Option(min=1, help="Largest number of tokens of a batch, padding included.")
 ]
 BatchInvariantOption = Annotated[
-    bool, typer.Option(help="Forward each sequence alone: same bits whatever else is scored.")
+    bool,
+    typer.Option(help="Score each sequence alone: its rows have the same bits in every batch."),
 ]
 TensorParallelSizeOption = Annotated[
-    int, typer.Option(min=1, help="GPUs that share the model's layers (vllm).")
+    int, typer.Option(min=1, help="Number of GPUs that share each layer (vllm).")
 ]
 GpuMemoryShareOption = Annotated[
-    float, typer.Option(min=0.01, max=1.0, help="Part of each GPU's memory to use (vllm).")
+    float, typer.Option(min=0.01, max=1.0, help="Share of each GPU's memory to use (vllm).")
 ]
 CacheDirOption = Annotated[
-    Path | None, typer.Option(help="Where rows are kept; ~/.cache/distill-service/rows.")
+    Path | None,
+    typer.Option(
+        help="Directory of the disk cache. Default: distill-service/rows in $XDG_CACHE_HOME or "
+        "~/.cache."
+    ),
 ]
-NoCacheOption = Annotated[bool, typer.Option("--no-cache", help="Keep no rows at all.")]
-CacheMemoryOption = Annotated[int, typer.Option(min=0, help="Rows kept in memory.")]
+NoCacheOption = Annotated[bool, typer.Option("--no-cache", help="Do not cache rows.")]
+CacheMemoryOption = Annotated[int, typer.Option(min=0, help="Size of the memory cache in MiB.")]
 CacheDiskOption = Annotated[
-    int, typer.Option(min=1, help="Rows kept on disk; the oldest are removed.")
+    int, typer.Option(min=1, help="Size of the disk cache in GiB; the oldest rows are removed.")
 ]
 CacheZstdOption = Annotated[
-    bool, typer.Option(help="Compress rows on disk and in Redis: about half the bytes.")
+    bool, typer.Option(help="Compress rows on disk and in Redis, to about half their size.")
 ]
 RedisUrlOption = Annotated[
     str | None,
     typer.Option(
-        help="Redis that teachers share rows through: redis://user@host:6379/0, or rediss:// "
-        "(TLS). $DISTILL_REDIS_PASSWORD has the password; $DISTILL_REDIS_URL may be used."
+        help="Redis server through which teachers share rows: redis://user@host:6379/0, or "
+        "rediss:// for TLS. Default: $DISTILL_REDIS_URL. Put the password in "
+        "$DISTILL_REDIS_PASSWORD."
     ),
 ]
-RedisTtlOption = Annotated[int, typer.Option(min=1, help="How long Redis keeps a sequence.")]
+RedisTtlOption = Annotated[
+    int, typer.Option(min=1, help="Hours after which Redis removes a sequence.")
+]
 ThreadsOption = Annotated[
-    int | None, typer.Option(min=1, help="CPU threads; OMP_NUM_THREADS, or half the cores.")
+    int | None,
+    typer.Option(
+        min=1, help="Number of CPU threads. Default: $OMP_NUM_THREADS, or else half of the cores."
+    ),
 ]
 MetricsPortOption = Annotated[
     int | None,
     typer.Option(
-        min=0, max=65535, help="Serve /metrics for Prometheus there; off without. 0: any free port."
+        min=0,
+        max=65535,
+        help="Serve Prometheus metrics at /metrics on this port; 0: any free port. "
+        "Default: no metrics.",
     ),
 ]
 MetricsHostOption = Annotated[
-    str, typer.Option(help="Address of /metrics. It asks for no token: figures, no contents.")
+    str,
+    typer.Option(
+        help="Address to serve /metrics on. It needs no token; it has numbers, but no contents."
+    ),
 ]
-LogFormatOption = Annotated[LogFormat, typer.Option(help="Lines for people, or JSON objects.")]
-LogLevelOption = Annotated[LogLevel, typer.Option(help="debug has a line a request.")]
+LogFormatOption = Annotated[
+    LogFormat, typer.Option(help="Format of log lines: text, or JSON objects.")
+]
+LogLevelOption = Annotated[
+    LogLevel, typer.Option(help="Least severe level to log; debug adds a line per request.")
+]

@@ -1,4 +1,4 @@
-"""The running teacher: engine, cache and batcher put together, checked, and served."""
+"""Builds the teacher service from its settings (engine, cache, batcher), and serves it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GRACE_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """Options that only this engine has: GPUs a model, and the part of their memory."""
+    """Options of the vllm engine: the number of GPUs, and the share of their memory in (0, 1]."""
 
     tensor_parallel_size: int
     gpu_memory_share: float
@@ -39,7 +39,7 @@ class VllmSettings:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Which model is run by what; see the options of the same names."""
+    """The engine and its model; the command-line options of the same names explain each field."""
 
     name: str
     model: str
@@ -52,8 +52,10 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of `distill-teacher`. `cache` None: no rows are kept; `metrics`: where the page
-    is served, if anywhere.
+    """The settings of `distill-teacher`.
+
+    With `cache` None, no rows are kept. `metrics` is the (host, port) of the metrics page, or None
+    for no page.
     """
 
     engine: EngineSettings
@@ -64,18 +66,23 @@ class Settings:
 
 
 def run(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises InvalidInput for settings that cannot work."""
+    """Load the engine and serve until SIGTERM or SIGINT.
+
+    Raises InvalidInput if the settings cannot work, and WrongState if the self-test of the engine
+    fails.
+    """
     redis = open_redis(settings.cache) if settings.cache else None
     metrics = TeacherMetrics()
     page = served(metrics, *settings.metrics) if settings.metrics else nullcontext()
     with page as metrics_address:
-        # Before minutes of loading, and after the page has taken its port.
+        # Check before loading, which takes minutes, and after the page has bound its port.
         settings.endpoint.require_usable()
         if metrics_address:
             log.info("metrics", extra=fields(address=metrics_address))
         engine = make_engine(settings.engine)
         difference = run_self_test(engine)
-        metrics.gauge("self_test_nats", "Largest difference of two scorings.", lambda: difference)
+        meaning = "Largest difference of two scorings of a token at startup."
+        metrics.gauge("self_test_nats", meaning, lambda: difference)
         cache = None
         if settings.cache:
             cache = make_cache(settings.cache, redis, engine.info.fingerprint)
@@ -85,7 +92,11 @@ def run(settings: Settings) -> None:
 
 
 def make_engine(settings: EngineSettings) -> Engine:
-    """The engine of that name, loaded. Raises InvalidInput."""
+    """Load the engine `settings.name`.
+
+    Raises InvalidInput if the engine is unknown, lacks one of the options that are set, or cannot
+    load the model.
+    """
     match settings.name:
         case "hf":
             if settings.vllm.tensor_parallel_size != 1:
@@ -118,12 +129,12 @@ def make_engine(settings: EngineSettings) -> Engine:
             return FakeEngine(parse_settings(settings.model))
         case name:
             raise InvalidInput(
-                f"there is no engine {name}", field="--engine", hint="hf, vllm or fake"
+                f"unknown engine {name!r}", field="--engine", hint="use hf, vllm or fake"
             )
 
 
 def _unknown_to(engine: str, option: str, hint: str) -> InvalidInput:
-    return InvalidInput(f"the engine {engine} has no such option", field=option, hint=hint)
+    return InvalidInput(f"the {engine} engine has no such option", field=option, hint=hint)
 
 
 async def _serve(

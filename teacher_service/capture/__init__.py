@@ -1,1 +1,1 @@
-"""Scores a whole data set once and stores the rows: the program of a job of kind `capture`."""
+"""The program of capture jobs: scores a data set once and writes the rows to a store."""

@@ -1,6 +1,6 @@
-"""python -m teacher_service.capture RUN_DIR --attempt N: one attempt at a capture.
+"""Run one attempt of a capture job: python -m teacher_service.capture RUN_DIR --attempt N.
 
-It speaks the protocol of every job's program, which `clients/runs/launch.py` tells.
+The program follows the protocol of job programs, described in `clients/runs/launch.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from protos.errors import WrongState
 
 
 def main() -> int:
+    """Run the attempt and return the exit code; command-line errors exit with code 2."""
     parser = argparse.ArgumentParser(prog="teacher_service.capture", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
@@ -41,11 +42,11 @@ def main() -> int:
     )
     try:
         with run.held():
-            # Not before: this takes seconds, and the refusals above need none of it.
+            # Imported late: the import takes seconds, and the checks above do not need it.
             from teacher_service.capture.program import capture
 
             return run_to_verdict(progress, lambda: capture(run, job, progress, options.attempt))
-    except WrongState as error:  # the status belongs to the other one
+    except WrongState as error:  # the status file belongs to the other process
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
 

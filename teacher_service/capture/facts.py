@@ -1,4 +1,4 @@
-"""What a capture writes into the manifest of its store; `clients/store/facts.py` names each."""
+"""Builds the metadata of a captured store; `clients/store/facts.py` documents each key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from teacher_service.capture.teacher import TeacherFacts
 def facts_of(
     job: CaptureJob, teacher: TeacherFacts, plan: Plan, reader: SequenceReader
 ) -> dict[str, str]:
-    """The same for the same rows, on whatever machine they are made."""
+    """Return the metadata of the store. Call it after `reader` has been read to the end.
+
+    The result depends only on the job, the teacher and the data, not on the machine, so that the
+    metadata of two captures can be compared.
+    """
     data, method = job.data, job.method
     files = plan.files_of(*method.part)
     facts = {
@@ -64,7 +68,7 @@ def _columns(data: CaptureData) -> tuple[str, ...]:
 
 
 def _digest(plan: Plan) -> str:
-    """Of every token, and of where each sequence ends and is scored from."""
+    """Return the xxh3-128 hex digest of all token ids, sequence ends and scored starts."""
     hasher = xxhash.xxh3_128()
     for numbers in (plan.token_ids, plan.offsets, plan.starts):
         hasher.update(numbers.data.cast("B"))

@@ -1,4 +1,4 @@
-"""The loop: one file of the plan after the other, each written while the next is scored."""
+"""The capture loop: scores the files of the plan and writes each while scoring the next."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ def fill(
     recorder: Recorder,
     encode: Encode,
 ) -> Verdict:
-    """Score the files that are missing. What is complete stays, however it ends."""
+    """Score the `missing` files of the plan and write them to the store.
+
+    Returns "succeeded", or "cancelled" if the job was asked to stop. Complete files are kept in
+    every case. `encode` encodes rows that the source returns decoded. Raises InternalFault if the
+    disk cannot be written, and the errors of `source`, `encode` and `writer`.
+    """
     with ThreadPoolExecutor(1, "writer") as thread:
         written = thread.submit(lambda: None)
         try:
@@ -58,5 +63,5 @@ def _write(
     except OSError as error:
         raise InternalFault(
             f"cannot write {writer.path}: {error.strerror or error}",
-            hint="what is complete is kept; make room, then resume the job",
+            hint="complete files are kept; free disk space, then resume the job",
         ) from error

@@ -1,4 +1,4 @@
-"""What a capture will score: every sequence in order, and which of them make which file."""
+"""The plan of a capture: all sequences in order, and their division into files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from numpy.typing import NDArray
 
 from teacher_service.capture.sequences import TokenSequence
 
-_HEADER_BYTES = 64  # of the codec, and of an entry besides its rows
+_HEADER_BYTES = 64  # of an entry besides its rows, the codec's header included
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Sequence i has the token ids offsets[i] to offsets[i + 1] of `token_ids`, a map of a file
-    without a name. File j of the store holds the sequences files[j] to files[j + 1].
+    """All sequences of a capture and their division into files.
 
-    A pure function of the data: whatever happened before, and on however many machines.
+    Sequence i has the token ids token_ids[offsets[i]:offsets[i + 1]] and is scored from position
+    starts[i] on. File j of the store holds the sequences files[j] to files[j + 1] - 1. `token_ids`
+    is a memory map of an unnamed file.
+
+    The plan depends only on the data and the job, not on earlier attempts or on the number of
+    machines.
     """
 
     token_ids: NDArray[np.int32]
@@ -37,16 +41,16 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Of all sequences."""
+        """Number of rows of all sequences."""
         return int(self.offsets[-1]) - int(self.starts.sum())
 
     def files_of(self, index: int, count: int) -> range:
-        """The files that machine `index` of `count` makes."""
+        """Return the file numbers of part `index` (from 0) of `count` parts of the data."""
         total = len(self.files) - 1
         return range(total * index // count, total * (index + 1) // count)
 
     def file(self, number: int) -> range:
-        """The sequences of a file."""
+        """Return the sequence numbers of a file."""
         return range(int(self.files[number]), int(self.files[number + 1]))
 
 
@@ -57,9 +61,11 @@ def make_plan(
     row_bytes: float,
     file_bytes: int,
 ) -> Plan:
-    """Read all sequences into a file of `directory` that nobody sees, and that goes with us.
+    """Read all sequences and divide them into files of about `file_bytes` bytes.
 
-    `row_bytes`: of one row before compression; a file ends with the sequence that fills it.
+    The token ids go to an unnamed temporary file in `directory`, which vanishes with this process.
+    `row_bytes` is the size of one row before compression. A file ends with the sequence that brings
+    it to `file_bytes`.
     """
     offsets, starts, files = [0], [], [0]
     size = 0.0

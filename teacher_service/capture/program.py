@@ -1,4 +1,4 @@
-"""A capture from its job to its last file: check, read the data, score what is missing."""
+"""Runs a capture job: checks it, reads the data, and scores the files that are missing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ MakeSource = Callable[[Plan], RowSource]
 
 
 def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int) -> Verdict:
-    """Raises DistillError for what cannot be captured, also where a disk takes no more."""
+    """Run one attempt of a capture job; it resumes after the complete files of the store.
+
+    Returns "succeeded", or "cancelled" if the job was asked to stop. Raises a DistillError if the
+    job, its teacher or its data cannot be captured, or if the disk is full.
+    """
     progress.say("preflight", 0)
     check_here(job, run.path)
     _check_hub(job)
@@ -46,10 +50,13 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
         reader = SequenceReader(job.data, tokenizer, job.method.max_tokens)
         plan = _plan(job, ask, reader, run.path)
         if not teacher.batch_invariant:
-            log.warning("rows of this teacher depend in their last bits on what else it scores")
+            log.warning(
+                "the last bits of this teacher's rows depend on the other sequences that it scores"
+                " at the same time; start it with --batch-invariant to avoid this"
+            )
         files = plan.files_of(*job.method.part)
         if not files and len(plan):
-            log.warning("shard %s has no file: the data does not fill so many", job.method.shard)
+            log.warning("shard %s is empty: the data has fewer files than shards", job.method.shard)
         counts = [len(plan.file(number)) for number in files]
         metadata = facts_of(job, teacher, plan, reader)
         progress.expect(sum(counts))
@@ -70,7 +77,9 @@ def _check_hub(job: CaptureJob) -> None:
 def _require_model(job: CaptureJob) -> None:
     if job.teacher.model is None:
         raise InvalidInput(
-            "missing; each engine on Ray loads it", field="teacher.model", hint="name a model"
+            "missing; a capture on Ray needs a model that each engine loads",
+            field="teacher.model",
+            hint="set it to a Hugging Face directory or a hub id",
         )
 
 
@@ -94,13 +103,15 @@ def _load_tokenizer(job: CaptureJob) -> Any:
                 hint="give a Hugging Face directory or hub id with a tokenizer",
             ) from error
     raise InvalidInput(
-        "no tokenizer is given", field="data.tokenizer", hint="name the teacher's, or one like it"
+        "no tokenizer is given",
+        field="data.tokenizer",
+        hint="set it to the teacher's tokenizer: a Hugging Face directory or a hub id",
     )
 
 
 @contextmanager
 def _teacher(job: CaptureJob, ask: Ask) -> Iterator[tuple[TeacherFacts, MakeSource]]:
-    """Who scores, and how to get its rows of a plan."""
+    """Yield the facts about the teacher, and a function that makes the row source of a plan."""
     if job.method.ray is not None:
         from teacher_service.capture.ray_source import RaySource
 
@@ -126,16 +137,16 @@ def _plan(job: CaptureJob, ask: Ask, reader: SequenceReader, directory: Path) ->
     plan = make_plan(
         reader, directory=directory, row_bytes=ask.row_bytes, file_bytes=job.method.shard_bytes
     )
-    left_out = f"{reader.too_long} are longer, {reader.empty} have nothing to score"
+    left_out = f"{reader.too_long} too long, {reader.empty} with nothing to score"
     if not len(plan):
         raise InvalidInput(
             f"{job.data.path} has no sequence of at most {job.method.max_tokens} tokens"
-            f" ({left_out})",
+            f" (left out: {left_out})",
             field="data.path",
             hint="give more data, or a larger method.max_tokens",
         )
     log.info(
-        "%d sequences with %d rows make %d files; of the others %s",
+        "%d sequences with %d rows in %d files; left out: %s",
         *(len(plan), plan.rows, len(plan.files) - 1, left_out),
     )
     return plan

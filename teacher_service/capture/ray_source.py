@@ -1,7 +1,8 @@
-"""Rows from engines on a Ray cluster, one an actor: Ray Data hands out the files of the plan, gives
-those of a lost actor to another, and returns the rows in the order of the data.
+"""Rows from engines on a Ray cluster, one engine per actor.
 
-The token ids of all missing files are put into Ray's object store at the start: 4 bytes a token.
+Ray Data distributes the files of the plan to the actors, reassigns the files of a lost actor, and
+returns the rows in the order of the data. At the start, the token ids of all missing files are put
+into Ray's object store: 4 bytes per token.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from teacher_service.engines.base import EngineInfo
 
 
 class RaySource:
-    """Connects to the cluster at $RAY_ADDRESS, or to one that it starts on this machine. Raises
-    InvalidInput where Ray is not installed or the cluster is too small, Unavailable without one.
+    """A row source that scores on a Ray cluster.
+
+    Connects to the cluster at $RAY_ADDRESS, or starts one on this machine. Raises InvalidInput if
+    Ray is not installed or the cluster is too small, Unavailable if no cluster responds.
     """
 
     def __init__(self, job: CaptureJob, ask: Ask) -> None:
@@ -38,7 +41,7 @@ class RaySource:
         self._resources, self._actors = _shares(job.method.ray or RayConfig(), self._ray)
 
     def info(self) -> EngineInfo:
-        """Of an engine that is loaded for this alone. Raises what loading it raises."""
+        """Load an engine on the cluster and return its info; raises the error of loading it."""
         remote = self._ray.remote(**self._resources)(_info_or_fault)
         found, fault = self._ray.get(remote.remote(self._job))
         if fault is not None:
@@ -47,10 +50,15 @@ class RaySource:
         return found
 
     def of(self, plan: Plan) -> RaySource:
+        """Set the plan whose files are scored, and return this source."""
         self._plan = plan
         return self
 
     def files(self, numbers: range, told: Told) -> Iterator[Sequence[bytes]]:
+        """Yield the encoded rows of each file in `numbers`; `of` must have been called before.
+
+        `told` is called for the sequences of a file when the whole file is scored.
+        """
         assert self._plan is not None
         if not numbers:
             return
@@ -77,7 +85,11 @@ class RaySource:
 
 
 class FileScorer:
-    """An actor of Ray Data: an engine that scores one file after the other."""
+    """An actor of Ray Data: an engine that scores whole files of the plan.
+
+    It maps a batch of packed files to a table with the columns `rows` (encoded rows of each
+    sequence) and `fault` (an error as JSON, or "").
+    """
 
     def __init__(self, job: CaptureJob, ask: Ask) -> None:
         self._engine = load_engine(job.teacher)
@@ -115,31 +127,31 @@ def _connected() -> Any:
         raise InvalidInput(
             "Ray is not installed", field="method.ray", hint=install_command("ray")
         ) from error
-    # Without an address it starts a cluster, which other machines must not reach.
+    # Without an address, Ray starts a cluster here, which other machines must not reach.
     local = {} if os.environ.get("RAY_ADDRESS") else {"_node_ip_address": "127.0.0.1"}
     try:
         ray.init(ignore_reinit_error=True, include_dashboard=None, log_to_driver=False, **local)
     except ConnectionError as error:
         raise Unavailable(
-            f"no Ray cluster answers at {os.environ.get('RAY_ADDRESS')}",
+            f"no Ray cluster responds at {os.environ.get('RAY_ADDRESS')}",
             field="method.ray",
-            hint="ray start --head, or leave $RAY_ADDRESS out",
+            hint="start one with ray start --head, or unset RAY_ADDRESS to use this machine",
         ) from error
     return ray
 
 
 def _shares(config: RayConfig, ray: Any) -> tuple[dict[str, int], int]:
-    """What each actor gets, and how many there are."""
+    """Return the resources of each actor, and the number of actors."""
     there = ray.cluster_resources()
     cpus, gpus = math.floor(there.get("CPU", 0)), math.floor(there.get("GPU", 0))
     actors = config.actors or gpus or 1
-    # Ray's own tasks need one, or nothing would ever begin.
+    # Ray's own tasks need one CPU; without it, no task would ever start.
     if actors * config.cpus_per_actor + 1 > cpus or (gpus and actors > gpus):
         raise InvalidInput(
             f"{actors} engines with {config.cpus_per_actor} CPUs each do not fit into a cluster of"
-            f" {cpus} CPUs and {gpus} GPUs, of which one CPU must stay free",
+            f" {cpus} CPUs and {gpus} GPUs; one CPU must stay free for Ray",
             field="method.ray.actors",
-            hint="lower it, or add machines",
+            hint="use fewer actors or fewer CPUs per actor, or add machines",
         )
     return {"num_cpus": config.cpus_per_actor, "num_gpus": 1 if gpus else 0}, actors
 

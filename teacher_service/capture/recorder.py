@@ -1,4 +1,4 @@
-"""How a capture fares: a line of metrics.jsonl and a look at control.json about once a second."""
+"""Writes the progress of a capture to metrics.jsonl, and polls control.json for a stop request."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ _SECONDS_BETWEEN_LOOKS = 0.2
 
 
 class Stopped(Exception):
-    """The owner of the run wishes it to end; what is not in a complete file is lost."""
+    """The job was asked to stop. Rows that are not in a complete file are lost."""
 
 
 class Recorder:
-    """A step is a sequence; `step` counts those that are scored, from the complete files on."""
+    """Counts scored sequences as steps, and writes a line of metrics about once a second.
+
+    `step` starts at the number of sequences in complete files.
+    """
 
     def __init__(
         self, progress: Progress, metrics: MetricsLog, stored: Callable[[], int], *, step: int
     ) -> None:
-        """`stored`: the bytes of the complete files."""
+        """`stored` returns the size of the complete files in bytes."""
         self._progress = progress
         self._metrics = metrics
         self._stored = stored
         self._step = step
-        self._rows = 0  # since the last line
+        self._rows = 0  # since the last line of metrics
         self._told = self._looked = time.monotonic()
 
     def scored(self, rows: int) -> None:
-        """One more sequence with its rows. Raises Stopped."""
+        """Count one sequence with `rows` rows. Raises Stopped if the job was asked to stop."""
         self._step += 1
         self._rows += rows
         now = time.monotonic()
@@ -45,7 +48,7 @@ class Recorder:
             self.tell()
 
     def tell(self) -> None:
-        """A line about what was scored since the last one."""
+        """Write a line of metrics for the rows since the last line; nothing if there are none."""
         if not self._rows:
             return
         now = time.monotonic()

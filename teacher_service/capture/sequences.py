@@ -1,4 +1,4 @@
-"""From records to the sequences that are scored, in the order of the data."""
+"""Reads records and turns them into token sequences to score, in the order of the data."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from protos.errors import InvalidInput
 
 @dataclass(frozen=True, eq=False)
 class TokenSequence:
-    """token_ids int32 [T], of which those from `start` on (at least 1) are scored."""
+    """A sequence of tokens, int32 [T]; positions from `start` (>= 1) on are scored."""
 
     token_ids: NDArray[np.int32]
     start: int
 
     @property
     def rows(self) -> int:
+        """Number of scored positions, T - start."""
         return len(self.token_ids) - self.start
 
 
 class SequenceReader:
-    """Iterates once over the data. `too_long` and `empty` count what was left out so far: more
-    than `max_tokens`, or nothing to score.
+    """An iterable of the sequences of a data set; iterate over it once.
+
+    Two counters grow while iterating: `too_long`, the sequences left out because they have more
+    than `max_tokens` tokens, and `empty`, the records left out because they have nothing to score.
     """
 
     def __init__(self, data: CaptureData, tokenizer: Any, max_tokens: int) -> None:
@@ -41,7 +44,7 @@ class SequenceReader:
         self.empty = 0
 
     def __iter__(self) -> Iterator[TokenSequence]:
-        """Raises InvalidInput at a record that is not of the data's form."""
+        """Yield the sequences. Raises InvalidInput at a record that does not fit `data.form`."""
         match self._data.form:
             case "completion":
                 pairs = self._completions()
@@ -75,7 +78,7 @@ class SequenceReader:
         tokenizer, column = self._tokenizer, self._data.messages_column
         if not tokenizer.chat_template:
             raise InvalidInput(
-                "the tokenizer has no chat template, which turns messages into text",
+                "the tokenizer has no chat template, which the form messages needs",
                 field="data.form",
                 hint="use the tokenizer of an instruct model, or another form",
             )
@@ -88,17 +91,16 @@ class SequenceReader:
             whole = rendered(tokenizer, turns, add_generation_prompt=False)
             if not whole.startswith(prompt):
                 raise InvalidInput(
-                    f"with the last turn of {where} the chat template gives another text than it"
-                    " gives before an answer",
+                    f"the chat template changes the prompt of {where} once its answer is added",
                     field="data.form",
-                    hint="write prompt and answer into two columns, and use the form completion",
+                    hint="put prompt and answer into two columns, and use the form completion",
                 )
             ids = plain_ids(tokenizer, prompt)
             _require_tokens(ids, where)
             yield ids, _ended(plain_ids(tokenizer, whole.removeprefix(prompt)), tokenizer)
 
     def _packed(self) -> Iterator[TokenSequence]:
-        """Documents one after the other, an end token behind each, cut to `max_tokens`."""
+        """Yield pieces of `max_tokens` tokens of the joined documents, each with an end token."""
         tokenizer, column = self._tokenizer, self._data.text_column
         end = tokenizer.eos_token_id
         if end is None:
@@ -112,7 +114,7 @@ class SequenceReader:
             text = text_of(record, column, "data.text_column", where)
             self.empty += not text
             ids: list[int] = tokenizer(text)["input_ids"] if text else []
-            # A tokenizer may begin texts with its end token: nothing is cut there.
+            # Some tokenizers start texts with the end token, so a document is never cut at one.
             waiting += ids if ids[-1:] in ([], [end]) else [*ids, end]
             while len(waiting) >= self._max_tokens:
                 yield TokenSequence(np.array(waiting[: self._max_tokens], np.int32), 1)
@@ -122,11 +124,12 @@ class SequenceReader:
 
 
 def _turns(record: Mapping[str, Any], column: str, where: str) -> list[Mapping[str, str]]:
-    """The conversation up to its last assistant turn; empty where the assistant says nothing."""
+    """Return the conversation up to its last assistant turn; empty if there is no such turn."""
     turns = record.get(column)
     if not isinstance(turns, list) or not all(map(_is_turn, turns)):
         raise InvalidInput(
-            f"{where} has no list of messages in column {column!r}; it has {', '.join(record)}",
+            f"{where} has no list of messages in column {column!r}; its columns are"
+            f" {', '.join(record)}",
             field="data.messages_column",
             hint='each message must be like {"role": "user", "content": "..."}',
         )
@@ -135,7 +138,7 @@ def _turns(record: Mapping[str, Any], column: str, where: str) -> list[Mapping[s
             raise InvalidInput(
                 f"message {number} of {where} has no text: its content is {_kind(turn)}",
                 field="data.messages_column",
-                hint="leave such messages out, or write their content as one string",
+                hint="remove such messages, or write their content as one string",
             )
     while turns and turns[-1]["role"] != "assistant":
         turns = turns[:-1]
@@ -147,7 +150,7 @@ def _require_tokens(prompt: list[int], where: str) -> None:
         raise InvalidInput(
             f"the prompt of {where} has no tokens",
             field="data.path",
-            hint="every completion must have something to follow",
+            hint="give every record a prompt; a completion is scored given the tokens before it",
         )
 
 
@@ -161,7 +164,7 @@ def _kind(turn: Mapping[str, Any]) -> str:
 
 
 def _ended(ids: list[int], tokenizer: Any) -> list[int]:
-    """Up to the first end token, which is put there if there is none."""
+    """Return `ids` up to the first end token; append one if there is none."""
     end = tokenizer.eos_token_id
     if end is None:
         return ids

@@ -1,4 +1,4 @@
-"""Where a capture's rows come from: an engine of its own, or a teacher service."""
+"""Row sources of a capture: an engine in this process, or a teacher service."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from teacher_service.capture.plan import Plan
 from teacher_service.capture.sequences import TokenSequence
 from teacher_service.engines.base import Engine
 
-# Hears of the rows of each sequence as they come.
+# Called with the number of rows of each sequence as soon as it is scored.
 Told = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What is asked about every sequence, and how its rows are kept."""
+    """The settings of the query for every sequence, and of the encoding of its rows."""
 
     top_k: int
     temperature: float
@@ -34,12 +34,15 @@ class Ask:
 
     @classmethod
     def of(cls, job: CaptureJob) -> Ask:
-        """Raises InvalidInput for rows with nothing in them."""
+        """Return the settings of `job`.
+
+        Raises InvalidInput if both teacher.top_k and method.tail_samples are 0.
+        """
         if not job.teacher.top_k and not job.method.tail_samples:
             raise InvalidInput(
-                "only rows with tail samples can do without a head",
+                "0 is allowed only with tail samples, otherwise rows would be empty",
                 field="teacher.top_k",
-                hint="give it, or method.tail_samples",
+                hint="set teacher.top_k or method.tail_samples above 0",
             )
         return cls(
             top_k=job.teacher.top_k,
@@ -51,6 +54,7 @@ class Ask:
         )
 
     def query(self, sequence: TokenSequence) -> ScoreQuery:
+        """Return the query for the rows of `sequence`."""
         return ScoreQuery(
             sequence.token_ids,
             sequence.start,
@@ -62,32 +66,41 @@ class Ask:
         )
 
     def encode(self, block: RowBlock) -> bytes:
-        """Raises InvalidInput for a teacher that did not draw what was asked for."""
+        """Return the codec bytes of `block`, compressed if the job says so.
+
+        Raises InvalidInput if the number of tail samples per row is not the one in the job.
+        """
         if block.tail_samples != self.tail_samples:
             raise InvalidInput(
                 "this teacher draws no tail samples",
                 field="method.tail_samples",
-                hint="leave it at 0, or use another engine",
+                hint="set it to 0, or use another engine",
             )
         data = encode_rows(block, f32=self.f32)
         return compress_rows(data) if self.compress else data
 
     @property
     def row_bytes(self) -> float:
-        """Of one encoded row, not compressed."""
+        """Size of one encoded row in bytes, before compression."""
         samples = 2.25 * self.tail_samples + 4 if self.tail_samples else 0
         return self.top_k * (6.25 if self.f32 else 4.25) + 8 + samples
 
 
 class RowSource(Protocol):
+    """Anything that returns the rows of the files of a plan."""
+
     def files(self, numbers: range, told: Told) -> Iterator[Sequence[RowBlock | bytes]]:
-        """The rows of each sequence of each of these files of the plan, in order; bytes where they
-        come encoded. Raises DistillError, naming the sequence that it is about.
+        """Yield the rows of each file in `numbers`, one entry per sequence, in order.
+
+        An entry is bytes if the source encodes the rows itself. `told` is called with the number of
+        rows of each sequence as soon as it is scored. Raises a DistillError; if it concerns one
+        sequence, the message names the sequence.
         """
+        ...
 
 
 class EngineSource:
-    """An engine in this process."""
+    """A row source that scores with an engine in this process."""
 
     def __init__(self, engine: Engine, plan: Plan, ask: Ask, max_batch_tokens: int) -> None:
         self._engine = engine
@@ -96,6 +109,7 @@ class EngineSource:
         self._max_batch_tokens = max_batch_tokens
 
     def files(self, numbers: range, told: Told) -> Iterator[Sequence[RowBlock]]:
+        """Yield the rows of each file in `numbers`; see RowSource."""
         for number in numbers:
             indices = self._plan.file(number)
             sequences = [self._plan[index] for index in indices]
@@ -104,7 +118,7 @@ class EngineSource:
 
 
 class ServiceSource:
-    """A teacher behind gRPC, asked for so many bytes of answers ahead."""
+    """A row source that scores with a teacher service, with `ahead` bytes of requests in flight."""
 
     def __init__(self, client: TeacherClient, plan: Plan, ask: Ask, ahead: int) -> None:
         self._client = client
@@ -113,8 +127,9 @@ class ServiceSource:
         self._ask = ask
 
     def files(self, numbers: range, told: Told) -> Iterator[Sequence[RowBlock]]:
+        """Yield the rows of each file in `numbers`; see RowSource."""
         asked: deque[tuple[int, Future[RowBlock]]] = deque()
-        ahead = 0  # bytes of the answers that were asked for and not taken
+        ahead = 0  # bytes of the rows that were requested and not yet taken
         queries = (self._query(index) for number in numbers for index in self._plan.file(number))
         for number in numbers:
             rows: list[RowBlock] = []
@@ -143,8 +158,11 @@ def score_file(
     max_batch_tokens: int,
     told: Told = lambda rows: None,
 ) -> list[RowBlock]:
-    """The rows of the sequences of one file, the first of which has the number `first`. A batch is
-    made of sequences of one file: the same ones whatever was scored before.
+    """Return the rows of the sequences of one file, in order.
+
+    Batches never span files, so they are the same whatever was scored before. `first` is the number
+    of the first sequence, for error messages. `told` is called with the number of rows of each
+    sequence. Raises the error of the first sequence that fails.
     """
     rows: dict[int, RowBlock] = {}
     for batch in batches([len(sequence.token_ids) for sequence in sequences], max_batch_tokens):
@@ -158,7 +176,11 @@ def score_file(
 
 
 def batches(lengths: Sequence[int], max_batch_tokens: int) -> Iterator[list[int]]:
-    """Which sequences go through the model together: the longest first, as many as fit padded."""
+    """Yield batches of indices into `lengths`, the longest sequences first.
+
+    A batch holds at most `max_batch_tokens` tokens, padding included; a longer sequence forms a
+    batch of its own.
+    """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if batch and lengths[batch[0]] * (len(batch) + 1) > max_batch_tokens:
@@ -170,7 +192,7 @@ def batches(lengths: Sequence[int], max_batch_tokens: int) -> Iterator[list[int]
 
 
 def _about(error: DistillError, index: int) -> DistillError:
-    """The same fault with the sequence in its message."""
+    """Return the same error with the number of the sequence in its message."""
     return type(error)(
         f"sequence {index} of the data: {error.message}", field=error.field, hint=error.hint
     )

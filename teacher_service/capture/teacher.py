@@ -1,4 +1,4 @@
-"""Who scores a capture: facts about it, and refusals of what it cannot do."""
+"""Facts about the teacher of a capture, and the loading of its engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from teacher_service.serving.self_test import run_self_test
 
 @dataclass(frozen=True)
 class TeacherFacts:
-    """Of a service or an engine. `vocabulary` is called only where the tokenizers differ."""
+    """Identity and limits of a teacher service or an engine.
+
+    `vocabulary` fetches the tokens by id; it is called only if the tokenizers differ. `max_length`
+    is in tokens. `batch_invariant`: two captures of the same data get the same bits.
+    """
 
     name: str
     fingerprint: str
@@ -33,7 +37,7 @@ class TeacherFacts:
 
     @classmethod
     def of_service(cls, client: TeacherClient) -> TeacherFacts:
-        """Raises Unavailable."""
+        """Return the facts of a teacher service. Raises Unavailable if it does not respond."""
         info = client.info()
         return cls(
             info.model,
@@ -50,6 +54,7 @@ class TeacherFacts:
 
     @classmethod
     def of_engine(cls, info: EngineInfo) -> TeacherFacts:
+        """Return the facts of an engine that scores for this capture alone."""
         return cls(
             info.model,
             info.fingerprint,
@@ -59,24 +64,29 @@ class TeacherFacts:
             info.vocab_size,
             info.max_length,
             MAX_TAIL_SAMPLES,
-            True,  # the batches are the same ones each time
+            True,  # a capture with its own engine forms the same batches each time
             lambda: info.vocabulary,
         )
 
     def require_same_tokens(self, tokenizer: Any) -> None:
-        """Raises WrongState with the first id that means two things."""
+        """Raise WrongState if `tokenizer` differs from the teacher's.
+
+        The message names the first token id with two meanings.
+        """
         tokens = tokens_of(tokenizer)
         if tokenizer_fingerprint(tokens) != self.tokenizer_fingerprint:
             raise WrongState(
                 first_difference(self.vocabulary(), tokens, "the tokenizer"),
                 field="data.tokenizer",
-                hint="give the teacher's tokenizer",
+                hint="set it to the teacher's tokenizer",
             )
 
 
 def load_engine(teacher: CaptureTeacher) -> Engine:
-    """The engine of a job, which gives the same rows twice. Raises InvalidInput with the job's
-    keys, WrongState.
+    """Load the engine of a capture job, and run the self-test on it.
+
+    Raises InvalidInput, naming a key of the job, if the engine cannot be loaded, and WrongState if
+    the self-test fails.
     """
     assert teacher.model is not None
     settings = EngineSettings(

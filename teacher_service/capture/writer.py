@@ -1,4 +1,4 @@
-"""The store that a capture makes: it begins where the last complete file ends."""
+"""Writes the store of a capture; it resumes after the last complete file."""
 
 from __future__ import annotations
 
@@ -31,15 +31,20 @@ log = logging.getLogger(__name__)
 
 
 class StoreWriter:
-    """One file a call, each as large as the plan says. The files and the manifest are the same
-    bytes however often the writer was killed. A damaged file is made again, with all after it.
+    """The writer of a captured store: each `append` writes one file of the plan.
 
-    Raises WrongState when another process writes there, the store is of something else, or the
-    attempt was given up.
+    The files and the manifest are byte-identical however often the capture is interrupted and
+    resumed. A damaged file is written again, with all files after it.
+
+    Raises WrongState if another process writes to the store, if the store has other metadata, or if
+    a newer attempt of the job has started.
     """
 
     def __init__(self, path: Path, metadata: Mapping[str, str], counts: Sequence[int]) -> None:
-        """`counts`: the sequences of each file."""
+        """Lock the store and verify its files; reads every byte of them.
+
+        `counts` has the number of sequences of each file of the plan.
+        """
         self.path = path
         self._lock: int | None = lock_store(path)
         try:
@@ -69,16 +74,19 @@ class StoreWriter:
 
     @property
     def files(self) -> int:
-        """That are complete."""
+        """Number of complete files."""
         return len(self._shards)
 
     @property
     def bytes(self) -> int:
+        """Size of the complete files in bytes."""
         return sum(shard.bytes for shard in self._shards)
 
     def append(self, entries: Sequence[StoredRows]) -> None:
-        """Write the next file. Once it returns, it survives a power cut. Raises OSError of the
-        disk; then nothing of it is there.
+        """Write the next file. It is durable once this returns: it survives a power failure.
+
+        Raises OSError if the disk fails; the file is then not part of the store. Raises WrongState
+        if a newer attempt of the job has started.
         """
         name = shard_name(len(self._shards))
         data, facts = encode_shard(name, entries)
@@ -91,20 +99,25 @@ class StoreWriter:
         self._shards.append(facts)
 
     def close(self) -> None:
-        """Let go of the directory; safe to call twice."""
+        """Release the lock of the store. Calling it twice is safe."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _sound(self, shards: Sequence[ShardFacts], counts: Sequence[int]) -> list[ShardFacts]:
-        """Those before the first that is damaged or not of this plan. Reads every byte."""
+        """Return the files before the first one that is damaged or not of this plan.
+
+        Reads every byte.
+        """
         first = 0
         for number, (shard, count) in enumerate(zip(shards, counts, strict=False)):
             damage = damage_of(self.path, shard, first)
             if (shard.name, shard.count) != (shard_name(number), count):
                 damage = f"it is not file {number} of this capture"
             if damage is not None:
-                log.warning("%s: %s; it is made again, with all files after it", shard.name, damage)
+                log.warning(
+                    "%s: %s; it is written again, with all files after it", shard.name, damage
+                )
                 return list(shards[:number])
             first += count
         return list(shards[: len(counts)])

@@ -1,4 +1,4 @@
-"""Collects queries into batches for the one thread that runs the engine."""
+"""Collects queries into batches for the single thread that runs the engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# Long enough for the requests of one burst to meet, short against any forward pass.
+# Long enough to collect the requests of one burst, and short compared to a forward pass.
 LINGER_SECONDS = 0.002
 MAX_QUEUED_BYTES = 256 << 20
 _ENTRY_BYTES = 1024
@@ -30,7 +30,7 @@ _ENTRY_BYTES = 1024
 
 @dataclass(frozen=True)
 class Scored:
-    """Rows, and the engine with the weights that made them."""
+    """The rows of one query, and the info of the engine with the weights that computed them."""
 
     block: RowBlock
     by: EngineInfo
@@ -43,9 +43,14 @@ class _Waiting:
 
 
 class Batcher:
-    """A batch holds at most `max_batch_tokens` padded tokens; a longer sequence goes alone.
+    """Batches queries and scores them on the engine thread.
 
-    While the engine works, later queries wait and form the next batch; only an idle engine lingers.
+    A batch has at most `max_batch_tokens` tokens, padding included; a longer sequence forms a batch
+    of its own. While the engine is busy, new queries wait and form the next batch. An idle engine
+    waits 2 ms for more queries before it scores the first one.
+
+    It is an async context manager: entering starts the batching task, leaving stops it and cancels
+    waiting queries. Use it from one event loop.
     """
 
     def __init__(
@@ -78,28 +83,30 @@ class Batcher:
 
     @property
     def info(self) -> EngineInfo:
-        """The engine as the next batch will meet it."""
+        """Info of the engine with its current weights; any thread may read it."""
         return self._engine.info
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens that wait for the engine; any thread may ask."""
+        """Number of tokens in waiting queries; any thread may read it."""
         waiting = (entry for entry in tuple(self._queue) if not entry.answer.done())
         return sum(len(entry.query.token_ids) for entry in waiting)
 
     async def between_batches(self, change: Callable[[], _T]) -> _T:
-        """Run `change` in the engine's thread, where no batch is half-way."""
+        """Run `change` on the engine thread, so that no batch is in progress; return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, change)
 
     async def score(self, query: ScoreQuery) -> Scored:
-        """The rows of a valid query. Raises Overloaded when too much waits; cancelling drops the
-        query.
+        """Return the rows of a validated query. Cancelling the call drops the query.
+
+        Raises Overloaded if waiting queries take more than `max_queued_bytes`, and the error of the
+        engine for this query.
         """
         size = query.nbytes + _ENTRY_BYTES
         if self._queued_bytes + size > self._max_queued_bytes:
             raise Overloaded(
-                f"{self._queued_bytes >> 20} MiB of requests wait for this teacher",
-                hint="try again in a second, or run a second teacher",
+                f"the queue of this teacher is full: {self._queued_bytes >> 20} MiB of requests",
+                hint="retry in a second, or run a second teacher",
             )
         self._queued_bytes += size
         try:
@@ -119,7 +126,7 @@ class Batcher:
             self._wake.clear()
 
     def _take(self) -> list[_Waiting]:
-        """The oldest query, and the others in order that fit beside it."""
+        """Take the oldest query and, in order, the others that fit into its batch."""
         batch: list[_Waiting] = []
         kept: deque[_Waiting] = deque()
         longest = 0
@@ -152,9 +159,10 @@ class Batcher:
         try:
             return self._forward(queries)
         except Exception as error:
-            # One of them did it, or chance: each gets a second try, alone, and fails only itself.
+            # Retry each query alone, so that a bad query fails only itself, and a transient error
+            # fails none.
             name = type(error).__name__
-            log.warning("a batch of %d failed, each is tried alone: %s", len(queries), name)
+            log.warning("a batch of %d failed with %s; retrying each alone", len(queries), name)
             return [self._score_alone(query) for query in queries]
 
     def _score_alone(self, query: ScoreQuery) -> Scored | Exception:
@@ -166,7 +174,7 @@ class Batcher:
     def _forward(self, queries: Sequence[ScoreQuery]) -> list[Scored | Exception]:
         by, began = self._engine.info, time.perf_counter()
         answers = self._engine.score(queries)
-        assert len(answers) == len(queries), "one answer a query"
+        assert len(answers) == len(queries), "the engine returns one result per query"
         self._metrics.forward(
             rows=sum(len(answer) for answer in answers if isinstance(answer, RowBlock)),
             fill=sum(len(query.token_ids) for query in queries) / self._max_batch_tokens,

@@ -1,6 +1,4 @@
-"""One Score stream: many requests in flight, answered in any order, each fault told to its request
-only.
-"""
+"""One Score call: many requests in flight, answered in any order; an error fails one request."""
 
 from __future__ import annotations
 
@@ -14,19 +12,19 @@ from protos.rpc.failpoints import failpoint
 from protos.rpc.statuses import public_error
 from teacher_service.serving.validation import MAX_REQUEST_ID_CHARS
 
-# What one stream works on, and holds for a client that reads slowly; further requests stay in the
-# network until an answer has been taken. A single request may be larger.
+# Limits per stream, which also bound the memory for a slow client. At a limit, further requests
+# stay in the network until the client takes an answer. A single request may exceed the byte limit.
 MAX_IN_FLIGHT = 256
 MAX_IN_FLIGHT_BYTES = 256 << 20
 _MAX_WAITING_CHUNKS = 16
-# Of an answer, encoded and decoded: ids (2.25 + 4 bytes), log-probs (4 + 4) and up to three floats
-# a row.
+# Memory of an answer, encoded and decoded: per head id 2.25 + 4 bytes for the id and 4 + 4 for the
+# log-prob; per row up to three floats twice; per tail sample the id.
 _HEAD_ID_BYTES, _ROW_BYTES, _SAMPLE_BYTES = 14, 24, 7
 
 
 @dataclass(frozen=True)
 class _Answered:
-    """Follows the last chunk of an answer whose rows take `size` bytes."""
+    """A marker in the queue after the last chunk of an answer whose rows take `size` bytes."""
 
     size: int
 
@@ -35,7 +33,11 @@ Answer = Callable[[teacher_pb2.ScoreRequest], AsyncIterator[teacher_pb2.ScoreChu
 
 
 class ScoreStream:
-    """Owns the tasks of one call; `cancel` ends them all."""
+    """The tasks of one Score call: a reader, and one task per request in flight.
+
+    `answer` yields the chunks of one request. `cancel` stops all tasks. Create it inside a running
+    event loop.
+    """
 
     def __init__(self, requests: AsyncIterator[teacher_pb2.ScoreRequest], answer: Answer) -> None:
         self._requests = requests
@@ -51,32 +53,33 @@ class ScoreStream:
         self._closer = asyncio.create_task(self._close_when_done())
 
     async def chunks(self) -> AsyncIterator[teacher_pb2.ScoreChunk]:
-        """The answers, until the client has no more requests or `drain` was called.
+        """Yield the chunks of all answers until the client ends its requests or `drain` is called.
 
-        Raises InvalidInput, after what was asked before it, for a request that cannot be read.
+        An error of one request is yielded as its last chunk. If a request cannot be read, raises
+        InvalidInput after the earlier requests are answered.
         """
         try:
             while (item := await self._outgoing.get()) is not None:
                 if isinstance(item, _Answered):
                     self._release(item.size)
                 else:
-                    # Asked for the next one, gRPC has taken this one.
+                    # Code after this line runs once gRPC has taken the chunk and wants the next.
                     yield item
             self._raise_unreadable()
         finally:
             self.cancel()
 
     def drain(self) -> None:
-        """Read no further request; what was read is still answered, then the stream ends."""
+        """Stop reading requests. The stream ends after the requests read so far are answered."""
         self._reader.cancel()
 
     def cancel(self) -> None:
-        """Nobody listens any more."""
+        """Cancel all tasks, because the client has gone."""
         for task in (self._reader, self._closer, *self._answers):
             task.cancel()
 
     async def _read(self) -> None:
-        # Room before the request: what was read is always answered.
+        # Wait for room before reading a request, so that every request read is answered.
         async for request in self._requests:
             failpoint("request-read")
             size = _answer_bytes(request)
@@ -88,7 +91,7 @@ class ScoreStream:
             await self._wait_for_room()
 
     def _raise_unreadable(self) -> None:
-        """Where it was not the end of the stream, or of the connection, that stopped the reader."""
+        """Raise the reader's error, if a bad request stopped it and not the end of the stream."""
         error = None if self._reader.cancelled() else self._reader.exception()
         if isinstance(error, DistillError):
             raise error
@@ -104,8 +107,8 @@ class ScoreStream:
         self._taken.set()
 
     async def _close_when_done(self) -> None:
-        # Cancelled by `drain`, or broken with the connection: either way there is nothing more to
-        # read.
+        # The reader ended, was cancelled by `drain`, or lost the connection: there are no more
+        # requests in any case.
         await asyncio.gather(self._reader, return_exceptions=True)
         while self._answers:
             await asyncio.wait(self._answers)
@@ -121,7 +124,7 @@ class ScoreStream:
 
 
 def _answer_bytes(request: teacher_pb2.ScoreRequest) -> int:
-    """What the answer will take, of a request that nobody has checked yet."""
+    """Return the estimated memory of the answer in bytes; `request` is not validated yet."""
     rows = max(0, len(request.token_ids) // 4 - request.start)
     ids = len(request.head_ids) // 4 or rows * request.top_k
     return _HEAD_ID_BYTES * ids + (_ROW_BYTES + _SAMPLE_BYTES * request.tail_samples) * rows

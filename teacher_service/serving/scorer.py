@@ -1,4 +1,4 @@
-"""From a valid query to its rows: the cache first, then the engine."""
+"""Returns the rows of validated queries: from the cache, or from the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENVELOPE_BYTES = 1024  # the other fields of a ScoreChunk
 
 @dataclass(frozen=True)
 class Answer:
-    """The rows of one query, all by the weights of `version`."""
+    """The rows of one query, all computed with the weights of `version`."""
 
     scored: ScoredSequence
     version: int
@@ -29,14 +29,17 @@ class Answer:
 
 @dataclass(eq=False)
 class _Flight:
-    """One scoring that several equal queries may wait for."""
+    """A scoring in progress; several equal queries may wait for it."""
 
     task: asyncio.Task[Answer]
     waiters: int = 0
 
 
 class Scorer:
-    """Equal queries that meet are scored once. `cache` None: no rows are kept after that."""
+    """Scores queries through the cache. Equal queries that are in flight together are scored once.
+
+    With `cache` None, no rows are kept. Use it from one event loop.
+    """
 
     def __init__(self, batcher: Batcher, cache: RowCache | None) -> None:
         self._batcher = batcher
@@ -44,12 +47,14 @@ class Scorer:
         self._flights: dict[bytes, _Flight] = {}
 
     def tiers(self) -> dict[str, tuple[int, int]]:
-        """(hits, misses) of each tier of the cache since the start."""
+        """Return (hits, misses) of each cache tier by name, since the start of the program."""
         return self._cache.hits_and_misses() if self._cache else {}
 
     async def score(self, query: ScoreQuery) -> Answer:
-        """The rows of `query` by this version of the teacher, or the next one when it comes before
-        them; raises what the engine or the queue says.
+        """Return the rows of `query`, all from one version of the weights.
+
+        If a weight update is applied before the query is scored, the rows are from the new version.
+        Raises Overloaded if the queue is full, or the error of the engine.
         """
         by = self._batcher.info
         key = _key(query, by)
@@ -59,7 +64,7 @@ class Scorer:
             self._flights[key] = flight
         flight.waiters += 1
         try:
-            # Who stops waiting does not stop the others; a fault reaches all of them.
+            # A caller that is cancelled does not stop the others; an error reaches all callers.
             await asyncio.wait([flight.task])
             return flight.task.result()
         finally:
@@ -76,12 +81,12 @@ class Scorer:
         rows = await self._batcher.score(query)
         scored = _encoded(rows.block, query)
         if self._cache:
-            # Under the weights that made them: they may have changed since the request came.
+            # Use the weights that computed the rows: they may be newer than the request.
             scored = self._cache.put(_key(query, rows.by), query, scored)
         return Answer(scored, rows.by.version)
 
     async def _find(self, query: ScoreQuery) -> Answer | None:
-        """Rows by the weights of now: those of a version that ends meanwhile are not given out."""
+        """Return cached rows of the current weights; retry if the weights change meanwhile."""
         while self._cache is not None:
             by = self._batcher.info
             key = _key(query, by)
@@ -97,7 +102,7 @@ def _key(query: ScoreQuery, by: EngineInfo) -> bytes:
 
 def _encoded(block: RowBlock, query: ScoreQuery) -> ScoredSequence:
     if query.head_ids is not None:
-        # Who chose the ids has them.
+        # A client that sent head ids already has them.
         block = replace(block, head_ids=None)
     return ScoredSequence(encode_rows(block, f32=query.f32), block)
 
@@ -105,7 +110,11 @@ def _encoded(block: RowBlock, query: ScoreQuery) -> ScoredSequence:
 def chunks_of(
     answer: Answer, query: ScoreQuery, request_id: str, next_position: int
 ) -> Iterator[teacher_pb2.ScoreChunk]:
-    """The rows from `next_position` (0: all) on, in order, in messages of MAX_CHUNK_BYTES."""
+    """Yield the rows from `next_position` on (0: all), in order, in chunks of MAX_CHUNK_BYTES.
+
+    Every chunk has the digest of all rows of the sequence, so that a client which resumes notices a
+    different scoring.
+    """
     scored = answer.scored
     row_bytes = max(1, (len(scored.encoded) - HEADER_BYTES) // query.rows + 1)
     step = max(1, (MAX_CHUNK_BYTES - HEADER_BYTES - _ENVELOPE_BYTES) // row_bytes)

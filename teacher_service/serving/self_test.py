@@ -1,4 +1,4 @@
-"""Before the first request: does this engine, on this machine, give the same rows twice?"""
+"""The self-test at startup: checks that the engine returns consistent rows on this machine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from teacher_service.engines.base import Engine
 # Largest difference in nats between two scorings of a row, by dtype: batching reorders sums.
 _TOLERANCES = {"float32": 1e-3, "float64": 1e-6}
 _HALF_TOLERANCE = 0.5
-# Of one row: its parts come from the same numbers, only their rounding differs.
+# Tolerances within one row: its parts come from the same logits and differ only by rounding.
 _GATHER_TOLERANCE, _MASS_TOLERANCE = 1e-5, 1e-3
 _LENGTH, _TOP_K = 8, 32
 
 
 def run_self_test(engine: Engine) -> float:
-    """Score a short sequence alone, again, beside a longer one, and at its own ids.
+    """Score a short sequence alone, again, in a batch with a longer one, and at its own token ids.
 
-    Returns the largest difference in nats between two scorings. Raises WrongState when it is more
-    than rounding (for a batch-invariant engine: when there is one), when a token's log-prob is not
-    what is found at its id, and when the probabilities of a row do not sum to 1.
+    Returns the largest difference in nats between two scorings of a token. Raises WrongState if it
+    exceeds rounding (for a batch-invariant engine: if it is not 0), if a token's log-prob differs
+    from the head log-prob at its id, or if the probabilities of a row do not sum to 1.
     """
     info = engine.info
     rng = np.random.default_rng(0)
@@ -45,12 +45,12 @@ def run_self_test(engine: Engine) -> float:
         _require_close("scored in a batch", alone.token_logprobs, beside.token_logprobs, tolerance),
     ]
     found = gathered.head_logprobs[:, 0]
-    _require_close("gathered as a head", gathered.token_logprobs, found, _GATHER_TOLERANCE)
+    _require_close("gathered as a head id", gathered.token_logprobs, found, _GATHER_TOLERANCE)
     tolerance = max(tolerance, _GATHER_TOLERANCE)
-    _require_close("asked for otherwise", beside.token_logprobs, found, tolerance)
+    _require_close("scored at given head ids", beside.token_logprobs, found, tolerance)
     for block in (alone, gathered):
         mass = np.exp(block.head_logprobs).sum(1) + np.exp(block.tail_logmass)
-        _require_close("summed to log 1", np.log(mass), np.zeros(len(mass)), _MASS_TOLERANCE)
+        _require_close("summed over a row", np.log(mass), np.zeros(len(mass)), _MASS_TOLERANCE)
     return max(differences)
 
 
@@ -68,7 +68,8 @@ def _require_close(
     difference = float(np.max(np.abs(first - second)))
     if not difference <= tolerance:
         raise WrongState(
-            f"self-test: log-probs differ by {difference:.3g} when {how}, not {tolerance:.3g}",
+            f"self-test failed: log-probs differ by {difference:.3g} nats when {how}; at most"
+            f" {tolerance:.3g} is allowed",
             field="--model",
             hint="try --dtype float32, or --device cpu",
         )

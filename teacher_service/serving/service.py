@@ -1,4 +1,4 @@
-"""The servicer: decode, one domain call, encode."""
+"""The gRPC servicer of the teacher: each method decodes, makes one domain call, and encodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOKENS_PER_CHUNK = 2048
 
 
 class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
-    """Service distill.v1.Teacher."""
+    """The service distill.v1.Teacher. Errors propagate to the error interceptor of the server."""
 
     def __init__(
         self,
@@ -36,14 +36,16 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         self._limits = limits
         self._metrics = metrics
         self._streams: set[ScoreStream] = set()
-        metrics.gauge("active_streams", "Score streams.", lambda: len(self._streams))
-        metrics.gauge("queued_tokens", "Waiting for the model.", lambda: batcher.queued_tokens)
-        metrics.gauge("weights_version", "Updates of the weights.", lambda: batcher.info.version)
+        queued, version = "Tokens waiting for the model.", "Weight updates since the start."
+        metrics.gauge("active_streams", "Open Score streams.", lambda: len(self._streams))
+        metrics.gauge("queued_tokens", queued, lambda: batcher.queued_tokens)
+        metrics.gauge("weights_version", version, lambda: batcher.info.version)
         metrics.cache(scorer.tiers)
 
     async def GetInfo(
         self, request: teacher_pb2.GetInfoRequest, context: object
     ) -> teacher_pb2.TeacherInfo:
+        """Return identity, limits and load of the teacher."""
         info = self._batcher.info
         return teacher_pb2.TeacherInfo(
             model=info.model,
@@ -63,6 +65,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
     async def GetVocabulary(
         self, request: teacher_pb2.GetVocabularyRequest, context: object
     ) -> AsyncIterator[teacher_pb2.VocabularyChunk]:
+        """Stream the tokens in order of id."""
         tokens = self._batcher.info.vocabulary
         for first in range(0, len(tokens), _TOKENS_PER_CHUNK):
             yield teacher_pb2.VocabularyChunk(
@@ -72,6 +75,11 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
     async def Score(
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[teacher_pb2.ScoreChunk]:
+        """Stream the rows of a stream of requests; an error of one request is sent as its chunk.
+
+        If the client names a teacher in the metadata, raises WrongState if this is another teacher
+        or version, and Unavailable if a weight update is applied during the call.
+        """
         version = self._version_asked_for(context.invocation_metadata())
         stream = ScoreStream(request_iterator, self._answer)
         self._streams.add(stream)
@@ -79,7 +87,8 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         try:
             async for chunk in stream.chunks():
                 if version not in (None, chunk.version) and not chunk.HasField("error"):
-                    # Who pushed them opens a stream for them; anybody else must not go on.
+                    # The client that pushed the weights opens a new stream for them. The new
+                    # stream of any other client fails, because it names the old version.
                     raise Unavailable("the weights of this teacher have changed")
                 yield chunk
                 failpoint("chunk-sent")
@@ -89,16 +98,21 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
     async def PushWeights(
         self, request_iterator: Any, context: object
     ) -> teacher_pb2.PushWeightsReply:
+        """Apply a weight update between two batches; a push that fails changes nothing."""
         info = await self._weights.push(aiter(request_iterator))
         return teacher_pb2.PushWeightsReply(version=info.version, fingerprint=info.fingerprint)
 
     def drain(self) -> None:
-        """End every stream after the requests that were read."""
+        """Stop reading requests; each stream ends once the requests it has read are answered."""
         for stream in self._streams:
             stream.drain()
 
     def _version_asked_for(self, metadata: Any) -> int | None:
-        """Who reconnects may meet another teacher on the old port: their rows must never mix."""
+        """Return the version that the client expects, or None if it names no teacher.
+
+        A client that reconnects may reach another teacher on the same port. Rows of two teachers
+        must never mix, so this raises WrongState if the client expects another one.
+        """
         expected = dict(metadata or ()).get(IDENTITY_KEY)
         if expected is None:
             return None
@@ -106,9 +120,10 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         actual = identity_of(info.fingerprint, info.version)
         if expected != actual:
             raise WrongState(
-                f"this teacher is {actual}, the requests are for {expected}",
+                f"this teacher has fingerprint {actual}, but the requests are for {expected}",
                 field="teacher.address",
-                hint="start the teacher with the weights the job began with, or start a new job",
+                hint="start the teacher with the weights that the job began with, or start a new"
+                " job",
             )
         return info.version
 

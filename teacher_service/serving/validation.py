@@ -1,4 +1,4 @@
-"""From a request's bytes to a query that no engine can choke on. Done before anything is queued."""
+"""Validates Score requests before they are queued, so that engines see only valid queries."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from clients.teacher.query import MAX_TAIL_SAMPLES, ScoreQuery
 from protos import teacher_pb2
 from protos.errors import InvalidInput
 
-# It comes back with every chunk, which must stay far below the largest message.
+# Every chunk repeats the request id, and chunks must stay far below the message limit.
 MAX_REQUEST_ID_CHARS = 200
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What this teacher accepts: ids below vocab_size, sequences of 2..max_length tokens, k of
-    1..max_top_k (0 where there are tail samples).
+    """The limits of this teacher on requests.
+
+    Token ids are 0 to vocab_size - 1, sequences have 2 to max_length tokens, and k is 1 to
+    max_top_k. With tail samples, top_k may be 0.
     """
 
     vocab_size: int
@@ -29,28 +31,35 @@ class Limits:
 
 
 def parse_request(request: teacher_pb2.ScoreRequest, limits: Limits) -> ScoreQuery:
-    """The query of a request; InvalidInput names the field, its index and the remedy."""
+    """Return the validated query of `request`.
+
+    Raises InvalidInput with the field, the index of a bad id, and a hint.
+    """
     if len(request.request_id) > MAX_REQUEST_ID_CHARS:
-        _refuse("request_id", f"longer than {MAX_REQUEST_ID_CHARS} characters", "use a number")
+        _refuse(
+            "request_id",
+            f"must be at most {MAX_REQUEST_ID_CHARS} characters, got {len(request.request_id)}",
+            "use a number",
+        )
     token_ids = _ids(request.token_ids, "token_ids", limits)
     length, start = len(token_ids), request.start
     if not 2 <= length <= limits.max_length:
         _refuse(
             "token_ids",
-            f"a sequence has 2 to {limits.max_length} tokens, got {length}",
-            "cut the sequence, or use a teacher with a longer context",
+            f"a sequence must have 2 to {limits.max_length} tokens, got {length}",
+            "shorten the sequence, or use a teacher with a longer context",
         )
     if not 1 <= start < length:
         _refuse(
             "start",
             f"must be 1 to {length - 1} for {length} tokens, got {start}",
-            "row t scores token t given the tokens before it; the first token has none",
+            "row t scores token t given the tokens before it, so the first row is row 1",
         )
     if request.next_position and not start <= request.next_position < length:
         _refuse(
             "next_position",
             f"must be 0 or {start} to {length - 1}, got {request.next_position}",
-            "ask for the first row that is missing",
+            "set it to the position of the first missing row",
         )
     if not (math.isfinite(request.temperature) and request.temperature > 0):
         _refuse("temperature", f"must be finite and above 0, got {request.temperature}", "use 1.0")
@@ -58,7 +67,7 @@ def parse_request(request: teacher_pb2.ScoreRequest, limits: Limits) -> ScoreQue
         _refuse(
             "tail_samples",
             f"must be 0 to {MAX_TAIL_SAMPLES}, got {request.tail_samples}",
-            "the spread of a loss falls with the root of their number",
+            "use fewer; the standard deviation falls only with the square root of their number",
         )
     f32 = request.logprob_format == teacher_pb2.LOGPROB_FORMAT_F32
     top_k, head_ids = _head(request, length - start, limits)
@@ -87,7 +96,7 @@ def _head(
             if flat.size == 0 or flat.size % rows:
                 _refuse(
                     "head_ids",
-                    f"{flat.size} ids do not fill {rows} rows",
+                    f"{flat.size} ids cannot be divided into {rows} rows",
                     "send [length - start, k] ids, the same k for every row",
                 )
             _require_k(flat.size // rows, "head_ids", limits)
@@ -100,14 +109,16 @@ def _head(
 
 def _ids(data: bytes, field: str, limits: Limits) -> NDArray[np.int32]:
     if len(data) % 4:
-        _refuse(field, f"{len(data)} bytes are not int32 numbers", "send little-endian int32")
+        _refuse(
+            field, f"{len(data)} bytes is not a multiple of 4", "send little-endian int32 values"
+        )
     ids = np.frombuffer(data, "<i4")
     bad = np.flatnonzero((ids < 0) | (ids >= limits.vocab_size))
     if bad.size:
         _refuse(
             f"{field}[{bad[0]}]",
-            f"ids are 0 to {limits.vocab_size - 1}, got {ids[bad[0]]}",
-            "student and teacher must share one vocabulary",
+            f"must be 0 to {limits.vocab_size - 1}, got {ids[bad[0]]}",
+            "use a student and a teacher with the same vocabulary",
         )
     return ids
 
@@ -127,8 +138,8 @@ def _require_distinct(head_ids: NDArray[np.int32]) -> None:
     if repeated.size:
         _refuse(
             f"head_ids[{repeated[0]}]",
-            "an id occurs twice in this row",
-            "send the distinct ids of a top-k",
+            "this row has the same id twice",
+            "send distinct head ids in each row",
         )
 
 

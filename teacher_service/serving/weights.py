@@ -1,6 +1,4 @@
-"""New weights as a client pushes them: received and checked whole, then applied between two
-batches.
-"""
+"""Receives a pushed weight update, validates all of it, and applies it between two batches."""
 
 from __future__ import annotations
 
@@ -31,10 +29,10 @@ from teacher_service.serving.batcher import Batcher
 
 log = logging.getLogger(__name__)
 
-# A pusher holds memory and keeps others from pushing: it must not fall asleep.
+# A push holds memory and blocks other pushes, so a push that stalls is ended.
 SECONDS_BETWEEN_PARTS = 60.0
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# The largest number of a type: a float32 beyond it would be served as infinity.
+# The largest finite value of each dtype: a larger float32 would be served as infinity.
 _LARGEST = {
     "float32": float(np.finfo(np.float32).max),
     "bfloat16": 3.3895313892515355e38,
@@ -45,7 +43,7 @@ Parts = AsyncIterator[teacher_pb2.WeightsPart]
 
 
 class Weights:
-    """The one door to the weights of an engine: one push at a time, all of it or nothing."""
+    """Applies weight updates to an engine: one push at a time, all or nothing."""
 
     def __init__(self, engine: Engine, batcher: Batcher) -> None:
         self._engine = engine
@@ -53,8 +51,12 @@ class Weights:
         self._pushing = False
 
     async def push(self, parts: Parts) -> EngineInfo:
-        """The engine after the update. Raises WrongState, InvalidInput, Corrupt, Overloaded or
-        TimedOut, and then nothing has changed.
+        """Receive, validate and apply an update; return the info of the engine after it.
+
+        On each of these errors, the weights are unchanged. Raises WrongState if the engine cannot
+        take weights or the update follows another version, InvalidInput if a tensor is wrong,
+        missing or not finite, Corrupt if a checksum does not match, Overloaded if another push is
+        in progress, and TimedOut if no part arrives for 60 seconds.
         """
         engine = self._engine
         if not isinstance(engine, TakesWeights):
@@ -63,13 +65,14 @@ class Weights:
                 hint="serve the model with --engine hf",
             )
         if self._pushing:
-            raise Overloaded("another push of weights is under way", hint="try again later")
+            raise Overloaded("another push of weights is in progress", hint="retry later")
         self._pushing = True
         try:
             began, base = time.perf_counter(), engine.info.version
 
             def apply(update: WeightUpdate) -> None:
-                # The push before this one may have ended here after its client had given it up.
+                # Check again: an earlier push, abandoned by its client, may have been applied
+                # since this one started.
                 _require_follows(base, engine.info.version)
                 engine.update(update)
 
@@ -114,9 +117,9 @@ async def _next(parts: Parts) -> teacher_pb2.WeightsPart:
         async with asyncio.timeout(SECONDS_BETWEEN_PARTS):
             return await anext(parts)
     except StopAsyncIteration:
-        _refuse("tensors", "the push ended before all of them had come", "push again")
+        _refuse("tensors", "the push ended before all tensors arrived", "push again")
     except TimeoutError as error:
-        raise TimedOut(f"no part of the push came for {SECONDS_BETWEEN_PARTS:g} s") from error
+        raise TimedOut(f"no part of the push arrived for {SECONDS_BETWEEN_PARTS:g} s") from error
 
 
 def _require_follows(base: int, version: int) -> None:
@@ -124,7 +127,7 @@ def _require_follows(base: int, version: int) -> None:
         raise WrongState(
             f"the update follows version {base}, the teacher has {version}",
             field="base_version",
-            hint="ask the teacher for its version; is somebody else pushing to it?",
+            hint="read the version with GetInfo, and check that no other client pushes weights",
         )
 
 
@@ -135,33 +138,33 @@ def _tau(header: teacher_pb2.WeightsHeader) -> float | None:
         case teacher_pb2.WEIGHTS_MODE_EMA if 0 < header.tau < 1:
             return header.tau
         case teacher_pb2.WEIGHTS_MODE_EMA:
-            _refuse("tau", f"must be between 0 and 1, got {header.tau}", "usual is 0.9 to 0.999")
+            _refuse("tau", f"must be between 0 and 1, got {header.tau}", "use 0.9 to 0.999")
         case _:
-            _refuse("mode", "neither replace nor ema", "begin with a header that has a mode")
+            _refuse("mode", "must be replace or EMA", "start the push with a header that sets it")
 
 
 def _specs(
     header: teacher_pb2.WeightsHeader, expected: Mapping[str, TensorSpec]
 ) -> dict[str, TensorSpec]:
-    """The announced tensors in order, exactly those of the model."""
+    """Return the specs of the tensors that follow, in order; they must match the model exactly."""
     specs: dict[str, TensorSpec] = {}
     for tensor in header.tensors:
         name, spec = tensor.name, TensorSpec(tuple(tensor.shape), tensor.dtype)
         if name not in expected:
             _refuse(name, "the model has no such parameter", "push model.named_parameters()")
         if name in specs:
-            _refuse(name, "is announced twice", "push model.named_parameters()")
+            _refuse(name, "is listed twice in the header", "push model.named_parameters()")
         served = expected[name]
         if spec.shape != served.shape:
             _refuse(
                 name,
-                f"has shape {list(spec.shape)}, the model's has {list(served.shape)}",
+                f"has shape {list(spec.shape)}, but the model's has {list(served.shape)}",
                 "push the weights of the same model",
             )
         if spec.dtype not in ("float32", served.dtype):
             _refuse(
                 name,
-                f"has dtype {spec.dtype or 'none'}, the model is served in {served.dtype}",
+                f"has dtype {spec.dtype or 'none'}, but the model is served in {served.dtype}",
                 f"push float32 or {served.dtype}",
             )
         specs[name] = spec
@@ -170,7 +173,9 @@ def _specs(
         _refuse(missing, "is missing", "push all of model.named_parameters()")
     total = sum(map(_size, specs.values()))
     if header.total_bytes != total:
-        _refuse("total_bytes", f"says {header.total_bytes}, the tensors have {total}", "push again")
+        _refuse(
+            "total_bytes", f"is {header.total_bytes}, but the tensors have {total}", "push again"
+        )
     return specs
 
 
@@ -182,23 +187,33 @@ def _require_next(
     chunk: teacher_pb2.WeightsChunk, name: str, index: int, at: int, size: int, item: int
 ) -> None:
     if (chunk.tensor, chunk.offset) != (index, at):
-        _refuse(name, f"expected its byte {at}", "send the tensors one after the other, in order")
+        _refuse(
+            name,
+            f"expected its chunk at byte {at}, got tensor {chunk.tensor} at byte {chunk.offset}",
+            "send the tensors in the order of the header, without gaps",
+        )
     count = len(chunk.data)
     if not 0 < count <= min(size - at, MAX_CHUNK_BYTES) or count % item:
-        _refuse(name, f"a chunk of {count} bytes", "send whole numbers, 1 MiB at most")
+        _refuse(name, f"has a chunk of {count} bytes", "send at most 1 MiB, and only whole values")
     if xxhash.xxh3_64_intdigest(chunk.data) != chunk.xxh3:
-        raise Corrupt(f"{name} was damaged on its way at byte {at}", field=name, hint="push again")
+        raise Corrupt(
+            f"the checksum of the chunk at byte {at} does not match", field=name, hint="push again"
+        )
 
 
 def _require_finite(data: NDArray[Any], dtype: str, largest: float, name: str) -> None:
     if dtype == "bfloat16":
-        # The upper half of a float32.
+        # A bfloat16 is the upper half of a float32.
         numbers = (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
     else:
         numbers = data.view("<f4" if dtype == "float32" else "<f2")
     # A NaN fails both comparisons.
     if not (numbers.min() >= -largest and numbers.max() <= largest):
-        _refuse(name, "holds a number that is not finite", "the student has diverged")
+        _refuse(
+            name,
+            "has a value that is not finite in the dtype that is served",
+            "check the student; its training may have diverged",
+        )
 
 
 def _refuse(field: str, message: str, hint: str) -> NoReturn:

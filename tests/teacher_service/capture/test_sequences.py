@@ -172,7 +172,7 @@ def test_tokenizers_that_do_not_fit_the_form(chat: Any, tmp_path: Path) -> None:
     # A template that writes something else before an answer than it does within a conversation.
     chat.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}t9"
     talk = [{"role": "user", "content": "t1"}, {"role": "assistant", "content": "t2"}]
-    with pytest.raises(InvalidInput, match="gives another text than"):
+    with pytest.raises(InvalidInput, match="changes the prompt of row 1 of"):
         read(chat, write_lines(path, [{"messages": talk}]), form="messages")
     chat.chat_template = None
     with pytest.raises(InvalidInput, match="no chat template"):
