@@ -1,7 +1,8 @@
-"""The walk-through of docs/getting-started.md, typed as it stands there: every command, and every line of answer.
+"""The walk-throughs of the documents, typed as shown: every command, and every line of answer.
 
 Ids, numbers and addresses differ from run to run; all else of an answer must be the same. The
-models are those of the tests, and the job is long enough to be still there when it is cancelled.
+models are those of the tests. The job of docs/getting-started.md is long enough to be still there
+when it is cancelled, that of README.md short.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import pytest
 
 from clients.jobs.client import DistillClient
 from clients.jobs.record import record_of_run
-from tests.documents import blocks
+from tests.documents import Block, blocks
 from tests.end_to_end.processes import ENVIRONMENT, MakeServer, RealServer
 
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
 SERVERS, *SHOWN = blocks("docs/getting-started.md", "walk-through")
+README_SERVERS, *README = blocks("README.md", "walk-through")
 STEPS_AFTER_RESUME = 20
 
 
@@ -127,21 +129,7 @@ def test_everything_typed_is_answered_as_shown(
 ) -> None:
     place = clone(tmp_path, material)
     server = make_server()
-    terminal = Terminal(place, server, teacher)
-    count = 0
-    for block in SHOWN:
-        if block.kind == "toml":
-            name = block.body.splitlines()[0].removeprefix("# ")
-            text = terminal.localized(block.body).replace("max_steps = 200", "max_steps = 100000")
-            (place / name).write_text(text)
-        elif block.kind == "python":
-            run_python(block.body, place)
-        for line in typed(block.body) if block.kind == "console" else ():
-            interrupted = line.answer.index("^C") if "^C" in line.answer else 0
-            stop_at = shape(line.answer[interrupted - 1]) if interrupted else ""
-            assert_same(terminal.type(line.command, stop_at), line.answer, line.command)
-            count += 1
-    assert count > 12
+    assert type_all(SHOWN, Terminal(place, server, teacher), place, steps=100000) > 12
     (run,) = server.runs.glob("on-policy-addition-*")
     record = record_of_run(run)
     assert [point.step for point in record.points] == list(range(record.job.max_steps + 1))
@@ -149,6 +137,38 @@ def test_everything_typed_is_answered_as_shown(
     for word in ("SUCCEEDED", "<svg", "waiting for the teacher", "torch"):
         assert word in page
     assert not any(place.glob("runs/on-policy-*")), "refused runs leave nothing"
+
+
+@pytest.mark.slow
+def test_the_readme_is_answered_as_shown(
+    material: Material, teacher: str, make_server: MakeServer, tmp_path: Path
+) -> None:
+    """Its servers are started by the commands that `test_the_servers_start_as_shown` runs."""
+    assert README_SERVERS.body == SERVERS.body
+    place = clone(tmp_path, material)
+    server = make_server()
+    assert type_all(README, Terminal(place, server, teacher), place, steps=5) == 3
+    (run,) = server.runs.glob("on-policy-addition-*")
+    assert record_of_run(run).job.max_steps == 5
+
+
+def type_all(shown: list[Block], terminal: Terminal, place: Path, *, steps: int) -> int:
+    """Types the blocks in order, with a job of so many steps; returns the number of commands."""
+    count = 0
+    for block in shown:
+        if block.kind == "toml":
+            name = block.body.splitlines()[0].removeprefix("# ")
+            assert block.body.count("max_steps = 200\n") == 1
+            text = terminal.localized(block.body)
+            (place / name).write_text(text.replace("max_steps = 200", f"max_steps = {steps}"))
+        elif block.kind == "python":
+            run_python(block.body, place)
+        for line in typed(block.body) if block.kind == "console" else ():
+            interrupted = line.answer.index("^C") if "^C" in line.answer else 0
+            stop_at = shape(line.answer[interrupted - 1]) if interrupted else ""
+            assert_same(terminal.type(line.command, stop_at), line.answer, line.command)
+            count += 1
+    return count
 
 
 def clone(root: Path, material: Material) -> Path:
