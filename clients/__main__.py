@@ -1,4 +1,4 @@
-"""`python -m clients` is `distill`."""
+"""Runs the `distill` command: `python -m clients ...` equals `distill ...`."""
 
 import sys
 

@@ -128,7 +128,7 @@ class TrainConfig(Table):
     prompts_per_step: Count = 32
     """Prompts (or stored sequences) per step, over all processes."""
     tokens_per_micro_batch: Count = 16384
-    """Padded tokens per forward pass. It changes memory and speed, not results."""
+    """Padded tokens per forward pass. It changes memory use, not results."""
     processes: Count = 1
     """Number of processes, started by `accelerate launch`."""
     sharding: Literal["none", "fsdp2"] = "none"

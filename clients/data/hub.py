@@ -1,4 +1,4 @@
-"""The model hub: asked once whether it is there, before its libraries ask for each file."""
+"""A check that the Hugging Face hub can be reached, made once before its libraries are imported."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ log = logging.getLogger(__name__)
 
 
 def use_caches_if_away() -> None:
-    """Where the hub cannot be reached, leave its libraries to their caches.
+    """Set HF_HUB_OFFLINE=1 if the hub cannot be reached, so that its libraries use their caches.
 
-    They would try again for most of a minute, once for each file, before they say the same. Call
-    it before they are imported.
+    Otherwise the libraries would retry for most of a minute per file. Call this function before
+    they are imported: they read the variable at import. It waits for the hub for up to 3 seconds.
     """
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         request = urllib.request.Request(endpoint, method="HEAD")
         urllib.request.urlopen(request, timeout=_SECONDS).close()
     except urllib.error.HTTPError as answer:
-        answer.close()  # it is there, whatever it thinks of the request
+        answer.close()  # any HTTP reply shows that the hub can be reached
     except OSError as error:
-        log.warning("%s cannot be reached, only its cache is used: %s", endpoint, error)
+        log.warning("%s cannot be reached, using the local cache only: %s", endpoint, error)
         os.environ["HF_HUB_OFFLINE"] = "1"

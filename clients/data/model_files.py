@@ -1,4 +1,4 @@
-"""What a model directory may hold: data. transformers would also run code, or open pickles."""
+"""Refuses model directories with code or pickled weights, which transformers would load."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
 def refuse_code(path: Path, field: str) -> None:
-    """Raises InvalidInput, naming `field`, for a model that brings code or pickled weights.
+    """Raise InvalidInput, naming `field`, if a model directory has code or pickled weights.
 
-    transformers opens what the index of the weights names, of whatever format, even where it was
-    told to use safetensors only.
+    The index of the weights is checked because transformers opens every file that it names, in any
+    format, even with `use_safetensors=True`.
     """
     if "auto_map" in _read(path / "config.json", field):
         raise InvalidInput(
-            f"{path} brings its own Python code (auto_map), which is never run",
+            f"{path} has its own Python code (auto_map), which is never run",
             field=field,
-            hint="use a model whose architecture transformers knows",
+            hint="use a model whose architecture is part of transformers",
         )
     shards = _read(path / WEIGHTS_INDEX, field).get("weight_map", {})
     names = shards.values() if isinstance(shards, dict) else [shards]
     for name in names:
         if not isinstance(name, str) or "/" in name or not name.endswith(".safetensors"):
             raise InvalidInput(
-                f"{path / WEIGHTS_INDEX} names {name!r}; only .safetensors beside it are opened",
+                f"{path / WEIGHTS_INDEX} names {name!r}, which is not a .safetensors file in the"
+                " same directory",
                 field=field,
-                hint="convert the model with save_pretrained()",
+                hint="load the model and save it again with save_pretrained()",
             )
 
 
 def _read(file: Path, field: str) -> dict[str, Any]:
-    """The JSON object in a file; {} where there is none."""
+    """Return the JSON object in a file; {} if the file does not exist."""
     if not file.is_file():
         return {}
     try:
         found = json.loads(file.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{file} is not JSON", field=field, hint="restore it") from error
+        raise InvalidInput(f"{file} is not JSON", field=field, hint="restore the file") from error
     if not isinstance(found, dict):
-        raise InvalidInput(f"{file} is not a JSON object", field=field, hint="restore it")
+        raise InvalidInput(f"{file} is not a JSON object", field=field, hint="restore the file")
     return found

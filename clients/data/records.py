@@ -1,4 +1,4 @@
-"""The records of a data set: JSON lines, Parquet, a saved directory, or an id of the hub."""
+"""Reads the records of a data set: JSON lines, Parquet, a saved directory, or a hub id."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ FILE_SUFFIXES = (".jsonl", ".parquet")
 
 @dataclass(frozen=True)
 class DataSet:
-    """Where records are. `name` and `split` are of a hub data set or a saved directory; `field` is
-    the key that faults name.
+    """The location of a data set.
+
+    path: a .jsonl or .parquet file, a directory of `save_to_disk`, or a hub id
+    name, split: configuration and split of a hub data set; `split` also of a saved directory
+    field: the key that errors name
     """
 
     path: str
@@ -27,8 +30,10 @@ class DataSet:
     field: str = "data.path"
 
     def records(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-        """Every record in order, with at least those of `columns` that it has. Raises InvalidInput
-        at a line that is none.
+        """Yield every record in order, with all of `columns` that it has, and perhaps others.
+
+        Raises InvalidInput if a line is not a JSON object, if the data set cannot be loaded, or if
+        the package `datasets` is needed and not installed.
         """
         if self.path.endswith(".jsonl"):
             yield from self._json_lines()
@@ -38,7 +43,10 @@ class DataSet:
             yield from self._loaded()
 
     def fingerprint(self) -> str:
-        """Another one for other records: sha256 of the files, or what the hub's library makes."""
+        """Return a text that changes with the records.
+
+        It is the sha256 of the files, or the fingerprint of the `datasets` library for a hub id.
+        """
         path = Path(self.path)
         if path.is_file():
             return _sha256(path)
@@ -76,7 +84,7 @@ class DataSet:
 
         file = pyarrow.parquet.ParquetFile(self.path)
         found = [name for name in file.schema_arrow.names if name in columns]
-        # Without the first of them read all: the refusal names what there is.
+        # If the first column does not exist, read all: the error message lists the existing ones.
         read = found if columns and columns[0] in found else None
         for batch in file.iter_batches(columns=read):
             yield from batch.to_pylist()
@@ -105,8 +113,10 @@ class DataSet:
 
 
 def text_of(record: Mapping[str, Any], column: str, field: str, where: str) -> str:
-    """The text in a column; numbers are written out. `where` says which record it is, as `row 3 of
-    data.jsonl`. Raises InvalidInput naming `field`.
+    """Return the text in a column of a record; numbers become text.
+
+    `where` describes the record in messages, such as `row 3 of data.jsonl`. Raises InvalidInput,
+    naming `field`, if the column does not exist or holds something else.
     """
     if column not in record:
         raise InvalidInput(
@@ -121,7 +131,7 @@ def text_of(record: Mapping[str, Any], column: str, field: str, where: str) -> s
             field=field,
             hint="write it as one string",
         )
-    return str(value).encode("utf-8", "replace").decode()  # a lone surrogate is no text
+    return str(value).encode("utf-8", "replace").decode()  # a lone surrogate is not valid text
 
 
 def _holds_splits(path: str) -> bool:

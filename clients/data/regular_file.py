@@ -1,5 +1,5 @@
-"""Small files that a stranger may have made, read without waiting: a pipe among them would never
-end, and a file with holes could be longer than memory.
+"""Reads small files from untrusted directories, where a pipe could block and a sparse file could
+exceed memory.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# Of a document: the tokenizer of a vocabulary of 262,144 takes half of it.
+# Largest JSON document. The tokenizer.json of a vocabulary of 262,144 tokens has half this size.
 MOST_BYTES = 64 << 20
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """To be read. Raises OSError for what is no file, too."""
+    """Open a file for reading, without blocking. Raises OSError if it is not a regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -25,7 +25,11 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_document(path: Path) -> Any:
-    """The JSON in a file. Raises OSError, and ValueError for what is none or too long."""
+    """Return the parsed JSON of a file.
+
+    Raises OSError if the file cannot be read or is not a regular file, and ValueError if it is not
+    JSON, nested too deeply, or longer than MOST_BYTES.
+    """
     with open_regular(path) as file:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
@@ -33,4 +37,4 @@ def read_document(path: Path) -> Any:
     try:
         return json.loads(data)
     except RecursionError as error:
-        raise ValueError(f"{path} is too deep") from error
+        raise ValueError(f"{path} is nested too deeply") from error

@@ -1,4 +1,7 @@
-"""From texts to token ids, by any tokenizer of transformers: training and capture agree on it."""
+"""Tokenization of prompts and conversations with a transformers tokenizer.
+
+Training and capture share these functions, so that both see the same token ids.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ Turn = Mapping[str, str]
 
 
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:
-    """A prompt that is to be continued; with a chat template, as the user's message."""
+    """Return the token ids of a prompt; with a chat template, the prompt is the user's message.
+
+    A final end-of-sequence token is removed, because the completion follows.
+    """
     if tokenizer.chat_template:
         return template_ids(tokenizer, [{"role": "user", "content": text}])
     ids: list[int] = tokenizer(text)["input_ids"]
@@ -19,14 +25,14 @@ def prompt_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def template_ids(tokenizer: Any, turns: Sequence[Turn]) -> list[int]:
-    """A conversation up to where the assistant is to speak."""
+    """Return the token ids of a conversation, up to the start of the assistant's next turn."""
     return plain_ids(tokenizer, rendered(tokenizer, turns, add_generation_prompt=True))
 
 
 def rendered(tokenizer: Any, turns: Sequence[Turn], *, add_generation_prompt: bool) -> str:
-    """The text of a conversation, with the special tokens that the template writes.
+    """Return the text of a conversation, with the special tokens of the chat template.
 
-    Raises InvalidInput for a template that does not take it.
+    Raises InvalidInput if the template fails on the conversation.
     """
     from jinja2 import TemplateError
 
@@ -35,7 +41,8 @@ def rendered(tokenizer: Any, turns: Sequence[Turn], *, add_generation_prompt: bo
             list(turns), tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except TemplateError as error:
-        # Rendered in a sandbox: a template that reaches for Python itself ends here too.
+        # transformers renders templates in a sandbox: a template that tries to reach Python
+        # internals ends here too.
         raise InvalidInput(
             f"the model's chat template cannot be used: {error}",
             field="student.model",
@@ -45,20 +52,20 @@ def rendered(tokenizer: Any, turns: Sequence[Turn], *, add_generation_prompt: bo
 
 
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
-    """Of the text alone: no special token is added."""
+    """Return the token ids of a text without adding special tokens."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def tokens_of(tokenizer: Any) -> list[str]:
-    """The token of each id, "" for an unused one: what `tokenizer_fingerprint` takes."""
+    """Return the token of each id, "" for an unused id; the input of `tokenizer_fingerprint`."""
     return [tokenizer.convert_ids_to_tokens(i) or "" for i in range(len(tokenizer))]
 
 
 def first_difference(
     teacher: Sequence[str], ours: Sequence[str], whose: str = "the student"
 ) -> str:
-    """A sentence about the first id that means two things."""
+    """Return a message that names the first id with different tokens in two vocabularies."""
     for token_id, (mine, theirs) in enumerate(zip(ours, teacher, strict=False)):
         if mine != theirs:
             return (

@@ -1,4 +1,4 @@
-"""The tokens of a Hugging Face directory, read from its tokenizer.json without any library."""
+"""Reads the tokens of a Hugging Face directory from tokenizer.json, without transformers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from clients.data.regular_file import read_document
 
 
 def tokens_in(model: Path) -> list[str] | None:
-    """The token of each id, "" for one that the file does not name; None where it cannot be told.
+    """Return the token of each id, "" for an unused id; None if the file cannot be interpreted.
 
-    A library may add tokens behind them that other files name; it changes none.
+    transformers may append tokens that other files name; it changes none of these.
     """
     try:
         document = read_document(model / "tokenizer.json")
@@ -22,7 +22,7 @@ def tokens_in(model: Path) -> list[str] | None:
         ids |= {token["id"]: token["content"] for token in document.get("added_tokens", [])}
         longest = max(ids, default=-1) + 1
         if longest > 2 * len(ids) + 1024:
-            return None  # not a list that anybody should make
+            return None  # a few huge ids would make a list that exceeds memory
         tokens = [ids.get(number, "") for number in range(longest)]
         return tokens if all(isinstance(token, str) for token in tokens) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -1,1 +1,1 @@
-"""The run directory that a trainer shares with whoever started it."""
+"""The run directory, shared by a job's program and the server or CLI that started the program."""

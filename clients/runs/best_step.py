@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is its best one."""
+"""Selects the best checkpoint of a run by its held-out metrics."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Collection, Iterable
 
 from clients.runs.metrics_follower import Point
 
-# The first of them that was measured decides: +1, more is better.
+# The first metric in this list that was measured decides. Sign +1: larger is better.
 _JUDGES = (("eval/reward", 1.0), ("eval/kl", -1.0), ("eval/kl_bound", -1.0))
 
 
 def best_step(points: Iterable[Point], steps: Collection[int]) -> int | None:
-    """Of `steps`, the one whose evaluation has the greatest eval/reward; in a job without rewards
-    the least eval/kl, or eval/kl_bound where a store knows no more.
+    """Return the step in `steps` with the best evaluation, or None if none was evaluated.
 
-    Of equals, the one that has learned for longer. None where none was evaluated: steps that were
-    not cannot be compared.
+    The best step has the largest eval/reward. Without rewards it has the smallest eval/kl, or
+    eval/kl_bound if a store allows only the bound. Of equal values, the later step is returned.
     """
     measured = {point.step: point.metrics for point in points if point.step in steps}
     for metric, sign in _JUDGES:

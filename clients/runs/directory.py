@@ -1,17 +1,19 @@
-"""runs/<id>/: the only thing that a trainer shares with whoever started it.
+"""The run directory, runs/<id>/: the only state shared by a job's program and its owner.
 
-    job.toml        the job file as its author wrote it (when there was one)
+The owner is the server or the CLI that started the program.
+
+    job.toml        the job file as written by its author, if there was a file
     job.json        the resolved job
-    status.json     the trainer's word: phase, step, and at the end the verdict
-    control.json    the owner's word: stop, please
-    environment.json, code.diff  what the newest attempt runs on
-    metrics.jsonl   one object a step; after a resume it holds no step twice
+    status.json     written by the program: phase, step, and finally the verdict
+    control.json    written by the owner: a request to stop
+    environment.json, code.diff  software, hardware and code of the newest attempt
+    metrics.jsonl   one JSON object per step; no step occurs twice, even after a resume
     logs/attempt-N/ rank-0.log, and the files of the attempt's shim
     checkpoints/step-000050/   samples/   tb/
-    export/         a Hugging Face directory; in it adapter/ and anchor/, if there are any
+    export/         a Hugging Face directory; contains adapter/ and anchor/ if the job has them
     store/          the rows of a capture
 
-JSON files are replaced as a whole: a reader never sees half of one.
+JSON files are replaced atomically: a reader never sees a partial file.
 """
 
 from __future__ import annotations
@@ -37,9 +39,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Status:
-    """What the trainer last said of itself.
+    """The last status that a job's program wrote.
 
-    `verdict` is final unless it is "running"; a trainer that is gone with that verdict died.
+    `verdict` is final unless it is "running". If the program has ended and the verdict is still
+    "running", the program died.
     """
 
     attempt: int
@@ -48,24 +51,28 @@ class Status:
     step: int = 0
     max_steps: int = 0
     reason: str = ""
-    # Name of the DistillError behind a failure ("Unavailable"), for exit codes.
+    # Class name of the DistillError that caused a failure ("Unavailable"); selects the exit code.
     error: str = ""
 
 
 @dataclass(frozen=True)
 class Control:
-    """The owner's wish: stop after a last checkpoint, or at once."""
+    """A request of the owner: "checkpoint" stops after a last checkpoint, "now" stops at once."""
 
     stop: Literal["", "checkpoint", "now"] = ""
 
 
-# What a report wants besides the curves: small, and whole at any time.
+# Files and directories that a report needs besides the metrics. They are small, and readable while
+# the job runs.
 NOTES = ("environment.json", "samples")
 _STATUS, _CONTROL = TypeAdapter(Status), TypeAdapter(Control)
 
 
 class RunDirectory:
-    """Paths and the small files of one run. `create` makes one, the constructor opens one."""
+    """The paths and the small files of one run.
+
+    `create` makes a new directory. The constructor opens an existing one, and checks nothing.
+    """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -80,8 +87,10 @@ class RunDirectory:
         *,
         durable: bool = True,
     ) -> RunDirectory:
-        """Make the directory and its job files; raises FileExistsError if it exists. `durable`:
-        they are to survive a power cut from now on.
+        """Make the directory (mode 0700) and its job files.
+
+        `config_text` is the text of the job file, if any, and `suffix` its file name suffix. If
+        `durable`, job.json survives a power cut. Raises FileExistsError if `path` exists.
         """
         run = cls(path)
         run.path.mkdir(parents=True, mode=0o700)
@@ -96,53 +105,65 @@ class RunDirectory:
 
     @property
     def job_json(self) -> Path:
+        """Path of the resolved job."""
         return self.path / "job.json"
 
     @property
     def metrics(self) -> Path:
+        """Path of the metrics; `metrics_writer` and `metrics_follower` define the format."""
         return self.path / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
+        """Parent directory of all checkpoints; may not exist yet."""
         return self.path / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
+        """Return the directory of the checkpoint of a step; it may not exist."""
         return self.checkpoints / f"step-{step:06d}"
 
     def checkpoint_steps(self) -> tuple[int, ...]:
-        """Of the checkpoints that are there, in order; unverified."""
+        """Return the steps of the existing checkpoints in ascending order; verifies none of them."""
         names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
         return tuple(sorted(int(name) for name in names if name.isdecimal()))
 
     @property
     def samples(self) -> Path:
+        """Directory of the sampled transcripts, one step-N.jsonl per evaluation."""
         return self.path / "samples"
 
     @property
     def export(self) -> Path:
+        """Directory of the exported model; exists once a training job has succeeded."""
         return self.path / "export"
 
     @property
     def store(self) -> Path:
+        """Default directory of a capture's rows; the job may name another one."""
         return self.path / "store"
 
     @property
     def code_diff(self) -> Path:
+        """Path of the uncommitted changes of the code that the newest attempt ran."""
         return self.path / "code.diff"
 
     @property
     def tensorboard(self) -> Path:
+        """Directory of the TensorBoard files."""
         return self.path / "tb"
 
     def logs(self, attempt: int) -> Path:
+        """Return the log directory of an attempt (from 1); it may not exist."""
         return self.path / "logs" / f"attempt-{attempt}"
 
     def log_file(self, attempt: int) -> Path:
+        """Return the log of an attempt's main process (rank 0); it may not exist."""
         return self.logs(attempt) / "rank-0.log"
 
     def config(self) -> AnyJob:
-        """The resolved job; raises NotFound where there is none, WrongState where it is one of
-        another version.
+        """Read the resolved job.
+
+        Raises NotFound if there is no job.json, and WrongState if this version cannot read it.
         """
         try:
             return parse_job(self.job_json.read_text())
@@ -154,39 +175,47 @@ class RunDirectory:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"])) or self.job_json.name
             raise WrongState(
-                f"this version does not take the job of {self.path}: {where}: {first['msg']}",
-                hint="use the version that made it",
+                f"this version cannot read the job of {self.path}: {where}: {first['msg']}",
+                hint="use the version that made the run directory",
             ) from error
 
     def read_status(self) -> Status | None:
-        """None where there is none, or nonsense."""
+        """Read status.json; return None if it is missing or invalid."""
         return _read_as(_STATUS, self.path / "status.json")
 
     def write_status(self, status: Status) -> None:
+        """Replace status.json atomically. Programs use `Progress`, which also checks the fence."""
         replace_file(self.path / "status.json", json.dumps(asdict(status)) + "\n")
 
     def read_control(self) -> Control:
-        """No wish where there is none, or nonsense."""
+        """Read control.json; return no request if the file is missing or invalid."""
         return _read_as(_CONTROL, self.path / "control.json") or Control()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep every trainer but this one out; raises WrongState when another is at work here."""
+        """Hold the lock that allows one running program per run directory.
+
+        Raises WrongState if another process on this machine holds the lock.
+        """
         with (self.path / ".trainer.lock").open("a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise WrongState(
-                    f"another trainer is at work in {self.path}", hint="wait for it, or stop it"
+                    f"another program is running in {self.path}", hint="wait for it, or stop it"
                 ) from error
             yield
 
     def write_control(self, control: Control) -> None:
+        """Replace control.json atomically. The program reads it before every step."""
         replace_file(self.path / "control.json", json.dumps(asdict(control)) + "\n")
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write `path` so that a reader, or a crash, sees the old content or the new, never a part."""
+    """Write `path` atomically and durably.
+
+    A reader sees the old content or the new, never a part, even after a crash or power cut.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with partial.open("w") as file:
         file.write(text)
@@ -206,7 +235,10 @@ def fsync_directory(path: Path) -> None:
 
 
 def _read_as(kind: TypeAdapter[_T], path: Path) -> _T | None:
-    """None also for nonsense of a broken disk: whoever follows the run goes on without it."""
+    """Parse a JSON file; return None if it is missing or invalid.
+
+    An invalid file (a broken disk) must not stop the process that follows the run.
+    """
     try:
         return kind.validate_json(path.read_bytes(), strict=True)
     except (OSError, ValueError):

@@ -1,9 +1,10 @@
-"""The fence between the attempts at a job: one that was given up changes nothing any more.
+"""The fence between attempts: an attempt that was superseded cannot write to the run directory.
 
-Whoever starts an attempt first raises the fence of the run directory to its number, and tells the
-attempt's processes through $DISTILL_FENCE. They ask before they publish anything. On one machine
-the lock of the run directory keeps two trainers apart already; the fence also holds where locks do
-not reach, and against a process that slept through its own end.
+The owner raises the fence of the run directory to the number of an attempt before it starts that
+attempt, and passes the number to the attempt's processes in $DISTILL_FENCE. The processes compare
+the two numbers before they publish anything. On one machine the lock of the run directory already
+excludes a second program; the fence also works across machines, where locks do not, and against a
+process that was suspended while its successor started.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ VARIABLE = "DISTILL_FENCE"
 
 
 def raise_fence(run: Path, attempt: int) -> str:
-    """No attempt before `attempt` may write to `run` from now on; returns $DISTILL_FENCE for it."""
-    from clients.runs.directory import replace_file  # a shim, which only asks, stays light
+    """Forbid all attempts before `attempt` to write to the run directory `run`.
+
+    Returns the value of $DISTILL_FENCE for the processes of `attempt`.
+    """
+    from clients.runs.directory import replace_file  # shims import this module and stay light
 
     path = run / ".attempt"
     if _newest(path) != attempt:
@@ -27,35 +31,35 @@ def raise_fence(run: Path, attempt: int) -> str:
 
 
 def require_unfenced() -> None:
-    """Asked before anything of a run is published or deleted: a status, a line of metrics, samples,
-    a checkpoint, a file of a capture. Once for each, and not for a row: it reads a small file.
+    """Raise WrongState if this process belongs to an attempt that has a successor.
 
-    Raises WrongState when this process is of an attempt that has a successor. A run without a
-    server has no fence.
+    Call this before publishing or deleting anything of a run: a status, a line of metrics, samples,
+    a checkpoint, a file of a capture. Each call reads a small file, so do not call it per row.
+    Without $DISTILL_FENCE (a run without a server) nothing is checked.
     """
     attempt, newest = _attempts()
     if newest > attempt:
         raise WrongState(
-            f"attempt {attempt} was given up, and attempt {newest} has begun",
+            f"attempt {attempt} was replaced by attempt {newest}",
             hint="this process writes nothing more",
         )
 
 
 def is_fenced() -> bool:
-    """Whether this process is of an attempt that has a successor."""
+    """Return True if this process belongs to an attempt that has a successor."""
     attempt, newest = _attempts()
     return newest > attempt
 
 
 def _attempts() -> tuple[int, int]:
-    """This process's, and the newest; equal where there is no fence."""
+    """Return the attempt of this process and the newest attempt; equal without a fence."""
     attempt, _, path = os.environ.get(VARIABLE, "").partition(":")
     newest = _newest(Path(path)) if path else None
     return (0, 0) if newest is None else (int(attempt), newest)
 
 
 def _newest(path: Path) -> int | None:
-    """None where there is none, or nonsense of a broken disk."""
+    """Return the attempt in the file; None if the file is missing or invalid (a broken disk)."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

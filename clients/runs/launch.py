@@ -1,9 +1,10 @@
-"""The command that runs a job's program on a run directory, for `distill run` and the server.
+"""The command line that runs a job's program on a run directory, for `distill run` and the server.
 
-A capture's program is of the teacher, any other's is the trainer. It reads job.json, tells its
-progress in status.json, and looks at control.json before every step. SIGTERM means the same as
-`stop = "checkpoint"`. It exits 0 when its verdict is "succeeded" or "cancelled", otherwise with the
-ExitCode of the fault that its status names (under `accelerate launch`: with 1).
+The program of a capture is `teacher_service.capture`, of all other methods `student_trainer`. The
+program reads job.json, writes its progress to status.json, and reads control.json before every
+step. SIGTERM has the same effect as `stop = "checkpoint"`. The exit code is 0 if the verdict is
+"succeeded" or "cancelled"; otherwise it is the ExitCode of the error that the status names (1 under
+`accelerate launch`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from clients.runs.directory import RunDirectory
 def trainer_command(
     run: Path, *, attempt: int, processes: int, from_step: int | None = None
 ) -> list[str]:
-    """One attempt's arguments; it resumes from the newest good checkpoint, or from `from_step`."""
+    """Return the command line of one attempt.
+
+    The program resumes from the checkpoint of `from_step`, or from the newest good checkpoint if
+    `from_step` is None; it starts from the beginning if there is no checkpoint.
+    """
     captures = isinstance(RunDirectory(run).config(), CaptureJob)
     program = "teacher_service.capture" if captures else "student_trainer"
     trainer = [program, str(run), "--attempt", str(attempt)]
@@ -27,8 +32,9 @@ def trainer_command(
     if processes == 1:
         return [sys.executable, "-m", *trainer]
     launcher = ["-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-    # Without it, a machine with less than two GPUs silently gets one process; CPUs do as well.
+    # Without --multi_gpu, accelerate silently starts one process on a machine with fewer than two
+    # GPUs. With it, several processes also run on CPUs.
     launcher.append("--multi_gpu")
-    # Port 0: a free one, so that two jobs on one machine do not meet.
+    # Port 0 means any free port, so that two jobs on one machine do not collide.
     launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     return [sys.executable, *launcher, "--main_process_port", "0", "-m", *trainer]

@@ -1,4 +1,4 @@
-"""Follows metrics.jsonl while a trainer writes it."""
+"""Reads metrics.jsonl, also while a job's program writes it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# Of one look: a server that comes back to a long run reads its history in pieces.
+# Most bytes per read, so that a restarted server reads the history of a long run in pieces.
 _READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Point:
-    """The metrics of one step."""
+    """The finite metrics of one step."""
 
     step: int
     metrics: Mapping[str, float]
 
 
 class MetricsTail:
-    """Reads what one attempt adds to metrics.jsonl, each step once.
+    """Reads the steps that one attempt appends to metrics.jsonl, each step once.
 
-    A resumed trainer replaces the file by a shorter one, so the place in the file is not enough:
-    steps of other attempts, and steps up to `seen_step`, are passed over.
+    A resumed program replaces the file by a shorter one, so an offset alone cannot tell new steps
+    from old ones. Steps of other attempts, and steps up to `seen_step`, are skipped.
     """
 
     def __init__(self, path: Path, *, attempt: int, seen_step: int) -> None:
+        """Follow the file at `path`, which may not exist yet."""
         self._path = path
         self._attempt = attempt
         self._seen_step = seen_step
@@ -40,7 +41,7 @@ class MetricsTail:
         self._offset = 0
 
     def read(self) -> Sequence[Point]:
-        """The new steps; empty when there are none yet."""
+        """Return new steps from at most 1 MiB of the file; empty if there are none yet."""
         points = []
         for line in self._new_lines():
             point = _point_of(line, self._attempt)
@@ -50,7 +51,7 @@ class MetricsTail:
         return points
 
     def read_all(self) -> Sequence[Point]:
-        """Everything new, however much; for a trainer that is over."""
+        """Return all new steps, for a program that has ended."""
         points: list[Point] = []
         offset = -1
         while offset != self._offset:
@@ -69,14 +70,14 @@ class MetricsTail:
                 self._inode, self._offset = found.st_ino, 0
             file.seek(self._offset)
             data = file.read(_READ_BYTES)
-        # The last line may be half written.
+        # The last line may be incomplete.
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         return whole.splitlines()
 
 
 def read_points(path: Path) -> list[Point]:
-    """Every whole step in the file, of whatever attempt; none where there is no file."""
+    """Return every complete step in the file, of all attempts; empty if there is no file."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
@@ -85,14 +86,14 @@ def read_points(path: Path) -> list[Point]:
 
 
 def _point_of(line: bytes, attempt: int | None = None) -> Point | None:
-    """None for a line of another attempt, and for nonsense."""
+    """Parse a line; return None for a line of another attempt and for an invalid line."""
     try:
         found = json.loads(line)
         if attempt is not None and found["attempt"] != attempt:
             return None
         return Point(int(found["step"]), _numbers(found))
     except (ValueError, KeyError, TypeError, OverflowError):
-        log.warning("metrics.jsonl: not a step: %r", line[:200])
+        log.warning("metrics.jsonl: skipped an invalid line: %r", line[:200])
         return None
 
 

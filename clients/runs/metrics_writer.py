@@ -1,4 +1,4 @@
-"""The one writer of metrics.jsonl."""
+"""Writes metrics.jsonl. Only the main process of a job's program uses this module."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from clients.runs.fence import require_unfenced
 from clients.runs.directory import RunDirectory, replace_file
+from clients.runs.fence import require_unfenced
 
 log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Where numbers go besides: TensorBoard, say."""
+    """A second destination of metrics, such as TensorBoard."""
 
-    def log(self, step: int, values: Mapping[str, float], /) -> None: ...
+    def log(self, step: int, values: Mapping[str, float], /) -> None:
+        """Record the finite metrics of one step; steps come in ascending order."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Flush and release resources; no call follows."""
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl, and to trackers; one line a step, never twice.
+    """Appends one line per step to metrics.jsonl, and passes the values to trackers.
 
-    Raises WrongState when the attempt was given up.
+    The constructor and `write` raise WrongState if a newer attempt has replaced this one.
     """
 
     def __init__(
@@ -37,7 +39,10 @@ class MetricsLog:
         last_step: int | None,
         trackers: Sequence[Tracker] = (),
     ) -> None:
-        """Steps after `last_step`, from where it goes on, are dropped: they come again."""
+        """Open the file. `last_step` is the step that the attempt resumes from; None: no resume.
+
+        Later steps in the file are removed, because the attempt repeats them.
+        """
         require_unfenced()
         self._attempt = attempt
         self._path = run.metrics
@@ -47,7 +52,7 @@ class MetricsLog:
         self._trackers = trackers
 
     def write(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
-        """Write the finite values, warn of the others; returns what was written."""
+        """Write and return the finite values of a step; log a warning for the other values."""
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         for name in values.keys() - finite.keys():
             log.warning("step %d: %s is %s and was not written", step, name, values[name])
@@ -60,10 +65,15 @@ class MetricsLog:
         return finite
 
     def sync(self) -> None:
-        """Before a checkpoint: one that survives a power cut must not outlive its metrics."""
+        """Flush metrics.jsonl to disk.
+
+        Call this before a checkpoint is published: after a power cut, a checkpoint must not be
+        newer than its metrics.
+        """
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Close the file and all trackers."""
         self._file.close()
         for tracker in self._trackers:
             tracker.close()
@@ -74,10 +84,10 @@ def _lines_to(run: RunDirectory, last_step: int | None) -> list[str]:
         return []
     kept = []
     for line in run.metrics.read_text().splitlines(keepends=True):
-        # A killed process may have left the last line unfinished.
+        # A killed process may have left an incomplete last line.
         step = _step_of(line) if line.endswith("\n") else None
         if step is None:
-            log.warning("a line of metrics.jsonl is damaged and was dropped")
+            log.warning("metrics.jsonl: removed a damaged line")
         elif step <= last_step:
             kept.append(line)
     return kept

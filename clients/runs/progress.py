@@ -1,4 +1,4 @@
-"""A job's program tells its run directory how it fares, and hears whether it shall stop."""
+"""Progress of a job's program: writes status.json, reads control.json, decides when to stop."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from clients.runs.fence import require_unfenced
 from clients.runs.directory import RunDirectory, Status, Verdict
+from clients.runs.fence import require_unfenced
 from protos.errors import DistillError, ExitCode
 
 _SECONDS_BETWEEN_WRITES = 0.5
@@ -18,8 +18,9 @@ _SECONDS_BETWEEN_WRITES = 0.5
 class Progress:
     """The program's side of status.json and control.json.
 
-    Only the main process writes. `agree` makes one decision of all processes' wishes, so that none
-    waits for another that has left.
+    Every process has one; only the main process reads and writes the files. `agree` turns the
+    requests of all processes into one decision, so that no process waits in a collective for a
+    process that has stopped.
     """
 
     def __init__(
@@ -32,7 +33,11 @@ class Progress:
         terminated: Callable[[], bool],
         agree: Callable[[int], int] = lambda wish: wish,
     ) -> None:
-        """`terminated`: whether SIGTERM came; `agree`: the largest of all processes' numbers."""
+        """Create the progress of this process; writes nothing yet.
+
+        `main` is true in the main process. `terminated` returns True after SIGTERM. `agree` is a
+        collective that returns the largest of the numbers that all processes pass.
+        """
         self._run = run
         self._main = main
         self._terminated = terminated
@@ -41,11 +46,11 @@ class Progress:
         self._written = -_SECONDS_BETWEEN_WRITES
 
     def expect(self, max_steps: int) -> None:
-        """How many steps there will be, where the job does not say it; told with the next word."""
+        """Set the number of steps if the job does not contain it; written with the next status."""
         self._status = dataclasses.replace(self._status, max_steps=max_steps)
 
     def say(self, phase: str, step: int) -> None:
-        """A change of phase is written at once, steps of one phase twice a second."""
+        """Set phase and step. Writes a new phase at once, and steps at most twice per second."""
         new = dataclasses.replace(self._status, phase=phase, step=step)
         due = time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES
         if new != self._status and (due or phase != self._status.phase):
@@ -53,7 +58,11 @@ class Progress:
         self._status = new
 
     def end(self, verdict: Verdict, reason: str = "", error: str = "") -> None:
-        """The last word. A failure is told by the process that met it, the first one counts."""
+        """Write the final verdict.
+
+        "failed" is written by the process that failed, on any rank; the first failure is kept.
+        Other verdicts are written by the main process.
+        """
         if verdict == "failed":
             told = self._run.read_status()
             first = told is None or (told.attempt, told.verdict) != (self._status.attempt, verdict)
@@ -61,7 +70,10 @@ class Progress:
         self._write(dataclasses.replace(self._status, verdict=verdict, reason=reason, error=error))
 
     def stop_wanted(self) -> str:
-        """ "" to go on, "checkpoint" or "now"."""
+        """Return "" to continue, "checkpoint" to stop after a checkpoint, or "now" to stop at once.
+
+        Collective through `agree`: every process must call it, and all get the same answer.
+        """
         wish = self._run.read_control().stop if self._main else ""
         if not wish and self._terminated():
             wish = "checkpoint"
@@ -77,7 +89,10 @@ class Progress:
 
 
 def run_to_verdict(progress: Progress, attempt: Callable[[], Verdict]) -> int:
-    """Whatever happens to an attempt ends in a verdict and an exit code."""
+    """Run an attempt, write its verdict, and return the exit code of the program.
+
+    A DistillError yields its own exit code; any other exception is logged and yields JOB_FAILED.
+    """
     try:
         verdict = attempt()
     except DistillError as error:

@@ -1,4 +1,4 @@
-"""Names of jobs and run directories: readable, and unique with a little patience."""
+"""Ids of jobs and run directories: the method, the job's name, and random digits."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ _SLUG_CHARS = 40
 
 
 def run_ids(kind: str, name: str) -> Iterator[str]:
-    """`on-policy-qwen3-0.6b-7f3a`, and others for whoever finds it taken."""
+    """Yield candidate ids such as `on-policy-qwen3-0.6b-7f3a`, without end.
+
+    The caller takes the first one that is not in use.
+    """
     slug = re.sub(r"[^a-z0-9.]+", "-", name.lower())[:_SLUG_CHARS].strip("-.") or "job"
     digits = 2
     while True:
         yield f"{kind.replace('_', '-')}-{slug}-{secrets.token_hex(digits)}"
-        # Many jobs of one name: rather a longer id than a search for the last free one.
+        # After a collision use more digits: with many jobs of one name, few short ids are free.
         digits = 4

@@ -137,7 +137,7 @@ def test_a_run_of_another_version_is_one_sentence(
     for command in (["plot"], ["pull", "--checkpoint", "best"], ["run", "--resume"]):
         assert main([*command, str(run.path)]) == ExitCode.WRONG_STATE
         told = capsys.readouterr().err
-        assert told.startswith(f"error: this version does not take the job of {run.path}: {says}")
+        assert told.startswith(f"error: this version cannot read the job of {run.path}: {says}")
         assert told.count("\n") == 1
 
 

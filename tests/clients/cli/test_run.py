@@ -155,7 +155,7 @@ def test_resume_leaves_a_trainer_at_work_alone(
         before = contents(run)
         resumed = main(["run", "--resume", str(run.path), "--set", "max_steps=9"])
     assert resumed == ExitCode.WRONG_STATE
-    said = f"error: another trainer is at work in {run.path}; wait for it, or stop it\n"
+    said = f"error: another program is running in {run.path}; wait for it, or stop it\n"
     assert capsys.readouterr().err == said
     assert contents(run) == before
     assert not run.logs(2).exists()

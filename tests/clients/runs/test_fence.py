@@ -20,7 +20,6 @@ from distill_server.runners.local.runner import LocalRunner
 from distill_server.runners.machine import Share
 from protos.errors import WrongState
 from protos.rows.codec import RowBlock, encode_rows
-
 from tests.distill_server.conftest import eventually, job_config
 
 
@@ -35,7 +34,7 @@ def test_an_old_attempt_says_nothing_more(tmp_path: Path, monkeypatch: pytest.Mo
     old.say("training", 3)
     assert raise_fence(run.path, 2) != raise_fence(tmp_path, 2)
     for speak in (lambda: old.say("saving", 4), lambda: old.end("succeeded")):
-        with pytest.raises(WrongState, match="attempt 1 was given up, and attempt 2 has begun"):
+        with pytest.raises(WrongState, match="attempt 1 was replaced by attempt 2"):
             speak()
     told = run.read_status()
     assert told is not None
@@ -64,7 +63,7 @@ def test_an_old_attempt_publishes_no_checkpoint(
         raise_fence(tmp_path, 2)
 
     for _ in range(2):
-        with pytest.raises(WrongState, match="attempt 1 was given up"):
+        with pytest.raises(WrongState, match="attempt 1 was replaced"):
             write_whole(step, slow)
         assert list(step.parent.iterdir()) == []
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 2))
@@ -84,7 +83,7 @@ def test_an_old_attempt_deletes_no_checkpoint(
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 1))
     raise_fence(tmp_path, 2)
     for delete in (delete_old, delete_after):
-        with pytest.raises(WrongState, match="attempt 1 was given up"):
+        with pytest.raises(WrongState, match="attempt 1 was replaced"):
             delete(tmp_path / "checkpoints", 2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted(made)
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 2))
@@ -109,7 +108,7 @@ def test_an_old_attempt_adds_no_metrics_and_no_samples(
         # One that begins only now would drop the lines of its successor.
         lambda: MetricsLog(run, attempt=1, last_step=None),
     ):
-        with pytest.raises(WrongState, match="attempt 1 was given up"):
+        with pytest.raises(WrongState, match="attempt 1 was replaced"):
             speak()
     metrics.close()
     (line,) = run.metrics.read_text().splitlines()
@@ -134,9 +133,9 @@ def test_an_old_attempt_adds_no_file_to_a_capture(
         writer.append(rows[:4])
         raise_fence(tmp_path, 2)
         before = {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()}
-        with pytest.raises(WrongState, match="attempt 1 was given up"):
+        with pytest.raises(WrongState, match="attempt 1 was replaced"):
             writer.append(rows[4:])
-    with pytest.raises(WrongState, match="attempt 1 was given up"):
+    with pytest.raises(WrongState, match="attempt 1 was replaced"):
         StoreWriter(tmp_path / "store", {}, [4, 4])
     assert {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()} == before
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 2))
@@ -171,4 +170,4 @@ def test_a_process_of_an_old_attempt_stops_at_its_next_word(tmp_path: Path) -> N
     raise_fence(run.path, 2)
     assert shim.wait(60) == 0
     assert runner.poll(run, 1) == Exited(1)
-    assert "attempt 1 was given up" in run.log_file(1).read_text()
+    assert "attempt 1 was replaced" in run.log_file(1).read_text()
