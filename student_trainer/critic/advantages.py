@@ -76,9 +76,9 @@ class CriticAdvantages:
         return list(torch.split(advantages, lengths.tolist())), loss
 
     def _learn(self, states: Tensor, values: Tensor, targets: Tensor) -> Tensor:
-        """Collective. Update the critic as often as the student; return the loss before the updates.
+        """Collective. Update the critic as often as the student; return its loss before that.
 
-        The loss is (sum, number) over this process.
+        The loss is (sum, number) over the tokens of this process.
         """
         measured = torch.zeros(2, dtype=torch.float64)
         count = self._over_processes(torch.tensor([float(len(states))], device=states.device))

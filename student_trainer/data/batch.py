@@ -1,8 +1,7 @@
-"""Sequences and the teacher's rows of them, as tensors of one forward pass.
+"""Make the tensors of one forward pass from sequences and the teacher's rows of them.
 
-Row convention: row t scores token t, it is the distribution over token t given the tokens before
-it, so it comes out of the model at position t - 1. That shift is made in `Batch.select`, and
-nowhere else.
+Row convention: row t scores token t. It is the distribution of token t given the tokens before it,
+so the model computes it at position t - 1. `Batch.select` makes this shift, and nothing else does.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from student_trainer.losses import Rows
 
 @dataclass(frozen=True)
 class ScoredSequence:
-    """A sequence and the teacher's rows of it, one for each token that is learned."""
+    """A sequence and the teacher's rows of it, one per learned token."""
 
     sequence: TokenSequence
     rows: RowBlock
@@ -33,26 +32,30 @@ class ScoredSequence:
 
 @dataclass(frozen=True)
 class NumberedSequence(ScoredSequence):
-    """One of several that are read in another order than theirs."""
+    """A sequence with its index in the caller's list, to restore the order after batching."""
 
     number: int
 
 
 def unread(head_ids: NDArray[np.int32]) -> RowBlock:
-    """Rows that nobody reads, at head ids [n, k] that somebody may."""
+    """Return placeholder rows: the given head ids [n, k], no head log-probs, other log-probs 0.
+
+    For code that needs rows but reads only their head ids. The head log-probs are float32 [n, 0].
+    """
     none = np.zeros(len(head_ids), np.float32)
     return RowBlock(head_ids, np.zeros((len(head_ids), 0), np.float32), none, none)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B lines of at most T tokens, and the N rows of the completions in them.
+    """B lines of at most T tokens, and the N rows of the learned tokens in them.
 
-    input_ids [B, T], padded at the end; position_ids [B, T], where a line has several sequences;
-    line, position [N]: where row n's token stands; sequence [N]: which one it is of; token_ids [N];
-    head_ids [N, K]; teacher: Rows of N; sample_ids [N, M] of the teacher, if it drew any;
-    sampling_logprobs [N] of the tokens by the student that wrote them, if one did; teachers: the
-    name of who scored each sequence.
+    input_ids [B, T] int64: padded at the end. position_ids [B, T] int64: None unless a line has
+    several sequences. line, position [N] int64: where the token of each row is. sequence [N] int64:
+    the index of its sequence. token_ids [N] int64. head_ids [N, K] int64. teacher: Rows of N.
+    sample_ids [N, M] int64: the teacher's tail samples, if any. sampling_logprobs [N] float32:
+    log-probs in nats under the policy that sampled the tokens; None for stored sequences. teachers:
+    the name of the teacher of each sequence, "" if the job has one teacher.
     """
 
     input_ids: Tensor
@@ -69,21 +72,25 @@ class Batch:
 
     @property
     def inputs(self) -> Mapping[str, Tensor]:
-        """What the model reads. Without a mask: it finds the sequences by their positions."""
+        """The keyword arguments of the model's forward pass.
+
+        There is no mask: padding is at the end, and position ids separate the sequences of a line.
+        """
         if self.position_ids is None:
             return {"input_ids": self.input_ids}
         return {"input_ids": self.input_ids, "position_ids": self.position_ids}
 
     def select(self, outputs: Tensor) -> Tensor:
-        """What a model put out for each row: [B, T, ...] -> [N, ...]."""
+        """Select the model's output for each row: [B, T, ...] -> [N, ...]."""
         return outputs[self.line, self.position - 1]
 
     @property
     def token_in_head(self) -> Tensor:
+        """Whether the token of each row is one of its head ids, [N] bool."""
         return (self.head_ids == self.token_ids[:, None]).any(1)
 
     def without_rows(self) -> Batch:
-        """One token to read, nothing to learn."""
+        """Return a batch with one token to read and no rows, for a rank without work left."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Batch)}
         nothing: dict[str, Any] = {
             name: value if value is None else value[:0] for name, value in values.items()
@@ -97,9 +104,10 @@ class Batch:
 def make_batch(
     scored: Sequence[ScoredSequence], device: torch.device, *, pack: bool = False
 ) -> Batch:
-    """One micro-batch of `micro_batches`. Padding is at the end, where a causal model never looks.
+    """Make the tensors of one micro-batch on `device`. `scored`: a group of `micro_batches`.
 
-    `pack`: several sequences share a line, which is as long as the longest of them.
+    Padding is at the end of a line, where a causal model does not see it. `pack`: sequences share
+    lines, which are as long as the longest sequence of the group.
     """
     texts = [item.sequence for item in scored]
     blocks = [item.rows for item in scored]
@@ -107,7 +115,7 @@ def make_batch(
     width = max(lengths)
     placed = places(lengths, width, pack=pack)
     ids = torch.zeros(1 + max(line for line, _ in placed), width, dtype=torch.long)
-    # Padding is a sequence of its own.
+    # The padding of a line is a sequence of its own, from position 0.
     positions = torch.arange(width).repeat(len(ids), 1)
     for text, (line, first) in zip(texts, placed, strict=True):
         last = first + len(text.token_ids)
@@ -134,6 +142,7 @@ def make_batch(
 
 
 def teacher_rows(blocks: Sequence[RowBlock], device: torch.device) -> Rows:
+    """Join blocks into Rows of N, float32 on `device`; the mean of tail samples becomes [N, 1]."""
     samples = [b.tail_sample_logprob for b in blocks if b.tail_sample_logprob is not None]
     return Rows(
         _floats([block.head_logprobs for block in blocks], device),
@@ -156,7 +165,7 @@ def _sampling_logprobs(texts: Sequence[TokenSequence], device: torch.device) -> 
 
 
 def _floats(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    # Widened where it is used: half as many bytes are copied on the way.
+    # Converted on the device: float16 rows are half as many bytes to copy.
     return torch.from_numpy(np.concatenate(parts)).to(device).float()
 
 

@@ -1,4 +1,4 @@
-"""The stores of an offline job, opened. Imports no torch."""
+"""The stores of an offline job, opened for reading. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,32 +21,35 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Store(CapturedStore):
-    """What a capture made, with its rows."""
+    """A captured store, opened. data: its sequences and rows."""
 
     data: LogitDataset
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         return int(self.data.lengths.max())
 
     @property
     def identity(self) -> str:
-        """Of every byte in it."""
+        """SHA-256 over the checksums of all shards: it changes with any byte of the rows."""
         digests = "".join(facts.sha256 for facts in self.data.facts)
         return hashlib.sha256(digests.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Stores:
-    """To learn from, and the held-out one, if it is another."""
+    """The stores of a job: `training`, and `held_out` if `data.eval_path` names one."""
 
     training: Store
     held_out: Store | None
 
 
 def open_stores(config: OfflineJob) -> Stores:
-    """Raises a DistillError for a store that cannot be read, or is not what the job asks for."""
+    """Open the stores of a job.
+
+    Raises a DistillError with the job key if a store cannot be read or does not fit the job.
+    """
     training, held_out = captured_store_of(config)
     return Stores(_open(training), None if held_out is None else _open(held_out))
 
@@ -54,8 +57,11 @@ def open_stores(config: OfflineJob) -> Stores:
 def without_copies(
     training: Store, chosen: NDArray[np.int64], held_out: Store, aside: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Those of the `chosen` sequences of `training` whose tokens are not those of one that is held
-    out: data says some things twice. Raises InvalidInput where none is left.
+    """Return the `chosen` sequences of `training` without copies of held-out ones.
+
+    `chosen`, `aside`: int64 indices of the training sequences in `training` and of the held-out
+    ones in `held_out`. A copy has exactly the same token ids, which is common in data sets. Raises
+    InvalidInput if no sequence is left.
     """
     unseen = {held_out.data.token_ids(int(index)) for index in aside}
     alike = np.isin(training.data.lengths[chosen], held_out.data.lengths[aside])
@@ -66,12 +72,12 @@ def without_copies(
     ]
     if len(copies) == len(chosen):
         raise InvalidInput(
-            f"every sequence of the {training.label} is held out too, so none is left to learn",
+            f"every sequence of the {training.label} is held out too, so no training data is left",
             field=held_out.field,
-            hint="hold out other data, or lower eval.prompts",
+            hint="give other held-out data, or lower eval.prompts",
         )
     if copies:
-        log.warning("%d sequences say what a held-out one says: left out", len(copies))
+        log.warning("left out %d sequences that are copies of held-out ones", len(copies))
     return np.delete(chosen, copies)
 
 
@@ -85,10 +91,14 @@ def _open(captured: CapturedStore) -> Store:
 
 
 def check_same_store(store: Store, began_with: Mapping[str, str]) -> None:
-    """Refuse to go on with another store than the one that the checkpoint learned from."""
+    """Check that a resumed run has the store that its checkpoint was trained on.
+
+    `began_with`: the facts of the checkpoint. Raises WrongState if the identity of the store
+    differs.
+    """
     if began_with.get("store", store.identity) != store.identity:
         raise WrongState(
-            f"the {store.label} is not the one that this run began with",
+            f"the {store.label} is not the store that this run started with",
             field=store.field,
-            hint="put the old one back, or submit the job anew",
+            hint="restore the original store, or submit a new job",
         )

@@ -1,4 +1,4 @@
-"""Metrics as (sum, number), so that means over processes are exact."""
+"""Metrics as (sum, number), so that their means over processes are exact."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def counted(values: Tensor, applies: bool = True) -> Tensor:
-    """(sum, number), or nothing."""
+    """Return (sum, number) of `values` [N] as a tensor [2]; (0, 0) if not `applies`."""
     values = values if applies else values[:0]
     return torch.stack([values.sum(), values.new_tensor(len(values))])

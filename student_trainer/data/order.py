@@ -1,4 +1,4 @@
-"""In which order data is learned: a pure function of the seed, so that a resume needs no state."""
+"""The order of training data: a pure function of the seed, so that a run resumes without state."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Order:
-    """`size` items in an order that a seed decides; every epoch has another one."""
+    """Indices 0 to size - 1 in an order fixed by the seed; each epoch has another permutation."""
 
     size: int
     seed: int
 
     def of_step(self, step: int, count: int) -> list[int]:
-        """The `count` items of optimizer step `step` (from 1), whatever ran before."""
+        """Return the `count` indices of `step` (from 1), independent of earlier calls."""
         first = (step - 1) * count
         return [self._at(index) for index in range(first, first + count)]
 
@@ -29,7 +29,10 @@ class Order:
 
 @lru_cache(maxsize=4)
 def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Of range(size), the same on every machine; epoch -1 splits off what is held out."""
+    """Return a permutation of range(size) int64, the same on every machine.
+
+    Epoch -1 is the one that selects held-out data. The result is cached: do not modify it.
+    """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch + 1)
     order: NDArray[np.int64] = torch.randperm(size, generator=generator).numpy()
     return order

@@ -1,4 +1,4 @@
-"""Which sequences are read in one forward pass, and where each stands."""
+"""Group sequences into micro-batches, and place each sequence in a line."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ Item = TypeVar("Item", bound=_HasSequence)
 def micro_batches(
     items: Sequence[Item], max_tokens: int, *, pack: bool = False
 ) -> list[list[Item]]:
-    """Cut into groups of at most `max_tokens` tokens with their padding (or of one sequence),
-    longest first. What the student wrote and what was stored are never in one group.
+    """Divide sequences into groups, longest first, each for one forward pass.
 
-    `pack`: sequences share lines that are as long as the longest of the group. Longer ones would
-    cost attention more than the padding that they save.
+    A group has at most `max_tokens` tokens, including padding, or a single sequence. Sampled
+    sequences (rollouts) and stored ones are never in the same group.
+
+    `pack`: sequences share lines, which are as long as the longest sequence of the group. Longer
+    lines would cost more in attention than they save in padding.
     """
     groups: list[list[Item]] = []
     written = [item for item in items if isinstance(item.sequence, Rollout)]
@@ -41,14 +43,14 @@ def micro_batches(
 
 
 def places(lengths: Sequence[int], width: int, *, pack: bool) -> list[tuple[int, int]]:
-    """(line, first token in it) of each sequence of a group; `width`: tokens of a line."""
+    """Return (line, first position) of each sequence of a group. `width`: tokens of a line."""
     return [place for place in _first_fit(lengths, width, len(lengths), pack) if place]
 
 
 def _first_fit(
     lengths: Sequence[int], width: int, lines: int, pack: bool
 ) -> list[tuple[int, int] | None]:
-    """Each into the first line with room for it; None where none of `lines` has any."""
+    """Place each sequence in the first line with room; None if none of `lines` lines has room."""
     room: list[int] = []
     found: list[tuple[int, int] | None] = []
     for length in lengths:

@@ -1,4 +1,4 @@
-"""The prompts of a job: read once, held-out ones apart, each step's a pure function of the step."""
+"""The prompts of a job: training and held-out prompts, and the prompts of each step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from student_trainer.data.order import Order, permutation
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """Token ids int32 [T] given to the student, the reference answer ("" if there is none), the
-    name of its teacher ("" if there is only one), and what a reward may read: the prompt's own text
-    and the columns of its record.
+    """A prompt that the student completes.
+
+    ids [T] int32: its token ids. answer: the reference answer, "" if there is none. teacher: the
+    name of its teacher, "" if the job has one. text: the prompt before the template, for rewards.
+    fields: the columns of its record, for rewards.
     """
 
     ids: NDArray[np.int32]
@@ -33,13 +35,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts in an order that a seed decides; every epoch has another one."""
+    """Prompts in an order fixed by the seed; each epoch has another permutation."""
 
     prompts: list[Prompt]
     seed: int
 
     def of_step(self, step: int, count: int) -> list[Prompt]:
-        """The `count` prompts of optimizer step `step` (from 1), whatever ran before."""
+        """Return the `count` prompts of `step` (from 1), independent of earlier calls."""
         order = Order(len(self.prompts), self.seed)
         return [self.prompts[index] for index in order.of_step(step, count)]
 
@@ -54,11 +56,14 @@ def load_prompts(
     teachers: Collection[str] = (),
     with_fields: bool = False,
 ) -> tuple[PromptSet, list[Prompt], int]:
-    """(training prompts, held-out prompts, how many were left out for being too long).
+    """Return the training prompts, the held-out prompts, and how many prompts were too long.
 
-    Held-out prompts come from `data.eval_path`, or are taken out of the training data.
-    `with_fields`: each with all columns of its record. Raises InvalidInput for a missing file, a
-    missing column, too little data, or, where `teachers` are named, a prompt of another one.
+    Prompts of more than `max_tokens` tokens are left out; the number counts those of `data.path`.
+    `held_out` prompts come from `data.eval_path` if it is set, otherwise out of `data.path`.
+    `with_fields`: keep all columns of the records.
+
+    Raises InvalidInput if a file or column is missing, a prompt has no tokens, no prompt is left,
+    or a prompt names a teacher that is not in `teachers` (checked if `teachers` is not empty).
     """
 
     def encoded(path: str, field: str) -> tuple[list[Prompt], int]:
@@ -81,7 +86,7 @@ def load_prompts(
             raise InvalidInput(
                 f"no prompt of at most {max_tokens} tokens is left",
                 field=field,
-                hint="give more data, fewer eval.prompts, or a larger method.max_prompt_tokens",
+                hint="add data, lower eval.prompts, or raise method.max_prompt_tokens",
             )
     return PromptSet(training, seed), aside, too_long
 
@@ -109,7 +114,7 @@ def _encode(
             raise InvalidInput(
                 f"the prompt of {where} has no tokens",
                 field=field,
-                hint="every answer must have something to follow",
+                hint="remove the row, or give it a prompt: the model needs at least one token",
             )
         answer = ""
         if record.get(data.answer_column) is not None:
@@ -127,8 +132,8 @@ def _teacher(record: Mapping[str, Any], column: str, teachers: Collection[str], 
     name = text_of(record, column, "data.teacher_column", where)
     if name not in teachers:
         raise InvalidInput(
-            f"{where} wants the teacher {name!r}; the job has {', '.join(sorted(teachers))}",
+            f"{where} names the teacher {name!r}; the job has {', '.join(sorted(teachers))}",
             field="data.teacher_column",
-            hint="give it an address under [teachers], or correct the data",
+            hint="add the teacher's address to [teachers], or correct the data",
         )
     return name

@@ -1,4 +1,4 @@
-"""An answer that the student sampled, with what the sampler recorded."""
+"""A rollout: a prompt with a sampled completion and the records of the sampler."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from student_trainer.data.sequence import TokenSequence
 
 @dataclass(frozen=True)
 class Rollout(TokenSequence):
-    """A prompt and one answer. Row i of the tensors here is about token `start + i`.
+    """A prompt and one sampled completion. Index i of its tensors is token `start + i`; on the CPU.
 
-    head_ids [T - start, k] int64, the sampling policy's top-k; token_logprobs [T - start] float32,
-    its log-prob of what it sampled; own [T - start] bool, None where all are: the student wrote it.
-    What an environment wrote is read, never learned, and the rows of it mean nothing. On the CPU.
+    head_ids [T - start, k] int64: the top-k ids of the sampling policy. token_logprobs [T - start]
+    float32: its log-probs of the tokens, in nats. own [T - start] bool: True for tokens that the
+    student sampled; None if it sampled all. Tokens that an environment wrote are read but not
+    learned, and their head ids and log-probs are placeholders.
     """
 
     head_ids: Tensor
     token_logprobs: Tensor
-    truncated: bool  # it was cut at max_new_tokens
-    answer: str  # the reference
-    teacher: str = ""  # the name of who is to score it, where there are several
+    truncated: bool  # the completion reached max_new_tokens before an end
+    answer: str  # the reference answer
+    teacher: str = ""  # the name of its teacher, if the job has several
     own: Tensor | None = None
-    concluded: str | None = None  # what an environment took for the answer; None: all that is own
-    queries: int = 0  # of the environment
-    failed: bool = False  # the environment gave up: the student is not to blame
-    fields: Mapping[str, Any] = field(default_factory=dict)  # of the prompt
-    text: str = ""  # of the prompt, as its data has it
+    concluded: str | None = None  # the answer according to an environment; None: all own tokens
+    queries: int = 0  # number of queries to the environment
+    failed: bool = False  # the environment failed, not the student
+    fields: Mapping[str, Any] = field(default_factory=dict)  # the record of the prompt
+    text: str = ""  # of the prompt, before the template
 
     @property
     def places(self) -> Tensor:
+        """Positions in `token_ids` of the tokens that the student sampled, [learned] int64."""
         every = super().places
         return every if self.own is None else every[self.own]
 
     def answer_text(self, tokenizer: Any) -> str:
-        """What is to be judged."""
+        """Return the text of the answer, which rewards and evaluations judge."""
         if self.concluded is not None:
             return self.concluded
         return str(tokenizer.decode(self.token_ids[self.places], skip_special_tokens=True))

@@ -1,4 +1,4 @@
-"""What is learned from, whoever wrote it."""
+"""The sequence of tokens that the student learns from, sampled or stored."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from protos.rows.codec import RowBlock
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """token_ids [T] int64 on the CPU, of which those from `start` on (at least 1) are learned."""
+    """token_ids [T] int64 on the CPU; the tokens from index `start` (at least 1) on are learned."""
 
     token_ids: Tensor
     start: int
 
     @property
     def completion(self) -> Tensor:
+        """The token ids from `start` on, [T - start] int64."""
         return self.token_ids[self.start :]
 
     @property
     def places(self) -> Tensor:
-        """Where the tokens stand that are learned: [learned] int64, at least `start`."""
+        """Positions in `token_ids` of the learned tokens, [learned] int64, at least `start`."""
         return torch.arange(self.start, len(self.token_ids))
 
     @property
     def learned(self) -> int:
-        """How many tokens are."""
+        """Number of learned tokens."""
         return len(self.places)
 
     def learned_rows(self, rows: RowBlock) -> RowBlock:
-        """Those of the tokens that are learned, of the rows of the whole completion (or of just
-        these tokens already).
+        """Return the rows of the learned tokens.
+
+        `rows`: of the whole completion, or of the learned tokens only; those are returned
+        unchanged.
         """
         if len(rows) == self.learned:
             return rows

@@ -1,1 +1,1 @@
-"""What a student may ask while it answers."""
+"""Environments: retrievers that the student queries while it answers."""

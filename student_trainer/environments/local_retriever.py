@@ -1,4 +1,4 @@
-"""A corpus on this machine, searched by its words. Imports no torch."""
+"""A retriever for a corpus on this machine: BM25 search. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ _FIELD = "environment.retriever"
 
 
 class LocalRetriever:
-    """BM25 over the passages of a .jsonl or .parquet file, in memory.
+    """BM25 search over the passages of a .jsonl or .parquet file, held in memory.
 
-    A passage is the column `contents`: its title, a line's end, its text, as in Search-R1's corpus.
+    A passage is the column `contents`: its title, a line end and its text, as in the corpus of
+    Search-R1.
     """
 
     def __init__(self, path: str) -> None:
-        """Raises InvalidInput for a file without passages, or where bm25s is not installed."""
+        """Read and index the file.
+
+        Raises InvalidInput if the file does not exist or has no passages, or if bm25s is not
+        installed.
+        """
         try:
             import bm25s
         except ImportError:
@@ -35,7 +40,7 @@ class LocalRetriever:
         self._index.index(self._words(self._corpus), show_progress=False)
 
     def passages(self, queries: Sequence[str], count: int) -> list[list[str] | None]:
-        """Only those with a word of the query."""
+        """Return at most `count` passages for each query, best first; each has a word of it."""
         most = min(count, len(self._corpus))
         found, scores = self._index.retrieve(
             self._words(queries), k=most, show_progress=False, backend_selection="numpy"
@@ -54,11 +59,15 @@ class LocalRetriever:
 
 def _read(path: str) -> list[str]:
     if not Path(path).is_file():
-        raise InvalidInput(f"no such file: {path}", field=_FIELD, hint="check the path")
+        raise InvalidInput(
+            f"no such file: {path}", field=_FIELD, hint="give the path of a corpus file"
+        )
     records = enumerate(DataSet(path, field=_FIELD).records([COLUMN]), 1)
     corpus = [text_of(record, COLUMN, _FIELD, f"row {n} of {path}") for n, record in records]
     if not any(passage.strip() for passage in corpus):
         raise InvalidInput(
-            f"{path} has no passages", field=_FIELD, hint=f"give records with a column {COLUMN}"
+            f"{path} has no passages",
+            field=_FIELD,
+            hint=f"give records with text in the column {COLUMN}",
         )
     return corpus

@@ -1,4 +1,4 @@
-"""Where passages come from. Imports no torch."""
+"""The interface of retrievers, and the format of their passages. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from student_trainer.environments.local_retriever import LocalRetriever
 
 
 class Retriever(Protocol):
-    """Answers queries."""
+    """Finds passages for queries."""
 
     def passages(self, queries: Sequence[str], count: int) -> list[list[str] | None]:
-        """At most `count` passages for each query, best first, each its title's line and its text;
-        None where the retriever failed.
+        """Return at most `count` passages for each query, best first; None if the retriever failed.
+
+        A passage is its title, a line end and its text. Does not raise if the retriever fails.
         """
 
 
 def make_retriever(config: SearchConfig) -> Retriever:
-    """Raises InvalidInput for a corpus that cannot be read, or where a package is not installed,
-    Unavailable for a server that does not answer as one.
+    """Return the retriever that `config` names: a corpus on this machine or a server.
+
+    Raises InvalidInput if the corpus cannot be read, the address is not allowed, or a package is
+    not installed; Unavailable if the server does not answer like a retrieval server.
     """
     if not config.remote:
         return LocalRetriever(config.retriever)
@@ -38,7 +41,7 @@ def make_retriever(config: SearchConfig) -> Retriever:
 
 
 def as_text(passages: Sequence[str]) -> str:
-    """What the student reads, as Search-R1 writes it."""
+    """Return the passages as the text that the student reads, in the format of Search-R1."""
     lines = []
     for number, passage in enumerate(passages, 1):
         title, _, text = passage.partition("\n")

@@ -1,4 +1,4 @@
-"""An address of the web that somebody typed. Needs the package httpx."""
+"""Check web addresses given by a user. Needs the package httpx."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ _MOST_PORTS = 65535
 
 
 def web_address(text: str, field: str) -> httpx.URL:
-    """Raises InvalidInput for what nobody could be asked at: to ask would be an error that says
-    less.
+    """Return the URL in `text`.
+
+    Raises InvalidInput (`field`) if it has no valid host or port. The error of a request to such an
+    address would be less clear.
     """
     try:
         url = httpx.URL(text)
-        url.host.encode("idna")  # as it is when it is looked up
+        url.host.encode("idna")  # encoded as for a DNS look-up
         if not url.host or (url.port or 0) > _MOST_PORTS:
             raise ValueError("it has no host" if not url.host else f"there is no port {url.port}")
     except (httpx.InvalidURL, ValueError) as error:
         raise InvalidInput(
-            f"{text!r} is no address: {error}",
+            f"{text!r} is not a valid address: {error}",
             field=field,
-            hint="it is like http://HOST:PORT/PATH",
+            hint="give an address like http://HOST:PORT/PATH",
         ) from error
     return url

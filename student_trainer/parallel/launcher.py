@@ -27,5 +27,5 @@ def end_with_launcher() -> None:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process (SIGKILL) when its parent ends for any reason. Linux only."""
+    """Have the kernel kill this process (SIGKILL) when its parent ends. Linux only."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

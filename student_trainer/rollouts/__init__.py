@@ -1,1 +1,1 @@
-"""What writes the student's answers."""
+"""Samplers of rollouts: single-turn with transformers, multi-turn with a search engine."""

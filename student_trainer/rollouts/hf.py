@@ -1,4 +1,4 @@
-"""What the student writes, and what it believed while writing."""
+"""Single-turn rollouts: the student samples one completion per prompt with transformers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from student_trainer.rollouts.sampler import SampledTokens, Sampler, noise_of
 
 
 class HuggingFaceRollouts:
-    """Answers of one turn.
+    """Samples one completion per prompt.
 
-    Every rollout has its own stream of random numbers, decided by (seed, number of the rollout):
-    what it samples does not depend on the batch or the process it is in.
+    Each rollout has its own stream of random numbers, fixed by the seed and the rollout number.
+    Apart from rounding in the model, a completion does not depend on its batch or process.
     """
 
     def __init__(
@@ -30,7 +30,12 @@ class HuggingFaceRollouts:
         batch_tokens: int,
         bf16: bool = False,
     ) -> None:
-        """`model`: a transformers causal LM; `top_k` may be 0; `batch_tokens` bounds a batch."""
+        """Set up the sampler.
+
+        `model`: a transformers causal LM. `top_k`: head ids to record per token, may be 0.
+        `max_new_tokens`: limit of a completion. `batch_tokens`: tokens of a batch at most, with
+        padding. `bf16`: compute in bfloat16.
+        """
         self._sampler = Sampler(model, tokenizer, top_k=top_k, temperature=temperature, bf16=bf16)
         self._max_new_tokens = max_new_tokens
         self._batch_tokens = batch_tokens
@@ -38,7 +43,7 @@ class HuggingFaceRollouts:
     def generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], *, seed: int, greedy: bool = False
     ) -> Iterator[list[Rollout]]:
-        """As Rollouts'."""
+        """Yield one rollout per prompt; see `Rollouts.generate`."""
         most = self._max_new_tokens
         for part in batches(prompts, most, self._batch_tokens):
             noise = None if greedy else [noise_of(n, seed, most) for n in numbers[part]]
@@ -48,7 +53,10 @@ class HuggingFaceRollouts:
 
 
 def batches(prompts: Sequence[Prompt], max_new_tokens: int, batch_tokens: int) -> Iterator[slice]:
-    """Which prompts are answered together, in at most `batch_tokens` tokens with their padding."""
+    """Yield slices of prompts to sample together, in at most `batch_tokens` tokens with padding.
+
+    A slice has at least one prompt, even if that exceeds `batch_tokens`.
+    """
     longest = max((len(prompt.ids) for prompt in prompts), default=0) + max_new_tokens
     size = max(1, batch_tokens // longest)
     return (slice(first, first + size) for first in range(0, len(prompts), size))

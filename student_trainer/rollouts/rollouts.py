@@ -1,4 +1,4 @@
-"""The interface of what writes the student's answers."""
+"""The interface of the samplers of rollouts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from student_trainer.data.rollout import Rollout
 
 
 class Rollouts(Protocol):
-    """Who writes the answers to prompts."""
+    """Samples completions of prompts with the student."""
 
     def generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], *, seed: int, greedy: bool = False
     ) -> Iterator[list[Rollout]]:
-        """Rollouts of prompts [i], as rollout number numbers[i], in batches as they are done."""
+        """Yield the rollouts of the prompts, in order, in batches as they are finished.
+
+        numbers[i]: the rollout number of prompts[i], which fixes its random numbers together with
+        `seed`. `greedy`: take the most likely token instead of sampling.
+        """

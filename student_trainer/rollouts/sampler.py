@@ -1,4 +1,4 @@
-"""Writes on where sequences end, and records what was believed while writing."""
+"""Sample completions with `model.generate`, and record head ids and log-probs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from transformers import (
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """L tokens that were added to a sequence, on the CPU.
+    """The L tokens that were sampled for one sequence, on the CPU.
 
-    token_ids [L] int64; head_ids [L, k] int64, the policy's top-k; token_logprobs [L] float32, its
-    log-prob of what it sampled. `ended`: by a token that ends an answer; `closed`: by a mark.
+    token_ids [L] int64. head_ids [L, k] int64: the top-k ids of the policy. token_logprobs [L]
+    float32: its log-probs of the tokens, in nats. ended: the last token is an end token. closed:
+    the last token completes a mark.
     """
 
     token_ids: Tensor
@@ -33,7 +34,7 @@ class SampledTokens:
 
 
 class Marks:
-    """Texts that end a turn as soon as they are written, whatever tokens they are written in."""
+    """Texts that end a turn as soon as they are sampled, however they are split into tokens."""
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -45,13 +46,19 @@ class Marks:
         self._closing = torch.tensor(closing)
 
     def may_close(self, ids: Tensor) -> Tensor:
-        """Which tokens could be the last ones of a mark: bool, of the shape of `ids`."""
-        inside = ids < len(self._closing)  # a model may have more ids than its tokenizer
+        """Return which tokens could be the last token of a mark: bool, in the shape of `ids`.
+
+        A cheap filter: true for tokens that contain the last character of a mark.
+        """
+        inside = ids < len(self._closing)  # a model may have more ids than its tokenizer has
         return inside & self._closing.to(ids.device)[ids.clamp(max=len(self._closing) - 1)]
 
     def closed_by(self, ids: Tensor) -> bool:
-        """Whether the last of these tokens [n] completes a mark."""
-        # A token of a mark has at least one of its characters.
+        """Return True if a mark is in the last tokens of `ids` [n].
+
+        Decodes as many tokens as the longest mark has characters.
+        """
+        # Each token of a mark has at least one of its characters.
         near = ids[-self._longest :].tolist()
         return any(text in self._text(near) for text in self._texts)
 
@@ -61,7 +68,7 @@ class Marks:
 
 
 class Sampler:
-    """Samples with `model.generate`; the sampling itself is ours, so that it can be recorded."""
+    """Samples with `model.generate`; a logits processor draws and records the tokens."""
 
     def __init__(
         self,
@@ -73,9 +80,11 @@ class Sampler:
         top_p: float = 1.0,
         bf16: bool = False,
     ) -> None:
-        """`model`: a transformers causal LM; `top_k` may be 0. `top_p`: tokens are drawn from the
-        likeliest ones that have this much probability together; what is recorded is the policy
-        before that.
+        """Set up the sampler of `model`, a transformers causal LM.
+
+        `top_k`: head ids to record per token, may be 0. `top_p`: draw from the most likely tokens
+        with this total probability (nucleus sampling). Head ids and log-probs are of the policy
+        before `top_p`: softmax(logits / temperature). `bf16`: compute in bfloat16.
         """
         self._model = model
         self._top_k = top_k
@@ -93,8 +102,12 @@ class Sampler:
         noise: Sequence[Tensor] | None,
         marks: Marks | None = None,
     ) -> list[SampledTokens]:
-        """What follows the tokens before[i] [T_i]: at most limits[i] tokens, up to an end or one of
-        `marks`. noise[i] [limits[i]]: uniform, one a token; None: the most likely token is taken.
+        """Sample tokens after each of the sequences before[i], [T_i] int64; not thread-safe.
+
+        A completion has at most limits[i] tokens and stops at an end token or one of `marks`.
+        noise[i] [limits[i]] float64: uniform random numbers in [0, 1), one per token; None takes
+        the most likely token. While it runs, the model has another `generation_config`. No
+        gradient.
         """
         device = self._model.device
         width = max(map(len, before))
@@ -124,8 +137,8 @@ class Sampler:
         return [self._cut(*columns, marks) for columns in recorded]
 
     def _config(self, limits: Sequence[int]) -> GenerationConfig:
-        # Nothing of the model's own generation config (top_p, repetition_penalty, ...) may bend the
-        # distribution: the loss is about softmax(logits / temperature).
+        # The model's own generation config (top_p, repetition_penalty, ...) must not change the
+        # distribution: the loss is computed for softmax(logits / temperature).
         return GenerationConfig(
             max_new_tokens=max(limits),
             do_sample=False,
@@ -136,7 +149,7 @@ class Sampler:
     def _cut(
         self, tokens: Tensor, head: Tensor, logprobs: Tensor, limit: int, marks: Marks | None
     ) -> SampledTokens:
-        """Up to the first end; `generate` fills up what is shorter than its neighbours."""
+        """Return the tokens up to the first end; `generate` pads sequences that end early."""
         tokens = tokens[:limit]
         ends = torch.isin(tokens, torch.tensor(self._ends, dtype=torch.long)).nonzero()
         ended = len(ends) > 0
@@ -153,13 +166,14 @@ class Sampler:
 
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]
-    """Ends a line at its own limit, or at a mark. `generate` makes copies of it: it keeps nothing.
+    """Stops a sequence at its own limit, or at a mark.
 
-    Lines that ended are filled up, so that what was found once must not be looked for again.
+    `generate` copies this object, so it has no state. It checks only the last token of a sequence:
+    `generate` remembers which sequences have ended, and pads them.
     """
 
     def __init__(self, width: int, limits: Tensor, marks: Marks | None) -> None:
-        self._width = width  # tokens that were there before
+        self._width = width  # tokens before the sampled ones
         self._limits = limits  # [B]
         self._marks = marks
 
@@ -173,13 +187,16 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
 
 
 class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
-    """Samples by inverse CDF, records the policy, and leaves one token for a greedy `generate`."""
+    """Samples by inverse CDF and records the policy.
+
+    It leaves only the sampled token a finite logit, so that a greedy `generate` takes it.
+    """
 
     def __init__(self, top_k: int, temperature: float, top_p: float, noise: Tensor | None) -> None:
         self._top_k = top_k
         self._temperature = temperature
         self._top_p = top_p
-        self._noise = noise  # [B, tokens] uniform; None: take the most likely token
+        self._noise = noise  # [B, tokens] uniform; None: greedy
         self._heads: list[Tensor] = []
         self._logprobs: list[Tensor] = []
 
@@ -188,7 +205,7 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
         if self._noise is None:
             chosen = logprobs.argmax(1, keepdim=True)
         else:
-            # float64: over 150k tokens a float32 sum loses what the unlikely ones add.
+            # float64: over a vocabulary of 150k, a float32 sum loses the unlikely tokens.
             probabilities = logprobs.double().exp()
             if self._top_p < 1:
                 probabilities = nucleus(probabilities, self._top_p)
@@ -201,13 +218,15 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
 
     def recorded(self) -> tuple[Tensor, Tensor]:
-        """head ids [B, L, k] and log-probs of the sampled tokens [B, L]."""
+        """Return head ids [B, L, k] and log-probs of the sampled tokens [B, L], on the CPU."""
         return torch.stack(self._heads, 1).cpu(), torch.stack(self._logprobs, 1).cpu()
 
 
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """[B, V]: those of the likeliest tokens that have `top_p` together, zero for all others
-    (Holtzman et al., arXiv 1904.09751). The likeliest one always stays.
+    """Zero the probabilities [B, V] outside the nucleus (Holtzman et al., arXiv 1904.09751).
+
+    The nucleus is the smallest set of most likely tokens with a total probability of at least
+    `top_p`; it always has the most likely token. The result is not normalised.
     """
     ordered, ids = probabilities.sort(1, descending=True)
     likelier = ordered.cumsum(1) - ordered
@@ -215,13 +234,19 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 def noise_of(number: int, seed: int, tokens: int) -> Tensor:
-    """The random numbers [tokens] float64 of rollout `number`: nothing else decides them."""
+    """Return the uniform random numbers of a rollout, [tokens] float64 in [0, 1).
+
+    They are a pure function of the rollout's `number` and the seed.
+    """
     generator = torch.Generator().manual_seed(seed * 1_000_000_007 + number)
     return torch.rand(tokens, generator=generator, dtype=torch.float64)
 
 
 def end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Every token that ends an answer: the tokenizer's, and those of the model's own settings."""
+    """Return the ids of all tokens that end an answer, sorted.
+
+    They are the end tokens of the tokenizer and of the model's generation config.
+    """
     ends: set[int] = set()
     for found in (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)):
         ends.update(found if isinstance(found, list) else [] if found is None else [found])

@@ -1,7 +1,7 @@
-"""Answers of several turns: the student asks, reads what was found, asks again, and answers.
+"""Multi-turn rollouts: the student writes queries, reads the passages found, and answers.
 
-After Search-R1 (arXiv 2503.09516): `<search>` a query `</search>` is followed by passages between
-`<information>` and `</information>`, which the environment writes; `<answer>` ... `</answer>` ends.
+After Search-R1 (arXiv 2503.09516): after `<search>` query `</search>` the environment writes
+passages between `<information>` and `</information>`; `<answer>` ... `</answer>` ends the rollout.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _ACTION = re.compile(r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", re.DOTALL)
 
 
 class SearchRollouts:
-    """As HuggingFaceRollouts: a rollout is decided by its number, its seed and the passages.
+    """Samples multi-turn rollouts; each is fixed by its rollout number, the seed and the passages.
 
-    What the student wrote is never made text and tokens again: a turn goes on from its tokens.
+    A turn continues from the token ids of the turns before it. They are never decoded and tokenized
+    again, which could change them.
     """
 
     def __init__(
@@ -40,7 +41,11 @@ class SearchRollouts:
         max_new_tokens: int,
         batch_tokens: int,
     ) -> None:
-        """`max_new_tokens`: of all turns, with the passages."""
+        """Set up the sampler. Decodes each token of the vocabulary once.
+
+        `max_new_tokens`: limit of all turns of a rollout together, with the passages.
+        `batch_tokens`: tokens of a batch at most, with padding.
+        """
         self._sampler = sampler
         self._tokenizer = tokenizer
         self._retriever = retriever
@@ -54,7 +59,7 @@ class SearchRollouts:
     def generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], *, seed: int, greedy: bool = False
     ) -> Iterator[list[Rollout]]:
-        """As Rollouts'."""
+        """Yield one rollout per prompt; see `Rollouts.generate`."""
         most = self._max_new_tokens
         for part in batches(prompts, most, self._batch_tokens):
             noise = [None if greedy else noise_of(n, seed, most) for n in numbers[part]]
@@ -64,7 +69,7 @@ class SearchRollouts:
             yield [talk.rollout() for talk in talks]
 
     def _turn(self, talks: Sequence[_Talk]) -> None:
-        """The student writes; who asked is answered, everybody else is done."""
+        """Sample one turn of each conversation; add passages for queries, finish the others."""
         limits = [self._max_new_tokens - talk.length for talk in talks]
         noise = [talk.noise_left(limit) for talk, limit in zip(talks, limits, strict=True)]
         written = self._sampler.write(
@@ -85,7 +90,11 @@ class SearchRollouts:
                 self._answer(talk, passages)
 
     def _heard(self, talk: _Talk, turn: SampledTokens) -> str | None:
-        """The query of a turn, if there is one; without one the talk is over."""
+        """Return the query of a turn, or None at the end of the conversation.
+
+        The conversation ends if the turn has no query, or if `max_turns` queries have been
+        answered.
+        """
         text = self._tokenizer.decode(turn.token_ids, clean_up_tokenization_spaces=False)
         asked, query = action(text) if turn.closed else (None, "")
         if asked == "search" and talk.queries < self._config.max_turns:
@@ -100,13 +109,13 @@ class SearchRollouts:
         if passages is None:
             talk.over = talk.failed = True
             return
-        # As they are: a passage cannot write a token that ends an answer.
+        # split_special_tokens: a passage must not contain a token that ends an answer.
         body = self._ids(as_text(passages), split_special_tokens=True)
         body = body[: self._config.max_passage_tokens]
         information = torch.cat([self._opening, body, self._closing])
         if talk.length + len(information) < self._max_new_tokens:
             talk.read(information)
-        else:  # no room for it and a word more
+        else:  # no room for the passages and one more token
             talk.over = talk.truncated = True
 
     def _ids(self, text: str, **options: bool) -> Tensor:
@@ -115,18 +124,21 @@ class SearchRollouts:
 
 
 def action(turn: str) -> tuple[str | None, str]:
-    """What a turn ends with: ("search", query), ("answer", answer), or (None, "")."""
+    """Return how a turn ends: ("search", query), ("answer", answer) or (None, "")."""
     found = _ACTION.search(turn)
     return (found[1], found[2].strip()) if found else (None, "")
 
 
 @dataclass(eq=False)
 class _Talk:
-    """One rollout while it is made; noise [max_new_tokens], or None for the most likely tokens."""
+    """The conversation of one rollout while it is sampled.
+
+    noise [max_new_tokens] float64: its random numbers; None: greedy.
+    """
 
     prompt: Prompt
     noise: Tensor | None
-    parts: list[Tensor] = field(default_factory=list)  # turns and passages as they came
+    parts: list[Tensor] = field(default_factory=list)  # turns and passages, in order
     heads: list[Tensor] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
     own: list[Tensor] = field(default_factory=list)
@@ -142,11 +154,11 @@ class _Talk:
 
     @property
     def length(self) -> int:
-        """Tokens after the prompt."""
+        """Number of tokens after the prompt."""
         return sum(map(len, self.parts))
 
     def noise_left(self, limit: int) -> Tensor | None:
-        """For the next `limit` tokens: those that the student wrote have used theirs."""
+        """Return the next `limit` random numbers; each sampled token has used one."""
         used = sum(int(part.sum()) for part in self.own)
         return None if self.noise is None else self.noise[used : used + limit]
 
@@ -157,7 +169,10 @@ class _Talk:
         self.own.append(torch.ones(len(turn.token_ids), dtype=torch.bool))
 
     def read(self, information: Tensor) -> None:
-        """Its rows are never looked at; the ids of one are different ones, as a teacher asks."""
+        """Add passages. Their head ids and log-probs are placeholders.
+
+        The head ids of a row must be distinct: a teacher checks that.
+        """
         k = self.heads[0].shape[1]
         self.parts.append(information)
         self.heads.append(torch.arange(k).repeat(len(information), 1))

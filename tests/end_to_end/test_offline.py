@@ -114,7 +114,7 @@ def test_killed_swapped_and_resumed(
         process.kill()
     place.rename(aside)
     write_store(place, model(seed=8), sums(SEQUENCES), samples=4)
-    says = "is not the one that this run began with; put the old one back"
+    says = "is not the store that this run started with; restore the original store"
     assert_refused(run, ExitCode.WRONG_STATE, "data.path: ", says, attempt=2)
     shutil.rmtree(place)
     aside.rename(place)

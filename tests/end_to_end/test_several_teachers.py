@@ -126,4 +126,4 @@ def test_a_name_without_a_teacher(routed: Material, teacher: str, tmp_path: Path
     assert status is not None
     assert status.step == 0
     assert status.reason.startswith("data.teacher_column: row 2 of ")
-    assert "wants the teacher 'rest'; the job has poems, sums" in status.reason
+    assert "names the teacher 'rest'; the job has poems, sums" in status.reason

@@ -150,7 +150,7 @@ def test_a_server_that_drips_bytes_is_given_up(
     monkeypatch.setattr(remote_retriever, "_FIRST_PAUSE_SECONDS", 0.001)
     with (
         dripping(text) as url,
-        pytest.raises(Unavailable, match=r"no whole answer in 0\.2 s"),
+        pytest.raises(Unavailable, match=r"no complete answer within 0\.2 s"),
     ):
         RemoteRetriever(f"{url}/retrieve", timeout_seconds=0.2)
 
@@ -177,7 +177,7 @@ def test_where_clouds_keep_credentials_nobody_is_asked(host: str) -> None:
     "place", ["127.0.0.1:port", "127.0.0.1:80800", "a..b:80", "a" * 64 + ".com", "", "user@"]
 )
 def test_what_is_no_address_is_refused(place: str) -> None:
-    with pytest.raises(InvalidInput, match="is no address"):
+    with pytest.raises(InvalidInput, match="is not a valid address"):
         RemoteRetriever(f"http://{place}/retrieve", timeout_seconds=5)
 
 
