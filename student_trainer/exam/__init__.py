@@ -1,1 +1,1 @@
-"""`distill eval`: models answer prompts many times, and a reward judges them."""
+"""The program of `distill eval`: models answer prompts many times, a reward scores the answers."""

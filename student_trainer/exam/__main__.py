@@ -1,7 +1,8 @@
 """python -m student_trainer.exam < ExamConfig as JSON: the program of `distill eval`.
 
-Its only output is one JSON object: the table's rows, or `error`, with which it exits as told by the
-fault. Progress goes to stderr. Imports torch only where a model is to run here.
+Prints one JSON object to stdout: the rows of the table, or `error` with the fields of the error.
+Exits with the exit code of the error. Progress goes to stderr. Imports torch only if a model runs
+in this process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 def main() -> int:
-    end_with_parent()  # or it would hold the directory against the next one
+    """Run the evaluation that stdin describes, and return the exit code."""
+    end_with_parent()  # otherwise it would keep the lock of the directory after its parent ended
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         rows = run(ExamConfig.model_validate_json(sys.stdin.read()))
@@ -49,9 +51,13 @@ def main() -> int:
 
 
 def run(config: ExamConfig) -> list[dict[str, Any]]:
-    """The rows of all models. Raises DistillError; answers that came are kept."""
+    """Let all models answer, score the answers, and return the rows of the table.
+
+    Writes result.json and, for each model, its answers and judged.parquet into `config.out`. Raises
+    a DistillError if the evaluation cannot finish; the answers so far stay on disk.
+    """
     out = Path(config.out)
-    # Answers are judged for what they say, however long they are.
+    # A length penalty is part of training, not of the quality of an answer.
     with make_rewards(config.reward.model_copy(update={"length": None})) as rewards:
         questions = load_questions(config)
         answered = {name: _answered(config, name, questions) for name in config.models}
@@ -69,8 +75,9 @@ def run(config: ExamConfig) -> list[dict[str, Any]]:
 def _answered(
     config: ExamConfig, name: str, questions: list[Question]
 ) -> list[list[Answer | None]]:
-    """All answers of a model, None where it refused; asks for those that its directory does not
-    have yet. Raises DistillError where it refuses everything.
+    """Return all answers of a model, requesting those that are not on disk yet.
+
+    An answer is None if the model refused its prompt. Raises a DistillError if it refuses all.
     """
     model = config.models[name]
     with AnswerStore(Path(config.out) / name, _settings(config, model)) as store:
@@ -98,7 +105,7 @@ def _examinee(config: ExamConfig, model: str) -> Any:
             from student_trainer.exam.endpoint import Endpoint
         except ImportError:
             raise InvalidInput(
-                "needs the package httpx, which is not installed",
+                "an endpoint needs the package httpx, which is not installed",
                 field="--endpoint",
                 hint=install_command("rl"),
             ) from None
@@ -110,7 +117,10 @@ def _examinee(config: ExamConfig, model: str) -> Any:
 
 
 def _settings(config: ExamConfig, model: str) -> dict[str, Any]:
-    """What decides an answer. The number of prompts and of samples does not: more can be asked."""
+    """Return the settings that an answer depends on: a directory keeps answers of one setting.
+
+    The numbers of prompts and samples are not among them, so they can be raised later.
+    """
     said = config.model_dump(mode="json")
     of_answers = ("temperature", "top_p", "max_tokens", "seed", "endpoint")
     return {
@@ -125,13 +135,13 @@ def _settings(config: ExamConfig, model: str) -> dict[str, Any]:
 
 
 def _weights(model: Path) -> list[list[Any]]:
-    """Names, sizes and times of the model's files: another training leaves other ones."""
+    """Return names, sizes and times of the model's files, which change when it is trained again."""
     found = [(file, file.stat()) for file in sorted(model.glob("*.safetensors"))]
     return [[file.name, stat.st_size, stat.st_mtime_ns] for file, stat in found]
 
 
 class _Progress:
-    """A line now and then."""
+    """Prints a line of progress to stderr, at most one every 10 s."""
 
     def __init__(self, name: str, there: int, total: int) -> None:
         self._name, self._done, self._total = name, there, total

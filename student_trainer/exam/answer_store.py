@@ -1,11 +1,12 @@
-"""The answers of one model, on disk: whoever is killed goes on where it was.
+"""The answers of one model on disk, so that a killed evaluation can continue.
 
-    settings.json       what decides the answers; other settings are refused
-    part-000001.parquet answers, in parts that are written as a whole or not at all
-    journal.jsonl       those of the part that is being filled, a line each as they come
+    settings.json         the settings that the answers depend on; other settings are refused
+    part-000001.parquet   answers, written atomically
+    journal.jsonl         answers that are not in a part yet, one line each
+    lock                  held by the process that has the directory open
 
-A line is in the system's hands before the next answer is waited for: a killed process loses no
-answer that it was given. One process at a time.
+A line of the journal is written to the operating system before `add` returns, so a killed process
+loses no answer. Only one process can have the directory open.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _ROWS_OF_A_PART = 4096
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer number `sample` to question number `prompt`; truncated: cut at the most tokens."""
+    """Answer number `sample` to question number `prompt`.
+
+    tokens: the number of tokens. truncated: True if the answer was cut at max_tokens.
+    """
 
     prompt: int
     sample: int
@@ -49,12 +53,16 @@ SCHEMA = pyarrow.schema(
 
 
 class AnswerStore:
-    """Owns the directory while it is open (a context manager)."""
+    """The directory with the answers of one model. A context manager, which holds the lock."""
 
     def __init__(
         self, path: Path, settings: Mapping[str, Any], *, rows_of_a_part: int = _ROWS_OF_A_PART
     ) -> None:
-        """Raises InvalidInput for a directory of other settings, WrongState for one in use."""
+        """Open the directory and read its answers. `rows_of_a_part`: answers of a Parquet file.
+
+        Raises InvalidInput if its answers have other settings, WrongState if another process has it
+        open.
+        """
         path.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._rows = rows_of_a_part
@@ -63,7 +71,10 @@ class AnswerStore:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.close()
-            raise WrongState(f"another evaluation is writing into {path}") from None
+            raise WrongState(
+                f"another evaluation is writing to {path}",
+                hint="wait until it ends, or use another directory",
+            ) from None
         try:
             self._check(settings)
             self._answers = {(a.prompt, a.sample): a for a in self._stored()}
@@ -81,14 +92,18 @@ class AnswerStore:
         self._lock.close()
 
     def __contains__(self, key: tuple[int, int]) -> bool:
-        """Whether (prompt, sample) was answered."""
+        """Return whether the answer (prompt, sample) is stored."""
         return key in self._answers
 
     def get(self, prompt: int, sample: int) -> Answer | None:
+        """Return the answer (prompt, sample), or None if it is not stored."""
         return self._answers.get((prompt, sample))
 
     def add(self, answer: Answer) -> None:
-        """Keep it: after this returns, no kill of this process loses it."""
+        """Store an answer. After this returns, killing the process does not lose it.
+
+        Does nothing if the answer (prompt, sample) is already stored.
+        """
         if not self._is_new(answer):
             return
         self._journal.write(_line(answer))
@@ -97,12 +112,12 @@ class AnswerStore:
             self.write_part()
 
     def write_part(self) -> None:
-        """Move what is in the journal into a Parquet file."""
+        """Move the answers of the journal to a Parquet file."""
         if self._unwritten:
             table = pyarrow.Table.from_pylist(list(map(asdict, self._unwritten)), SCHEMA)
             write_parquet(table, self._path / f"part-{len(self._parts()) + 1:06}.parquet")
             self._unwritten = []
-        # A kill before this leaves answers in both: the second copy is passed over when read.
+        # A kill before this line leaves answers in both files; reading skips the second copy.
         self._journal.truncate(0)
 
     def _is_new(self, answer: Answer) -> bool:
@@ -119,7 +134,7 @@ class AnswerStore:
     def _journaled(self) -> Iterator[Answer]:
         file = self._path / "journal.jsonl"
         for line in file.read_bytes().splitlines(keepends=True) if file.exists() else ():
-            if line.endswith(b"\n"):  # the last one may be half of one
+            if line.endswith(b"\n"):  # the last line may be incomplete
                 yield Answer(**json.loads(line))
 
     def _rewritten_journal(self) -> IO[bytes]:
@@ -139,15 +154,14 @@ class AnswerStore:
         if other:
             key = other[0]
             raise InvalidInput(
-                f"{self._path} holds answers of another {key}: {found.get(key)}, not"
-                f" {settings[key]}",
+                f"{self._path} holds answers for {key} = {found.get(key)}, not {settings[key]}",
                 field="--out",
-                hint="give another directory, or the settings that it was made with",
+                hint="use another directory, or the settings of these answers",
             )
 
 
 def write_parquet(table: pyarrow.Table, file: Path) -> None:
-    """As a whole or not at all."""
+    """Write `table` to `file` atomically."""
     fresh = file.with_suffix(".tmp")
     pyarrow.parquet.write_table(table, fresh)
     os.replace(fresh, file)

@@ -1,4 +1,4 @@
-"""What a model is asked for, and the prompts that it would not answer."""
+"""The requests to a model, and the prompts that it refuses."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from student_trainer.exam.questions import Question
 
 log = logging.getLogger(__name__)
 
-Ask = tuple[Question, int]  # answer number n to a question
+Ask = tuple[Question, int]  # a question, and the number of the answer to sample
 Keep = Callable[[Answer], None]
 
 
 class Refusals:
-    """The prompts that could not be asked, each with its fault: one too long, say, or one that a
-    server filters. They end an evaluation only where nothing else is answered.
+    """The prompts that a model refused, each with its error: too long, or filtered by a server.
+
+    Refused prompts end an evaluation only if the model has answered nothing else.
     """
 
     def __init__(self, *, answered: bool) -> None:
-        """`answered`: whether the model has answered anything, now or earlier."""
+        """`answered`: whether the model has answered anything, now or in an earlier process."""
         self.answered = answered
         self._faults: dict[int, DistillError] = {}
 
@@ -32,20 +33,24 @@ class Refusals:
         return len(self._faults)
 
     def add(self, question: Question, fault: DistillError) -> None:
+        """Record a refused prompt; its first error is kept."""
         self._faults.setdefault(question.number, fault)
 
     def conclude(self, model: str) -> None:
-        """Raises the first fault where it is all that there is, and else says it."""
+        """Log a warning about the refused prompts, if there are any.
+
+        Raises the first error instead if the model has answered nothing.
+        """
         if not self._faults:
             return
         first = next(iter(self._faults.values()))
         if not self.answered:
             raise first
         log.warning(
-            "%s refused %d prompts, which count as not answered right: %s", model, len(self), first
+            "%s refused %d prompts, which count as wrong; first: %s", model, len(self), first
         )
 
 
 def seed_of(seed: int, prompt: int, sample: int) -> int:
-    """Another one for each answer; within 31 bits, which every server takes."""
+    """Return the seed of answer `sample` to question `prompt`: 31 bits, which all servers take."""
     return (seed * 1_000_003 + prompt * 8191 + sample) % (1 << 31)

@@ -1,8 +1,9 @@
 """Answers of an OpenAI-compatible server, many requests at once.
 
-A request is made again, after a growing and jittered pause, where another try may help: no
-connection, an answer cut short, 408, 429 or 5xx. A server that cannot be reached at all, does not
-know the model or wants another key ends the evaluation; any other fault is that of its prompt.
+A request is retried up to 8 times with exponential, jittered pauses if a retry may help: no
+connection, an incomplete response, a timeout, status 408, 429 or 5xx. The evaluation ends if the
+retries fail, if the server does not know the model (404), or if it rejects the key (401, 403). Any
+other error refuses its prompt only.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ _REFUSALS: Mapping[int, type[DistillError]] = {
     403: Forbidden,
     404: NotFound,
 }
-# So many refused prompts, and not an answer: it is the server, or the model, and not the prompts.
+# After this many refused prompts without any answer, the error is not one of the prompts.
 _TELLING = 3
 
 
 class Endpoint:
-    """One model of the server."""
+    """One model of an OpenAI-compatible server."""
 
     def __init__(self, config: ExamConfig, model: str) -> None:
-        """The key, if there is one, is the environment's: $OPENAI_API_KEY. Raises InvalidInput for
-        what is no address.
+        """Keep the address; connects later. The key is read from $OPENAI_API_KEY, if it is set.
+
+        Raises InvalidInput if `config.endpoint` is not a valid address.
         """
         assert config.endpoint is not None, "the command asks for it"
         self._config = config
@@ -58,11 +60,14 @@ class Endpoint:
         self._url = str(web_address(config.endpoint.rstrip("/") + path, "--endpoint"))
 
     def answer(self, asked: Sequence[Ask], keep: Keep, refusals: Refusals) -> None:
-        """Hands each answer to `keep` as it comes. Raises DistillError; what was kept is kept."""
+        """Request all answers and pass each one to `keep` when it arrives, in any order.
+
+        Raises a DistillError that ends the evaluation; the answers passed to `keep` stay valid.
+        """
         try:
             asyncio.run(self._answer(asked, keep, refusals))
         except ExceptionGroup as group:
-            # Several requests may find the same fault at once: one of them tells it.
+            # Several requests may fail at once; the first of their errors is raised.
             faults = group.subgroup(DistillError)
             raise (faults or group).exceptions[0] from None
 
@@ -73,7 +78,7 @@ class Endpoint:
         async with (
             httpx.AsyncClient(
                 headers={"Authorization": f"Bearer {key}"} if key else None,
-                timeout=None,  # of a whole answer, below
+                timeout=None,  # `_asked` limits the time of a whole answer instead
                 limits=httpx.Limits(max_connections=width, max_keepalive_connections=width),
             ) as client,
             asyncio.TaskGroup() as tasks,
@@ -138,47 +143,47 @@ class Endpoint:
             return Answer(
                 prompt=question.number,
                 sample=sample,
-                # A lone surrogate is no text, and no file would take it.
+                # A lone surrogate cannot be encoded as UTF-8, so no file could hold it.
                 text=str(text or "").encode("utf-8", "replace").decode(),
                 tokens=int(document["usage"]["completion_tokens"]),
                 truncated=choice["finish_reason"] == "length",
             )
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise InvalidInput(
-                f"{self._url} gave no completion: {_line(response.text)}",
+                f"{self._url} returned no completion: {_line(response.text)}",
                 field="--endpoint",
-                hint="it must be that of an OpenAI-compatible server",
+                hint="give the address of an OpenAI-compatible server, such as http://HOST:PORT/v1",
             ) from error
 
     def _late(self) -> DistillError:
         return TimedOut(
-            f"{self._url} gave no answer in {self._config.patience_seconds:g} s",
-            hint="raise --patience, or lower --in-flight; the same command goes on",
+            f"{self._url} returned no answer within {self._config.patience_seconds:g} s",
+            hint="raise --patience or lower --in-flight, and run the same command to continue",
         )
 
     def _unreachable(self, error: httpx.RequestError) -> DistillError:
         what = str(error) or type(error).__name__
         return Unavailable(
-            f"{self._url} cannot be reached: {what}", hint="the same command goes on"
+            f"{self._url} cannot be reached: {what}", hint="run the same command to continue"
         )
 
     def _refusal(self, response: httpx.Response) -> DistillError:
         status = response.status_code
         told = f"{self._url} answered {status}: {_line(response.text)}"
         if status in (408, 429) or status >= 500:
-            return Unavailable(told, hint="the same command goes on")
+            return Unavailable(told, hint="run the same command later to continue")
         if status in (401, 403):
-            return _REFUSALS[status](told, hint=f"the key is read from ${API_KEY}")
+            return _REFUSALS[status](told, hint=f"set the key in ${API_KEY}")
         if status == 404:
             return NotFound(
-                told, field="MODEL", hint="name a model as the server does (/v1/models)"
+                told, field="MODEL", hint="use a model name that the server lists at /v1/models"
             )
-        hint = "a model without a chat template needs --api completions" if self._chat else ""
+        hint = "if the model has no chat template, use --api completions" if self._chat else ""
         return InvalidInput(told, field="--endpoint", hint=hint)
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """What the server asks for, within reason; dates are not understood."""
+    """Return the seconds of the header Retry-After, at most 60; 0 if it is missing or a date."""
     try:
         return min(max(float(response.headers.get("Retry-After", "0")), 0.0), 60.0)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Answers of a model in a Hugging Face directory, generated here."""
+"""Answers of a model in a Hugging Face directory, generated in this process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TOKENS_OF_A_BATCH = 65536
 
 
 class LocalModel:
-    """On a GPU in bfloat16, as servers do it, otherwise in float32."""
+    """Generates answers with a local model: in bfloat16 on a GPU, otherwise in float32."""
 
     def __init__(self, config: ExamConfig, model: str) -> None:
-        """Raises InvalidInput where there is no usable model."""
+        """Load the model. Raises InvalidInput if the directory has no usable model."""
         student = StudentConfig(model=model)
         self._config = config
         try:
@@ -43,8 +43,10 @@ class LocalModel:
         )
 
     def answer(self, asked: Sequence[Ask], keep: Keep, refusals: Refusals) -> None:
-        """Hands each answer to `keep` as its batch is done. What is sampled for an answer is
-        decided by the seed and its numbers, whatever else is in the batch.
+        """Generate all answers in batches, and pass each one to `keep` after its batch.
+
+        The random numbers of an answer depend only on the seed, the question and the number of the
+        answer, not on the batch.
         """
         encoded = self._encoded(asked, refusals)
         waiting = [one for one in asked if one[0] not in refusals]
@@ -57,8 +59,10 @@ class LocalModel:
             self._batch(batch, [encoded[question.number] for question, _ in batch], keep)
 
     def _encoded(self, asked: Sequence[Ask], refusals: Refusals) -> dict[int, torch.Tensor]:
-        """The token ids of each question, by its number. Refuses what has no room for an answer, as
-        servers do: beyond its positions a model writes nonsense, or fails.
+        """Return the token ids of each question, by its number.
+
+        Refuses a prompt that leaves no room for an answer, as servers do: beyond its positions a
+        model generates nonsense or fails.
         """
         most, positions = self._config.max_tokens, self._positions
         encoded: dict[int, torch.Tensor] = {}
@@ -68,13 +72,13 @@ class LocalModel:
             ids = prompt_ids(self._tokenizer, question.text)
             encoded[question.number] = torch.tensor(ids, dtype=torch.long)
             if positions is not None and len(ids) + most > positions:
-                told = f"{len(ids)} tokens of a prompt and {most} of its answer are more than the "
+                told = f"a prompt of {len(ids)} tokens and an answer of {most} exceed the "
                 refusals.add(
                     question,
                     InvalidInput(
-                        f"{told}{positions} that the model can read",
+                        f"{told}{positions} tokens that the model can read",
                         field="--max-tokens",
-                        hint="lower it, or leave long prompts out",
+                        hint="lower it, or remove long prompts",
                     ),
                 )
         return encoded

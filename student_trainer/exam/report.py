@@ -1,4 +1,4 @@
-"""From answers to what they say of a model: judged, kept as one table, and summed up."""
+"""Scores the answers of a model, saves them as one table, and computes the row of the report."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from student_trainer.exam.questions import Question
 from student_trainer.exam.scores import estimate, majority, pass_at_k
 from student_trainer.rewards import Rewards, RewardSample
 
-# An answer is right from this reward on; rewards of a user's own may be of any size.
+# An answer is right if its reward is at least this. Rewards of user functions may have any value.
 RIGHT = 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class GradedAnswers:
-    """The answers to P prompts, n to each, None where the model refused. reward [P, n] float64, NaN
-    where there is none.
+    """The scored answers to P prompts, n per prompt.
+
+    answers: None for a refused prompt. reward: [P, n] float64, NaN if an answer has none. votes:
+    what each answer says in a majority vote, "" for none.
     """
 
     questions: Sequence[Question]
@@ -33,14 +35,14 @@ class GradedAnswers:
 
     @property
     def right(self) -> NDArray[np.bool_]:
-        """[P, n]; what was refused or could not be judged is not right."""
+        """Which answers are right, [P, n] bool. Refused or unscored answers are not right."""
         return np.nan_to_num(self.reward) >= RIGHT
 
 
 def judge(
     questions: Sequence[Question], answers: Sequence[Sequence[Answer | None]], rewards: Rewards
 ) -> GradedAnswers:
-    """answers[i] are those to questions[i], equally many."""
+    """Score the answers. answers[i]: the answers to questions[i], the same number for each."""
     samples = [
         RewardSample(question.text, answer.text, question.reference, question.fields, answer.tokens)
         for question, those in zip(questions, answers, strict=True)
@@ -56,7 +58,7 @@ def judge(
 
 
 def save(judged: GradedAnswers, file: Path) -> None:
-    """Every answer that was given with its reward, as Parquet."""
+    """Write every answer with its reward to a Parquet file; refused prompts are left out."""
     rows = [
         {
             "prompt": question.number,
@@ -79,7 +81,11 @@ def save(judged: GradedAnswers, file: Path) -> None:
 
 
 def summary(name: str, judged: GradedAnswers, first: GradedAnswers | None) -> dict[str, Any]:
-    """The row of a model. `first`: the model it is compared with, on the same prompts."""
+    """Return the row of a model in the report.
+
+    `first`: the answers of the first model to the same prompts; `gain` is the difference of pass@1
+    to it. None for the first model itself. Shares are fractions, with 95% intervals over prompts.
+    """
     right = judged.right
     n = right.shape[1]
     given = [[one for one in those if one is not None] for those in judged.answers]
@@ -105,12 +111,12 @@ def summary(name: str, judged: GradedAnswers, first: GradedAnswers | None) -> di
 
 
 def cells(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, str]:
-    """A row as a person reads it: shares in percent, intervals in brackets."""
+    """Format a row for a table: shares in percent, 95% intervals in brackets."""
     return {column: _cell(column, row.get(column, "")) for column in columns}
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a person is shown: of the many pass@k the first and the last."""
+    """Return the columns of the table: of the pass@k only the first and the last."""
     names = [name for name in rows[0] if name.startswith("pass@")]
     shown = ["model", *dict.fromkeys((names[0], names[-1]))]
     if len(rows) > 1:
@@ -133,6 +139,6 @@ def _cell(column: str, value: Any) -> str:
 
 
 def _ks(n: int) -> list[int]:
-    """1, 2, 4, ... up to n, and n."""
+    """Return 1, 2, 4, ... up to n, and n."""
     powers = [1 << bit for bit in range(n.bit_length()) if 1 << bit <= n]
     return sorted({*powers, n})

@@ -1,7 +1,7 @@
-"""What many answers to each prompt say of a model, with intervals over prompts.
+"""Estimates from many answers to each prompt, with intervals over prompts.
 
-Every estimate is a mean over prompts of something of one prompt's answers; the intervals are of the
-bootstrap that draws prompts. [P, n] stands for n answers to each of P prompts.
+Every estimate is a mean over prompts of a statistic of one prompt's answers. The intervals come
+from a bootstrap that resamples prompts. Shapes: [P, n] are n answers to each of P prompts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts, and the ends of its 95% interval."""
+    """A mean over prompts, and the ends of its 95% bootstrap interval."""
 
     mean: float
     low: float
@@ -27,15 +27,15 @@ class Estimate:
 
 
 def pass_at_k(right: NDArray[np.bool_], k: int) -> NDArray[np.float64]:
-    """[P]: the chance that k of a prompt's n answers, drawn without replacement, have a right one.
+    """Return pass@k of each prompt, [P]: the chance that k of its n answers include a right one.
 
-    1 - C(n - c, k) / C(n, k), the unbiased estimate of Chen et al. (arXiv 2107.03374), with c right
-    answers; k <= n.
+    1 - C(n - c, k) / C(n, k) for c right answers: the unbiased estimate of Chen et al. (arXiv
+    2107.03374). `right`: [P, n] bool; 1 <= k <= n.
     """
     n = right.shape[1]
     assert 1 <= k <= n, "there are not so many answers"
     wrong = n - right.sum(1)
-    # Of k draws, draw number j finds only wrong ones with chance (wrong - j) / (n - j).
+    # Without replacement, draw j is wrong again with chance (wrong - j) / (n - j).
     drawn = np.arange(k)
     chances = np.clip(wrong[:, None] - drawn, 0, None) / (n - drawn)
     found: NDArray[np.float64] = 1 - chances.prod(1)
@@ -43,14 +43,16 @@ def pass_at_k(right: NDArray[np.bool_], k: int) -> NDArray[np.float64]:
 
 
 def majority(votes: Sequence[Sequence[str]], right: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """[P]: whether what most of a prompt's answers say is right. Of equals, one is drawn: their
-    mean counts. An empty vote is none; without any, the answer is wrong.
+    """Return whether the majority vote of each prompt's answers is right, [P].
+
+    Ties count as the mean over the tied votes. Empty votes are not counted; a prompt without any
+    vote is wrong. `right`: [P, n] bool.
     """
     return np.array([_elected(*one) for one in zip(votes, right, strict=True)], np.float64)
 
 
 def estimate(values: NDArray[np.float64]) -> Estimate:
-    """Of values [P], one a prompt; always the same for the same values."""
+    """Return the mean of values [P], one per prompt, with its interval; deterministic."""
     random = np.random.default_rng(0)
     means = [values[random.integers(len(values), size=len(values))].mean() for _ in range(_DRAWS)]
     low, high = np.quantile(means, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
@@ -63,6 +65,6 @@ def _elected(votes: Sequence[str], right: NDArray[np.bool_]) -> float:
         if vote:
             said[vote].append(bool(is_right))
     most = max(map(len, said.values()), default=0)
-    # Answers with one text are judged alike, but by some rewards of a user's.
+    # Equal votes are usually scored alike, but a user's reward may score them differently.
     first = [float(np.mean(group)) for group in said.values() if len(group) == most]
     return float(np.mean(first)) if first else 0.0

@@ -99,7 +99,7 @@ def read(part: Path) -> list[Answer]:
 def test_other_settings_are_refused(tmp_path: Path) -> None:
     with opened(tmp_path):
         pass
-    said = r"holds answers of another temperature: 0.8, not 1.0; give another directory"
+    said = r"holds answers for temperature = 0.8, not 1.0; use another directory"
     with pytest.raises(InvalidInput, match=said):
         AnswerStore(tmp_path, {**SETTINGS, "temperature": 1.0})
 

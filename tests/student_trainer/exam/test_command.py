@@ -111,11 +111,11 @@ def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_
     (row,) = run(exam(material, tmp_path / "out", **short))
     assert (row["prompts"], row["refused"], row["errors"]) == (30, 20 * 2, 20 * 2)
     assert 0 < row["pass@2"]["mean"] <= 1 / 3
-    with pytest.raises(InvalidInput, match="more than the 7 that the model can read") as caught:
+    with pytest.raises(InvalidInput, match="exceed the 7 tokens that the model can read") as caught:
         run(exam(material, tmp_path / "long", **short, max_tokens=4))
     assert (caught.value.field, caught.value.hint) == (
         "--max-tokens",
-        "lower it, or leave long prompts out",
+        "lower it, or remove long prompts",
     )
 
 

@@ -89,7 +89,10 @@ def test_a_server_that_is_gone_is_waited_for_and_gone_on_with(
     down = answered(503, {"error": "going away"})
     with OpenAIServer(material.model, lambda n: None if n <= 20 else down) as server:
         config = exam(material, tmp_path, endpoint=server.endpoint, prompts=5, samples=8)
-        with pytest.raises(Unavailable, match=r"answered 503: .*going away.*; the same command"):
+        with pytest.raises(
+            Unavailable,
+            match=r"answered 503: .*going away.*; run the same command later to continue",
+        ):
             run(config)
         answered_before = server.requests
         assert answered_before > 20
@@ -108,12 +111,12 @@ def test_a_server_that_is_gone_is_waited_for_and_gone_on_with(
 @pytest.mark.parametrize(
     ("answer", "category", "said"),
     [
-        (answered(401, {"error": "no key"}), Unauthenticated, r"the key is read from \$OPENAI_API"),
+        (answered(401, {"error": "no key"}), Unauthenticated, r"set the key in \$OPENAI_API"),
         (answered(403, {"error": "not you"}), Forbidden, "answered 403"),
         (answered(404, {"error": "no model x"}), NotFound, "MODEL: .*answered 404.*no model x"),
-        (answered(400, {"error": "no chat template"}), InvalidInput, "needs --api completions"),
-        (answered(200, {"object": "list"}), InvalidInput, "gave no completion"),
-        (answered(200, {"choices": []}), InvalidInput, "gave no completion"),
+        (answered(400, {"error": "no chat template"}), InvalidInput, "use --api completions"),
+        (answered(200, {"object": "list"}), InvalidInput, "returned no completion"),
+        (answered(200, {"choices": []}), InvalidInput, "returned no completion"),
     ],
 )
 def test_faults_that_stay_end_it(
@@ -166,7 +169,7 @@ def test_an_answer_that_drips_is_given_up(
     monkeypatch.setattr(endpoint, "TRIES", 1)
     with dripping(b"HTTP/1.1 200 OK\r\n\r\n{") as url:
         config = exam(material, tmp_path, endpoint=url, patience_seconds=0.2)
-        with pytest.raises(TimedOut, match=r"gave no answer in 0\.2 s"):
+        with pytest.raises(TimedOut, match=r"returned no answer within 0\.2 s"):
             run(config)
 
 
