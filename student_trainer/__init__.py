@@ -1,1 +1,1 @@
-"""The student's side: losses, rollouts, the sources of teacher rows, and the training loop."""
+"""Training of the student: methods, rollouts, teacher sources, losses, and the training loop."""

@@ -1,6 +1,6 @@
-"""python -m student_trainer RUN_DIR --attempt N [--from-step S]: one attempt at a job.
+"""Run one attempt of a training job: python -m student_trainer RUN_DIR --attempt N [--from-step S].
 
-Imports in two stages: what is cheap to check is checked before torch is loaded.
+Modules are imported in two stages, so that cheap checks run before torch is loaded.
 """
 
 from __future__ import annotations
@@ -29,10 +29,20 @@ from student_trainer.teachers.connections import connect
 
 
 def main() -> int:
+    """Run the attempt and return its exit code.
+
+    Progress and the verdict are written to the run directory. SIGTERM asks the trainer to save a
+    checkpoint after the current step and to stop.
+    """
     parser = argparse.ArgumentParser(prog="student_trainer", description=__doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--from-step", type=int, default=None)
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the run directory of the job")
+    parser.add_argument("--attempt", type=int, required=True, help="number of this attempt")
+    parser.add_argument(
+        "--from-step",
+        type=int,
+        default=None,
+        help="resume from the checkpoint of this step (default: the newest intact one)",
+    )
     options = parser.parse_args()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -48,7 +58,7 @@ def main() -> int:
     end_with_launcher()
     run = RunDirectory(options.run)
     config = run.config()
-    assert not isinstance(config, CaptureJob), "launch.py starts the program of each kind"
+    assert not isinstance(config, CaptureJob), "launch.py starts another program for captures"
     progress = Progress(
         run,
         attempt=options.attempt,
@@ -57,13 +67,13 @@ def main() -> int:
         terminated=lambda: terminated,
     )
     try:
-        # The other processes of a launch are in the main one's care.
+        # Only the main process of a launch locks the run directory.
         with run.held() if is_main_process() else nullcontext():
             return run_to_verdict(
                 progress,
                 lambda: _attempt(run, config, progress, options.attempt, options.from_step),
             )
-    except WrongState as error:  # the status belongs to the other trainer
+    except WrongState as error:  # another trainer owns the run: do not write its status
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
 
@@ -75,7 +85,7 @@ def _attempt(
     attempt: int,
     from_step: int | None,
 ) -> Verdict:
-    """From what is cheap to check to the verdict."""
+    """Run the checks, cheapest first, connect to the teachers, and train; return the verdict."""
     progress.say("preflight", 0)
     check_here(config, run.path)
     stores = open_stores(config) if isinstance(config, OfflineJob) else None

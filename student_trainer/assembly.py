@@ -1,4 +1,8 @@
-"""Puts a trainer together from its job: what is loaded, in what order, and from where."""
+"""Builds a Trainer from a job.
+
+Order: tokenizer, data and checks; newest intact checkpoint; student; method (`methods/`), which
+builds the teacher sources, the anchor and the objective; optimizer; metrics.
+"""
 
 from __future__ import annotations
 
@@ -58,12 +62,12 @@ def assemble(
     from_step: int | None,
     rewards: Rewards | None = None,
 ) -> Trainer:
-    """A trainer that goes on from the newest good checkpoint (or `from_step`), or from the start.
+    """Collective. Return a trainer that resumes from the newest intact checkpoint, if there is one.
 
-    `stores`: of an offline job; `rewards`: of one that has any. Raises a DistillError for
-    everything that a user can mend, before the first step.
+    `from_step`: resume from this step instead. Checkpoints of later steps are deleted. `stores`:
+    None unless the job is offline. Raises a DistillError for a problem that the user can correct.
     """
-    disable_progress_bar()  # they would fill the log, at every checkpoint
+    disable_progress_bar()  # progress bars of every checkpoint would fill the log
     tokenizer = load_tokenizer(config.student)
     make_method = _prepared(config, teachers, stores, rewards, tokenizer)
     step, saved = _resumed(config, run, from_step)
@@ -71,11 +75,11 @@ def assemble(
         check_same_store(stores.training, checkpoint.facts_of(saved))
 
     progress.say("loading student", step)
-    torch.manual_seed(config.seed)  # new weights, if there are any: the same each time
+    torch.manual_seed(config.seed)  # new LoRA weights are the same in every attempt
     accelerator = make_accelerator()
     progress.agree = lambda wish: largest(accelerator, wish)
     if accelerator.is_main_process:
-        # Later ones are damaged, or of another course than the one that begins here.
+        # Later checkpoints are damaged, or are replaced by the steps of this attempt.
         checkpoint.delete_after(run.checkpoints, step)
     model = load_model(config.student, saved / "model" if saved else None)
     bf16 = config.student.dtype == "bfloat16"
@@ -110,7 +114,7 @@ def assemble(
 
 
 def _restore(method: Method, saved: Path) -> None:
-    """What a course keeps besides the student and its optimizer."""
+    """Load the anchor and the critic of a checkpoint, if the method has them."""
     if method.anchor is not None:
         checkpoint.load_anchor(saved, method.anchor)
     if method.values is not None:
@@ -127,7 +131,10 @@ def _prepared(
     rewards: Rewards | None,
     tokenizer: Any,
 ) -> MakeMethod:
-    """Reads and checks all data there is to a course, before any weight is loaded."""
+    """Read and check the data of the job, and return a function that builds its method.
+
+    No weights are loaded here, so wrong data fails fast. Raises a DistillError.
+    """
     shape = load_config(config.student).get_text_config()
     most = getattr(shape, "max_position_embeddings", None)
     tokens = vocabulary(tokenizer)
@@ -161,7 +168,7 @@ def _prepared(
 
 
 def _stored_tokens(store: Store) -> list[str] | None:
-    """Of the tokenizer that the store names, if it is still at hand."""
+    """Return the tokens of the store's tokenizer, or None if it is not on this machine."""
     path = Path(store.facts.get("tokenizer") or "?")
     if not path.is_dir():
         return None
@@ -174,15 +181,15 @@ def _stored_tokens(store: Store) -> list[str] | None:
 def _resumed(
     config: AnyTraining, run: RunDirectory, from_step: int | None
 ) -> tuple[int, Path | None]:
-    """The step to go on from and its checkpoint; (0, None) for a new run."""
+    """Return the step to resume from and its checkpoint; (0, None) for a new run."""
     found = checkpoint.newest_checkpoint(run.checkpoints, from_step)
     if found is None:
         return 0, None
     if found[0] > config.max_steps:
         raise InvalidInput(
-            f"the run is at step {found[0]} already, max_steps is {config.max_steps}",
+            f"the run is already at step {found[0]}, but max_steps is {config.max_steps}",
             field="max_steps",
-            hint="raise it, or resume from an earlier checkpoint",
+            hint="raise max_steps, or resume from an earlier checkpoint",
         )
     return found
 
@@ -197,7 +204,7 @@ def _prompts(config: OnPolicyJob, tokenizer: Any) -> tuple[PromptSet, list[Promp
         teachers=config.teachers,
     )
     if too_long:
-        log.warning("%d prompts are longer than method.max_prompt_tokens: left out", too_long)
+        log.warning("left out %d prompts longer than method.max_prompt_tokens", too_long)
     _check_shares(config, len(held_out))
     return prompts, held_out
 
@@ -206,9 +213,9 @@ def _check_shares(config: OnPolicyJob | RLJob, held_out: int) -> None:
     if held_out < config.train.processes:
         data = config.data
         raise InvalidInput(
-            f"{held_out} held-out prompts cannot be shared by {config.train.processes} processes",
+            f"{held_out} held-out prompts are too few for {config.train.processes} processes",
             field="data.eval_path" if data and data.eval_path else "data.path",
-            hint="give more prompts, or lower train.processes",
+            hint="provide more prompts, or lower train.processes",
         )
 
 

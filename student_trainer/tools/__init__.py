@@ -1,1 +1,1 @@
-"""Programs that make small models and data for demos and tests."""
+"""Programs that make small models and data sets for demos and tests, and measure accuracy."""

@@ -1,4 +1,4 @@
-"""Exact-match accuracy of a model's greedy answers. No teacher is needed.
+"""Measure the exact-match accuracy of a model's greedy answers. Needs no teacher.
 
 python -m student_trainer.tools.accuracy MODEL_DIR --data heldout.jsonl [--json]
 """
@@ -19,7 +19,11 @@ from student_trainer.rollouts.hf import HuggingFaceRollouts
 
 
 def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens: int) -> float:
-    """Share of right greedy answers of the model at `model_path`."""
+    """Return the share of greedy answers that match the reference, in [0, 1].
+
+    `model_path`: a Hugging Face directory. `prompts`: the most prompts to use, chosen by seed 0.
+    Runs on a GPU if there is one. Raises InvalidInput if the data or the model cannot be read.
+    """
     student = StudentConfig(model=model_path)
     tokenizer = load_tokenizer(student)
     model = load_model(student).eval().to("cuda" if torch.cuda.is_available() else "cpu")
@@ -37,14 +41,15 @@ def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens:
 
 
 def main() -> None:
+    """Read the arguments, measure, and print the accuracy."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
+    parser.add_argument("model", metavar="MODEL_DIR", help="a Hugging Face directory")
     parser.add_argument("--data", required=True, help="a .jsonl or .parquet file")
-    parser.add_argument("--prompt-column", default="prompt")
-    parser.add_argument("--answer-column", default="answer")
-    parser.add_argument("--prompts", type=int, default=1000)
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--prompt-column", default="prompt", help="column with the prompt")
+    parser.add_argument("--answer-column", default="answer", help="column with the reference")
+    parser.add_argument("--prompts", type=int, default=1000, help="the most prompts to use")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="tokens of one answer")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
     options = parser.parse_args()
     data = DataConfig(
         path=options.data,

@@ -1,7 +1,7 @@
-"""Addition of two numbers below 100, the answer's digits reversed: `12+34=` -> `64`.
+"""Write a data set of sums: two numbers below 100, the answer's digits reversed: `12+34=` -> `64`.
 
-Every pair is in exactly one of train.jsonl and heldout.jsonl (columns prompt, answer), so that
-held-out accuracy is accuracy on prompts never trained on.
+Every pair is in exactly one of train.jsonl and heldout.jsonl (columns prompt, answer), so the
+held-out accuracy is the accuracy on prompts that were never trained on.
 
     python -m student_trainer.tools.addition OUT_DIR [--seed N]
 """
@@ -17,13 +17,14 @@ HELD_OUT = 1000
 
 
 def examples() -> list[dict[str, str]]:
-    """All 10,000 pairs; reversed digits let a model write the sum in the order it carries."""
+    """Return all 10,000 pairs. With reversed digits a model writes the sum in the order of carries."""
     return [
         {"prompt": f"{a}+{b}=", "answer": str(a + b)[::-1]} for a in range(100) for b in range(100)
     ]
 
 
 def write(out: Path, seed: int) -> None:
+    """Write train.jsonl (9,000 pairs) and heldout.jsonl (1,000) to `out`, split by the seed."""
     pairs = examples()
     random.Random(seed).shuffle(pairs)
     out.mkdir(parents=True, exist_ok=True)
@@ -33,9 +34,10 @@ def write(out: Path, seed: int) -> None:
 
 
 def main() -> None:
+    """Read the arguments and write the data set."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("out", type=Path, metavar="OUT_DIR", help="directory for the two files")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the split")
     arguments = parser.parse_args()
     write(arguments.out, arguments.seed)
 

@@ -1,11 +1,11 @@
-"""Make a small language model from text: teachers and students for demos, tests and trials.
+"""Train a small language model from scratch: teachers and students for demos and tests.
 
     python -m student_trainer.tools.pretrain --data train.jsonl --columns prompt answer --out DIR
         --tokenizer characters --layers 3 --width 96 --steps 1000
 
-The result is an ordinary Hugging Face directory (Qwen3 architecture) with its tokenizer. A text is
-the columns' values joined, and an end-of-text token; with `--loss-on last` only the last column
-counts, as when the others are a prompt.
+The result is a Hugging Face directory (Qwen3 architecture) with its tokenizer. A text is the values
+of the columns, joined, and an end-of-text token. With `--loss-on last` only the last column and the
+end-of-text token count in the loss, so the other columns act as a prompt.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ END = "<|end|>"
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids of one text, and how many of them at the front are not learned."""
+    """One text. ids: its token ids. prompt: the number of first ids that are not learned."""
 
     ids: list[int]
     prompt: int
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the arguments, train a model, and write it to --out.
+
+    Prints one JSON line: parameters, vocabulary (number of tokens) and loss (nats per token).
+    """
     options = _parser().parse_args(arguments)
     disable_progress_bar()
     torch.manual_seed(options.seed)
@@ -63,7 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_tokenizer(kind: str, texts: Any, vocab_size: int) -> PreTrainedTokenizerFast:
-    """`characters`: one token each; `bpe`: byte-level BPE trained on the texts."""
+    """Make a tokenizer from `texts`.
+
+    `kind`: "characters" has one token per character; any other value trains byte-level BPE with
+    `vocab_size` tokens, which "characters" ignores.
+    """
     if kind == "characters":
         alphabet = sorted(set("".join(texts)))
         vocab = {token: i for i, token in enumerate([END, *alphabet])}
@@ -87,7 +95,10 @@ def make_tokenizer(kind: str, texts: Any, vocab_size: int) -> PreTrainedTokenize
 def make_model(
     vocab_size: int, tokenizer: PreTrainedTokenizerFast, layers: int, width: int
 ) -> Qwen3ForCausalLM:
-    """A Qwen3 of `layers` layers of `width`, heads of 16 to 64, tied embeddings."""
+    """Return a new Qwen3 with random weights: `layers` layers of `width`, tied embeddings.
+
+    The heads have 16, 32 or 64 dimensions, more for a larger width.
+    """
     head = 64 if width >= 256 else 16 if width < 64 else 32
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -107,7 +118,11 @@ def make_model(
 
 
 def train(model: Qwen3ForCausalLM, texts: list[Text], options: argparse.Namespace) -> float:
-    """Cross-entropy with AdamW, warm-up and cosine; returns the mean loss of the last 50 steps."""
+    """Train in place with AdamW, warm-up and a cosine schedule; print the loss to stderr.
+
+    Stops early if the mean loss falls below `options.until_loss`. Returns the mean loss of the last
+    50 steps, in nats per token.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     generator = torch.Generator().manual_seed(options.seed)
     recent: list[float] = []
@@ -117,7 +132,7 @@ def train(model: Qwen3ForCausalLM, texts: list[Text], options: argparse.Namespac
         optimizer.param_groups[0]["lr"] = options.learning_rate * rate
         chosen = torch.randint(len(texts), (options.batch,), generator=generator).tolist()
         ids, labels = _pad([texts[i] for i in chosen], options.max_tokens)
-        loss = model(input_ids=ids, labels=labels).loss  # causal: padding at the end is harmless
+        loss = model(input_ids=ids, labels=labels).loss  # a causal model ignores padding at the end
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -155,21 +170,25 @@ def _pad(texts: list[Text], max_tokens: int) -> tuple[Tensor, Tensor]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="a .jsonl file")
-    parser.add_argument("--columns", nargs="+", default=["prompt", "answer"])
-    parser.add_argument("--separator", default="", help="between two columns' texts")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--columns", nargs="+", default=["prompt", "answer"], help="columns to join into a text"
+    )
+    parser.add_argument("--separator", default="", help="text between two columns")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the model")
     parser.add_argument("--tokenizer", default="bpe", help="characters, bpe, or a directory")
-    parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--loss-on", choices=["all", "last"], default="all")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--until-loss", type=float, default=0.0, help="stop at this mean loss")
-    parser.add_argument("--report-every", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vocab-size", type=int, default=4096, help="tokens of a new BPE")
+    parser.add_argument(
+        "--loss-on", choices=["all", "last"], default="all", help="columns that count in the loss"
+    )
+    parser.add_argument("--layers", type=int, default=2, help="number of layers")
+    parser.add_argument("--width", type=int, default=64, help="hidden size")
+    parser.add_argument("--max-tokens", type=int, default=256, help="longer texts are cut to this")
+    parser.add_argument("--steps", type=int, default=500, help="most optimizer steps")
+    parser.add_argument("--batch", type=int, default=128, help="texts per step")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--until-loss", type=float, default=0.0, help="stop below this mean loss")
+    parser.add_argument("--report-every", type=int, default=100, help="steps between two reports")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the order")
     return parser
 
 
