@@ -32,7 +32,7 @@ class Store(CapturedStore):
 
     @property
     def identity(self) -> str:
-        """SHA-256 over the checksums of all shards: it changes with any byte of the rows."""
+        """SHA-256 over the checksums of all shards: identifies every byte of the store."""
         digests = "".join(facts.sha256 for facts in self.data.facts)
         return hashlib.sha256(digests.encode()).hexdigest()
 

@@ -40,7 +40,10 @@ class LocalRetriever:
         self._index.index(self._words(self._corpus), show_progress=False)
 
     def passages(self, queries: Sequence[str], count: int) -> list[list[str] | None]:
-        """Return at most `count` passages for each query, best first; each has a word of it."""
+        """Return at most `count` passages for each query, best first.
+
+        Only passages that share a word with the query are returned, so a list may be empty.
+        """
         most = min(count, len(self._corpus))
         found, scores = self._index.retrieve(
             self._words(queries), k=most, show_progress=False, backend_selection="numpy"

@@ -45,8 +45,8 @@ def keeps_apart(model: Any) -> bool:
 
     Packed sequences share a line, and only their position ids, which restart at 0, separate them.
     When the tokens of the first sequence change, no bit of the second one's hidden states may
-    change, and they must be close to those of the second sequence alone. Models that take no
-    position ids do not pack: False.
+    change, and they must be close to those of the second sequence alone. Returns False for a model
+    that does not accept position ids.
     """
     length, width = 6, model.get_input_embeddings().num_embeddings
     ids = torch.arange(2 * length, device=model.device) % width

@@ -60,8 +60,8 @@ class Student(nn.Module):
         """Sum `loss_fn` over the rows of the batch, chunk by chunk; see `fused_linear_loss`.
 
         `of_all_rows`: pass all rows to `loss_fn` in one call; see `fused_linear_rows`.
-        `temperature` divides the logits. Collective if the student is sharded or replicated: call
-        the wrapper (`parallel/sharding.py`) in training.
+        `temperature` divides the logits. In training, call it through `Replicated` or `Sharded`
+        (`parallel/sharding.py`): that call is collective.
         """
         if not self._linear_head:
             return self._plain(batch, loss_fn, temperature)

@@ -153,8 +153,9 @@ class RLObjective:
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
         """Return (sum, number) of each metric, with the same names for all batches.
 
-        `kl/NAME`, for each pull, is an unbiased estimate of the KL in nats, whatever the tail mode
-        of the loss. No gradient.
+        `kl/NAME`, for each pull, is an estimate of the KL in nats with tail `bucket+sampled`,
+        whatever the tail mode of the loss. It is unbiased unless `method.importance_clip` clips its
+        weights. No gradient.
         """
         assert isinstance(batch, RLBatch)
         rows, everything = out.rows, slice(0, len(batch))

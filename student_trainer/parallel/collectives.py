@@ -1,6 +1,6 @@
-"""Collectives that keep processes together: shared numbers and shared errors.
+"""Operations that all processes call together: shared numbers and shared errors.
 
-A process that stops while others are in a collective would make them wait until the time-out of one
+If a process stopped while others are in a collective, they would wait until the time-out of one
 hour.
 """
 
@@ -23,7 +23,10 @@ Found = TypeVar("Found")
 
 
 def make_accelerator() -> Accelerator:
-    """Collective. Return the Accelerator of this process, on a GPU if there is one."""
+    """Collective. Return the Accelerator of this process, on a GPU if there is one.
+
+    Its collectives time out after one hour.
+    """
     timeout = InitProcessGroupKwargs(timeout=_COLLECTIVE_TIMEOUT)
     return Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[timeout])
 
