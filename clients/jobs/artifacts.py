@@ -1,4 +1,4 @@
-"""What can be fetched of a job: its export, a capture's store, or one of its checkpoints."""
+"""The artifacts of a job: its export, the store of a capture, or one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from clients.runs.directory import RunDirectory
 from clients.runs.metrics_follower import Point
 from protos.errors import InvalidInput, NotFound, WrongState
 
-# A step, or what is meant by it.
+# A step, or a name for one: "best" by `best_step`, "last" for the newest checkpoint.
 Checkpoint: TypeAlias = int | Literal["best", "last"]
 
 
 def checkpoint_step(job: Job, wanted: Checkpoint, points: Callable[[], Sequence[Point]]) -> int:
-    """The step that is meant; the job's curve, `points`, is only fetched for the best.
+    """Return the step of the checkpoint that `wanted` names.
 
-    Raises NotFound, and InvalidInput for another word.
+    `points` returns the metrics of the job, and is only called for "best". A step is returned
+    unchecked.
+
+    Raises InvalidInput if `wanted` is another word, and NotFound if the job has no checkpoint, or
+    for "best" no checkpoint with an evaluation.
     """
     if isinstance(wanted, int):
         return wanted
     if wanted not in ("best", "last"):
-        raise InvalidInput(f"{wanted!r} is no step, best or last", field="checkpoint")
+        raise InvalidInput(
+            f"{wanted!r} is not a checkpoint", field="checkpoint", hint="give a step, best or last"
+        )
     if not job.checkpoints:
         raise NotFound(f"job {job.id} has no checkpoints", field="checkpoint")
     if wanted == "last":
@@ -36,7 +42,7 @@ def checkpoint_step(job: Job, wanted: Checkpoint, points: Callable[[], Sequence[
         raise NotFound(
             f"no checkpoint of job {job.id} was evaluated",
             field="checkpoint",
-            hint=f"ask for the last, or one of {_listed(job.checkpoints)}",
+            hint=f"choose last, or one of the steps {_listed(job.checkpoints)}",
         )
     return best
 
@@ -44,9 +50,9 @@ def checkpoint_step(job: Job, wanted: Checkpoint, points: Callable[[], Sequence[
 def pull_run(
     path: Path | str, destination: Path | str, *, checkpoint: Checkpoint | None = None
 ) -> Path:
-    """Copy the export of a run directory, or a checkpoint of it, into a new directory.
+    """Copy the export or a checkpoint of the run directory `path` into a new directory.
 
-    As DistillClient.pull does from a server.
+    The counterpart of DistillClient.pull without a server: same arguments, result and errors.
     """
     run, record = RunDirectory(path), record_of_run(path)
     step = None
@@ -58,7 +64,11 @@ def pull_run(
 
 
 def artifact_root(job: Job, run: RunDirectory, step: int | None) -> Path:
-    """The directory to send; raises NotFound, or WrongState when the job has no export."""
+    """Return the directory of an artifact: a checkpoint, or the export if `step` is None.
+
+    For a capture the export is its store. Raises WrongState if the job has not succeeded and `step`
+    is None, and NotFound if the directory does not exist.
+    """
     require_files(job, run)
     if step is not None:
         return checkpoint_root(job, run, step)
@@ -68,34 +78,34 @@ def artifact_root(job: Job, run: RunDirectory, step: int | None) -> Path:
         raise WrongState(
             f"job {job.id} is {job.state} and has no export",
             field="job_id",
-            hint="wait for its end, or ask for a checkpoint",
+            hint="wait until it succeeds, or choose a checkpoint",
         )
     made = run.store if job.kind == "capture" else run.export
     if not made.is_dir():
-        raise NotFound(f"the {made.name} of job {job.id} is gone", field="job_id")
+        raise NotFound(f"the {made.name} directory of job {job.id} was removed", field="job_id")
     return made
 
 
 def checkpoint_root(job: Job, run: RunDirectory, step: int) -> Path:
-    """Raises NotFound, which names those that are there."""
+    """Return the directory of a checkpoint; raises NotFound, listing the existing ones."""
     root = run.checkpoint(step)
     if not root.is_dir():
         known = run.checkpoint_steps()
         raise NotFound(
             f"job {job.id} has no checkpoint of step {step}",
             field="checkpoint",
-            hint=f"there are: {_listed(known)}" if known else "it has none",
+            hint=f"choose one of {_listed(known)}" if known else "the job has no checkpoints",
         )
     return root
 
 
 def require_files(job: Job, run: RunDirectory) -> None:
-    """Raises NotFound when somebody removed the run directory."""
+    """Raise NotFound if the run directory does not exist any more."""
     if not run.path.is_dir():
         raise NotFound(
-            f"the files of job {job.id} are gone",
+            f"the run directory of job {job.id} was removed",
             field="job_id",
-            hint="they were removed from the server; submit the job again",
+            hint="submit the job again",
         )
 
 

@@ -1,10 +1,12 @@
-"""Jobs on a `distill-server`, from Python.
+"""The Python client of a distill server.
 
-with DistillClient("localhost:50051") as client:
-    job = client.submit(config)
-    for event in client.watch(job.id):
-        print(event.step, event.metrics)
-    client.pull(job.id, "student/")
+Example:
+
+    with DistillClient("localhost:50051") as client:
+        job = client.submit(config)
+        for event in client.watch(job.id):
+            print(event.step, event.metrics)
+        client.pull(job.id, "student/")
 """
 
 from __future__ import annotations
@@ -36,18 +38,19 @@ from protos.rpc.transport import MAX_PAGE_JOBS, STREAM_OPEN
 _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
 
-# A server that restarts is back within this: a unary call waits so long, a stream is patient.
+# A restarting server is back within this time. A unary call waits this long before its retry; a
+# stream waits `patience_seconds`.
 _RESTART_SECONDS = 1.5
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 2.0
 
 
 class DistillClient:
-    """A connection to one server; safe to share between threads.
+    """A connection to one distill server. Safe to share between threads.
 
-    Methods raise protos.errors only: Unavailable when the server is not there. `timeout`: seconds
-    for one call, but not for a stream. `patience_seconds`: how long a stream waits for a server
-    that went away.
+    Methods raise exceptions of protos.errors only; Unavailable if the server cannot be reached.
+    Wherever a method takes a `job_id`, it may be an id, an unambiguous prefix of an id, or "@last"
+    for the newest job. An unknown id raises NotFound.
     """
 
     def __init__(
@@ -57,6 +60,12 @@ class DistillClient:
         timeout: float = 10.0,
         patience_seconds: float = 60.0,
     ) -> None:
+        """Prepare a channel; it connects on the first call.
+
+        address: HOST:PORT, or https://HOST:PORT for TLS (see protos/rpc/channel.py for tokens)
+        timeout: seconds for one unary call; streams have no timeout
+        patience_seconds: how long a stream waits for a server that cannot be reached
+        """
         self._server = f"distill server {address}"
         self._timeout = timeout
         self._patience = patience_seconds
@@ -75,33 +84,43 @@ class DistillClient:
         self.close()
 
     def close(self) -> None:
+        """Close the connection and cancel open streams. The client cannot be used afterwards."""
         self._channel.close()
 
     def submit(
         self, config: AnyJob, *, config_text: str = "", idempotency_key: str | None = None
     ) -> Job:
-        """Queue a job. Submitting again under the same key returns the same job."""
+        """Queue a job, and return it.
+
+        `config_text` is the text of the job file; the server keeps it in the run directory. A
+        second submission with the same `idempotency_key` returns the first job.
+
+        Raises the errors of the server's checks of the job, such as InvalidInput or WrongState.
+        """
         request = pb.SubmitJobRequest(
             config_json=config.model_dump_json(),
             config_text=config_text,
-            # Made here, so that the tries of one call never make two jobs.
+            # Made once per call, so that a retry of the call cannot queue a second job.
             idempotency_key=idempotency_key or secrets.token_hex(16),
         )
         return _job_of(self._call(self._stub.SubmitJob, request))
 
     def check(self, config: AnyJob) -> None:
-        """Raises what `submit` would for this job now, and queues nothing."""
+        """Raise the error that `submit` would raise for this job now. Queues nothing."""
         request = pb.CheckJobRequest(config_json=config.model_dump_json())
         self._call(self._stub.CheckJob, request, again=False)
 
     def get(self, job_id: str) -> Job:
-        """A job by its id, an unambiguous beginning of it, or "@last"; with its config_json."""
+        """Return a job, including `config_json` and `checkpoints`."""
         return _job_of(self._call(self._stub.GetJob, pb.GetJobRequest(job_id=job_id)))
 
     def list(
         self, *, state: JobState | None = None, limit: int = 50, before_id: str = ""
     ) -> list[Job]:
-        """Jobs, newest first; the next page starts before the last one's id."""
+        """Return up to `limit` jobs, newest first, optionally only those in `state`.
+
+        For the next page, pass the id of the last job as `before_id`.
+        """
         number = pb.JobState.Value(state) if state else pb.JOB_STATE_UNSPECIFIED
         jobs: list[Job] = []
         while len(jobs) < limit:
@@ -115,39 +134,49 @@ class DistillClient:
         return jobs
 
     def cancel(self, job_id: str, *, now: bool = False) -> Job:
-        """Stop a job after a last checkpoint, or `now`. Returns at once; `wait` for the end."""
+        """Cancel a job: it stops after a last checkpoint, or at once if `now` is true.
+
+        Returns without waiting; call `wait` to wait for the end. Cancelling again is harmless.
+        """
         request = pb.CancelJobRequest(job_id=job_id, now=now)
         return _job_of(self._call(self._stub.CancelJob, request))
 
     def resume(
         self, job_id: str, *, max_steps: int | None = None, from_step: int | None = None
     ) -> Job:
-        """One more attempt of a job that ended, from its newest checkpoint or `from_step`."""
+        """Queue a new attempt of a job that has ended.
+
+        The attempt starts from the checkpoint of `from_step`, or from the newest one. `max_steps`
+        replaces the job's number of steps. Raises WrongState if the job has not ended.
+        """
         request = pb.ResumeJobRequest(
             job_id=job_id, max_steps=max_steps or 0, from_step=from_step or 0
         )
-        # Once only: after an answer that was lost, a second try would meet a job that already runs.
+        # Not retried: if only the reply was lost, the job has already resumed, and a second call
+        # would fail.
         return _job_of(self._call(self._stub.ResumeJob, request, again=False))
 
     def watch(
         self, job_id: str, after_seq: int = 0, *, timeout: float | None = None
     ) -> Iterator[JobEvent]:
-        """Every event after `after_seq` until the job is over, each once, across server restarts.
+        """Yield every event after `after_seq` until the job ends, each once.
 
-        Raises Unavailable after `patience_seconds` without a server, and TimedOut after `timeout`
-        seconds: the job goes on.
+        The stream continues across restarts of the server.
+
+        Raises Unavailable if the server cannot be reached for `patience_seconds`, and TimedOut
+        after `timeout` seconds. Neither affects the job.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        # A prefix, or "@last", may mean another job when the stream is opened again.
+        # A prefix or "@last" could name another job when the stream is reopened.
         job_id = self.get(job_id).id
         try:
             yield from self._events(job_id, after_seq, deadline)
         except TimedOut as error:
-            hint = "it goes on; watch it again, or cancel it"
-            raise TimedOut(f"job {job_id} is not over after {timeout:g} s", hint=hint) from error
+            hint = "the job continues; watch it again, or cancel it"
+            raise TimedOut(f"job {job_id} did not end within {timeout:g} s", hint=hint) from error
 
     def history(self, job_id: str) -> Sequence[JobEvent]:
-        """Every event up to now."""
+        """Return every event up to now, without waiting for new ones."""
         job = self.get(job_id)
         events: list[JobEvent] = []
         with closing(self._events(job.id, 0, deadline=None)) as stream:
@@ -156,7 +185,11 @@ class DistillClient:
         return events
 
     def wait(self, job_id: str, timeout: float | None = None) -> Job:
-        """The job once it is over; raises TimedOut after `timeout` seconds."""
+        """Wait until a job ends, and return it.
+
+        Raises TimedOut after `timeout` seconds, which does not affect the job. A job that failed is
+        returned, not raised.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         job = self.get(job_id)
         while job.state not in TERMINAL:
@@ -164,16 +197,17 @@ class DistillClient:
                 for _ in self._events(job.id, job.last_seq, deadline):
                     pass
             except TimedOut as error:
-                raise TimedOut(f"job {job.id} is not over after {timeout:g} s") from error
+                raise TimedOut(f"job {job.id} did not end within {timeout:g} s") from error
             job = self.get(job.id)
         return job
 
     def logs(
         self, job_id: str, *, attempt: int = 0, follow: bool = False, tail_lines: int = 0
     ) -> Iterator[bytes]:
-        """The log of an attempt (0: the newest) from its start or its last lines on, no byte twice.
+        """Yield the log of an attempt (0: the newest) in chunks, no byte twice.
 
-        With `follow`, until the attempt is over; it reconnects like `watch`.
+        The log starts at its first byte, or `tail_lines` lines before its end. With `follow`, new
+        bytes are yielded until the attempt ends. Reconnects like `watch`.
         """
         job = self.get(job_id)
         request = pb.StreamLogsRequest(
@@ -186,13 +220,14 @@ class DistillClient:
     def pull(
         self, job_id: str, destination: Path | str, *, checkpoint: Checkpoint | None = None
     ) -> Path:
-        """Download a job's export, or one of its checkpoints, into a new directory.
+        """Download the export or a checkpoint of a job into a new directory, and return its path.
 
-        `checkpoint`: a step, "best" (as `clients.jobs.artifacts` defines it) or "last".
-        `pull_run` in `clients.jobs.artifacts` does the same from a run directory.
+        `checkpoint` is a step, "best" (see `clients.runs.best_step`) or "last". For a capture the
+        export is its store. `clients.jobs.artifacts.pull_run` copies from a run directory.
 
-        All of it or nothing. Raises WrongState with the reason when the job failed, InvalidInput
-        when `destination` has content, Corrupt when bytes do not match their checksum.
+        `destination` appears only when the download is complete. Raises WrongState if the job has
+        no export (with the reason if it failed), InvalidInput if `destination` is not empty, and
+        Corrupt if bytes are missing or do not match their checksum.
         """
         if isinstance(checkpoint, str):
             job = self.get(job_id)
@@ -202,9 +237,9 @@ class DistillClient:
         return self._pull(request, Path(destination))
 
     def pull_notes(self, job_id: str, destination: Path | str) -> Path:
-        """Download environment.json and samples/, of a job in any state, into a new directory.
+        """Download environment.json and samples/ of a job in any state into a new directory.
 
-        Raises NotFound when the job has neither yet.
+        Raises NotFound if the job has neither yet, and the errors of `pull`.
         """
         return self._pull(pb.GetArtifactRequest(job_id=job_id, notes=True), Path(destination))
 
@@ -227,8 +262,10 @@ class DistillClient:
         *,
         again: bool = True,
     ) -> _Answer:
-        """A unary call within the timeout; `again`: once more if the server was not there (what
-        names a field is its answer: the teacher of a job was not there).
+        """Make a unary call within the timeout, and retry once if the server cannot be reached.
+
+        `again` allows the retry. An Unavailable error with a field is not retried: the server sent
+        it, because it could not reach a job's teacher.
         """
         deadline = time.monotonic() + self._timeout
         try:
@@ -260,11 +297,14 @@ class DistillClient:
     def _lasting(
         self, open_stream: Callable[[], Iterator[_Answer]], deadline: float | None = None
     ) -> Iterator[_Answer]:
-        """The messages of a stream that is opened again, where it was, when its server left."""
+        """Yield the messages of a stream, and reopen the stream whenever the server goes away.
+
+        `open_stream` must open it behind the last message received.
+        """
         away_since: float | None = None
         pauses = _pauses()
         while True:
-            # grpc's own type of a call does not say that it is also one's handle on it.
+            # Any: grpc's types do not say that a response iterator is also a grpc.Call.
             call: Any = open_stream()
             try:
                 if STREAM_OPEN in call.initial_metadata():
@@ -283,7 +323,10 @@ class DistillClient:
             self._wait_for_server(min(deadline or inf, away_since + self._patience))
 
     def _wait_for_server(self, until: float) -> None:
-        """A little while, for a connection: one that dies again and again is there for moments."""
+        """Wait for a connection, for a few seconds at most.
+
+        The wait is short because a server that keeps crashing may be up only for moments.
+        """
         ready = grpc.channel_ready_future(self._channel)
         try:
             ready.result(min(_LONGEST_PAUSE_SECONDS, max(0.0, until - time.monotonic())))
@@ -293,13 +336,16 @@ class DistillClient:
     def _fault_of_stream(self, error: grpc.RpcError) -> DistillError:
         call: Any = error
         if call.code() is grpc.StatusCode.CANCELLED:
-            # Not by us: a server that stops cancels what did not end within its grace.
-            return Unavailable(f"the {self._server} ended the stream", hint="is it going away?")
+            # The server cancelled the call: a server that shuts down cancels streams that did not
+            # end within its grace period.
+            return Unavailable(
+                f"the {self._server} ended the stream", hint="check that it is not shutting down"
+            )
         return fault_of(error, self._server)
 
 
 def _pauses() -> Iterator[float]:
-    """Growing, with jitter: clients of a restarted server should not all call at once."""
+    """Yield growing pauses in seconds, with jitter so that not all clients reconnect at once."""
     pause = _FIRST_PAUSE_SECONDS
     while True:
         yield pause * random.uniform(0.5, 1.0)

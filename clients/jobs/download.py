@@ -1,4 +1,4 @@
-"""Take the files of an artifact in: verified, and complete or not there at all."""
+"""Writes the files of an artifact to a new directory: verified, and either complete or absent."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ _COPIED_BYTES = 8 << 20
 
 
 class Download:
-    """A directory in the making, beside its destination; it is removed unless `finish` was called.
+    """A context manager that collects files in a temporary directory beside the destination.
 
-    Raises InvalidInput when the destination has content.
+    `finish` renames the temporary directory to the destination; without it, the directory is
+    removed on exit.
     """
 
     def __init__(self, destination: Path) -> None:
+        """Raise InvalidInput if `destination` is a file or a directory that is not empty."""
         self._destination = destination.absolute()
         if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
             raise InvalidInput(
@@ -53,7 +55,11 @@ class Download:
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def add(self, chunk: pb.ArtifactChunk) -> None:
-        """The next bytes; raises Corrupt when they are not, or do not match the checksum."""
+        """Write the next chunk of a file.
+
+        Raises Corrupt if chunks are missing or out of order, if the file does not match its
+        checksum, or if its path leaves the directory.
+        """
         if self._file is None:
             self._open(chunk.path)
         assert self._file is not None
@@ -65,7 +71,7 @@ class Download:
             self._close(chunk.sha256)
 
     def copy(self, root: Path) -> None:
-        """Every file under `root`, a directory of this machine."""
+        """Copy every file under the local directory `root`."""
         for source in sorted(path for path in root.rglob("*") if path.is_file()):
             self._open(source.relative_to(root).as_posix())
             assert self._file is not None
@@ -74,9 +80,12 @@ class Download:
             self._sync()
 
     def finish(self) -> Path:
-        """Put the directory in its place."""
+        """Move the directory to its destination, durably, and return the destination.
+
+        Raises Corrupt if the last file is incomplete, or if there is no file.
+        """
         if self._file is not None or self._files == 0:
-            raise Corrupt("the server ended before the last file did", hint="try again")
+            raise Corrupt("the download ended before the last file did", hint="try again")
         self._partial.rename(self._destination)
         fsync_directory(self._destination.parent)
         return self._destination
@@ -84,10 +93,10 @@ class Download:
     def _open(self, path: str) -> None:
         relative = PurePosixPath(path)
         if relative.is_absolute() or not relative.parts or ".." in relative.parts or "\0" in path:
-            raise Corrupt(f"the server sent a path outside of the artifact: {path!r}")
+            raise Corrupt(f"the server sent a path outside the artifact: {path!r}")
         target = self._partial / relative
         target.parent.mkdir(parents=True, exist_ok=True)
-        # "x": a path that comes twice is an error.
+        # Mode "x": a path that comes twice is an error.
         self._file = target.open("xb")
         self._path = path
         self._digest = hashlib.sha256()
@@ -98,7 +107,7 @@ class Download:
             raise Corrupt(f"{self._path} does not match its checksum", hint="try again")
 
     def _sync(self) -> None:
-        """The file is whole, and on disk."""
+        """Flush the open file to disk and close it."""
         assert self._file is not None
         self._file.flush()
         os.fsync(self._file.fileno())

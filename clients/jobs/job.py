@@ -1,4 +1,4 @@
-"""What a job is to the people who own it: its states, and the values the client hands out."""
+"""The states of a job, and the values that DistillClient returns."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from enum import StrEnum
 
 
 class JobState(StrEnum):
+    """The state of a job. `TERMINAL` and `TRANSITIONS` define what may follow."""
+
     QUEUED = "QUEUED"
     PREPARING = "PREPARING"
     RUNNING = "RUNNING"
@@ -19,8 +21,8 @@ class JobState(StrEnum):
 
 TERMINAL = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 
-# Every legal change of state; all 49 pairs are tested. Back to QUEUED: a resume, or a restarted
-# server that found the attempt's processes gone.
+# Every legal change of state; the tests check all 49 pairs. A job returns to QUEUED when it is
+# resumed, or when a restarted server finds that the attempt's processes are gone.
 TRANSITIONS: frozenset[tuple[JobState, JobState]] = frozenset(
     {
         (JobState.QUEUED, JobState.PREPARING),
@@ -34,12 +36,12 @@ TRANSITIONS: frozenset[tuple[JobState, JobState]] = frozenset(
         (JobState.RUNNING, JobState.CANCELLING),
         (JobState.RUNNING, JobState.QUEUED),
         (JobState.CANCELLING, JobState.CANCELLED),
-        # It ended by itself before the wish to cancel reached it.
+        # The job ended by itself before the request to cancel reached it.
         (JobState.CANCELLING, JobState.SUCCEEDED),
         (JobState.CANCELLING, JobState.FAILED),
         (JobState.FAILED, JobState.QUEUED),
         (JobState.CANCELLED, JobState.QUEUED),
-        # With more max_steps than it was done with.
+        # A resume with a larger max_steps.
         (JobState.SUCCEEDED, JobState.QUEUED),
     }
 )
@@ -47,7 +49,12 @@ TRANSITIONS: frozenset[tuple[JobState, JobState]] = frozenset(
 
 @dataclass(frozen=True)
 class Job:
-    """A job as the server knows it. Times are Unix seconds, 0 when it has not happened."""
+    """A job as the server reports it. Times are Unix seconds, 0 if the event has not happened.
+
+    `kind` is the method, `attempt` counts from 1, and `metrics` are those of the newest step.
+    `config_json` and `checkpoints` (steps of the existing checkpoints, ascending) are only set by
+    DistillClient.get and by `record_of_run`.
+    """
 
     id: str
     name: str
@@ -64,13 +71,15 @@ class Job:
     last_seq: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     config_json: str = ""
-    # Steps of those that are there, in order; as config_json, only of a job that was asked for.
     checkpoints: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class JobEvent:
-    """One change of a job. `seq` counts from 1 without gaps; only a step has `metrics`."""
+    """One change of a job: a new state, a new phase, or a step.
+
+    `seq` counts from 1 without gaps. `time` is in Unix seconds. Only a step has `metrics`.
+    """
 
     seq: int
     time: float

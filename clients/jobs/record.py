@@ -1,5 +1,5 @@
-"""All there is to tell of a job, whether a server or a run directory tells it: what plots and
-reports are made of.
+"""JobRecord: a job with its metrics and notes, from a server or a run directory, for plots and
+reports.
 """
 
 from __future__ import annotations
@@ -25,33 +25,39 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Notes:
-    """What a run directory holds besides its curves."""
+    """The contents of a run directory that a report shows besides the metrics.
+
+    `samples` are the newest transcripts, written at step `samples_step`.
+    """
 
     environment: Mapping[str, str] = field(default_factory=dict)
     samples_step: int = 0
-    samples: Sequence[Mapping[str, Any]] = ()  # the transcripts of that step, the newest there is
+    samples: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A job and its curve: one point a step, in order of steps."""
+    """A job with its metrics: one point per step, in ascending order of steps."""
 
     job: Job
     points: Sequence[Point]
     notes: Notes = Notes()
 
     def series(self, metric: str) -> list[tuple[int, float]]:
-        """(step, value) wherever the metric was measured."""
+        """Return (step, value) for each step at which the metric was measured."""
         return [(p.step, p.metrics[metric]) for p in self.points if metric in p.metrics]
 
     @property
     def metrics(self) -> set[str]:
-        """The names of everything measured."""
+        """The names of all metrics that were measured at some step."""
         return {name for point in self.points for name in point.metrics}
 
 
 def points_of(events: Iterable[JobEvent]) -> list[Point]:
-    """The curve of a job's events. Steps that a later attempt did again count once, as it did."""
+    """Return the points of a job's events, in order.
+
+    If a later attempt repeated a step, the result has the later attempt's point only.
+    """
     points: list[Point] = []
     attempt = 0
     for event in events:
@@ -65,7 +71,11 @@ def points_of(events: Iterable[JobEvent]) -> list[Point]:
 
 
 def record_of_run(path: Path | str) -> JobRecord:
-    """A run directory's record, also while its trainer writes it. Raises NotFound."""
+    """Read the record of a run directory; its program may be running.
+
+    The times and `last_seq` of the job are 0: only a server has them. Raises NotFound if `path` is
+    not a run directory, and WrongState if another version made it.
+    """
     run = RunDirectory(path)
     config = run.config()
     status = run.read_status() or Status(attempt=1, verdict="running", phase="starting")
@@ -93,7 +103,7 @@ def record_of_run(path: Path | str) -> JobRecord:
 
 
 def notes_in(path: Path) -> Notes:
-    """Of a run directory, or of a directory with its NOTES."""
+    """Read the notes in a run directory, or in a directory that `pull_notes` wrote."""
     newest = max((path / "samples").glob("step-*.jsonl"), default=None)
     return Notes(
         environment=_mapping(path / "environment.json"),
@@ -103,8 +113,9 @@ def notes_in(path: Path) -> Notes:
 
 
 def is_run_directory(text: str) -> bool:
-    """Whether a job that somebody named is a directory of this machine. Raises NotFound for a
-    path that is none.
+    """Return True if `text` is a run directory on this machine, False if it can be a job id.
+
+    Raises NotFound if `text` contains "/" (so it is a path), and is not a run directory.
     """
     if (Path(text) / "job.json").is_file():
         return True
@@ -122,7 +133,7 @@ def _mapping(path: Path) -> dict[str, str]:
 
 
 def _objects(path: Path) -> list[Mapping[str, Any]]:
-    """The lines that are JSON objects; a killed trainer may have cut the last one."""
+    """Return the lines that are JSON objects; a killed program may cut the last line short."""
     found = []
     for line in path.read_text(errors="replace").splitlines():
         try:

@@ -1,4 +1,4 @@
-"""How a job fares, folded from its events: what every display of it shows."""
+"""JobView: the progress of a job, accumulated from its events, for every display."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from dataclasses import dataclass, field
 
 from clients.jobs.job import JobEvent, JobState
 
-# Steps over which speed is averaged.
+# Number of steps over which the speed is averaged.
 WINDOW = 40
-# A lower bound where a store has no samples; in a mixed job both, of other tokens each.
+# Labels and metrics of the KL. A store without tail samples yields only a lower bound of the KL; a
+# job with mixed training has both, each over different tokens.
 KL = {"kl": "kl/teacher", "kl bound": "kl/teacher_bound"}
 
 
 @dataclass
 class JobView:
+    """The current state of a job, and its history of KL and evaluations, built by `add`.
+
+    One thread calls `add`; a display may read from another thread.
+    """
+
     job_id: str
     state: JobState = JobState.QUEUED
     phase: str = ""
@@ -29,6 +35,7 @@ class JobView:
     _clock: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def add(self, event: JobEvent) -> None:
+        """Apply the next event. Events must come in order of `seq`."""
         if event.attempt != self.attempt:
             self._clock.clear()
         self.state, self.phase, self.reason = event.state, event.phase, event.reason
@@ -48,8 +55,8 @@ class JobView:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the pace of the last steps; None before there is one."""
-        clock = list(self._clock)  # a copy: a live display asks from a thread of its own
+        """Estimated seconds to the last step, from the speed of recent steps; None if unknown."""
+        clock = list(self._clock)  # a copy, because a live display reads it from another thread
         if len(clock) < 2 or self.state is not JobState.RUNNING:
             return None
         (first, began), (last, now) = clock[0], clock[-1]
@@ -58,7 +65,7 @@ class JobView:
         return (now - began) / (last - first) * max(self.max_steps - last, 0)
 
     def facts(self) -> list[tuple[str, str]]:
-        """Names and values of the newest step, ready to print."""
+        """Return (label, text) pairs of the newest step, ready to print."""
         known = self.metrics
         shown = [
             (label, f"{known[name]:{spec}}")
@@ -79,17 +86,17 @@ class JobView:
 
 
 def kl_of(metrics: Mapping[str, float]) -> tuple[str, float] | None:
-    """The label of the KL and its value; of its bound where there is no other."""
+    """Return label and value of the KL, or of its lower bound; None if neither was measured."""
     return next(((label, metrics[name]) for label, name in KL.items() if name in metrics), None)
 
 
 def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The held-out part of a step's metrics."""
+    """Return the held-out metrics of a step (names that start with `eval/`)."""
     return {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
 
 def sparkline(history: Sequence[float], *, width: int = 60, unicode: bool = True) -> str:
-    """The whole history in at most `width` characters, each the mean of an equal part of it."""
+    """Draw a history in at most `width` characters, each the mean of an equal part of it."""
     size = max(1, len(history) / width)
     parts = (
         history[int(i * size) : int((i + 1) * size)] for i in range(round(len(history) / size))
@@ -104,7 +111,7 @@ def sparkline(history: Sequence[float], *, width: int = 60, unicode: bool = True
 
 
 def size(count: float) -> str:
-    """`512 B`, `1.2 MiB`, `340 GiB`."""
+    """Format a number of bytes, such as `512 B`, `1.2 MiB` or `340 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
@@ -113,7 +120,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`42s`, `3m20s`, `2h05m`."""
+    """Format a number of seconds, such as `42s`, `3m20s` or `2h05m`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

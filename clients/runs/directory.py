@@ -123,7 +123,7 @@ class RunDirectory:
         return self.checkpoints / f"step-{step:06d}"
 
     def checkpoint_steps(self) -> tuple[int, ...]:
-        """Return the steps of the existing checkpoints in ascending order; verifies none of them."""
+        """Return the steps of the existing checkpoints in ascending order, unverified."""
         names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
         return tuple(sorted(int(name) for name in names if name.isdecimal()))
 

@@ -158,7 +158,7 @@ def test_files_that_are_gone(
     shutil.rmtree(tmp_path / "runs" / job_id)
     assert control.cancel(job_id, now=False).state is JobState.CANCELLING
     connection.execute("UPDATE jobs SET state = 'FAILED'")
-    with pytest.raises(NotFound, match=f"the files of job {job_id} are gone") as caught:
+    with pytest.raises(NotFound, match=f"the run directory of job {job_id} was removed") as caught:
         control.resume(job_id, max_steps=0, from_step=0)
     assert str(tmp_path) not in str(caught.value)
     assert caught.value.hint

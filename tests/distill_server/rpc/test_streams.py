@@ -39,13 +39,13 @@ def test_files_of_a_job_that_were_removed(server: Server, client: DistillClient)
     blocker = client.submit(job_config("pause=1", max_steps=1000))
     job = client.submit(job_config(max_steps=4))
     shutil.rmtree(server.runs / job.id)
-    with pytest.raises(NotFound, match=r"files .* are gone"):
+    with pytest.raises(NotFound, match=r"run directory .* was removed"):
         list(client.logs(job.id))
     client.cancel(blocker.id, now=True)
     # Nothing was in them yet that the server does not know.
     assert client.wait(job.id, timeout=20).state is JobState.SUCCEEDED
     shutil.rmtree(server.runs / job.id)
-    with pytest.raises(NotFound, match=r"files .* are gone"):
+    with pytest.raises(NotFound, match=r"run directory .* was removed"):
         client.resume(job.id, max_steps=8)
 
 
@@ -150,9 +150,9 @@ def test_pull_of_a_checkpoint_by_its_evaluation(
     assert (tmp_path / "next" / "weights.bin").read_bytes() == bytes([15]) * 1000
     for step in (5, 15):
         shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
-    with pytest.raises(NotFound, match=r"was evaluated; .*, or one of 20"):
+    with pytest.raises(NotFound, match=r"was evaluated; .*, or one of the steps 20"):
         client.pull(job.id, "none", checkpoint="best")
-    with pytest.raises(NotFound, match="no checkpoint of step 5; there are: 20"):
+    with pytest.raises(NotFound, match="no checkpoint of step 5; choose one of 20"):
         pull_run(run, "none", checkpoint=5)
 
 

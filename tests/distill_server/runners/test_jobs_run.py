@@ -310,5 +310,5 @@ def test_list(client: DistillClient, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wait_times_out(client: DistillClient) -> None:
     job = client.submit(job_config(max_steps=100_000))
-    with pytest.raises(TimedOut, match=f"{job.id} is not over after 0.3 s"):
+    with pytest.raises(TimedOut, match=f"{job.id} did not end within 0.3 s"):
         client.wait(job.id, timeout=0.3)
