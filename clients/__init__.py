@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import protos  # noqa: F401  # before any of its users imports gRPC
+
 if TYPE_CHECKING:
     from clients.config.capture import CaptureJob
     from clients.config.file import load_job

@@ -1,1 +1,9 @@
 """The contract between the programs: messages, the row codec, errors and transport."""
+
+import os
+
+# gRPC restarts its poller in every forked child. Python may have closed the poller's descriptor
+# there: the child then prints a line of gRPC's log and aborts before it runs its command. No
+# program of this package uses gRPC in a forked child. gRPC reads the variable once, when it is
+# imported, so `clients` imports this package first.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -1,0 +1,73 @@
+"""A program that talks gRPC can fork: its children say nothing of gRPC's own, and do not die."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FORKS = 60
+# A `preexec_fn`, whatever it does, makes Python fork, where it would otherwise only spawn.
+PROGRAM = f"""
+import subprocess
+from clients.jobs.client import DistillClient
+import grpc
+from concurrent.futures import ThreadPoolExecutor
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+server = grpc.server(ThreadPoolExecutor(2))
+health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+with grpc.insecure_channel(f"127.0.0.1:{{port}}") as channel:
+    check = health_pb2_grpc.HealthStub(channel).Check
+    for _ in range({FORKS}):
+        check(health_pb2.HealthCheckRequest())
+        subprocess.run(["true"], preexec_fn=int, check=True)
+server.stop(0)
+"""
+
+
+# Fails at the import of gRPC when it may still follow forks.
+WATCHED = """
+import importlib, os, sys
+
+class Watch:
+    def find_spec(self, name, path, target=None):
+        if name == "grpc":
+            print("grpc")
+            assert os.environ.get("GRPC_ENABLE_FORK_SUPPORT") == "0", "imported too early"
+
+sys.meta_path.insert(0, Watch())
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ["clients.cli.app", "clients.jobs.client"],
+        ["clients.teacher.client"],
+        ["distill_server.__main__", "distill_server.server"],
+        ["teacher_service.__main__", "teacher_service.program"],
+        ["student_trainer.__main__"],
+    ],
+    ids=lambda modules: modules[0],
+)
+def test_grpc_is_told_before_it_is_imported(modules: list[str]) -> None:
+    command = [sys.executable, "-c", WATCHED, *modules]
+    environment = {k: v for k, v in os.environ.items() if k != "GRPC_ENABLE_FORK_SUPPORT"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "grpc\n"
+
+
+def test_children_of_a_program_with_connections_are_left_alone() -> None:
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
