@@ -20,7 +20,7 @@ from protos.errors import DistillError, InternalFault
 from student_trainer.rewards.sample import RewardSample
 from student_trainer.rewards.scorers import Scorer, make_scorer
 
-# Algebra on the text of a model can use all memory. A user's function may need much memory.
+# Algebra on the text of a model can use all memory. A user's function has no limit: it may need it.
 _BYTES_OF_ALGEBRA = 16 << 30
 
 
