@@ -1,4 +1,7 @@
-"""The dashboard's pages and what they ask for. Who may ask is decided before, in gate.py."""
+"""The web application of the dashboard: static pages, JSON, event streams and actions.
+
+Access control is in gate.py, in front of this application.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,11 @@ class _Resume(_Wish):
 
 @dataclass(frozen=True)
 class Pages:
-    """The parts of the server that the pages show and change."""
+    """The request handlers: starlette endpoints, which take a request and return a response.
+
+    They raise DistillError, which the application turns into an HTTP error. `has_tokens`: the
+    server requires tokens. `exposition` returns the Prometheus metrics.
+    """
 
     store: Store
     runs: Path
@@ -69,7 +76,7 @@ class Pages:
     turns: Turns = field(default_factory=Turns)
 
     async def access(self, request: Request) -> Response:
-        """What the reader may do here."""
+        """GET /api/access: the caller's role, and whether it may cancel and resume jobs."""
         role: Role = request.scope["role"]
         return JSONResponse(
             {
@@ -80,18 +87,22 @@ class Pages:
         )
 
     async def jobs(self, request: Request) -> Response:
+        """GET /api/jobs: one page of jobs and the counts by state, as JSON."""
         return JSONResponse(await self.turns.take(self._lister(request)))
 
     async def jobs_events(self, request: Request) -> Response:
+        """GET /api/events: the same page as an event stream, sent again when it changes."""
         return feed(list_messages(self.bells, self.turns, self._lister(request)))
 
     def _lister(self, request: Request) -> Callable[[], Mapping[str, Any]]:
-        """What gives the page that is asked for, as it is by then."""
+        """Return a function that reads the requested page from the store at each call."""
         given = request.query_params
         before = self.store.resolve(given["before"]).id if given.get("before") else ""
         state, search = _state(given.get("state")), given.get("search", "")
         if len(search) > _MOST_SEARCH_CHARS:
-            raise InvalidInput(f"longer than {_MOST_SEARCH_CHARS} characters", field="search")
+            raise InvalidInput(
+                f"the search is longer than {_MOST_SEARCH_CHARS} characters", field="search"
+            )
 
         def page() -> Mapping[str, Any]:
             jobs = self.store.page(state=state, limit=_PAGE_JOBS, before_id=before, search=search)
@@ -101,7 +112,7 @@ class Pages:
         return page
 
     def _row(self, job: Job) -> Mapping[str, Any]:
-        """With the time that is left, as `distill watch` tells it."""
+        """Return a job's record with the remaining time, computed as in `distill watch`."""
         progress = JobView(job.id, attempt=job.attempt, max_steps=job.max_steps)
         if job.state is JobState.RUNNING:
             for event in self.store.events(job.id, max(0, job.last_seq - WINDOW), WINDOW):
@@ -109,10 +120,12 @@ class Pages:
         return {**job_record(job), "seconds_left": progress.seconds_left}
 
     async def job(self, request: Request) -> Response:
+        """GET /api/jobs/JOB: one job with its configuration."""
         job = self.store.resolve(request.path_params["job"])
         return JSONResponse(job_record(job, with_config=True))
 
     async def events(self, request: Request) -> Response:
+        """GET /api/jobs/JOB/events: a stream of the job's events after `Last-Event-ID`."""
         job = self.store.resolve(request.path_params["job"])
         after = _number(request.headers.get("last-event-id", "0"), "Last-Event-ID")
         if after > job.last_seq:
@@ -120,6 +133,11 @@ class Pages:
         return feed(job_messages(self.store, self.bells, job.id, after))
 
     async def log(self, request: Request) -> Response:
+        """GET /api/jobs/JOB/log: a stream of an attempt's log; `attempt` defaults to the newest.
+
+        It starts after `Last-Event-ID` (ATTEMPT:OFFSET) if that is of the same attempt, else with
+        the last 500 lines.
+        """
         job = self.store.resolve(request.path_params["job"])
         attempt, _, offset = request.headers.get("last-event-id", "0:0").partition(":")
         asked = _number(request.query_params.get("attempt", str(job.attempt)), "attempt")
@@ -134,20 +152,24 @@ class Pages:
         return feed(log_messages(pieces))
 
     async def sample_steps(self, request: Request) -> Response:
+        """GET /api/jobs/JOB/samples: the steps that have transcripts, newest first."""
         run = self._run(request)
         return JSONResponse({"steps": await asyncio.to_thread(sample_steps, run)})
 
     async def samples(self, request: Request) -> Response:
+        """GET /api/jobs/JOB/samples/STEP: the first transcripts of a step."""
         run = self._run(request)
         records = await asyncio.to_thread(samples_of, run, request.path_params["step"])
         return JSONResponse({"samples": records})
 
     async def cancel(self, request: Request) -> Response:
+        """POST /api/jobs/JOB/cancel with {"now": BOOL}: cancel the job and return it."""
         wish = await _wish(request, _Cancel)
         job = self.control.cancel(request.path_params["job"], now=wish.now)
         return JSONResponse(job_record(job))
 
     async def resume(self, request: Request) -> Response:
+        """POST /api/jobs/JOB/resume with {"max_steps": N, "from_step": N}: resume the job."""
         wish = await _wish(request, _Resume)
         job = await self.control.resume_checked(
             request.path_params["job"], max_steps=wish.max_steps, from_step=wish.from_step
@@ -155,9 +177,11 @@ class Pages:
         return JSONResponse(job_record(job))
 
     async def seen_teachers(self, request: Request) -> Response:
+        """GET /api/teachers: load and cache of the teachers of active jobs."""
         return JSONResponse({"teachers": await self.teachers.look()})
 
     async def metrics(self, request: Request) -> Response:
+        """GET /metrics: the server's metrics in the text format of Prometheus."""
         return Response(self.exposition(), media_type="text/plain; version=0.0.4")
 
     def _run(self, request: Request) -> RunDirectory:
@@ -165,7 +189,7 @@ class Pages:
 
 
 def make_app(pages: Pages, *, tokens: Tokens, host: str) -> ASGIApp:
-    """The application behind its gate."""
+    """Build the application with its access control. `host` is the address it listens on."""
     a_job = "/api/jobs/{job}"
     routes = [
         Route("/api/access", pages.access),
@@ -198,12 +222,14 @@ async def _no_page(request: Request, error: Exception) -> Response:
 
 
 async def _wish(request: Request, kind: type[_W]) -> _W:
-    """The body, a small JSON object. Raises InvalidInput."""
+    """Parse the request body, a JSON object of at most 4 KiB. Raises InvalidInput."""
     body = b""
     async for part in request.stream():
         body += part
         if len(body) > _MOST_BODY_BYTES:
-            raise InvalidInput(f"longer than {_MOST_BODY_BYTES} bytes", field="body")
+            raise InvalidInput(
+                f"the request body is longer than {_MOST_BODY_BYTES} bytes", field="body"
+            )
     try:
         return kind.model_validate_json(body or b"{}")
     except ValidationError as error:
@@ -214,11 +240,11 @@ async def _wish(request: Request, kind: type[_W]) -> _W:
 
 def _state(name: str | None) -> JobState | None:
     if name and name not in JobState.__members__:
-        raise InvalidInput(f"there is no state {name}", field="state")
+        raise InvalidInput(f"there is no job state {name!r}", field="state")
     return JobState(name) if name else None
 
 
 def _number(text: str, field: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise InvalidInput("not a number", field=field)
+        raise InvalidInput(f"{text[:20]!r} is not a whole number", field=field)
     return int(text)

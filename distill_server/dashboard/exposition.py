@@ -1,5 +1,6 @@
-"""What Prometheus reads of a distill server. Every number is the database's: a restart of the
-server loses none.
+"""Prometheus metrics of a distill server.
+
+All numbers are read from the database at each scrape, so they survive a restart of the server.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ class _Jobs(Collector):
         attempts, retries = self._store.attempt_counts()
         yield CounterMetricFamily(_PREFIX + "attempts", "Attempts of all jobs.", attempts)
         yield CounterMetricFamily(
-            _PREFIX + "retries", "Attempts that followed a trainer's death.", retries
+            _PREFIX + "retries", "Attempts that were started because a trainer died.", retries
         )
-        yield GaugeMetricFamily(_PREFIX + "slots", "Jobs that may run at once.", self._slots)
+        yield GaugeMetricFamily(_PREFIX + "slots", "Jobs that can run at once.", self._slots)
         yield GaugeMetricFamily(
-            _PREFIX + "queue_seconds", "Age of the job that is next.", self._queue_seconds()
+            _PREFIX + "queue_seconds",
+            "Age of the next job in the queue; 0 if the queue is empty.",
+            self._queue_seconds(),
         )
 
     def _queue_seconds(self) -> float:
@@ -43,7 +46,10 @@ class _Jobs(Collector):
 
 
 def exposition(store: Store, slots: int) -> Callable[[], bytes]:
-    """The page, made anew with each call."""
+    """Return a function that renders the current metrics in the text format of Prometheus.
+
+    `slots` is the number of jobs that can run at once.
+    """
     registry = CollectorRegistry()
     registry.register(_Jobs(store, slots))
     return lambda: generate_latest(registry)

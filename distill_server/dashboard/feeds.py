@@ -1,6 +1,7 @@
-"""Server-sent events: the list of jobs; a job's steps and an attempt's log, from where a reader
-left off: their messages carry ids, and a reader that comes back sends the last one as
-`Last-Event-ID`.
+"""Server-sent event streams: the list of jobs, a job's events and the log of an attempt.
+
+Messages of events and logs carry ids. A client that reconnects sends its last id as `Last-Event-ID`
+and receives the messages after it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from protos.errors import DistillError
 
 _PAGE_EVENTS = 200
 _SECONDS_BETWEEN_LOOKS = 1.0
-# What a page needs for its curves of what is past, however long the job is.
+# The number of points sent for the steps before the page was opened, for jobs of any length.
 _MOST_POINTS = 1500
 _HEARTBEAT_SECONDS = 15.0
 
@@ -34,12 +35,15 @@ _Seen = TypeVar("_Seen")
 
 
 def feed(messages: Messages) -> StreamingResponse:
-    """The answer that sends the messages, and tells of a fault as the last one of them."""
+    """Return the response that streams the messages.
+
+    A DistillError ends the stream with a `fault` message.
+    """
     return StreamingResponse(_kept_alive(_told(messages)), media_type="text/event-stream")
 
 
 def message(kind: str, value: Any, last_id: str = "") -> str:
-    """One event; JSON has no line breaks of its own."""
+    """Format one server-sent event. Its data is JSON, which contains no line breaks."""
     head = f"id: {last_id}\n" if last_id else ""
     return f"{head}event: {kind}\ndata: {json.dumps(value)}\n\n"
 
@@ -47,7 +51,11 @@ def message(kind: str, value: Any, last_id: str = "") -> str:
 async def job_messages(
     store: Store, bells: ChangeNotifier, job_id: str, after_seq: int
 ) -> Messages:
-    """`steps`: lists of events, those of the past thinned; it ends with the server only."""
+    """Yield `steps` messages: lists of a job's events after `after_seq`.
+
+    Events before the call are thinned to about 1,500 points; later ones are sent as they come. The
+    stream ends only when the server stops.
+    """
     until = store.job(job_id).last_seq
     group = -(-(until - after_seq) // _MOST_POINTS)
     seq = after_seq
@@ -60,19 +68,22 @@ async def job_messages(
         records = [event_record(event) for event in thinned(page, group if seq < until else 1)]
         seq = page[-1].seq
         yield message("steps", records, str(seq))
-        # A long history is many pages, and others use this loop.
+        # Let other tasks run: a long history is many pages.
         await asyncio.sleep(0)
 
 
 class Turns:
-    """Of those who look at all jobs, on the loop that also serves everybody else: one at a time,
-    and then the others have as long. A search in ten thousand jobs takes 30 ms.
+    """Limits queries over all jobs to half of the event loop's time.
+
+    Such a query blocks the loop: a search in ten thousand jobs takes 30 ms. Queries run one at a
+    time, and after each one other tasks get the loop for as long as the query took.
     """
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
     async def take(self, look: Callable[[], _Seen]) -> _Seen:
+        """Wait for this query's turn, run it and return its result."""
         async with self._turn:
             began = time.monotonic()
             seen = look()
@@ -81,9 +92,10 @@ class Turns:
 
 
 async def list_messages(bells: ChangeNotifier, turns: Turns, look: Callable[[], Any]) -> Messages:
-    """`page`: what `look` sees, whenever that is something else; it ends with the server only.
+    """Yield `page` messages: the result of `look`, each time it differs from the last one.
 
-    Running jobs change with every step: looks are a second apart.
+    Running jobs change with every step, so queries are at least a second apart. The stream ends
+    only when the server stops.
     """
     seen: Any = None
     while True:
@@ -97,7 +109,7 @@ async def list_messages(bells: ChangeNotifier, turns: Turns, look: Callable[[], 
 
 
 async def log_messages(pieces: AsyncIterator[LogPiece]) -> Messages:
-    """`text` with id ATTEMPT:OFFSET, then `over`."""
+    """Yield `text` messages with id ATTEMPT:OFFSET, and `over` at the end of the attempt."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     async for piece in pieces:
         text = decoder.decode(piece.data)
@@ -106,8 +118,10 @@ async def log_messages(pieces: AsyncIterator[LogPiece]) -> Messages:
 
 
 def thinned(events: Sequence[JobEvent], group: int) -> list[JobEvent]:
-    """Every `group` successive events of an attempt as their last one, with the means of their
-    metrics: an evaluation among them is kept.
+    """Merge each `group` consecutive events of an attempt into the last one of the group.
+
+    Each metric becomes its mean over the events that have it, so the metrics of an evaluation are
+    kept.
     """
     kept: list[JobEvent] = []
     pending: list[JobEvent] = []
@@ -138,7 +152,7 @@ async def _told(messages: Messages) -> Messages:
 
 
 async def _kept_alive(messages: Messages) -> Messages:
-    """The messages, and a comment now and then: silence means a broken connection."""
+    """Add a comment after 15 s without a message, so that clients can detect a lost connection."""
     pending: asyncio.Future[str] | None = None
     try:
         while True:

@@ -1,7 +1,7 @@
-"""What stands before every answer: who may ask, and what a browser may do with what it gets.
+"""Access control and security headers for every request to the dashboard.
 
-A token comes in the header `Authorization: Bearer TOKEN` and nowhere else: neither a cookie, which
-a browser would send for a stranger's page, nor a URL, which ends up in logs and histories.
+The token is accepted only in the header `Authorization: Bearer TOKEN`: not in a cookie, which a
+browser also sends for another site's page, and not in a URL, which ends up in logs and histories.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from protos.errors import DistillError, Forbidden, Unauthenticated
 from protos.rpc.transport import is_loopback
 
 STATIC = Path(__file__).with_name("static")
-# The page itself holds nothing of anybody; without it nobody could type a token.
+# The page's own files need no token: they hold no data, and users enter the token in the page.
 _OPEN = frozenset({"/", *(f"/{path.name}" for path in STATIC.iterdir())})
 _READING = frozenset({"GET", "HEAD"})
 _HEADERS = {
-    # Trusted types: even a mistake of ours cannot turn a job's name into markup.
+    # Trusted types: even a defect in the page's scripts cannot turn a job's name into markup.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
     " img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
@@ -33,14 +33,14 @@ _HEADERS = {
 
 
 class Gate:
-    """Refuses by default: reading needs the read role, everything else the submit role.
+    """ASGI middleware: GET and HEAD need role read, all other methods role submit.
 
-    A server without tokens may be read by everybody who reaches it, and changed by nobody: a web
-    page that its owner happens to visit reaches it too.
+    Without tokens, the dashboard is read-only for everyone who can reach it: any web page that a
+    user opens can send requests to it.
     """
 
     def __init__(self, app: ASGIApp, *, tokens: Tokens, host: str) -> None:
-        """`host`: what the server listens on."""
+        """`host` is the address that the server listens on."""
         self._app = app
         self._tokens = tokens
         self._host = host
@@ -64,7 +64,11 @@ class Gate:
         await self._app(scope, receive, guarded)
 
     def _admit(self, scope: Scope) -> Role | None:
-        """The caller's role; None for the open page. Raises Forbidden or Unauthenticated."""
+        """Return the caller's role, or None for the files that need no token.
+
+        Raises Unauthenticated without a known token, Forbidden if the role or the host name is
+        wrong.
+        """
         headers = Headers(scope=scope)
         self._require_our_name(headers.get("host", ""))
         reading = scope["method"] in _READING
@@ -74,23 +78,31 @@ class Gate:
             if reading:
                 return Role.READ
             raise Forbidden(
-                "this server asks for no tokens, so its dashboard only shows",
-                hint="start it with --token-file, or use the command line",
+                "this server has no tokens, so its dashboard is read-only",
+                hint="start the server with --token-file, or use the command line",
             )
         role = self._tokens.role_in(headers.items())
         if role is None:
-            raise Unauthenticated("give a token that the server knows", hint="distill token")
+            raise Unauthenticated(
+                "the token is missing, or the server does not know it",
+                hint="enter a token of the server's --token-file; distill token creates one",
+            )
         if not reading and role < Role.SUBMIT:
-            raise Forbidden("this token may only read", hint="use one of role submit")
+            raise Forbidden("this token has role read", hint="use a token with role submit")
         return role
 
     def _require_our_name(self, given: str) -> None:
-        """A stranger's page can name its own host and let that name lead to this machine."""
+        """Refuse unknown host names on loopback, to prevent DNS rebinding.
+
+        Otherwise another site's page could point its own host name at this machine and read the
+        responses.
+        """
         if not is_loopback(self._host):
             return
         name = given.rpartition(":")[0] if not given.endswith("]") else given
         name = (name or given).strip("[]")
         if not is_loopback(name):
             raise Forbidden(
-                f"this server is not called {name!r}", hint=f"use http://{self._host}:PORT"
+                f"requests for host {name!r} are refused on loopback",
+                hint=f"use http://{self._host}:PORT",
             )

@@ -1,7 +1,7 @@
-"""The dashboard's port: uvicorn on the event loop of the gRPC server, and what it bears with.
+"""Runs the dashboard with uvicorn on the event loop of the gRPC server, with limits for clients.
 
-uvicorn limits neither how long a request may take to come nor how long a reader may let an answer
-wait; both are bounded here, and so is the number of connections.
+uvicorn has no timeout for a request that arrives slowly, nor for a client that does not read its
+response. This module adds both, and a limit on the number of connections.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from protos.errors import InvalidInput
 
 log = logging.getLogger(__name__)
 
-# A browser opens up to six; more are closed at once.
+# A browser opens up to six. Connections beyond the limit are closed at once.
 MAX_CONNECTIONS = 256
-# For a request to come as a whole, and for a reader to take some of an answer that waits for it.
+# The time for a whole request to arrive, and for a client to read some of a blocked response.
 PATIENCE_SECONDS = 10.0
 _GRACE_SECONDS = 3
 _MAX_HEADERS_BYTES = 16 << 10
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0: any free one. Raises InvalidInput."""
+    """Return a listening socket; port 0 picks a free port. Raises InvalidInput if it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
@@ -46,7 +46,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def listening(app: ASGIApp, sock: socket.socket, tls: TlsFiles) -> AsyncIterator[None]:
-    """Serve `app` on the socket within the block, then let running answers end."""
+    """Serve `app` on the socket within the block, then give running responses 3 s to finish."""
     server = _Server(
         uvicorn.Config(
             app,
@@ -87,25 +87,25 @@ def _tls_options(tls: TlsFiles) -> dict[str, Any]:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to protos.rpc.server, which ends everything in order."""
+        """Install no signal handlers: protos.rpc.server handles signals for the whole process."""
         yield
 
 
 class _Connection(H11Protocol):
-    """One that is cut when half a request, or an answer nobody reads, has waited too long."""
+    """A connection that is closed if a request arrives too slowly or a response is not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._request, self._reader = _Patience(transport), _Patience(transport)
         if len(self.connections) > MAX_CONNECTIONS:
-            log.warning("more than %d connections; one was closed", MAX_CONNECTIONS)
+            log.warning("the dashboard has %d connections; a new one was closed", MAX_CONNECTIONS)
             transport.abort()
             return
         self._request.start()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # The clock of the first byte goes on: a request that trickles in comes to an end too.
+        # Later bytes do not restart the timer, so a request that trickles in is cut off, too.
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             self._request.start()
         else:
@@ -126,7 +126,7 @@ class _Connection(H11Protocol):
 
 
 class _Patience:
-    """Cuts a connection unless it is stopped in time; starting it twice changes nothing."""
+    """A timer that closes a connection unless it is stopped; a second start has no effect."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport

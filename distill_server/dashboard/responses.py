@@ -1,4 +1,4 @@
-"""Values of the server as JSON, and its faults as HTTP."""
+"""Conversion of jobs and events to JSON records, and of errors to HTTP responses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STATUS = {
 
 
 def job_record(job: Job, *, with_config: bool = False) -> dict[str, Any]:
-    """A job as the pages read it; `config` is an object."""
+    """Return a job as a JSON record; `with_config` adds the configuration as an object."""
     record = asdict(job)
     config = json.loads(record.pop("config_json"))
     del record["checkpoints"]
@@ -34,11 +34,12 @@ def job_record(job: Job, *, with_config: bool = False) -> dict[str, Any]:
 
 
 def event_record(event: JobEvent) -> dict[str, Any]:
+    """Return an event of a job as a JSON record."""
     return asdict(event)
 
 
 def fault_record(fault: DistillError) -> dict[str, Any]:
-    """As `distill --json` tells it."""
+    """Return an error as a JSON record, with the same keys as in `distill --json`."""
     return {
         "code": fault.code,
         "message": fault.message,
@@ -48,11 +49,16 @@ def fault_record(fault: DistillError) -> dict[str, Any]:
 
 
 def fault_answer(fault: DistillError) -> Response:
+    """Return an HTTP response with the error's record and the status of its code, else 500."""
     status = _STATUS.get(fault.code, 500)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return JSONResponse({"error": fault_record(fault)}, status, headers)
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    """For the application: a fault as it is, a defect as an id that is also in the log."""
+    """The application's error handler.
+
+    A DistillError is returned as it is. Of any other error, only an id is returned, which is also
+    in the server's log.
+    """
     return fault_answer(public_error(error, request.url.path))

@@ -1,4 +1,4 @@
-"""Transcripts that a trainer left: `samples/step-000050.jsonl`, one object a line."""
+"""Reads the transcripts of a run: `samples/step-000050.jsonl`, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from clients.runs.directory import RunDirectory
 from protos.errors import NotFound
 
-# Of one file: the rest is for `distill pull` and an editor.
+# Limits for one file. `distill pull` downloads the whole file.
 _MOST_BYTES, _MOST_SAMPLES = 512 << 10, 50
 _NAME = re.compile(r"step-(\d+)\.jsonl")
 
 
 def sample_steps(run: RunDirectory) -> list[int]:
-    """The steps that have transcripts, the newest first."""
+    """Return the steps that have transcripts, newest first."""
     try:
         names = os.listdir(run.samples)
     except OSError:
@@ -26,13 +26,16 @@ def sample_steps(run: RunDirectory) -> list[int]:
 
 
 def samples_of(run: RunDirectory, step: int) -> list[dict[str, Any]]:
-    """The first transcripts of a step. Raises NotFound."""
+    """Return up to 50 transcripts of a step, from the first 512 KiB of its file.
+
+    Lines that are not JSON objects are skipped. Raises NotFound if the step has no file.
+    """
     records: list[dict[str, Any]] = []
     for line in _read(run.samples / f"step-{step:06d}.jsonl").splitlines()[:_MOST_SAMPLES]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            continue  # cut off by the limit, or by a killed trainer
+            continue  # cut off by the limit, or written by a trainer that was killed
         if isinstance(record, dict):
             records.append(record)
     return records

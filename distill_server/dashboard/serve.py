@@ -1,4 +1,4 @@
-"""The dashboard as one part of a server."""
+"""Starts the dashboard as a part of a server."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from protos.rpc.server import Endpoint
 
 @dataclass(frozen=True)
 class Dashboard:
-    """A port beside that of gRPC: at the same address, for the same tokens, with the same TLS.
+    """The settings of the dashboard. It uses the address, tokens and TLS of the gRPC port.
 
-    `on_ready` gets its URL once the server listens.
+    `port` 0 picks a free port. `on_ready` is called with the URL once the server listens.
     """
 
     port: int = 0
@@ -41,8 +41,10 @@ class Dashboard:
         streams: Streams,
         slots: int,
     ) -> AsyncIterator[str]:
-        """Serve within the block; gives the URL. Raises InvalidInput where strangers could read,
-        and for a port that is taken.
+        """Serve the dashboard within the block and yield its URL.
+
+        Raises InvalidInput if the port is taken, or if other machines can reach the address without
+        tokens and TLS (unless the endpoint is `insecure`).
         """
         endpoint.require_usable()
         pages = Pages(

@@ -1,4 +1,7 @@
-"""What the teachers of running jobs do now. A dead one costs its readers two seconds."""
+"""Current load and cache statistics of the teachers of active jobs.
+
+A teacher that does not answer delays the result by two seconds.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +25,29 @@ from protos.rpc.channel import TEACHER_TOKEN, open_channel
 from protos.rpc.statuses import fault_of
 
 _ANSWER_SECONDS = 2.0
-# However many people look: a teacher is asked no oftener.
+# A teacher is asked at most once in this time, however many users view the page.
 _FRESH_SECONDS = 2.0
 _MOST_TEACHERS = 32
 _ACTIVE = (JobState.PREPARING, JobState.RUNNING, JobState.CANCELLING)
 
 
 class Teachers:
-    """Asks each teacher once for all who look at the page."""
+    """Requests info from each teacher and shares the result among all viewers for two seconds."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = asyncio.Lock()
-        # Of its own: the loop's few threads read files for clients, who must not wait for the dead.
+        # A pool of its own: the event loop's few default threads read files for clients and must
+        # not wait for teachers that do not answer.
         self._threads = ThreadPoolExecutor(_MOST_TEACHERS, "teachers")
         self._seen: list[dict[str, Any]] = []
         self._seen_at = -_FRESH_SECONDS
 
     async def look(self) -> Sequence[Mapping[str, Any]]:
-        """A record for each teacher: its `address`, the `jobs` it serves, and `info` and `load`,
-        or the `fault`.
+        """Return one record per teacher: `address`, `jobs` (ids), and `info`, `load` and `at`.
+
+        A teacher that fails has `fault`, the error's record, in place of the last three. At most 32
+        teachers are listed.
         """
         async with self._lock:
             if time.monotonic() - self._seen_at >= _FRESH_SECONDS:
@@ -59,7 +65,7 @@ class Teachers:
 
 
 def addresses(jobs: Sequence[Job]) -> dict[str, list[str]]:
-    """The ids of the jobs by the address of each teacher that they name."""
+    """Return the ids of the jobs by the address of each teacher that they use."""
     found: dict[str, list[str]] = {}
     for job in jobs:
         for address in dict.fromkeys(_addresses(json.loads(job.config_json))):
@@ -68,7 +74,7 @@ def addresses(jobs: Sequence[Job]) -> dict[str, list[str]]:
 
 
 def _addresses(config: Mapping[str, Any]) -> Iterator[str]:
-    """Every kind of job has `teacher.address`, or `teachers` by name, or no teacher."""
+    """Yield the teacher addresses of a job: `teacher.address`, or those of all `teachers`."""
     several = config.get("teachers") or {}
     alone = (config.get("teacher") or {}).get("address")
     for given in several.values() if several else [alone]:

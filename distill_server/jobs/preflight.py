@@ -45,7 +45,10 @@ class JobPreflight:
     """Checks jobs in its own threads; concurrent submits share one request to each teacher."""
 
     def __init__(self, *, packages: bool = True) -> None:
-        """`packages`: also check that this Python has what trainers import; not so with Ray."""
+        """`packages`: also check that this Python has the packages that trainers import.
+
+        Use False for Ray, whose nodes run the trainers.
+        """
         self._packages = packages
         self._lookers = ThreadPoolExecutor(_LOOKERS, "preflight-files")
         # A pool of its own, so that checks of files do not wait for teachers that do not answer.

@@ -1,12 +1,13 @@
-// Cancel and resume, for whoever gave a token that may.
+// The cancel and resume buttons and their dialogs, for users whose token has role submit.
 
 import {el} from "./dom.js";
 import {Fault, post} from "./server.js";
 
 const ENDED = ["SUCCEEDED", "FAILED", "CANCELLED"];
 
+/** The buttons of one job. */
 export class Actions {
-  /** `learn` gets the job as it is after the wish. */
+  /** `learn` is called with the job's record after a cancel or resume. */
   constructor(learn) {
     this.learn = learn;
     this.fault = el("p", {class: "fault", role: "alert", hidden: true});
@@ -15,7 +16,7 @@ export class Actions {
     this.element = el("div", {class: "actions"}, this.buttons, this.fault, this.dialog);
   }
 
-  /** The buttons that the job's state allows. */
+  /** Shows the button that the job's state allows. */
   offer(job) {
     this.job = job;
     this.fault.hidden = true;
@@ -29,13 +30,13 @@ export class Actions {
     const running = this.job.state !== "QUEUED";
     this.ask(`Cancel ${this.job.id}?`, [
       el("p", {}, running
-        ? "It saves a checkpoint first, so that it can be resumed from where it is."
-        : "It has not begun."),
+        ? "The job first saves a checkpoint, so that it can be resumed from its current step."
+        : "The job has not started yet."),
     ], [
       ["Cancel the job", "danger", () => this.send("cancel", {now: false})],
-      running ? ["Stop at once, without a checkpoint", "danger",
+      running ? ["Cancel without a checkpoint", "danger",
         () => this.send("cancel", {now: true})] : null,
-      ["Keep it", "", () => {}],
+      ["Close", "", () => {}],
     ]);
   }
 
@@ -43,14 +44,14 @@ export class Actions {
     const done = this.job.state === "SUCCEEDED";
     const field = (id, hint) => el("input", {id, type: "number", min: 1, placeholder: hint});
     const steps = field("resume-steps", done ? `more than ${this.job.max_steps}` : "as before");
-    const from = field("resume-from", "the newest");
+    const from = field("resume-from", "newest");
     this.ask(`Resume ${this.job.id}?`, [
       el("label", {for: steps.id}, "Train to step"), steps,
-      el("label", {for: from.id}, "From the checkpoint of step"), from,
+      el("label", {for: from.id}, "Start from the checkpoint of step"), from,
     ], [
       ["Resume the job", "strong", () => this.send("resume",
         {max_steps: Number(steps.value) || 0, from_step: Number(from.value) || 0})],
-      ["Leave it", "", () => {}],
+      ["Close", "", () => {}],
     ]);
   }
 

@@ -1,8 +1,8 @@
-// Where the ticks of an axis go, and where a value is on it.
+// Axes: the values of ticks, the range of an axis, and the position of a value on it.
 
 const MOST_TICKS = 6;
 
-/** About `count` round numbers from `low` to `high`. */
+/** Returns about `count` round numbers from `low` to `high`. */
 export function linearTicks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -14,7 +14,8 @@ export function linearTicks(low, high, count) {
   return ticks;
 }
 
-/** Powers of ten; with 3, or 2 and 5, between them where few are in sight. */
+/** Returns the powers of ten from `low` to `high`, at most six. If there are few, also their
+ *  multiples by 3, or by 2 and 5. */
 export function logTicks(low, high) {
   for (const digits of [[1, 2, 5], [1, 3], [1]]) {
     const ticks = powers(low, high, digits);
@@ -37,7 +38,8 @@ function powers(low, high, digits) {
   return ticks;
 }
 
-/** Room around the values: `{low, high, log}`. */
+/** Returns the range of an axis for these values, with a margin: `{low, high, log}`. `zero`: the
+ *  range includes 0. A log axis ignores values at or below 0. */
 export function domain(values, {log = false, zero = false} = {}) {
   let low = Infinity;
   let high = -Infinity;
@@ -58,7 +60,7 @@ function widened(low, high) {
   return {low: low / room, high: high * room, log: true};
 }
 
-/** Share of the way from the domain's low end to its high end. */
+/** Returns the position of a value on an axis: 0 at its low end, 1 at its high end. */
 export function share(value, {low, high, log}) {
   return log ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low);
 }

@@ -1,4 +1,4 @@
-// One chart: some metrics over the steps, with a reading by pointer or arrow keys.
+// A line chart of metrics over steps. Pointer and arrow keys select the step whose values it shows.
 
 import {domain, linearTicks, logTicks, share} from "./axes.js";
 import {el, setText, svg} from "./dom.js";
@@ -7,11 +7,13 @@ import {number, percent} from "./figures.js";
 const HEIGHT = 180;
 const MARGIN = {left: 46, right: 12, top: 10, bottom: 22};
 const MOST_COLOURS = 6;
-// So few points are dots as well: evaluations come every fifty steps.
+// Lines with at most this many points also get dots, so that rare evaluations are visible.
 const FEW_POINTS = 60;
 
+/** One chart with its legend. */
 export class Curve {
-  /** `spec`: title, unit, holds(name), label(name), log, zero, percent; see curves.js. */
+  /** `spec` has title and unit, and may have label(name), log, zero and percent; `holds(name)`
+   *  selects the metrics of the chart. See curves.js. */
   constructor(spec) {
     this.spec = spec;
     this.lines = [];
@@ -32,8 +34,8 @@ export class Curve {
       this.drawing, this.legend);
   }
 
-  /** Draws what the history has over its steps, which all charts share; a chart without a metric
-   *  is not shown. */
+  /** Draws the chart's metrics of a History. All charts have the same range of steps. A chart
+   *  without data is hidden. */
   draw(history) {
     const names = [...history.series.keys()].filter(this.spec.holds).sort(evaluationsLast);
     this.lines = names.map((name) => ({name, ...history.series.get(name)}))
@@ -90,7 +92,8 @@ export class Curve {
     return group;
   }
 
-  /** On the drawing; where several steps share a pixel, their lowest and highest. */
+  /** Returns the points of a line in pixels; if several steps share a pixel column, only the lowest
+   *  and the highest value. */
   points({steps, values}) {
     const columns = new Map();
     for (let i = 0; i < steps.length; i += 1) {
@@ -142,7 +145,7 @@ export class Curve {
     this.moveTo(steps[Math.min(steps.length - 1, Math.max(0, moves[event.key]))]);
   }
 
-  /** Reads every line at its step nearest to this one; null: at its end. */
+  /** Shows the values of all lines at the step nearest to `step`; null means the last step. */
   moveTo(step) {
     this.cursor = step;
     const told = this.lines.map((line, index) => {
@@ -174,7 +177,7 @@ function longest(lines) {
   return lines.reduce((most, line) => (line.steps.length > most.steps.length ? line : most));
 }
 
-/** Index of the step that is nearest, by halving. */
+/** Returns the index of the nearest step, by binary search in the ascending list. */
 function nearest(steps, wanted) {
   let low = 0;
   let high = steps.length - 1;

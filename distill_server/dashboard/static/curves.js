@@ -1,11 +1,11 @@
-// Which metrics make which chart; what no chart asks for is drawn under "Other metrics".
+// The charts of a job and their metrics. Metrics without a chart appear under "Other metrics".
 
 import {Curve} from "./curve.js";
 import {el} from "./dom.js";
 
 const rest = (prefix) => (name) => name.slice(prefix.length);
 const one = (...names) => (name) => names.includes(name);
-// `eval/anchor/kl` is of the anchor in the student's place.
+// `eval/anchor/...` are the metrics of the anchor, evaluated in place of the student.
 const evaluated = (name) => name.slice("eval/".length).replace("anchor/", "anchor's ");
 
 const CHARTS = [
@@ -19,7 +19,7 @@ const CHARTS = [
   },
   {
     title: "Reward",
-    unit: "of a step's answers",
+    unit: "over the answers of a step",
     holds: one("reward/mean", "reward/std"),
     label: rest("reward/"),
   },
@@ -54,7 +54,7 @@ const CHARTS = [
   {title: "Gradient", unit: "before clipping", holds: one("grad_norm"), label: () => "norm"},
 ];
 
-/** All charts of a job: `main` are those above, `others` come as metrics do. */
+/** All charts of a job: `main` holds those of CHARTS, `others` one chart for each other metric. */
 export class Curves {
   constructor() {
     this.curves = CHARTS.map((spec) => new Curve(spec));
@@ -63,9 +63,10 @@ export class Curves {
     this.grid = el("div", {class: "curves"});
     this.others = el("details", {hidden: true},
       el("summary", {}, "Other metrics"), this.grid);
-    this.nothing = el("p", {class: "hint"}, "No step has been made yet.");
+    this.nothing = el("p", {class: "hint"}, "No steps yet.");
   }
 
+  /** Draws all charts that have data in this History; `others` only while they are open. */
   draw(history) {
     for (const name of history.series.keys()) {
       if (this.known.has(name) || CHARTS.some((spec) => spec.holds(name))) continue;

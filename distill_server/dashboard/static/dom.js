@@ -1,15 +1,15 @@
-// Elements from values. Text becomes text nodes, never markup: nothing here, or anywhere else in
-// the dashboard, parses HTML.
+// Creates DOM elements. Strings become text nodes, never markup: no code of the dashboard parses
+// HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element: `el("a", {href: "#/"}, "Jobs")`. Attributes that are null or false are left out;
- *  functions are listeners. */
+/** Creates an HTML element: `el("a", {href: "#/"}, "Jobs")`. Attributes that are null or false are
+ *  left out; functions become event listeners. */
 export function el(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
 
-/** The same for drawings. */
+/** Creates an SVG element; arguments as in `el`. */
 export function svg(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
@@ -24,17 +24,17 @@ function filled(element, attributes, children) {
   return element;
 }
 
-/** Changes only what differs: a reader's selection and a screen reader's place survive. */
+/** Sets the text only if it differs, so that the selection and a screen reader's position stay. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** A job's state, told by its word and a colour. */
+/** Creates a coloured label with a job's state. */
 export function badge(state) {
   return el("span", {class: `badge ${state.toLowerCase()}`}, state.toLowerCase());
 }
 
-/** A bar of what is done; indeterminate where the end is not known. */
+/** Creates a progress bar, indeterminate if `maxSteps` is 0 (unknown). */
 export function bar(step, maxSteps, label) {
   const known = maxSteps > 0;
   return el("progress", {

@@ -1,6 +1,6 @@
-// Numbers and times as people read them; the same formats as the command line's.
+// Formats numbers and times for display, in the same formats as the command line.
 
-/** Four significant digits: `0.7410`, `12.3k`. */
+/** Formats a number with three or four significant digits: `0.741`, `12.3k`; "-" if not finite. */
 export function number(value) {
   if (value === undefined || value === null || !Number.isFinite(value)) return "-";
   const size = Math.abs(value);
@@ -11,11 +11,12 @@ export function number(value) {
   return size >= 1000 ? value.toFixed(0) : String(+value.toPrecision(4));
 }
 
+/** Formats a share from 0 to 1 as `42%`; "-" if not finite. */
 export function percent(share) {
   return Number.isFinite(share) ? `${Math.round(share * 100)}%` : "-";
 }
 
-/** `42s`, `3m20s`, `2h05m`, `3d04h`. */
+/** Formats seconds as `42s`, `3m20s`, `2h05m` or `3d04h`. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "-";
   const whole = Math.max(0, Math.round(seconds));
@@ -26,7 +27,7 @@ export function duration(seconds) {
   return `${Math.floor(whole / 86400)}d${two(Math.floor(whole / 3600) % 24)}h`;
 }
 
-/** `3m ago`; a server's clock may be a little ahead of ours. */
+/** Formats a Unix time as `3m ago`; never negative, because the server's clock may be ahead. */
 export function ago(time) {
   if (!time) return "-";
   const seconds = Math.max(0, Date.now() / 1000 - time);
@@ -35,17 +36,17 @@ export function ago(time) {
   return `${Math.floor(seconds / size)}${unit} ago`;
 }
 
-/** Date and time of this reader's place. */
+/** Formats a Unix time as date and time in the browser's locale and time zone. */
 export function moment(time) {
   return time ? new Date(time * 1000).toLocaleString() : "-";
 }
 
-/** The job's KL to its teacher: the bound of it where there is nothing else. */
+/** Returns the KL to the teacher, or else its lower bound, or else the KL to the anchor. */
 export function klOf(metrics) {
   return metrics["kl/teacher"] ?? metrics["kl/teacher_bound"] ?? metrics["kl/anchor"];
 }
 
-/** Share of a step's time that the trainer waits for the teacher. */
+/** Returns the share of a step's time for which the trainer waits for the teacher. */
 export function waitOf(metrics) {
   return metrics["time/teacher_wait"] / metrics["time/step"];
 }

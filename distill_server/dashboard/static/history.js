@@ -1,16 +1,18 @@
-// A job's metrics by name, from its events; what an attempt does again replaces what it was.
+// Collects a job's metrics from its events. Steps that a later attempt repeats are replaced.
 
 const CLOCK_STEPS = 40;
 
+/** The metrics of one job over its steps. */
 export class History {
   constructor() {
-    /** By metric: `{steps, values}`, two arrays of one length, steps ascending. */
+    /** `{steps, values}` by metric: two arrays of equal length, with steps ascending. */
     this.series = new Map();
     this.metrics = {};
     this.last = null;
     this.clock = [];
   }
 
+  /** Adds one event of the job. */
   add(record) {
     if (this.last && record.attempt !== this.last.attempt) this.clock = [];
     this.last = record;
@@ -31,7 +33,7 @@ export class History {
     values.push(value);
   }
 
-  /** The first step that has a metric, and the last. */
+  /** The first and the last step that have a metric: `{low, high}`. */
   get steps() {
     const ends = [...this.series.values()].filter(({steps}) => steps.length)
       .map(({steps}) => [steps[0], steps.at(-1)]);
@@ -41,7 +43,7 @@ export class History {
     };
   }
 
-  /** A resumed attempt goes back to its checkpoint: steps from there on come again. */
+  /** Removes the values from `step` on: a resumed attempt repeats the steps after its checkpoint. */
   forget(step) {
     for (const {steps, values} of this.series.values()) {
       while (steps.length && steps.at(-1) >= step) {
@@ -51,7 +53,7 @@ export class History {
     }
   }
 
-  /** At the pace of the last steps; null before there is one. */
+  /** The remaining seconds at the speed of the last 40 steps; null before two steps. */
   get secondsLeft() {
     if (this.last?.state !== "RUNNING" || this.clock.length < 2 || !this.last.max_steps) return null;
     const [[first, began], [last, now]] = [this.clock[0], this.clock.at(-1)];

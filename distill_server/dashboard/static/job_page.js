@@ -1,4 +1,4 @@
-// One job: how it fares now, its curves as they grow, its samples, log and configuration.
+// The page of one job: progress, live curves, samples, log and configuration.
 
 import {Actions} from "./actions.js";
 import {Curves} from "./curves.js";
@@ -12,6 +12,7 @@ import {facts} from "./teachers_page.js";
 
 const MS_BETWEEN_DRAWINGS = 200;
 
+/** Shows a job in `root`; returns the function that closes the page. */
 export function openJob(root, id, access) {
   const page = new JobPage(root, id, access);
   page.open();
@@ -91,14 +92,14 @@ class JobPage {
     });
     this.show();
     if (moved) this.refresh();
-    // Many events may come at once; they are drawn once.
+    // Many events may arrive at once, so draw only after a short delay.
     this.drawing ??= setTimeout(() => {
       this.drawing = null;
       this.draw();
     }, MS_BETWEEN_DRAWINGS);
   }
 
-  /** Times of a transition are not in its event. */
+  /** Reads the job again: its start and end times are not in its events. */
   async refresh() {
     try {
       this.learn(await get(`/api/jobs/${encodeURIComponent(this.job.id)}`));

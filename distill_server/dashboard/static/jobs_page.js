@@ -1,16 +1,17 @@
-// Jobs, newest first, a page at a time, as they change; of a state, and with words to search for.
+// The list of jobs, newest first, with pages, a filter by state and a search; updated live.
 
 import {badge, bar, el, setText} from "./dom.js";
 import {ago, duration, klOf, moment, number, percent, waitOf} from "./figures.js";
 import {follow} from "./server.js";
 
-// Of a reader who goes on typing.
+// The delay after the last keystroke before a search starts.
 const MS_BEFORE_SEARCH = 250;
-// "3m ago" grows old also where nothing else changes.
+// Redraw regularly, because texts such as "3m ago" change without any event.
 const MS_BETWEEN_DRAWINGS = 10000;
 const STATES = ["RUNNING", "QUEUED", "PREPARING", "CANCELLING", "SUCCEEDED", "FAILED", "CANCELLED"];
 const COLUMNS = ["Job", "State", "Progress", "Loss", "KL", "Tokens/s", "Wait", "ETA", "Submitted"];
 
+/** Shows the list of jobs in `root`; returns the function that closes the page. */
 export function openJobs(root) {
   const page = new JobsPage(root);
   page.look();
@@ -25,7 +26,7 @@ class JobsPage {
   constructor(root) {
     this.state = "";
     this.close = () => {};
-    // Where each earlier page began: the way back.
+    // The `before` ids of this page and all newer pages, for the button "Newer".
     this.cursors = [""];
     this.filters = el("div", {class: "filters", role: "group", "aria-label": "Jobs by state"});
     this.body = el("tbody");
@@ -117,7 +118,7 @@ class JobsPage {
   emptyNote() {
     if (this.search.value.trim()) return "No job has all of these words in its id, name or state.";
     return this.state ? `No job is ${this.state.toLowerCase()}.`
-      : "No jobs yet. Send one with: distill submit job.toml";
+      : "No jobs yet. To submit one: distill submit job.toml";
   }
 
   tell(sentence) {

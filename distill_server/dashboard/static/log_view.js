@@ -1,11 +1,12 @@
-// The log of an attempt, followed while it is open and looked at.
+// The log of an attempt, which is followed while the section is open and the tab is visible.
 
 import {el} from "./dom.js";
 import {follow} from "./server.js";
 
-// The rest is in the run directory, and `distill logs` shows it.
+// Older text is removed from the page; `distill logs` shows the whole log.
 const MOST_CHARACTERS = 400000;
 
+/** The section with a log and the choice of the attempt. */
 export class LogView {
   constructor(path) {
     this.path = path;
@@ -18,7 +19,7 @@ export class LogView {
       el("summary", {}, "Log"), this.attempts, this.text);
   }
 
-  /** The job is in this attempt now. */
+  /** Switches to the job's newest attempt. */
   follow(attempt) {
     if (attempt === this.newest) return;
     this.newest = attempt;

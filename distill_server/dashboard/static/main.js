@@ -1,4 +1,4 @@
-// Which page is shown, what the header says, and the token.
+// Selects the page by the URL's fragment, updates the header and asks for the token.
 
 import {el, setText} from "./dom.js";
 import {openJob} from "./job_page.js";
@@ -13,7 +13,7 @@ const dialog = document.getElementById("token");
 let close = () => {};
 let turn = 0;
 
-/** `#/`, `#/teachers`, `#/jobs/ID`. */
+/** Returns the function that opens the page of `#/`, `#/teachers` or `#/jobs/ID`. */
 function pageOf(hash) {
   const [, first, second] = hash.split("/");
   if (first === "teachers") return openTeachers;
@@ -31,7 +31,7 @@ async function show() {
   const mine = turn;
   try {
     const access = await get("/api/access");
-    if (mine !== turn) return; // somebody went on meanwhile
+    if (mine !== turn) return; // the user has opened another page meanwhile
     tellAccess(access);
     content.replaceChildren();
     close = pageOf(location.hash)(content, access);
@@ -53,8 +53,9 @@ function tellAccess({asks_tokens: asksTokens, role}) {
   setText(accessButton, asksTokens ? `token: ${role}` : "read-only");
   accessButton.disabled = !asksTokens;
   accessButton.title = asksTokens
-    ? "Give another token"
-    : "This server asks for no tokens, so its dashboard only shows. Start it with --token-file.";
+    ? "Enter another token"
+    : "This server has no tokens, so its dashboard is read-only. To allow changes, start the server"
+      + " with --token-file.";
 }
 
 function showFault(error) {
@@ -62,9 +63,9 @@ function showFault(error) {
   const sentence = error instanceof Fault ? error.sentence : "the server does not answer";
   content.replaceChildren(
     el("div", {class: "notice", role: "alert"},
-      el("p", {}, refused ? "This server asks for a token." : sentence),
+      el("p", {}, refused ? "This server requires a token." : sentence),
       el("button", {type: "button", click: refused ? askToken : show},
-        refused ? "Give a token" : "Try again")),
+        refused ? "Enter a token" : "Try again")),
   );
   if (refused) {
     setText(accessButton, "no token");
@@ -74,7 +75,7 @@ function showFault(error) {
 }
 
 function askToken() {
-  const why = "Reading needs role read; cancel and resume need role submit.";
+  const why = "A token with role read shows jobs; cancel and resume need role submit.";
   setText(document.getElementById("token-why"), why);
   document.getElementById("token-field").value = "";
   dialog.returnValue = "";

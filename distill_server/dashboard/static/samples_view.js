@@ -1,8 +1,9 @@
-// Transcripts of a step, as the trainer wrote them: every field of each, whatever it is called.
+// The transcripts of a step with all fields that the trainer wrote.
 
 import {el} from "./dom.js";
 import {Fault, get} from "./server.js";
 
+/** The section with transcripts and the choice of the step. */
 export class SamplesView {
   constructor(path) {
     this.path = path;
@@ -13,14 +14,14 @@ export class SamplesView {
       el("summary", {}, "Samples"), this.steps, this.list);
   }
 
-  /** Looks for new ones, unless nobody looks. */
+  /** Loads the newest transcripts if the section is open. Keeps an older step that was chosen. */
   async refresh() {
     if (!this.element.open) return;
     try {
       const {steps} = await get(`${this.path}/samples`);
       const newest = Number(this.steps.options[0]?.value ?? 0);
       this.steps.hidden = !steps.length;
-      if (!steps.length) this.list.replaceChildren(el("p", {class: "hint"}, "There are none yet."));
+      if (!steps.length) this.list.replaceChildren(el("p", {class: "hint"}, "No samples yet."));
       if (!steps.length || steps[0] === newest) return;
       const stay = this.chosen && this.chosen !== newest;
       this.steps.replaceChildren(...steps.map((step) => el("option", {value: step}, `step ${step}`)));

@@ -1,14 +1,14 @@
-// Talks to the server. The token is sent in a header; this tab forgets it when it is closed.
+// Sends requests to the server. The token is stored for this tab only and is sent in a header.
 
 const KEY = "distill-token";
 const PAUSE = {first: 500, longest: 10000};
-// The server says something every 15 seconds, if only that it is there.
+// The server sends at least a comment every 15 seconds, so longer silence means a lost connection.
 const SILENCE_MS = 45000;
 
 let token = sessionStorage.getItem(KEY) ?? "";
 const listeners = new Set();
 
-/** What the server refused, in its own words. */
+/** An error response of the server, with its code, message, field and hint. */
 export class Fault extends Error {
   constructor(status, {code = "", message = "", hint = "", field = ""} = {}) {
     super(message || `the server answered ${status}`);
@@ -18,27 +18,31 @@ export class Fault extends Error {
     this.field = field;
   }
 
+  /** The field, message and hint in one line. */
   get sentence() {
     const where = this.field ? `${this.field}: ` : "";
     return this.hint ? `${where}${this.message}; ${this.hint}` : where + this.message;
   }
 }
 
+/** Sets the token for all further requests; "" removes it. */
 export function useToken(value) {
   token = value;
   if (value) sessionStorage.setItem(KEY, value);
   else sessionStorage.removeItem(KEY);
 }
 
-/** Calls `listener(true)` when the server answers, and `listener(false)` when it does not. */
+/** Registers a listener: called with true after each response, with false if there is none. */
 export function onLink(listener) {
   listeners.add(listener);
 }
 
+/** Sends a GET request and returns the JSON of the response; throws Fault for an error response. */
 export function get(path) {
   return ask(path, {});
 }
 
+/** Sends `wish` as JSON in a POST request; otherwise as `get`. */
 export function post(path, wish) {
   const headers = {"Content-Type": "application/json"};
   return ask(path, {method: "POST", headers, body: JSON.stringify(wish)});
@@ -68,10 +72,11 @@ function tellLink(up) {
   for (const listener of listeners) listener(up);
 }
 
-/** Follows server-sent events, through any break, from the last one that came. A tab that nobody
- *  looks at holds no connection: browsers have few of them, and catching up is cheap.
+/** Follows server-sent events. After a lost connection it reconnects and resumes after the last
+ *  event. A hidden tab holds no connection: browsers allow few, and catching up is cheap.
  *
- *  `on`: by kind of event; `fault` gets what cannot be mended by waiting. Returns what ends it. */
+ *  `on` has one function per kind of event; `on.fault` is called with an error that a retry cannot
+ *  fix. Returns the function that ends the stream. */
 export function follow(path, on) {
   const state = {lastId: "", closed: false, abort: null};
   const hide = () => document.hidden && state.abort?.abort();
@@ -107,7 +112,7 @@ async function keepFollowing(path, on, state) {
   }
 }
 
-/** True when the events say themselves that no more will come. */
+/** Reads events until the connection ends; returns true if the stream is complete or was closed. */
 async function read(body, on, state) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let waiting = "";
@@ -144,7 +149,7 @@ function shown() {
   });
 }
 
-/** Asks again and again while somebody looks. Returns what ends it. */
+/** Calls `look` every `seconds` while the tab is visible. Returns the function that ends it. */
 export function repeat(seconds, look) {
   let timer = 0;
   let closed = false;

@@ -1,4 +1,4 @@
-// The teachers of running jobs: load and cache, asked for every three seconds.
+// The page of the teachers of running jobs: load and cache, updated every three seconds.
 
 import {el} from "./dom.js";
 import {number, percent} from "./figures.js";
@@ -6,11 +6,12 @@ import {Fault, get, repeat} from "./server.js";
 
 const SECONDS = 3;
 
+/** Shows the teachers in `root`; returns the function that closes the page. */
 export function openTeachers(root) {
   const cards = el("div", {class: "cards"});
   const before = new Map();
   root.append(el("h1", {}, "Teachers"),
-    el("p", {class: "hint"}, "Those that running jobs name, as they answer now."), cards);
+    el("p", {class: "hint"}, "The teachers of running jobs and their current load."), cards);
   return repeat(SECONDS, async () => {
     try {
       const {teachers} = await get("/api/teachers");
@@ -25,7 +26,7 @@ export function openTeachers(root) {
   });
 }
 
-/** Scored tokens a second since the look before; undefined at the first one. */
+/** Returns the scored tokens per second since the last update; undefined on the first one. */
 function rate(teacher, before) {
   if (!teacher.load) return undefined;
   const earlier = before.get(teacher.address);
@@ -42,7 +43,7 @@ function card(teacher, tokensPerSecond) {
   const links = jobs.map((id) => el("a", {href: `#/jobs/${encodeURIComponent(id)}`}, id));
   const head = el("div", {class: "card-head"},
     el("h2", {}, address),
-    el("span", {class: `badge ${fault ? "failed" : "running"}`}, fault ? "silent" : "answers"));
+    el("span", {class: `badge ${fault ? "failed" : "running"}`}, fault ? "no answer" : "answers"));
   const served = el("p", {class: "served"}, `serves ${jobs.length} `, jobs.length > 1 ? "jobs " : "job ",
     links.slice(0, 5).flatMap((link, index) => (index ? [", ", link] : [link])),
     links.length > 5 ? ", ..." : null);
@@ -61,6 +62,7 @@ function card(teacher, tokensPerSecond) {
     ...Object.entries(load.cache_tiers).map(tier), served);
 }
 
+/** Creates a list of names and values from pairs `[name, value]`. */
 export function facts(pairs) {
   return el("dl", {class: "facts"}, pairs.map(([name, value]) =>
     el("div", {}, el("dt", {}, name), el("dd", {}, value))));
