@@ -69,10 +69,7 @@ def teacher(
     """Score sequences with a model and stream the top-k rows to students."""
     # Set before torch is imported, because torch reads it only once.
     os.environ["OMP_NUM_THREADS"] = str(threads or os.environ.get("OMP_NUM_THREADS") or _half())
-    with _errors_as_exit():
-        from protos.extras import require_extra
-
-        require_extra("teacher", "distill-teacher")
+    _require_packages()
     from protos.auth.tls import TlsFiles
     from protos.rpc.server import read_endpoint
     from teacher_service.cache.settings import CacheSettings
@@ -123,6 +120,13 @@ def _errors_as_exit() -> Iterator[None]:
     except DistillError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(error.exit_code) from error
+
+
+def _require_packages() -> None:
+    from protos.extras import require_extra
+
+    with _errors_as_exit():
+        require_extra("teacher", "distill-teacher")
 
 
 def _half() -> int:

@@ -13,7 +13,9 @@ ModelOption = Annotated[str, typer.Option(help="Hugging Face directory or hub id
 PortOption = Annotated[
     int, typer.Option(help="Port of the gRPC service; 0: any free port.", min=0, max=65535)
 ]
-EngineOption = Annotated[str, typer.Option(help="hf, vllm, or fake (rows from a hash, for tests).")]
+EngineOption = Annotated[
+    str, typer.Option(help="Scoring engine: hf, vllm, or fake (rows from a hash, for tests).")
+]
 DtypeOption = Annotated[
     str, typer.Option(help="Dtype of the weights: auto (as saved), float32, bfloat16 or float16.")
 ]

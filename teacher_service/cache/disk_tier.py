@@ -113,7 +113,7 @@ class DiskTier:
             except OSError as error:
                 self.counts.errors += 1
                 if not self._failing:
-                    log.error("cache: %s; until the disk works, rows are not kept on it", error)
+                    log.error("cache: %s; rows are not stored on disk until it works", error)
                 self._failing = True
 
     def _trim(self) -> None:

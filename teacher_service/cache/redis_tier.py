@@ -102,7 +102,7 @@ class RedisTier:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 value = await lookup.value
         except TimeoutError:
-            # Redis hangs, which `_read` detects, or it only has too many lookups at once.
+            # Redis hangs (then `_read` fails too), or many lookups are ahead of this one.
             self.counts.errors += 1
             return None
         if not value:

@@ -132,9 +132,7 @@ def select(
 
 
 def _block_rows(chunk: Tensor) -> int:
-    """Return the rows per block: on a CPU, as many as fit in its cache for the passes after the
-    GEMM.
-    """
+    """Return the number of rows per block: on a CPU, as many as fit in its cache."""
     if chunk.is_cuda:
         return len(chunk)
     return max(1, _CACHE_BYTES // (4 * chunk.shape[1]))
@@ -210,5 +208,5 @@ def _require_finite(normalisers: Tensor, first_position: int) -> None:
         raise Corrupt(
             f"the teacher's logits for position {position} of the sequence are not finite",
             field=f"token_ids[{position}]",
-            hint="check the teacher's weights and dtype; float16 can overflow, bfloat16 does not",
+            hint="check the teacher's weights and dtype; float16 overflows earlier than bfloat16",
         )
