@@ -1,9 +1,8 @@
-"""What can be known to be wrong with a job on the machine that is to run it, before it runs.
+"""Checks of a job on the machine that will run it: packages, files, trackers and disk space.
 
-Imports no torch: an answer takes milliseconds.
-
-A server asks before it queues a job, and the job's program again when it starts: much may have
-changed meanwhile. `teacher_checks.py` has what the teachers must be asked for.
+The checks import no torch and take milliseconds. A server makes them before it queues a job, and
+the job's program makes them again when it starts, because files may have changed since. The checks
+that need a reply from a teacher are in `teachers.py`.
 """
 
 from __future__ import annotations
@@ -25,11 +24,13 @@ RELATIVE = "relative paths start at the current directory"
 
 
 def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE, packages: bool = True) -> None:
-    """Refuse a job whose files, trackers or disk are not there. Raises a DistillError.
+    """Check the packages, files, trackers, disk space and store of a job.
 
-    `run`: its directory, or the one that its directory will be made in; `hint`: the remedy for a
-    file that is missing; `packages`: whether the job's program runs with this Python, so that
-    what it imports must be installed here (not so on a Ray cluster).
+    `run` is the run directory, or the directory in which it will be made. `hint` is the hint of
+    errors about missing files. `packages` is false if the job's program runs with another Python
+    than this one (on a Ray cluster), so that its packages need not be installed here.
+
+    Raises InvalidInput, WrongState, or another DistillError of the first check that fails.
     """
     if packages:
         check_packages(config)
@@ -45,23 +46,27 @@ def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE, packages: boo
 
 
 def check_files(config: AnyJob, hint: str = RELATIVE) -> None:
-    """What is a path by its looks must exist; the rest may be hub ids. Raises InvalidInput."""
+    """Raise InvalidInput if a file or directory that the job names does not exist.
+
+    Only names that must be paths are checked: with a file suffix, a leading "/", "./", "../" or
+    "~", or more than one "/". Any other name may be a hub id.
+    """
     for key, name in named_files(config):
         file = name.endswith((*FILE_SUFFIXES, ".py"))
-        # A hub id has one slash at most, and no NUL, at which Python's own functions would fail.
+        # A hub id has at most one slash and no NUL character.
         local = file or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
         local = local or "\0" in name
         try:
             there = Path(name).is_file() if file else Path(name).exists()
-        except OSError as error:  # too long a name, or a directory that is not ours
-            what = f"cannot look for {name}: {error.strerror}"
+        except OSError as error:  # the name is too long, or a directory is not readable
+            what = f"cannot access {name}: {error.strerror}"
             raise InvalidInput(what, field=key, hint=hint) from error
         if local and not there:
             raise InvalidInput(f"no such file: {name}", field=key, hint=hint)
 
 
 def check_student(student: StudentConfig) -> None:
-    """Refuse a student directory without a model in it."""
+    """Raise InvalidInput if the student is a local directory without config or safetensors."""
     path = Path(student.model)
     if path.is_dir() and not ((path / "config.json").is_file() and any(path.glob("*.safetensors"))):
         missing = "*.safetensors" if (path / "config.json").is_file() else "config.json"
@@ -73,14 +78,17 @@ def check_student(student: StudentConfig) -> None:
 
 
 def check_processes(config: AnyTraining) -> None:
-    """Refuse more processes than there is work for: one without any would stop the others."""
+    """Raise InvalidInput if a step or an evaluation has fewer sequences than processes.
+
+    A process without a sequence would block the others in a collective.
+    """
     for field, work in (
         ("train.prompts_per_step", config.sequences_per_step),
         ("eval.prompts", config.eval.prompts),
     ):
         if work < config.train.processes:
             raise InvalidInput(
-                f"{work} sequences cannot be shared by {config.train.processes} processes",
+                f"{work} sequences are too few for {config.train.processes} processes",
                 field=field,
                 hint="raise it, or lower train.processes",
             )

@@ -1,4 +1,4 @@
-"""What a job asks of its teachers, held against what they say of themselves. Imports no torch."""
+"""Checks that the teachers of a job can do what the job needs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,20 +20,25 @@ log = logging.getLogger(__name__)
 
 
 class Limits(Protocol):
-    """What a teacher can do at most: a service's info, or that of an engine."""
+    """The limits of a teacher, from the info of a service or of an engine."""
 
     @property
-    def max_top_k(self) -> int: ...
+    def max_top_k(self) -> int:
+        """Largest number of head ids per row."""
+
     @property
-    def max_length(self) -> int: ...
+    def max_length(self) -> int:
+        """Largest number of tokens of a sequence."""
+
     @property
-    def max_tail_samples(self) -> int: ...
+    def max_tail_samples(self) -> int:
+        """Largest number of tail samples per row."""
 
 
 def services_of(config: AnyJob) -> Mapping[str, str | list[str]]:
-    """Addresses of the running teachers that the job needs, by name; "" where it is the only one.
+    """Return the addresses of the teacher services that the job needs, by name.
 
-    Empty where no service scores.
+    A single teacher has the name "". The result is empty if the job needs no service.
     """
     if not isinstance(config, CaptureJob):
         return {} if config.teacher is None else config.teacher_addresses
@@ -42,17 +47,21 @@ def services_of(config: AnyJob) -> Mapping[str, str | list[str]]:
 
 
 def field_of(name: str) -> str:
-    """The key of a job that has the address of the teacher of this name."""
+    """Return the key of the job that holds the address of the teacher with this name."""
     return f"teachers.{name}" if name else "teacher.address"
 
 
 def label_of(name: str) -> str:
-    """What people are told."""
+    """Return the name of a teacher for messages: `teacher NAME`, or `teacher` for a single one."""
     return f"teacher {name}".strip()
 
 
 def check_teachers(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
-    """Refuse what these teachers, by their names, cannot do. Raises InvalidInput, WrongState."""
+    """Check a job against the infos of its teachers, by name.
+
+    Raises InvalidInput if a teacher's limits are too small for the job, and WrongState if a teacher
+    does not match the store of an offline job.
+    """
     for name, info in infos.items():
         match config:
             case OnPolicyJob():
@@ -66,10 +75,10 @@ def check_teachers(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
 
 
 def check_capture(teacher: Limits, job: CaptureJob) -> None:
-    """Refuse a k, a length or a number of samples that this teacher does not do."""
+    """Raise InvalidInput if top_k, tail_samples or max_tokens exceed the limits of the teacher."""
     if job.teacher.top_k > teacher.max_top_k:
         raise InvalidInput(
-            f"{job.teacher.top_k} is more than this teacher gives ({teacher.max_top_k})",
+            f"{job.teacher.top_k} is more than this teacher returns ({teacher.max_top_k})",
             field="teacher.top_k",
             hint=f"lower it to {teacher.max_top_k}",
         )
@@ -82,44 +91,49 @@ def check_capture(teacher: Limits, job: CaptureJob) -> None:
         )
     if job.method.max_tokens > teacher.max_length:
         raise InvalidInput(
-            f"the teacher takes sequences of {teacher.max_length} tokens, not of"
-            f" {job.method.max_tokens}",
+            f"{job.method.max_tokens} is more than the longest sequence of this teacher"
+            f" ({teacher.max_length} tokens)",
             field="method.max_tokens",
             hint=f"lower it to {teacher.max_length}",
         )
 
 
 def check_length(longest: int, model: str, most: int | None) -> None:
-    """Refuse prompts and answers that together are longer than `model` can read."""
+    """Raise InvalidInput if prompt and answer can have more tokens than `model` can read.
+
+    `longest` is the largest total of the job, `most` the limit of the model (None: no limit), and
+    `model` the name of the model for the message.
+    """
     if most is not None and longest > most:
         raise InvalidInput(
-            f"a prompt and its answer may have {longest} tokens, the {model} takes {most}",
+            f"a prompt with its answer can have {longest} tokens, but the {model} reads at most"
+            f" {most}",
             field="method.max_new_tokens",
-            hint="lower it, or give shorter prompts",
+            hint="lower it, or use shorter prompts",
         )
 
 
 def _check_scorer(
     info: TeacherInfo, label: str, config: OnPolicyJob | RLJob, top_k: int, key: str
 ) -> None:
-    """Refuse k, which the job has under `key`, and lengths."""
+    """Check `top_k`, which the job has under `key`, and the sequence length."""
     remedy = f"lower it to {info.max_top_k}, or start the teacher with a larger --max-top-k"
     _check_head(info, label, top_k, key, remedy)
     longest = config.method.max_prompt_tokens + config.method.max_new_tokens
     check_length(longest, label, info.max_length)
-    # A student's own head ids travel with the query, four bytes each.
+    # For the reverse KL each query carries the student's head ids, four bytes each.
     size = 4 * config.method.max_new_tokens * top_k
     if config.method.divergence == "reverse_kl" and size > MAX_MESSAGE_BYTES * 3 // 4:
         raise InvalidInput(
-            f"{config.method.max_new_tokens} tokens with {top_k} head ids each are "
-            "more than one query holds",
+            f"{config.method.max_new_tokens} tokens with {top_k} head ids each exceed the size"
+            " of one query",
             field=key,
             hint=f"lower it to {MAX_MESSAGE_BYTES * 3 // 16 // config.method.max_new_tokens}",
         )
 
 
 def _check_live_teacher(info: TeacherInfo, label: str, store: CapturedStore) -> None:
-    """Refuse one that cannot go on where the stored rows end: of other tokens, or with less k."""
+    """Check that a running teacher matches a store: same tokenizer, and a large enough k."""
     remedy = "start the teacher with a larger --max-top-k"
     _check_head(info, label, store.top_k, "teacher.address", remedy)
     for name in ("tokenizer_fingerprint", "vocab_size"):
@@ -127,16 +141,16 @@ def _check_live_teacher(info: TeacherInfo, label: str, store: CapturedStore) -> 
             raise WrongState(
                 f"the {name} of the teacher differs from that of the {store.label}",
                 field="teacher.address",
-                hint="give the teacher that the store was captured from, or one of its tokenizer",
+                hint="use the teacher of the capture, or one with the same tokenizer",
             )
     if info.fingerprint != store.facts["teacher_fingerprint"]:
-        log.warning("the %s is not the one that the %s is of", label, store.label)
+        log.warning("the %s is not the teacher that made the %s", label, store.label)
 
 
 def _check_head(info: TeacherInfo, label: str, top_k: int, field: str, remedy: str) -> None:
     if top_k > info.max_top_k:
         raise InvalidInput(
-            f"{top_k} is more than the {label} gives ({info.max_top_k})",
+            f"{top_k} is more than the {label} returns ({info.max_top_k})",
             field=field,
             hint=remedy,
         )

@@ -1,4 +1,4 @@
-"""Whether the trackers of a job can start: installed, and with a key where they need one."""
+"""Checks that the trackers of a job can start: they are installed and have an API key if needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _WANDB = "https://api.wandb.ai"
 
 
 def check_trackers(track: TrackConfig) -> None:
-    """Refuse a tracker that is not installed, and W&B without a key. Imports none of them."""
+    """Raise InvalidInput if a tracker is not installed, or if W&B has no API key.
+
+    Imports no tracker.
+    """
     for name in ("wandb", "trackio"):
         if getattr(track, name) is not None and importlib.util.find_spec(name) is None:
             raise InvalidInput(
@@ -26,7 +29,7 @@ def check_trackers(track: TrackConfig) -> None:
             )
     if track.wandb is not None and not _wandb_may_start(os.environ):
         raise InvalidInput(
-            "there is no key of Weights & Biases",
+            "there is no API key for Weights & Biases",
             field="track.wandb",
             hint="set WANDB_API_KEY, or run `wandb login`, or set WANDB_MODE=offline",
         )

@@ -116,7 +116,7 @@ CASES = {
     ),
     "too long": Refusal(
         {"method.max_new_tokens": "4096"},
-        ("method.max_new_tokens: ", "teacher takes 2048", "lower it"),
+        ("method.max_new_tokens: ", "teacher reads at most 2048", "lower it"),
     ),
     "no column": Refusal(
         {"data.path": "{root}/data.jsonl"},
@@ -130,7 +130,7 @@ CASES = {
     ),
     "idle processes": Refusal(
         {"train.prompts_per_step": "1", "train.processes": "2"},
-        ("train.prompts_per_step: ", "1 sequences cannot be shared by 2", "lower train.processes"),
+        ("train.prompts_per_step: ", "1 sequences are too few for 2", "lower train.processes"),
     ),
 }  # fmt: skip
 refusals = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -207,7 +207,7 @@ def test_the_server(
         dry_run = ["--server", server.address, "submit", str(file), "--dry-run"]
         capsys.readouterr()  # what made the material above
         assert main(dry_run) == ExitCode.OK
-        assert capsys.readouterr().err == "the server would take it\n"
+        assert capsys.readouterr().err == "the server would accept the job\n"
         assert main([*dry_run, "--set", "teacher.top_k=14"]) == ExitCode.USAGE
         assert says(capsys.readouterr().err, CASES["k > max"])
         assert client.list() == []

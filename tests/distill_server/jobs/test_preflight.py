@@ -74,7 +74,7 @@ CASES = {
         {"student__model": "{root}/nobody"}, ("student.model: no such file: ", "/nobody")
     ),
     "a name too long": Refusal(
-        {"student__model": "a" * 5000}, ("student.model: cannot look for aaa", "File name too long")
+        {"student__model": "a" * 5000}, ("student.model: cannot access aaa", "File name too long")
     ),
     "no name": Refusal({"student__model": "a\0b"}, ("student.model: no such file: a\0b",)),
     "no store": Refusal(
@@ -87,9 +87,9 @@ CASES = {
     ),
     "idle processes": Refusal(
         {"train__processes": 200, "train__prompts_per_step": 400},
-        ("eval.prompts: 128 sequences cannot be shared by 200 processes",),
+        ("eval.prompts: 128 sequences are too few for 200 processes",),
     ),
-    "no key": Refusal({"track__wandb": {}}, ("track.wandb: there is no key", "WANDB_API_KEY")),
+    "no key": Refusal({"track__wandb": {}}, ("track.wandb: there is no API key", "WANDB_API_KEY")),
     "no room": Refusal(
         {},
         ("checkpoint.keep: ", "3 checkpoints of 1.2e+07 GB", "an export of 4e+06 GB", "lower it"),
@@ -103,11 +103,11 @@ CASES = {
     ),
     "k > max": Refusal(
         {"teacher__top_k": 14},
-        ("teacher.top_k: 14 is more than the teacher gives (13)", "lower it to 13"),
+        ("teacher.top_k: 14 is more than the teacher returns (13)", "lower it to 13"),
     ),
     "too long": Refusal(
         {"method__max_new_tokens": 49},
-        ("method.max_new_tokens: ", "65 tokens, the teacher takes 64"),
+        ("method.max_new_tokens: ", "65 tokens, but the teacher reads at most 64"),
     ),
     "another tokenizer": Refusal(
         {},
@@ -281,7 +281,7 @@ def test_a_check_is_a_submit_that_queues_nothing(address: str, tmp_path: Path) -
     with checking(tmp_path) as server:
         check = server.control.check
         server.run(check(json.dumps(job(tmp_path, address))))
-        with pytest.raises(InvalidInput, match="14 is more than the teacher gives"):
+        with pytest.raises(InvalidInput, match="14 is more than the teacher returns"):
             server.run(check(json.dumps(job(tmp_path, address, teacher__top_k=14))))
         with pytest.raises(InvalidInput, match="max_steps"):
             server.run(check(json.dumps({**job(tmp_path, address), "max_steps": 0})))

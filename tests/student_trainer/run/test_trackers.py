@@ -189,13 +189,15 @@ def test_a_missing_key_is_found_before_the_run(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     asked = TrackConfig(wandb=TrackerConfig())
-    with pytest.raises(InvalidInput, match=r"track\.wandb: there is no key.*WANDB_MODE=offline"):
+    with pytest.raises(
+        InvalidInput, match=r"track\.wandb: there is no API key.*WANDB_MODE=offline"
+    ):
         check_trackers(asked)
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key\n")
     (tmp_path / ".netrc").chmod(0o600)
     check_trackers(asked)
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.ours")
-    with pytest.raises(InvalidInput, match="no key"):
+    with pytest.raises(InvalidInput, match="no API key"):
         check_trackers(asked)
     for name, value in (("WANDB_MODE", "offline"), ("WANDB_API_KEY", "key")):
         with monkeypatch.context() as known:

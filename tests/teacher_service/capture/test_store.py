@@ -165,8 +165,13 @@ def test_a_store_of_something_else_is_refused(
 @pytest.mark.parametrize(
     ("change", "kind", "field", "says"),
     [
-        ({"teacher__top_k": 65}, InvalidInput, "teacher.top_k", "more than this teacher gives"),
-        ({"method__max_tokens": 9000}, InvalidInput, "method.max_tokens", "of 8192 tokens"),
+        ({"teacher__top_k": 65}, InvalidInput, "teacher.top_k", "more than this teacher returns"),
+        (
+            {"method__max_tokens": 9000},
+            InvalidInput,
+            "method.max_tokens",
+            "longest sequence of this teacher (8192 tokens)",
+        ),
         ({"teacher__engine": "hf"}, InvalidInput, "teacher.model", "there is no directory"),
         ({"data__tokenizer": "empty"}, InvalidInput, "data.tokenizer", "cannot load the tok"),
         ({"teacher__top_k": 0}, InvalidInput, "teacher.top_k", "only with tail samples"),
