@@ -1,1 +1,1 @@
-"""The command `distill`. Nothing heavy is imported at the top here: `--help` must be instant."""
+"""The `distill` command. Modules here import slow packages inside functions: --help stays fast."""

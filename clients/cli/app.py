@@ -1,4 +1,4 @@
-"""`distill`: global options, the list of commands, and the one boundary of errors."""
+"""`distill`: the global options, the list of commands, and the handling of all errors."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from clients.cli.version import VersionOption
 from protos.errors import DistillError, ExitCode, InternalFault, InvalidInput
 
 EXIT_CODE_MEANINGS = {
-    ExitCode.OK: "fine, or the job SUCCEEDED",
-    ExitCode.JOB_FAILED: "the job FAILED, or the command did",
+    ExitCode.OK: "success, or the job SUCCEEDED",
+    ExitCode.JOB_FAILED: "the job FAILED, or the command failed",
     ExitCode.USAGE: "wrong usage, or an invalid job file",
-    ExitCode.NOT_FOUND: "no such job, checkpoint or attempt",
-    ExitCode.UNREACHABLE: "the server or the teacher cannot be reached",
+    ExitCode.NOT_FOUND: "no such job, checkpoint, attempt or file",
+    ExitCode.UNREACHABLE: "the server or the teacher is unreachable or overloaded",
     ExitCode.JOB_CANCELLED: "the job was CANCELLED",
-    ExitCode.WRONG_STATE: "not allowed in the job's state",
-    ExitCode.TIMED_OUT: "no answer in time",
-    ExitCode.REFUSED: "no token that the server knows, or one that may not do this",
-    ExitCode.INTERRUPTED: "Ctrl-C; a submitted job goes on",
+    ExitCode.WRONG_STATE: "not allowed in the current state",
+    ExitCode.TIMED_OUT: "timed out",
+    ExitCode.REFUSED: "no valid token, or its role does not allow the action",
+    ExitCode.INTERRUPTED: "stopped by Ctrl-C; a submitted job continues",
 }
-# \b: the lines stay as they are.
+# \b keeps click from rewrapping the lines.
 EPILOG = "\b\nExit codes:\n" + "\n".join(
     f"  {code.value:<4} {meaning}" for code, meaning in EXIT_CODE_MEANINGS.items()
 )
@@ -42,7 +42,7 @@ GLOBAL_OPTIONS = ("--server", "--json", "-q", "--quiet", "-v", "--verbose", "--n
 
 app = typer.Typer(
     name="distill",
-    help="Distil language models: submit jobs, watch them, fetch what they made.",
+    help="Distil language models: submit jobs, watch them, and download the trained models.",
     epilog=EPILOG,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -77,30 +77,45 @@ def global_options(
     server: Annotated[
         str,
         typer.Option(
-            metavar="HOST:PORT", envvar="DISTILL_SERVER", show_envvar=True, help="Job server."
+            metavar="HOST:PORT",
+            envvar="DISTILL_SERVER",
+            show_envvar=True,
+            help="Address of the job server.",
         ),
     ] = DEFAULT_SERVER,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Results as JSON; watch and logs as JSON Lines.")
+        bool, typer.Option("--json", help="Print JSON; watch and logs print JSON Lines.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")] = False,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Tell more.")] = False,
-    no_color: Annotated[bool, typer.Option("--no-color", help="As $NO_COLOR.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help="Print results only, no progress.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Print more details to stderr.")
+    ] = False,
+    no_color: Annotated[
+        bool, typer.Option("--no-color", help="Print without colors; $NO_COLOR does the same.")
+    ] = False,
     version: VersionOption = False,
 ) -> None:
+    """Make the Settings that all commands share from the global options."""
     if not server:
-        raise InvalidInput("is empty", field="--server", hint="give HOST:PORT, or leave it out")
+        raise InvalidInput(
+            "the address is empty", field="--server", hint="give HOST:PORT, or omit the option"
+        )
     color = not (no_color or os.environ.get("NO_COLOR"))
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose, color=color)
     context.obj = Settings(output, server)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is an ExitCode."""
+    """Run one command and return its ExitCode; errors are printed to stderr here.
+
+    `arguments` default to those of the process.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    # A failed connection is told in one sentence by us, not in many lines by gRPC's core.
+    # A failed connection is reported here in one sentence; suppress the log lines of gRPC's core.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    # The options may be what is wrong, so errors are told in the way that they seem to ask for.
+    # The options may not parse, so the format of errors is found by searching for the flags.
     plain = "--no-color" in arguments or bool(os.environ.get("NO_COLOR"))
     output = Output(as_json="--json" in arguments, color=not plain)
     try:
@@ -114,19 +129,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         return _usage(error, output)
     except BrokenPipeError:
-        # Whoever read has enough (`distill ls | head`): typer ends with 1 and not a word, and so
-        # do we; Python would complain at its end.
+        # The reader closed the pipe, as in `distill ls | head`: exit silently with 1, as typer
+        # does. Without the redirection Python would report the closed pipe at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.JOB_FAILED)
     except OSError as error:
-        # A full disk or a forbidden directory is no defect of ours, and needs no traceback.
+        # A full disk or missing permissions is not a defect of this program: no traceback.
         what = f"{error.filename}: " if error.filename else ""
         output.fail(InternalFault(f"{what}{error.strerror or error}"))
         return int(ExitCode.JOB_FAILED)
 
 
 def _usage(error: typer.TyperException, output: Output) -> int:
-    message = error.format_message().replace("Value error, ", "")  # pydantic's, and no news
+    message = error.format_message().replace("Value error, ", "")  # pydantic's prefix
     context: typer.Context | None = getattr(error, "ctx", None)
     if context is not None and message == context.get_help():
         print(message, file=sys.stderr)
@@ -134,6 +149,6 @@ def _usage(error: typer.TyperException, output: Output) -> int:
     path = context.command_path if context is not None else "distill"
     hint = f"see {path} --help"
     if getattr(error, "option_name", "") in GLOBAL_OPTIONS:
-        hint = f"global options stand before the command: distill {error.option_name} ..."  # type: ignore[attr-defined]
+        hint = f"put global options before the command: distill {error.option_name} ..."  # type: ignore[attr-defined]
     output.fail(InvalidInput(message.rstrip(".?"), hint=hint))
     return int(ExitCode.USAGE)

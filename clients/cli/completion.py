@@ -1,4 +1,4 @@
-"""What a shell completes besides commands and options: the ids of jobs."""
+"""Shell completion of job ids; commands and options are completed by typer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import typer
 
 from protos.errors import DistillError
 
-# Somebody waits at a prompt: rather no ids than a wait.
+# A person waits at the prompt: return no ids rather than wait longer.
 _SECONDS = 0.5
 _MOST_JOBS = 200
 
 
 def complete_job(context: typer.Context, incomplete: str) -> list[str]:
-    """Ids on the server that begin so, newest first; none where it does not answer at once."""
+    """Return "@last" and the server's job ids that start with `incomplete`, newest first.
+
+    Returns no ids if the server does not answer within 0.5 s. Considers the 200 newest jobs.
+    """
     from clients.jobs.client import DistillClient
 
     found = ["@last"]

@@ -1,4 +1,4 @@
-"""The options of a command that listens: the same for both servers."""
+"""Command line options shared by `distill-server` and `distill-teacher`: address, tokens, TLS."""
 
 from __future__ import annotations
 
@@ -8,21 +8,31 @@ from typing import Annotated
 import typer
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
-HostOption = Annotated[str, typer.Option(help="Address of this machine to listen on.")]
+HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
 TokenFileOption = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="Lines of `ROLE TOKEN`: who may call. Else $DISTILL_TOKENS, else all."
+        metavar="FILE",
+        help="File of the accepted tokens, one `ROLE TOKEN` per line. Without it $DISTILL_TOKENS"
+        " is used; without both, every caller is accepted.",
     ),
 ]
 TlsCertOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="PEM certificate: serve TLS.")
+    Path | None,
+    typer.Option(metavar="FILE", help="PEM certificate of this server; enables TLS."),
 ]
-TlsKeyOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Its PEM key.")]
+TlsKeyOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate.")
+]
 TlsClientCaOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Only for clients that it certified (mTLS)."),
+    typer.Option(
+        metavar="FILE",
+        help="PEM certificate of a CA; only clients with a certificate from it are accepted"
+        " (mTLS).",
+    ),
 ]
 InsecureOption = Annotated[
-    bool, typer.Option("--insecure", help="Let other machines call without token or TLS.")
+    bool,
+    typer.Option("--insecure", help="Allow other machines to connect without tokens or TLS."),
 ]

@@ -1,4 +1,4 @@
-"""The one place that writes: results go to stdout, progress and talk to stderr."""
+"""Output of all commands: results go to stdout; progress, messages and errors to stderr."""
 
 from __future__ import annotations
 
@@ -17,25 +17,35 @@ if TYPE_CHECKING:
 
 
 def plain(text: str) -> str:
-    """One line without control characters: what a job says must not drive the terminal."""
+    """Escape line breaks and control characters, so that text from a job cannot control the
+    terminal.
+    """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @dataclass(frozen=True)
 class Output:
-    """How to talk to whoever called. `as_json`: results, and errors, are for a program."""
+    """The output settings of one command, and the methods that write."""
 
     as_json: bool = False
+    """Print results and errors as JSON."""
     quiet: bool = False
+    """Print no progress and no messages."""
     verbose: bool = False
+    """Print details too."""
     color: bool = True
+    """Allow colors on a terminal."""
 
     def result(self, record: Mapping[str, Any], text: str) -> None:
-        """The answer of a command: `record` to a program, `text` to a person."""
+        """Print the result of a command: `record` with --json, else `text`."""
         print(json.dumps(record) if self.as_json else text, flush=True)
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]], shown: Sequence[str]) -> None:
-        """`rows` under their keys; a person gets those of `shown`, aligned and never cut."""
+        """Print a table.
+
+        With --json: one object with all keys of `rows` under `name`. Else: the columns `shown`,
+        aligned and never truncated.
+        """
         if self.as_json:
             print(json.dumps({name: list(rows)}))
             return
@@ -47,15 +57,17 @@ class Output:
             print("  ".join(cells).rstrip())
 
     def say(self, sentence: str) -> None:
+        """Print a message to stderr, unless quiet."""
         if not self.quiet:
             print(sentence, file=sys.stderr, flush=True)
 
     def detail(self, sentence: str) -> None:
-        """Only told with -v."""
+        """Print a message to stderr if verbose."""
         if self.verbose:
             print(sentence, file=sys.stderr, flush=True)
 
     def fail(self, error: DistillError) -> None:
+        """Print an error to stderr, with --json as `{"error": {...}}`."""
         if self.as_json:
             told = {
                 "code": error.code.value,
@@ -71,21 +83,22 @@ class Output:
 
     @property
     def live(self) -> bool:
-        """Whether progress may be redrawn in place."""
+        """True if progress may be redrawn in place: stderr is a terminal, and not quiet."""
         return sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not self.quiet
 
     def for_people(self) -> Output:
-        """The same, but progress stays text even when results are JSON."""
+        """Return a copy that prints text, for progress beside a JSON result."""
         return replace(self, as_json=False)
 
     def console(self, *, stderr: bool = True) -> Console:
+        """Return a rich console for stderr or stdout that follows the color setting."""
         from rich.console import Console
 
         return Console(stderr=stderr, no_color=not self.color, highlight=False)
 
     @contextmanager
     def stage(self, title: str) -> Iterator[None]:
-        """A long step without numbers: a spinner, or a line when it begins."""
+        """Announce a long step: with a spinner on a terminal, else with a line at its start."""
         if not self.live:
             self.say(f"{title} ...")
             yield

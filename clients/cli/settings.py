@@ -1,4 +1,4 @@
-"""What the global options say, handed to every command; and the arguments that commands share."""
+"""The settings from the global options, and the arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -20,24 +20,31 @@ JobArgument = Annotated[
     str,
     typer.Argument(
         metavar="JOB",
-        help="Id, unambiguous start of one, or @last.",
+        help="Job id, an unambiguous prefix of it, or @last for the newest job.",
         autocompletion=complete_job,
     ),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override one key; may be repeated."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override one key of the job file. Repeatable."
+    ),
 ]
-NameOption = Annotated[str, typer.Option("--name", help="Name of the job, as in the file.")]
+NameOption = Annotated[
+    str, typer.Option("--name", help="Name of the job; overrides `name` of the job file.")
+]
 
 
 @dataclass(frozen=True)
 class Settings:
+    """The values of the global options: the output, and the address of the job server."""
+
     output: Output
     server: str = DEFAULT_SERVER
 
     def client(self) -> DistillClient:
-        # gRPC costs 0.2 s to import: only the commands that need it pay.
+        """Return a client of the job server; close it after use."""
+        # Importing gRPC takes 0.2 s: only the commands that need it do so.
         from clients.jobs.client import DistillClient
 
         self.output.detail(f"server: {self.server}")
@@ -45,10 +52,12 @@ class Settings:
 
 
 def settings_of(context: typer.Context) -> Settings:
+    """Return the Settings that the app's callback stored in the context."""
     found = context.find_object(Settings)
     assert found is not None, "the app's callback makes it"
     return found
 
 
 def overrides(sets: list[str] | None, name: str) -> list[str]:
+    """Return all overrides of the job file as KEY=VALUE strings, --name among them."""
     return [*(sets or []), *([f"name={name}"] if name else [])]

@@ -1,4 +1,4 @@
-"""`--version`, the same for `distill`, `distill-server` and `distill-teacher`."""
+"""The option `--version` of `distill`, `distill-server` and `distill-teacher`."""
 
 from __future__ import annotations
 

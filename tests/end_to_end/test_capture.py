@@ -85,7 +85,7 @@ def test_the_commands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
         [str(len(asked) + i), f"'t{token}'"] for i, token in enumerate([*answer, 0][:2])
     ]
     assert main(["store", "verify", "rows/gsm8k"]) == 0
-    assert capsys.readouterr().out == "rows/gsm8k: sound\n"
+    assert capsys.readouterr().out == "rows/gsm8k: no damage\n"
     Path("rows/gsm8k/00000001.arrow").unlink()
     assert main(["--json", "store", "verify", "rows/gsm8k"]) == 1
     assert json.loads(capsys.readouterr().out)["damages"][0].startswith("shard 00000001.arrow: ")
@@ -97,7 +97,7 @@ def test_the_commands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest.write_text(json.dumps(whole | {"shards": whole["shards"][:-1]}))
     assert main(["store", "verify", str(manifest.parent)]) == 1
     sound, incomplete = capsys.readouterr().out.splitlines()
-    assert sound.endswith(": sound")
+    assert sound.endswith(": no damage")
     assert incomplete.startswith("incomplete: ")
     assert main(["run", "--resume", str(run), "--set", "max_steps=200"]) == 2
     assert "a capture has no steps" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`distill capture`: a teacher's rows of a whole data set, on this machine, in the foreground."""
+"""`distill capture`: run a capture job on this machine, in the foreground."""
 
 from __future__ import annotations
 
@@ -18,18 +18,33 @@ def capture(
     sets: SetOption = None,
     name: NameOption = "",
     store: Annotated[
-        str, typer.Option(metavar="DIR", help="Where the rows go; goes on with what is there.")
+        str,
+        typer.Option(
+            metavar="DIR",
+            help="Directory of the store, by default `store` in the run directory. An incomplete"
+            " store of the same capture is completed.",
+        ),
     ] = "",
     shard: Annotated[
-        str, typer.Option(metavar="I/N", help="Only part I, from 0, of N; for N machines.")
+        str,
+        typer.Option(
+            metavar="I/N",
+            help="Capture only part I of N, from 0. `distill store merge` joins the parts.",
+        ),
     ] = "",
-    ray: Annotated[bool, typer.Option("--ray", help="Engines on a Ray cluster.")] = False,
-    runs: Annotated[str, typer.Option(metavar="DIR", help="Where run directories go.")] = "runs",
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Run the teacher's engines on a Ray cluster.")
+    ] = False,
+    runs: Annotated[
+        str, typer.Option(metavar="DIR", help="Parent directory of the run directory.")
+    ] = "runs",
 ) -> ExitCode:
-    """Store a teacher's rows of a data set, to learn from without the teacher.
+    """Capture a teacher's rows of a data set into a store.
 
-    Stopped by Ctrl-C, or killed, it goes on at the first file of the store that is not complete:
-    with the same --store, or `distill run --resume DIR`.
+    A job with method.type = "offline" trains from the store, without the teacher.
+
+    An interrupted capture resumes at the first incomplete shard of the store: run it again with
+    the same --store, or use `distill run --resume DIR`.
     """
     chosen = ["method.type=capture"]
     chosen += [f"method.store={store}"] if store else []

@@ -1,4 +1,4 @@
-"""`distill config`: look at a job file without running it."""
+"""`distill config`: check a job file, show its values, print its JSON Schema."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class MethodName(StrEnum):
-    """Names of clients.config.kinds.KINDS; that module is slow to import."""
+    """The keys of `clients.config.kinds.KINDS`, repeated here: that module is slow to import."""
 
     ON_POLICY = "on_policy"
     OFFLINE = "offline"
@@ -24,12 +24,12 @@ class MethodName(StrEnum):
     CAPTURE = "capture"
 
 
-app = typer.Typer(help="Check and explain job files.", no_args_is_help=True)
+app = typer.Typer(help="Check job files and show their values.", no_args_is_help=True)
 
 
 @app.command()
 def check(context: typer.Context, job: JobFileArgument, sets: SetOption = None) -> None:
-    """Say whether a job file is right; if not, every problem at once."""
+    """Check a job file and report all problems at once."""
     from clients.config.file import load_job
 
     load_job(job, sets or [])
@@ -38,7 +38,7 @@ def check(context: typer.Context, job: JobFileArgument, sets: SetOption = None) 
 
 @app.command()
 def show(context: typer.Context, job: JobFileArgument, sets: SetOption = None) -> None:
-    """Print every value of a job, and where it came from."""
+    """Print every value of a job, and its source: default, file and line, or --set."""
     from clients.config.file import load_job
 
     print_values(settings_of(context).output, load_job(job, sets or []))
@@ -47,7 +47,7 @@ def show(context: typer.Context, job: JobFileArgument, sets: SetOption = None) -
 @app.command()
 def schema(
     method: Annotated[
-        MethodName | None, typer.Option(help="Of job files with this method.type only.")
+        MethodName | None, typer.Option(help="Only job files with this method.type.")
     ] = None,
 ) -> None:
     """Print the JSON Schema of job files, for editors."""
@@ -60,11 +60,12 @@ def schema(
 
 
 def print_values(output: Output, file: JobFile) -> None:
+    """Print each key of a job file with its value and the source of the value."""
     rows = []
     for key, source in file.sources.items():
         value: Any = file.config
         for part in key.split("."):
-            value = None if value is None else getattr(value, part)  # a table that is off
+            value = None if value is None else getattr(value, part)  # None: the table is absent
         shown = value if output.as_json else "-" if value is None else json.dumps(value)
         rows.append({"key": key, "value": shown, "source": source})
     output.table("values", rows, ("key", "value", "source"))

@@ -1,4 +1,4 @@
-"""`distill doctor`: is everything here that a job needs, and is it what we think it is?"""
+"""`distill doctor`: check versions, packages, devices and connections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from protos.errors import DistillError, ExitCode
 from protos.extras import install_command, missing_packages
 
 PACKAGES = ("distill-service", "grpcio", "protobuf", "pydantic", "numpy")
-# Older ones can lose writes of a WAL database when two processes checkpoint it at once.
+# Older versions can lose writes to a WAL database when two processes checkpoint it at once.
 SQLITE_FIXED = (3, 51, 3)
 TORCH_PROBE = (
     "import torch; print(torch.__version__ + (', ' + torch.cuda.get_device_name(0) "
@@ -27,7 +27,7 @@ TORCH_PROBE = (
 )
 
 
-# What each extra is for; a machine needs only those of its own tasks.
+# Extra -> its purpose. A machine needs only the extras of its own tasks.
 EXTRAS = {
     "train": "train jobs (distill run, distill-server)",
     "teacher": "run a teacher (distill-teacher) or a capture",
@@ -38,7 +38,7 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. A warning is told, a problem also fails the command."""
+    """One line of the report. A warning is only printed; a problem makes the command fail."""
 
     name: str
     value: str
@@ -49,17 +49,17 @@ class Check:
 def doctor(
     context: typer.Context,
     teacher: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Also ask this teacher service.")
+        str, typer.Option(metavar="HOST:PORT", help="Also check the connection to this teacher.")
     ] = "",
 ) -> ExitCode:
-    """Look at versions, packages, devices and connections."""
+    """Check versions, packages, devices and connections; exit with 1 if there is a problem."""
     settings = settings_of(context)
     output = settings.output
     checks = [*_versions(), *_packages(), _sqlite(), _torch(), _ray(), *_extras()]
-    with output.stage("asking the servers"):
+    with output.stage("checking the connections"):
         server = _reachable("server", settings.server)
         if settings.server == DEFAULT_SERVER and server.problem:
-            # `distill run` needs none, so one that nobody named may be absent.
+            # The user did not name a server, and `distill run` needs none: only a warning.
             server = Check("server", server.value, warning=server.problem)
         checks.append(server)
         if teacher:
@@ -93,7 +93,7 @@ def _versions() -> Iterator[Check]:
 
 
 def _packages() -> Iterator[Check]:
-    # Other distributions install packages of these very names over ours.
+    # Other distributions on PyPI install packages of the same names over these.
     for name, module in (("protos", "protos.distill_pb2"), ("clients", "clients.runs.launch")):
         spec = importlib.util.find_spec(name)
         where = str(spec.origin) if spec else "-"
@@ -101,7 +101,10 @@ def _packages() -> Iterator[Check]:
             ours = importlib.util.find_spec(module) is not None
         except ModuleNotFoundError:
             ours = False
-        taken = "another distribution of this name hides ours; use a virtual environment"
+        taken = (
+            "another distribution hides this package; install distill-service in a virtual"
+            " environment of its own"
+        )
         yield Check(name, where, problem="" if ours else taken)
 
 
@@ -115,11 +118,11 @@ def _sqlite() -> Check:
 def _torch() -> Check:
     if importlib.util.find_spec("torch") is None:
         return Check("torch", "not installed; only the teacher and the trainer need it")
-    # In a process of its own: this one stays free of torch.
+    # In a process of its own, so that this process does not import torch.
     probe = subprocess.run([sys.executable, "-c", TORCH_PROBE], capture_output=True, text=True)
     if probe.returncode:
         last = (probe.stderr.strip().splitlines() or ["no output"])[-1]
-        return Check("torch", "broken", problem=f"cannot be imported: {last}")
+        return Check("torch", "broken", problem=f"the import fails: {last}")
     return Check("torch", probe.stdout.strip().splitlines()[-1])
 
 
@@ -129,7 +132,7 @@ def _ray() -> Check:
     except importlib.metadata.PackageNotFoundError:
         return Check("ray", "not installed; only --ray needs it")
     whole = importlib.util.find_spec("aiohttp") is not None
-    lacking = f"without its Jobs API: {install_command('ray')}"
+    lacking = f"its Jobs API is not installed: {install_command('ray')}"
     return Check("ray", version, warning="" if whole else lacking)
 
 
@@ -157,4 +160,6 @@ def _reachable(name: str, address: str) -> Check:
     except DistillError as error:
         return Check(name, address, problem=str(error))
     serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-    return Check(name, f"{address} serving", problem="" if serving else f"{address} is stopping")
+    return Check(
+        name, f"{address} serving", problem="" if serving else f"{address} is shutting down"
+    )

@@ -1,4 +1,4 @@
-"""`distill eval`: models answer prompts many times, here or at a server, and a reward judges."""
+"""`distill eval`: sample answers of models, locally or from a server, and score them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from protos.extras import require_extra
 if TYPE_CHECKING:
     from clients.config.exam import ExamConfig
 
-# It names a directory, and stands in a table.
+# A model's display name is a directory name and a table cell.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
-# What of the settings decides no answer: more can be asked of the same directory.
+# Settings that do not affect an answer: a later command may change them and use the same directory.
 _FREE = {"out", "reward", "prompts", "samples", "in_flight", "patience_seconds"}
 
 
@@ -31,24 +31,36 @@ ModelsArgument = Annotated[
     list[str],
     typer.Argument(
         metavar="[NAME=]MODEL...",
-        help="Hugging Face directories, run directories (with their anchors), or what the endpoint"
-        " calls its models.",
+        help="Hugging Face directories, run directories (with their anchors), or names of the"
+        " endpoint's models.",
     ),
 ]
-RewardOption = Annotated[str, typer.Option(help="Who judges, as reward.type of a job file.")]
+RewardOption = Annotated[
+    str, typer.Option(help="Reward that scores the answers, as reward.type in a job file.")
+]
 KeysOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="A key of [data] or [reward] of a job file: data.prompt_column=question.",
+        help="Set a key of [data] or [reward] as in a job file, such as"
+        " data.prompt_column=question. Repeatable.",
     ),
 ]
 OutOption = Annotated[
-    str, typer.Option(metavar="DIR", help="Where answers are kept, and gone on with.")
+    str,
+    typer.Option(
+        metavar="DIR",
+        help="Directory of the answers, by default runs/eval-...; existing answers are not"
+        " requested again.",
+    ),
 ]
 EndpointOption = Annotated[
-    str, typer.Option(metavar="URL", help="http://HOST:PORT/v1; key in $OPENAI_API_KEY.")
+    str,
+    typer.Option(
+        metavar="URL",
+        help="OpenAI-compatible server, http://HOST:PORT/v1; its key is read from $OPENAI_API_KEY.",
+    ),
 ]
 
 
@@ -58,21 +70,33 @@ def exam(
     reward: RewardOption,
     data: Annotated[str, typer.Option(help="A .jsonl or .parquet file, or a hub data set.")] = "",
     sets: KeysOption = None,
-    prompts: Annotated[int, typer.Option(help="So many of them, chosen by the seed; 0: all.")] = 0,
-    samples: Annotated[int, typer.Option(help="Answers to each prompt.")] = 32,
-    temperature: Annotated[float, typer.Option(help="0: the likeliest token.")] = 0.8,
-    top_p: Annotated[float, typer.Option(help="Share of the likeliest tokens.")] = 0.9,
-    max_tokens: Annotated[int, typer.Option(help="Of one answer.")] = 1024,
-    seed: Annotated[int, typer.Option(help="Of the choice of prompts, and the sampling.")] = 0,
+    prompts: Annotated[
+        int, typer.Option(help="Number of prompts, sampled by the seed; 0 means all.")
+    ] = 0,
+    samples: Annotated[int, typer.Option(help="Answers per prompt.")] = 32,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0 means greedy decoding.")
+    ] = 0.8,
+    top_p: Annotated[
+        float,
+        typer.Option(help="Nucleus sampling: probability mass of the tokens to sample from."),
+    ] = 0.9,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of one answer.")] = 1024,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the choice of prompts and of the sampling.")
+    ] = 0,
     out: OutOption = "",
     endpoint: EndpointOption = "",
-    api: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
-    in_flight: Annotated[int, typer.Option(help="Requests at the same time.")] = 64,
-    patience: Annotated[float, typer.Option(help="Seconds for one answer of a server.")] = 600.0,
+    api: Annotated[str, typer.Option(help="API of the endpoint: chat or completions.")] = "chat",
+    in_flight: Annotated[int, typer.Option(help="Most concurrent requests to the endpoint.")] = 64,
+    patience: Annotated[
+        float, typer.Option(help="Seconds to wait for one answer of the endpoint.")
+    ] = 600.0,
 ) -> ExitCode:
-    """Measure models: pass@1, pass@k, majority votes and lengths, with 95% intervals over prompts.
+    """Evaluate models on prompts: pass@1, pass@k, majority vote and lengths.
 
-    Stopped or killed, the same command goes on: no answer that came is asked for again.
+    The 95% intervals are over prompts. An interrupted evaluation resumes when the same command is
+    run again.
     """
     output = settings_of(context).output
     values = {
@@ -97,12 +121,12 @@ def exam(
         require_extra("train", "the evaluation of a local model", field="MODEL")
     if not out:
         config = config.model_copy(update={"out": f"runs/eval-{_digest(config)}"})
-    output.say(f"answers are kept in {config.out}")
+    output.say(f"answers are stored in {config.out}")
     return _concluded(_asked(config, output), config, output)
 
 
 def _named(models: Sequence[str], *, local: bool) -> dict[str, str]:
-    """Models by name; a run directory stands for what it made, and for its anchor."""
+    """Return models by display name; a run directory becomes its export and its anchor's."""
     named: dict[str, str] = {}
     for given in models:
         name, equals, model = given.partition("=")
@@ -115,8 +139,9 @@ def _named(models: Sequence[str], *, local: bool) -> dict[str, str]:
             found[f"{name}-anchor"] = str(made / "anchor")
         for one, path in found.items():
             if not _NAME.fullmatch(one) or one in named:
-                what = "is there twice" if one in named else "is no name of a directory"
-                raise InvalidInput(f"{one!r} {what}", field="MODEL", hint="name each: NAME=MODEL")
+                what = "is given twice" if one in named else "is not a valid name"
+                hint = "name each model: NAME=MODEL"
+                raise InvalidInput(f"{one!r} {what}", field="MODEL", hint=hint)
             if local and path.startswith(("/", "./", "../")) and not Path(path).is_dir():
                 raise NotFound(f"no such directory: {path}", field="MODEL")
             named[one] = path
@@ -131,9 +156,9 @@ def _tables(reward: str, data: str, sets: Sequence[str]) -> dict[str, Any]:
         path, value = parse_override(override)
         if path[0] not in tables or len(path) < 2:
             raise InvalidInput(
-                f"{'.'.join(path)} is no key of [data] or [reward]",
+                f"{'.'.join(path)} is not a key of [data] or [reward]",
                 field="--set",
-                hint="like data.prompt_column=question or reward.pattern='(\\d+)'",
+                hint="examples: data.prompt_column=question, reward.pattern='(\\d+)'",
             )
         table = tables
         for part in path[:-1]:
@@ -164,12 +189,13 @@ def _checked(values: Mapping[str, Any]) -> ExamConfig:
 
 
 def _require(config: ExamConfig) -> None:
-    """What the settings do not know of each other and of this machine."""
+    """Check combinations of settings, and that files are there."""
     kind, generated = config.reward.type, config.reward.task is not None
     if generated and config.data is not None:
-        raise InvalidInput(f"{kind} makes its own prompts", field="--data", hint="leave it out")
+        raise InvalidInput(f"{kind} generates its own prompts", field="--data", hint="omit it")
     if not generated and config.data is None:
-        raise InvalidInput(f"{kind} needs prompts", field="--data", hint="give a file of them")
+        hint = "give a .jsonl or .parquet file, or a hub data set"
+        raise InvalidInput(f"{kind} needs prompts", field="--data", hint=hint)
     if config.data is not None and config.data.path.endswith((".jsonl", ".parquet")):
         _require_file(config.data.path, "--data")
     if config.reward.file is not None:
@@ -189,7 +215,7 @@ def _digest(config: ExamConfig) -> str:
 
 
 def _asked(config: ExamConfig, output: Output) -> tuple[int, str]:
-    """(exit code, stdout) of the program that does it, which may load torch."""
+    """Run the evaluation program, which may load torch; return its exit code and stdout."""
     program = subprocess.Popen(
         [sys.executable, "-m", "student_trainer.exam"],
         stdin=subprocess.PIPE,
@@ -200,7 +226,7 @@ def _asked(config: ExamConfig, output: Output) -> tuple[int, str]:
     with program:
         try:
             told, _ = program.communicate(config.model_dump_json())
-        except KeyboardInterrupt:  # the terminal sent it to the program as well
+        except KeyboardInterrupt:  # the terminal sends SIGINT to the program too
             program.wait()
             return int(ExitCode.INTERRUPTED), ""
     return program.returncode, told
@@ -209,14 +235,14 @@ def _asked(config: ExamConfig, output: Output) -> tuple[int, str]:
 def _concluded(asked: tuple[int, str], config: ExamConfig, output: Output) -> ExitCode:
     code, told = asked
     if code == ExitCode.INTERRUPTED:
-        output.say("stopped; the same command goes on")
+        output.say("stopped; run the same command again to resume")
         return ExitCode.INTERRUPTED
     try:
         document = json.loads(told)
     except ValueError:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         raise InternalFault(
-            f"the evaluation {how}", hint="the same command goes on with what it has"
+            f"the evaluation {how}", hint="run the same command again to resume"
         ) from None
     if "error" in document:
         error = document["error"]

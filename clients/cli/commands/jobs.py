@@ -1,4 +1,4 @@
-"""Commands that ask the server about jobs, or tell it what to do with one."""
+"""`distill ls`, `show`, `cancel` and `resume`: the unary requests to the job server."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def ls(
     context: typer.Context,
     state: Annotated[
         JobState | None,
-        typer.Option(case_sensitive=False, help="Only these.", show_choices=True),
+        typer.Option(case_sensitive=False, help="Show only jobs in this state.", show_choices=True),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Show at most this many jobs.")] = 50,
 ) -> None:
     """List jobs, newest first."""
     settings = settings_of(context)
@@ -39,7 +39,7 @@ def ls(
 
 
 def show(context: typer.Context, job: JobArgument) -> None:
-    """Print all that the server knows of a job."""
+    """Show a job: state, reason, steps, times, checkpoints and newest metrics."""
     settings = settings_of(context)
     with settings.client() as client:
         found = client.get(job)
@@ -49,9 +49,9 @@ def show(context: typer.Context, job: JobArgument) -> None:
 def cancel(
     context: typer.Context,
     job: JobArgument,
-    now: Annotated[bool, typer.Option("--now", help="Without a last checkpoint.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Do not write a last checkpoint.")] = False,
 ) -> None:
-    """Stop a job after a checkpoint; repeating it is harmless."""
+    """Write a checkpoint and stop a job. It is safe to repeat."""
     settings = settings_of(context)
     with settings.client() as client:
         found = client.cancel(job, now=now)
@@ -63,10 +63,16 @@ def resume(
     job: JobArgument,
     sets: SetOption = None,
     from_step: Annotated[
-        int | None, typer.Option("--from", metavar="STEP", min=1, help="Of this checkpoint.")
+        int | None,
+        typer.Option(
+            "--from",
+            metavar="STEP",
+            min=1,
+            help="Resume from the checkpoint of this step, by default from the newest.",
+        ),
     ] = None,
 ) -> None:
-    """Go on from the last checkpoint. It is a new attempt; --set max_steps=N makes it longer."""
+    """Resume a job from a checkpoint, as a new attempt. --set max_steps=N extends the job."""
     settings = settings_of(context)
     max_steps = max_steps_of(sets or [])
     with settings.client() as client:
@@ -75,7 +81,10 @@ def resume(
 
 
 def max_steps_of(sets: list[str]) -> int | None:
-    """The new `max_steps`; anything else of a job is what its checkpoints were made with."""
+    """Return the `max_steps` that --set gives, or None.
+
+    Raises InvalidInput for any other key, because the checkpoints depend on it.
+    """
     from clients.config.file import parse_override
 
     chosen: int | None = None
@@ -88,13 +97,17 @@ def max_steps_of(sets: list[str]) -> int | None:
                 hint="submit a new job for anything else",
             )
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InvalidInput(f"must be a whole number from 1 (got {value!r})", field="max_steps")
+            message = f"must be a whole number of at least 1 (got {value!r})"
+            raise InvalidInput(message, field="max_steps")
         chosen = value
     return chosen
 
 
 def facts_of(job: Job) -> Mapping[str, Any]:
-    """A job for a program: its fields; of one that was asked for, checkpoints and configuration."""
+    """Return a job as a JSON object.
+
+    `checkpoints` and `config` are there only if the server sent them: for one job, not for a list.
+    """
     record = asdict(job)
     config, checkpoints = record.pop("config_json"), record.pop("checkpoints")
     if not config:

@@ -1,4 +1,4 @@
-"""`distill logs` and `distill pull`: the bytes a job left behind."""
+"""`distill logs` and `distill pull`: the log and the files of a job."""
 
 from __future__ import annotations
 
@@ -25,11 +25,17 @@ if TYPE_CHECKING:
 def logs(
     context: typer.Context,
     job: JobArgument,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the attempt ends.")] = False,
-    lines: Annotated[int, typer.Option("-n", min=0, help="Only the last lines; 0: all.")] = 0,
-    attempt: Annotated[int, typer.Option("--attempt", min=0, help="0: the newest.")] = 0,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Print new lines until the attempt ends.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("-n", min=0, help="Print only the last N lines; 0 means all.")
+    ] = 0,
+    attempt: Annotated[
+        int, typer.Option("--attempt", min=0, help="Number of the attempt; 0 means the newest.")
+    ] = 0,
 ) -> ExitCode:
-    """Print what a job's trainer printed."""
+    """Print the log of a job's trainer."""
     settings = settings_of(context)
     try:
         with settings.client() as client:
@@ -43,13 +49,13 @@ def logs(
                     sys.stdout.buffer.flush()
     except KeyboardInterrupt:
         if follow:
-            settings.output.say(f"the job goes on; distill logs -f {job}")
+            settings.output.say(f"the job continues; to follow it again: distill logs -f {job}")
         return ExitCode.INTERRUPTED
     return ExitCode.OK
 
 
 def whole_lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """The lines of a stream that is cut anywhere."""
+    """Yield the lines of a byte stream whose chunks may end within a line or a character."""
     rest = b""
     for chunk in chunks:
         *whole, rest = (rest + chunk).split(b"\n")
@@ -65,14 +71,18 @@ def pull(
         str,
         typer.Option(
             metavar="best|last|STEP",
-            help="This checkpoint, not the export; best: by its evaluation.",
+            help="Checkpoint to download instead of the export; best: the best by evaluation.",
         ),
     ] = "",
     destination: Annotated[
-        str, typer.Option("-o", metavar="DIR", help="By default a directory named as the job.")
+        str,
+        typer.Option("-o", metavar="DIR", help="Directory to create; by default the job id."),
     ] = "",
 ) -> None:
-    """Fetch the trained model, a Hugging Face directory, or a checkpoint with one in `model/`."""
+    """Download the trained model of a job, or the store of a capture.
+
+    The model is a Hugging Face directory. A checkpoint has its model in `model/`.
+    """
     from clients.jobs.artifacts import pull_run
     from clients.jobs.record import is_run_directory, points_of, record_of_run
 
@@ -94,7 +104,9 @@ def _wanted(checkpoint: str) -> Checkpoint | None:
         case "best" | "last":
             return checkpoint
     if not checkpoint.isdecimal() or int(checkpoint) == 0:
-        raise InvalidInput(f"{checkpoint!r} is no step, best or last", field="--checkpoint")
+        raise InvalidInput(
+            f"{checkpoint!r} is not a step", field="--checkpoint", hint="give a step, best or last"
+        )
     return int(checkpoint)
 
 

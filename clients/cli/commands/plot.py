@@ -1,4 +1,4 @@
-"""`distill plot`: the curves of one job, or of several over each other."""
+"""`distill plot`: the curves of one or several jobs, as text or as a picture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ JobOrRunArgument = Annotated[
     str,
     typer.Argument(
         metavar="JOB",
-        help="Id, start of one, @last, or a run directory.",
+        help="Job id, an unambiguous prefix of it, @last, or a run directory.",
         autocompletion=complete_job,
     ),
 ]
@@ -37,19 +37,22 @@ def plot(
         list[str],
         typer.Argument(
             metavar="JOB...",
-            help="Ids, starts of them, @last, or run directories.",
+            help="Job ids, unambiguous prefixes, @last, or run directories.",
             autocompletion=complete_job,
         ),
     ],
     metrics: Annotated[
         list[str] | None,
-        typer.Option("-m", "--metric", metavar="METRIC", help="This one; may be repeated."),
+        typer.Option(
+            "-m", "--metric", metavar="METRIC", help="Plot this metric instead. Repeatable."
+        ),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option("-o", metavar="FILE", help="A .png, .svg or .pdf instead.")
+        Path | None,
+        typer.Option("-o", metavar="FILE", help="Write a .png, .svg or .pdf file instead."),
     ] = None,
 ) -> None:
-    """Draw loss, KL, reward and speed by step; several jobs over each other."""
+    """Plot loss, KL, reward and throughput by step, for one or several jobs."""
     from clients.cli.plots.panels import panels_of
 
     settings = settings_of(context)
@@ -70,7 +73,10 @@ def plot(
 def records_of(
     settings: Settings, jobs: Iterable[str], *, with_notes: bool = False
 ) -> list[JobRecord]:
-    """The record of each job, from the server or from its run directory; in order, each once."""
+    """Return the record of each job, read from its run directory or from the server.
+
+    The order is kept and duplicates are removed. `with_notes` adds samples and environment.
+    """
     from clients.jobs.record import is_run_directory, record_of_run
 
     return [
@@ -89,7 +95,7 @@ def _asked(settings: Settings, name: str, with_notes: bool) -> JobRecord:
             return JobRecord(job, points)
         with tempfile.TemporaryDirectory() as folder:
             notes = Path(folder) / "notes"
-            with suppress(NotFound):  # an early end leaves none
+            with suppress(NotFound):  # a job that ended early has none
                 client.pull_notes(job.id, notes)
             return JobRecord(job, points, notes_in(notes))
 

@@ -1,4 +1,4 @@
-"""`distill report`: all there is to show of a job, in one file that can be sent to somebody."""
+"""`distill report`: a job's results in one HTML file."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ def report(
     context: typer.Context,
     job: JobOrRunArgument,
     page: Annotated[
-        Path | None, typer.Option("-o", metavar="FILE", help="By default, JOB.html.")
+        Path | None, typer.Option("-o", metavar="FILE", help="HTML file, by default JOB.html.")
     ] = None,
 ) -> None:
-    """Write all there is to show of a job as one HTML file.
+    """Write a report of a job as one HTML file, which needs no network.
 
-    Verdict, curves, timings, samples, configuration and environment; it needs no network.
+    It has the result, curves, timings, samples, configuration and environment of the job.
     """
     from clients.cli.plots.report_page import report_page
 
     settings = settings_of(context)
     if page is not None and page.suffix.lower() not in (".html", ".htm"):
-        raise InvalidInput(f"{page} is not an HTML file", field="-o", hint="name it .html")
+        raise InvalidInput(
+            f"{page} is not an HTML file", field="-o", hint="give a name that ends in .html"
+        )
     (record,) = records_of(settings, [job], with_notes=True)
     page = page or Path(f"{record.job.id}.html")
     page.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`distill run`: the same job on this machine, in the foreground, with no server."""
+"""`distill run`: run a job on this machine, in the foreground, without a server."""
 
 from __future__ import annotations
 
@@ -31,15 +31,20 @@ def run(
     job: Annotated[str, typer.Argument(metavar="JOB.toml", help="Job file, TOML or YAML.")] = "",
     sets: SetOption = None,
     name: NameOption = "",
-    runs: Annotated[str, typer.Option(metavar="DIR", help="Where run directories go.")] = "runs",
+    runs: Annotated[
+        str, typer.Option(metavar="DIR", help="Parent directory of the run directory.")
+    ] = "runs",
     resume: Annotated[
-        str, typer.Option(metavar="DIR", help="Go on with this run directory; takes no job file.")
+        str, typer.Option(metavar="DIR", help="Resume this run directory; give no job file.")
     ] = "",
 ) -> ExitCode:
-    """Run a job here and now, without a server. Ctrl-C stops after a checkpoint, twice kills."""
+    """Run a job on this machine, in the foreground, without a server.
+
+    Ctrl-C stops the job after a checkpoint; a second Ctrl-C kills it.
+    """
     output = settings_of(context).output
     if bool(job) == bool(resume):
-        raise InvalidInput("give a job file or --resume DIR", hint="see distill run --help")
+        raise InvalidInput("give either a job file or --resume DIR", hint="see distill run --help")
     if not resume:
         return run_new(job, overrides(sets, name), Path(runs), output)
     found, attempt = _reopened(Path(resume), max_steps_of(sets or []))
@@ -47,7 +52,11 @@ def run(
 
 
 def run_new(job: str, chosen: list[str], runs: Path, output: Output) -> ExitCode:
-    """The first attempt at a job of a file, in a new directory of `runs`."""
+    """Run the first attempt of the job in a file, in a new run directory in `runs`.
+
+    Returns the exit code of the command. Removes the run directory and raises the trainer's error
+    if its preflight refuses the job.
+    """
     return _attempted(_made(job, chosen, runs), 1, output, remove_if_refused=True)
 
 
@@ -61,15 +70,15 @@ def _attempted(
     progress, code = run_attempt(run, attempt, output)
     status = run.read_status()
     if remove_if_refused and status is not None and _refused(status):
-        # Nothing happened yet: a directory that cannot be resumed would only be in the way.
+        # The job was refused before its first step: there is nothing to resume.
         shutil.rmtree(run.path)
         raise _fault(status.error)(status.reason)
     conclusion = conclude(output, progress, **_made_by(run))
     if conclusion is ExitCode.JOB_FAILED:
-        output.say(f"its log: {run.log_file(attempt)}")
+        output.say(f"trainer log: {run.log_file(attempt)}")
     if conclusion is not ExitCode.OK:
-        output.say(f"to go on: distill run --resume {run.path}")
-    # The trainer's own word for what happened before it could begin.
+        output.say(f"to resume: distill run --resume {run.path}")
+    # These two codes say more than the job's state does.
     return code if code in (ExitCode.INTERRUPTED, ExitCode.WRONG_STATE) else conclusion
 
 
@@ -100,21 +109,24 @@ def _made(job: str, chosen: list[str], runs: Path) -> RunDirectory:
 
 
 def judged_beside(job: Path, config: AnyJob) -> AnyJob:
-    """The user's reward function is found from where the job file is, and must be there."""
+    """Return the job with `reward.file` made absolute, from the job file's directory.
+
+    Raises InvalidInput if the file does not exist.
+    """
     from clients.config.rl import RLJob
 
     if not isinstance(config, RLJob) or config.reward is None or config.reward.file is None:
         return config
     file = (job.parent / config.reward.file).absolute()
     if not file.is_file():
-        hint = "its path starts at the job file's directory"
+        hint = "relative paths start at the job file's directory"
         raise InvalidInput(f"no such file: {file}", field="reward.file", hint=hint)
     reward = config.reward.model_copy(update={"file": str(file)})
     return config.model_copy(update={"reward": reward})
 
 
 def _stored_absolute(config: AnyJob) -> AnyJob:
-    """A resume may be from another directory."""
+    """Make `method.store` absolute: a later resume may run in another directory."""
     from clients.config.capture import CaptureJob
 
     if not isinstance(config, CaptureJob) or config.method.store is None:
@@ -133,12 +145,12 @@ def _reopened(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
         status = run.read_status()
         if status and status.verdict == "succeeded" and (max_steps or 0) <= status.step:
             raise WrongState(
-                f"{path} is done: {status.step} of {status.max_steps} steps",
-                hint="--set max_steps=N with a larger N goes on",
+                f"the run {path} is finished: {status.step} of {status.max_steps} steps",
+                hint="give --set max_steps=N with a larger N to continue it",
             )
         if max_steps and isinstance(config, CaptureJob):
             raise InvalidInput(
-                "a capture has no steps: it ends with its data",
+                "a capture has no max_steps: it ends when all data is captured",
                 field="max_steps",
                 hint="resume it without --set",
             )
@@ -150,7 +162,7 @@ def _reopened(path: Path, max_steps: int | None) -> tuple[RunDirectory, int]:
 
 
 def _new_attempt(run: RunDirectory, status: Status | None) -> int:
-    """A number that nobody has; its log directory is made at once, so that nobody else gets it."""
+    """Return an unused attempt number, and make its log directory so that nobody else takes it."""
     names = [log.name.removeprefix("attempt-") for log in run.logs(1).parent.glob("attempt-*")]
     made = [int(name) for name in names if name.isdecimal()]
     attempt = max([*made, status.attempt if status else 0]) + 1

@@ -1,4 +1,4 @@
-"""`distill store`: look into stores of rows, check them, join them."""
+"""`distill store`: inspect, verify, merge and sample captured stores."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from clients.cli.output import plain
 from clients.cli.settings import settings_of
 from protos.errors import ExitCode
 
-app = typer.Typer(help="Look into stores of captured rows.", no_args_is_help=True)
+app = typer.Typer(help="Inspect, verify and merge captured stores.", no_args_is_help=True)
 
 StoreArgument = Annotated[Path, typer.Argument(metavar="STORE", help="Directory of the store.")]
 
 
 @app.command()
 def info(context: typer.Context, store: StoreArgument) -> None:
-    """What is in a store: counts, bytes a row, and what its rows are of."""
+    """Show a store's counts, sizes, and the settings of its capture."""
     from clients.store.checks import summary_of
 
     summary = summary_of(store)
@@ -30,7 +30,10 @@ def info(context: typer.Context, store: StoreArgument) -> None:
 
 @app.command()
 def verify(context: typer.Context, store: StoreArgument) -> ExitCode:
-    """Read every byte; exit with 1 and name each shard that is not what was written, or missing."""
+    """Verify every byte of a store and name each damaged or missing shard.
+
+    Exits with 1 if a shard is damaged or missing, or if the store is incomplete.
+    """
     from clients.store.checks import counted, damages
 
     found = list(damages(store))
@@ -43,9 +46,9 @@ def verify(context: typer.Context, store: StoreArgument) -> ExitCode:
         "sequences_expected": expected,
         "damages": found,
     }
-    lines = found or [f"{store}: sound"]
+    lines = found or [f"{store}: no damage"]
     if sequences != expected:
-        lines.append(f"incomplete: {sequences} of {expected} sequences; resume its capture")
+        lines.append(f"incomplete: {sequences} of {expected} sequences; resume the capture")
     settings_of(context).output.result(record, "\n".join(lines))
     return ExitCode.JOB_FAILED if found or sequences != expected else ExitCode.OK
 
@@ -53,10 +56,15 @@ def verify(context: typer.Context, store: StoreArgument) -> ExitCode:
 @app.command()
 def merge(
     context: typer.Context,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New directory.")],
-    parts: Annotated[list[Path], typer.Argument(metavar="STORE...", help="All parts.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create.")],
+    parts: Annotated[
+        list[Path], typer.Argument(metavar="STORE...", help="The stores of all parts.")
+    ],
 ) -> None:
-    """Join the stores of `distill capture --shard I/N`, as hard links where that is possible."""
+    """Merge the stores of all parts of a capture (`distill capture --shard I/N`).
+
+    Shards are hard-linked where the file system allows it, and copied otherwise.
+    """
     from clients.store.merge import merge as merge_stores
 
     sequences = merge_stores(out, parts)
@@ -68,14 +76,20 @@ def merge(
 def sample(
     context: typer.Context,
     store: StoreArgument,
-    sequence: Annotated[int, typer.Option(help="Which one; -1 is the last.")] = 0,
-    rows: Annotated[int, typer.Option(min=1, help="Rows shown.")] = 8,
-    head: Annotated[int, typer.Option(min=1, help="Head ids of a row shown.")] = 4,
+    sequence: Annotated[
+        int, typer.Option(help="Number of the sequence, from 0; -1 is the last.")
+    ] = 0,
+    rows: Annotated[int, typer.Option(min=1, help="Most rows to show.")] = 8,
+    head: Annotated[int, typer.Option(min=1, help="Most head ids to show per row.")] = 4,
     tokenizer: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="By default the capture's, if it is here.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Directory of a tokenizer, by default the capture's if it is on this machine.",
+        ),
     ] = None,
 ) -> None:
-    """Rows of one sequence for people: the token, its probability, the likeliest others."""
+    """Show rows of one sequence: each token, its probability, and the likeliest head ids."""
     from clients.store.sample import sample_of
 
     found = sample_of(store, sequence, rows=rows, head=head, tokenizer=tokenizer)

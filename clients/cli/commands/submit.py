@@ -24,7 +24,9 @@ from protos.errors import ExitCode, Unavailable
 
 TimeoutOption = Annotated[
     float | None,
-    typer.Option(metavar="SECONDS", min=0.001, help="Stop watching then, with exit code 7."),
+    typer.Option(
+        metavar="SECONDS", min=0.001, help="Stop watching after this time, with exit code 7."
+    ),
 ]
 
 if TYPE_CHECKING:
@@ -37,17 +39,21 @@ def submit(
     job: JobFileArgument,
     sets: SetOption = None,
     name: NameOption = "",
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Watch it.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Watch the job.")] = False,
     timeout: TimeoutOption = None,
     key: Annotated[
-        str, typer.Option("--key", help="Submitting again under the same key is the same job.")
+        str,
+        typer.Option("--key", help="Submitting again with the same key returns the same job."),
     ] = "",
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print what the file means; ask the server if it would do."),
+        typer.Option(
+            "--dry-run",
+            help="Submit nothing: print all values of the job, and ask the server to check them.",
+        ),
     ] = False,
 ) -> ExitCode:
-    """Hand a job to the server, and return at once."""
+    """Submit a job to the server and return at once."""
     from clients.config.file import load_job, localized
 
     settings = settings_of(context)
@@ -64,27 +70,27 @@ def submit(
         output.result(facts_of(made), made.id)
         if follow:
             return watch_job(client, made.id, output, timeout)
-    output.say(f"  distill watch {made.id}    how it fares")
-    output.say(f"  distill logs -f {made.id}  what it prints")
+    output.say(f"  distill watch {made.id}    show its progress")
+    output.say(f"  distill logs -f {made.id}  show its log")
     output.say(f"  distill cancel {made.id}   stop it after a checkpoint")
     return ExitCode.OK
 
 
 def _ask_server(settings: Settings, config: AnyJob) -> None:
-    """Raises what a submit would; a file may be looked at where there is no server."""
+    """Raises the error that a submit would raise, except that the server may be unreachable."""
     try:
         with settings.client() as client:
             client.check(config)
     except Unavailable as error:
-        if error.field:  # its answer: the teacher of the job does not run
+        if error.field:  # the server did answer: the job's teacher is unreachable
             raise
-        settings.output.say(f"only the file was looked at: {error}")
+        settings.output.say(f"checked the job file only: {error}")
     else:
-        settings.output.say("the server would take it")
+        settings.output.say("the server would accept the job")
 
 
 def watch(context: typer.Context, job: JobArgument, timeout: TimeoutOption = None) -> ExitCode:
-    """Follow a job until it is over. Ctrl-C stops the watching, not the job."""
+    """Show the progress of a job until it ends. Ctrl-C stops the watching, not the job."""
     settings = settings_of(context)
     with settings.client() as client:
         return watch_job(client, client.get(job).id, settings.output, timeout)
@@ -93,7 +99,10 @@ def watch(context: typer.Context, job: JobArgument, timeout: TimeoutOption = Non
 def watch_job(
     client: DistillClient, job_id: str, output: Output, timeout: float | None = None
 ) -> ExitCode:
-    """Show a job until it is over. Ctrl-C detaches, as TimedOut does: the job goes on."""
+    """Show the progress of a job until it ends; return the exit code of its final state.
+
+    Ctrl-C returns INTERRUPTED and the job continues. Raises TimedOut after `timeout` seconds.
+    """
     progress = JobView(job_id)
     try:
         with display(output, progress) as shown:
@@ -101,6 +110,6 @@ def watch_job(
                 progress.add(event)
                 shown.show(event)
     except KeyboardInterrupt:
-        output.say(f"job {job_id} goes on; distill watch {job_id}")
+        output.say(f"job {job_id} continues; to watch it again: distill watch {job_id}")
         return ExitCode.INTERRUPTED
     return conclude(output, progress)

@@ -1,4 +1,4 @@
-"""Commands about a teacher, which is asked directly: no job server is needed."""
+"""`distill teacher`: inspect a teacher directly, without a job server."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from clients.cli.output import plain
 from clients.cli.settings import settings_of
 
 app = typer.Typer(
-    help="Ask a running teacher.",
+    help="Inspect a running teacher.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 AddressArgument = Annotated[
-    str, typer.Argument(metavar="HOST:PORT", help="As distill-teacher printed it.")
+    str,
+    typer.Argument(metavar="HOST:PORT", help="Address that distill-teacher prints when it starts."),
 ]
 
 
@@ -27,8 +28,8 @@ def _teacher() -> None: ...
 
 @app.command()
 def info(context: typer.Context, address: AddressArgument) -> None:
-    """Print what a teacher is, and what it has done."""
-    # gRPC costs 0.2 s to import: only the commands that need it pay.
+    """Show a teacher's model, limits, load and counters."""
+    # Importing gRPC takes 0.2 s: only the commands that need it do so.
     from clients.teacher.client import TeacherClient
 
     with TeacherClient(address) as client:

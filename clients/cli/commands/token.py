@@ -1,4 +1,4 @@
-"""`distill token`: makes a secret for a server's token file."""
+"""`distill token`: generate a token for the token file of a server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TOKEN_BYTES = 32
 
 
 class RoleName(StrEnum):
-    """Names of protos.auth.access.Role; that module needs gRPC, which is slow to import."""
+    """The names of `protos.auth.access.Role`; that module imports gRPC, which is slow."""
 
     READ = "read"
     SUBMIT = "submit"
@@ -23,9 +23,9 @@ class RoleName(StrEnum):
 
 def token(
     context: typer.Context,
-    role: Annotated[RoleName, typer.Option(help="What its owner may do.")] = RoleName.READ,
+    role: Annotated[RoleName, typer.Option(help="Role of the token.")] = RoleName.READ,
 ) -> None:
-    """Print a new line for a server's --token-file: the role, and the token for the client."""
+    """Generate a token and print its line for a server's --token-file: ROLE TOKEN."""
     made = secrets.token_urlsafe(_TOKEN_BYTES)
     record = {"role": role.value, "token": made}
     settings_of(context).output.result(record, f"{role.value} {made}")

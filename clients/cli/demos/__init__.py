@@ -1,1 +1,1 @@
-"""`distill demo` and `distill demo-rl`: real processes on this machine, started and stopped."""
+"""`distill demo` and `distill demo-rl`: they start real processes here and stop them again."""

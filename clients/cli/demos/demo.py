@@ -1,4 +1,4 @@
-"""`distill demo`: data, models, teacher, server, job, table -- the whole line on this machine."""
+"""`distill demo`: make data and models, start a teacher and a server, run a job, print results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from clients.jobs.client import DistillClient
     from clients.jobs.view import JobView
 
-# Arguments after `python -m`; {data} and so on are directories of the demo.
+# Arguments of `python -m`; {data} and the other fields are directories of the demo.
 MAKE_DATA = ("student_trainer.tools.addition", "{data}", "--seed", "0")
 PRETRAIN = ("student_trainer.tools.pretrain", "--data", "{data}/train.jsonl", "--loss-on", "last")
 MAKE_TEACHER = (
@@ -32,11 +32,11 @@ MAKE_TEACHER = (
     *("--out", "{teacher}", "--tokenizer", "characters"),
     *("--layers", "3", "--width", "96", "--steps", "2000", "--until-loss", "0.01"),
 )
-# The teacher's tokenizer: a student of another vocabulary could not learn from it.
+# The student uses the teacher's tokenizer, as distillation requires.
 MAKE_STUDENT = (
     *PRETRAIN,
     *("--out", "{student}", "--tokenizer", "{teacher}"),
-    # Stopped while it still gets most sums wrong: it has something to learn.
+    # Training stops while most of its answers are wrong, so that it can learn from the teacher.
     *("--layers", "2", "--width", "64", "--steps", "2000", "--learning-rate", "2e-3"),
     *("--until-loss", "0.85"),
 )
@@ -46,18 +46,18 @@ EVALUATE_TEACHER = (
 )
 TEACHER = (
     *("teacher_service", "--model", "{teacher}", "--port", "0"),
-    # In the demo's directory and not in the user's: a second run starts from nothing.
+    # A cache in the demo's directory: with the user's cache a second demo would find its rows.
     *("--cache-dir", "{cache}"),
 )
 SERVER = ("distill_server", "--runs", "{jobs}", "--port", "0")
 JOB = Path(__file__).with_name("demo_job.toml")
-# Only a directory with this file in it is ever replaced.
+# `clear` deletes only directories that contain this file.
 MARKER = ".distill-demo"
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What summary.json holds: the student before and after, and the teacher it learned from."""
+    """The content of summary.json: held-out accuracies, held-out KL in nats per token, seconds."""
 
     teacher_accuracy: float
     accuracy_before: float
@@ -71,14 +71,16 @@ class Summary:
 
 def demo(
     context: typer.Context,
-    runs: Annotated[str, typer.Option(metavar="DIR", help="Replaced if an older demo made it.")] = (
-        "runs/demo"
-    ),
+    runs: Annotated[
+        str,
+        typer.Option(metavar="DIR", help="Directory of the demo; an earlier demo is replaced."),
+    ] = "runs/demo",
     keep: Annotated[
-        bool, typer.Option("--keep", help="In the end, leave the services up until Ctrl-C.")
+        bool,
+        typer.Option("--keep", help="Keep the teacher and the server running until Ctrl-C."),
     ] = False,
 ) -> ExitCode:
-    """Try the whole service on this machine. It takes minutes and needs no GPU."""
+    """Try a distillation on this machine, with teacher and server. Takes minutes, needs no GPU."""
     from clients.cli.demos.services import Services
 
     require_extra("teacher,train", "distill demo")
@@ -88,7 +90,7 @@ def demo(
     began = time.monotonic()
     with Services(place / "logs") as services:
         accuracy = _make_models(place, services, output)
-        with output.stage("starting teacher and server"):
+        with output.stage("starting the teacher and the server"):
             teacher = services.listen("teacher", filled(TEACHER, place))
             server = services.listen("server", filled(SERVER, place))
         config, progress = _train(place, server, teacher, output)
@@ -101,10 +103,14 @@ def demo(
 
 
 def clear(place: Path, output: Output) -> None:
+    """Make the directory of a demo, deleting an earlier demo in it.
+
+    Raises InvalidInput if the directory has other content.
+    """
     if place.exists() and any(place.iterdir()):
         if not (place / MARKER).exists():
             raise InvalidInput(
-                f"{place} holds something else than a demo",
+                f"{place} has files that no demo made",
                 field="--runs",
                 hint="choose an empty or a new directory",
             )
@@ -115,22 +121,23 @@ def clear(place: Path, output: Output) -> None:
 
 
 def filled(command: tuple[str, ...], place: Path) -> list[str]:
+    """Return the command with the demo's directories in place of {data}, {teacher} and so on."""
     names = ("data", "teacher", "student", "cache", "jobs")
     return [part.format_map({name: place / name for name in names}) for part in command]
 
 
 def _make_models(place: Path, services: Services, output: Output) -> float:
-    """Data, teacher and student; returns the accuracy of the teacher."""
+    """Make the data, the teacher and the student; return the accuracy of the teacher."""
     printed = ""
     for log, title, command in (
-        ("make-data", "making exercises", MAKE_DATA),
+        ("make-data", "generating the data", MAKE_DATA),
         ("make-teacher", "training a teacher from scratch", MAKE_TEACHER),
         ("make-student", "training a weaker student from scratch", MAKE_STUDENT),
-        ("evaluate-teacher", "examining the teacher", EVALUATE_TEACHER),
+        ("evaluate-teacher", "evaluating the teacher", EVALUATE_TEACHER),
     ):
         with output.stage(title):
             printed = services.run(log, filled(command, place))
-    # The log holds warnings of libraries too; the answer is its last line.
+    # The log also has warnings of libraries; the result is its last line.
     return float(json.loads(printed.strip().splitlines()[-1])["accuracy"])
 
 
@@ -166,7 +173,7 @@ def _watched(client: DistillClient, job_id: str, place: Path, output: Output) ->
     from clients.runs.directory import RunDirectory
 
     progress = JobView(job_id)
-    # With --json, stdout is for the summary alone.
+    # With --json only the summary goes to stdout.
     with display(output.for_people(), progress) as shown:
         for event in client.watch(job_id):
             progress.add(event)
@@ -183,13 +190,13 @@ def _watched(client: DistillClient, job_id: str, place: Path, output: Output) ->
 
 @contextmanager
 def _cancelled_on_error(client: DistillClient, job_id: str, output: Output) -> Iterator[None]:
-    """A job outlives its server: whoever gives up on the demo must end the job first."""
+    """Cancel the job if the demo is interrupted, because a job outlives its server."""
     from clients.cli.demos.services import uninterrupted
 
     try:
         yield
     except BaseException:
-        output.say(f"cancelling {job_id} and stopping what was started")
+        output.say(f"cancelling {job_id} and stopping all processes of the demo")
         with uninterrupted(), suppress(DistillError):
             client.cancel(job_id, now=True)
             client.wait(job_id, timeout=30.0)
@@ -223,14 +230,14 @@ def _print(output: Output, summary: Summary, place: Path) -> None:
     title = f"{summary.seconds:.0f} s, top_k {summary.top_k}, tail {summary.tail}"
     table = Table("", "teacher", "student before", "student after", title=title)
     right = (summary.teacher_accuracy, summary.accuracy_before, summary.accuracy_after)
-    table.add_row("right answers", *(f"{share:.1%}" for share in right))
-    table.add_row("KL from teacher", "-", f"{summary.kl_before:.4f}", f"{summary.kl_after:.4f}")
+    table.add_row("accuracy", *(f"{share:.1%}" for share in right))
+    table.add_row("KL to teacher", "-", f"{summary.kl_before:.4f}", f"{summary.kl_after:.4f}")
     output.console(stderr=False).print(table)
     output.say(f"the trained student: {place / 'export'}")
 
 
 def _wait(output: Output, server: str) -> None:
-    output.say(f"try: distill --server {server} ls   (Ctrl-C ends teacher and server)")
+    output.say(f"try: distill --server {server} ls   (Ctrl-C stops the teacher and the server)")
     with suppress(KeyboardInterrupt):
         while True:
             time.sleep(3600)

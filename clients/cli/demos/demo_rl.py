@@ -1,4 +1,4 @@
-"""`distill demo-rl`: a model that adds badly learns from nothing but being right."""
+"""`distill demo-rl`: a weak model learns addition from rewards, without a teacher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from protos.extras import require_extra
 MAKE_STUDENT = (
     *PRETRAIN,
     *("--out", "{student}", "--tokenizer", "characters"),
-    # Stopped while it gets most sums wrong, but now and then one right: there is a reward to find.
+    # Training stops while most of its answers are wrong and some are right, so that some rollouts
+    # get a reward.
     *("--layers", "2", "--width", "64", "--steps", "2000", "--learning-rate", "2e-3"),
     *("--until-loss", "0.7"),
 )
@@ -33,7 +34,7 @@ TRAIN = (
 
 @dataclass(frozen=True)
 class Summary:
-    """What summary.json holds: shares of held-out sums that are right."""
+    """The content of summary.json: held-out accuracies, and the last step's KL to the anchor."""
 
     accuracy_before: float
     accuracy_after: float
@@ -46,13 +47,17 @@ class Summary:
 def demo_rl(
     context: typer.Context,
     runs: Annotated[
-        str, typer.Option(metavar="DIR", help="Replaced if an older demo made it.")
+        str,
+        typer.Option(metavar="DIR", help="Directory of the demo; an earlier demo is replaced."),
     ] = "runs/demo-rl",
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As of `distill run`.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override one key of the job file. Repeatable."
+        ),
     ] = None,
 ) -> ExitCode:
-    """Try learning from rewards on this machine. It takes minutes and needs no GPU."""
+    """Try training from rewards on this machine. Takes minutes, needs no GPU."""
     from clients.cli.demos.services import Services
 
     require_extra("teacher,train", "distill demo-rl")
@@ -63,9 +68,9 @@ def demo_rl(
     changes = [part for override in overrides or () for part in ("--set", override)]
     with Services(place / "logs") as services:
         for log, title, command in (
-            ("make-data", "making exercises", MAKE_DATA),
-            ("make-student", "training a student that adds badly", MAKE_STUDENT),
-            ("train", "learning from rewards", (*TRAIN, *changes)),
+            ("make-data", "generating the data", MAKE_DATA),
+            ("make-student", "training a weak student from scratch", MAKE_STUDENT),
+            ("train", "training the student from rewards", (*TRAIN, *changes)),
         ):
             with output.stage(title):
                 services.run(log, filled(command, place))
@@ -98,5 +103,5 @@ def _print(output: Output, summary: Summary) -> None:
     title = f"{summary.steps} steps, {summary.seconds:.0f} s"
     table = Table("", "before", "after", "anchor after", title=title)
     shares = (summary.accuracy_before, summary.accuracy_after, summary.anchor_accuracy_after)
-    table.add_row("right answers", *(f"{share:.1%}" for share in shares))
+    table.add_row("accuracy", *(f"{share:.1%}" for share in shares))
     output.console(stderr=False).print(table)

@@ -1,4 +1,4 @@
-"""Processes that a command starts and always stops: their logs, their addresses, their end."""
+"""Child processes of a demo: started with a log file each, and always stopped."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ SECONDS_TO_STOP = 20.0
 
 
 class Services:
-    """Runs `python -m MODULE ...`, each with one thread and a log file; leaving stops them all."""
+    """A context manager that runs `python -m MODULE ...` processes and stops them all on exit.
+
+    Each process computes with one thread and writes to `logs`/NAME.log. Inside, SIGTERM and SIGHUP
+    raise KeyboardInterrupt, as SIGINT does. Use it in the main thread.
+    """
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._running: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Services:
-        # A closed terminal, or a polite kill, must leave as little behind as a Ctrl-C.
+        # A closed terminal or a `kill` must stop the processes, as Ctrl-C does.
         self._before = {
             number: signal.signal(number, signal.default_int_handler)
             for number in (signal.SIGTERM, signal.SIGHUP)
@@ -34,14 +38,17 @@ class Services:
 
     def __exit__(self, *error: object) -> None:
         with uninterrupted():
-            # The last one started may need the earlier ones to end well.
+            # In reverse order: a process may need earlier ones for a clean end.
             for process in reversed(self._running):
                 _stop(process)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def run(self, name: str, arguments: Sequence[str]) -> str:
-        """Wait for a process to end and return what it printed. Raises InternalFault."""
+        """Run a process to its end and return its output, stderr included.
+
+        Raises InternalFault if its exit code is not 0.
+        """
         process = self._start(name, arguments)
         try:
             code = process.wait()
@@ -53,7 +60,10 @@ class Services:
         return self._log(name).read_text(errors="replace")
 
     def listen(self, name: str, arguments: Sequence[str]) -> str:
-        """Start a server and return its HOST:PORT once it listens. Raises InternalFault."""
+        """Start a server and return its HOST:PORT, once it prints "NAME listening on HOST:PORT".
+
+        Raises InternalFault if it ends, or does not listen within 120 s.
+        """
         process = self._start(name, arguments)
         deadline = time.monotonic() + SECONDS_TO_LISTEN
         while time.monotonic() < deadline:
@@ -64,7 +74,7 @@ class Services:
             if process.poll() is not None:
                 raise self._failed(name, f"ended with exit code {process.returncode}")
             time.sleep(0.1)
-        raise self._failed(name, f"does not listen after {SECONDS_TO_LISTEN:.0f} s")
+        raise self._failed(name, f"is not listening after {SECONDS_TO_LISTEN:.0f} s")
 
     def _start(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         with self._log(name).open("wb") as log:
@@ -73,9 +83,9 @@ class Services:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # Side by side, two processes of two threads each are many times slower than of one.
+                # With more threads than cores, processes run many times slower.
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-                # A Ctrl-C is ours: servers must live on until the job has ended.
+                # A session of its own, so that Ctrl-C does not stop the servers before the job.
                 start_new_session=True,
             )
         self._running.append(process)
@@ -90,7 +100,7 @@ class Services:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Clean up without being stopped half-way by an impatient second Ctrl-C."""
+    """Ignore SIGINT, SIGTERM and SIGHUP inside, so that a second Ctrl-C cannot stop a clean-up."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:

@@ -1,1 +1,1 @@
-"""Jobs while they run: the foreground run and the live display."""
+"""The foreground run of a job, and the live display of its progress."""

@@ -1,4 +1,4 @@
-"""Shows a job while it runs: one live block on a terminal, plain lines anywhere else."""
+"""Displays of a running job: a live block on a terminal, plain lines or JSON Lines elsewhere."""
 
 from __future__ import annotations
 
@@ -26,12 +26,19 @@ EXIT_CODES = {
 
 
 class Display(Protocol):
-    def show(self, event: JobEvent) -> None: ...
+    """Shows the events of a job as they arrive."""
+
+    def show(self, event: JobEvent) -> None:
+        """Show one event, which is already added to the JobView."""
+        ...
 
 
 @contextmanager
 def display(output: Output, progress: JobView) -> Iterator[Display]:
-    """What suits the caller: events as JSON Lines, a live block, plain lines, or nothing."""
+    """Enter the display that suits the output: JSON Lines, a live block, or plain lines.
+
+    The caller adds each event to `progress` before it passes the event to `show`.
+    """
     if output.as_json:
         yield JsonLines()
     elif output.live:
@@ -46,12 +53,15 @@ def display(output: Output, progress: JobView) -> Iterator[Display]:
 
 
 class JsonLines:
+    """Prints each event to stdout as one JSON object per line."""
+
     def show(self, event: JobEvent) -> None:
+        """Print one event."""
         print(json.dumps(asdict(event)), flush=True)
 
 
 class PlainLines:
-    """A line every ten seconds, and one for each change of state and each evaluation."""
+    """Prints a line every 10 s, and for each evaluation and each change of state or attempt."""
 
     def __init__(self, progress: JobView, output: Output) -> None:
         self._progress = progress
@@ -60,7 +70,9 @@ class PlainLines:
         self._told: tuple[JobState | None, int, str] = (None, 0, "")
 
     def show(self, event: JobEvent) -> None:
-        # Later phases come and go with every evaluation; the first ones tell what one waits for.
+        """Print a line if one is due."""
+        # Changes of phase count before the first step only: later the phase changes with every
+        # evaluation and checkpoint.
         phase = event.phase if event.step == 0 else self._told[-1]
         now = (event.state, event.attempt, phase)
         due = bool(event.metrics) and time.monotonic() >= self._next
@@ -72,7 +84,10 @@ class PlainLines:
 
 
 class LiveBlock:
-    """Bar, numbers and curve, redrawn in place; evaluations and changes of state stay above it."""
+    """A block redrawn in place: progress bar, metrics and KL curve.
+
+    Evaluations and changes of state are printed above the block and stay there.
+    """
 
     def __init__(self, progress: JobView, console: Console) -> None:
         self._progress = progress
@@ -80,15 +95,17 @@ class LiveBlock:
         self._state: JobState | None = None
 
     def show(self, event: JobEvent) -> None:
+        """Print a line above the block for an evaluation or a change of state."""
         if event.state is not self._state:
             self._state = event.state
             self._console.print(line_of(self._progress, event), markup=False)
         elif found := evaluation(event.metrics):
-            # The block below shows the rest.
+            # Only the evaluation: the block shows all other metrics.
             figures = "  ".join(f"{name} {value:<7.4g}" for name, value in found.items()).rstrip()
             self._console.print(f"step {event.step:>6}  {figures}", markup=False)
 
     def render(self) -> RenderableType:
+        """Return the block; rich calls this from a thread of its own, four times a second."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -108,7 +125,7 @@ class LiveBlock:
 
 
 def line_of(job: JobView, event: JobEvent) -> str:
-    """One event in one line: `job-7f3a RUNNING training  12/500  loss 0.41  kl 0.02  eta 3m20s`."""
+    """Format an event as one line: `job-7f3a RUNNING training  12/500  loss 0.41  eta 3m20s`."""
     parts = [f"{job.job_id} {job.state} {job.phase}".rstrip()]
     if job.attempt > 1:
         parts.append(f"attempt {job.attempt}")
@@ -123,7 +140,10 @@ def line_of(job: JobView, event: JobEvent) -> str:
 
 
 def conclude(output: Output, job: JobView, **more: Any) -> ExitCode:
-    """The last line about a job that is over, and the exit code that stands for it."""
+    """Print the last line about a job that has ended, and return the exit code for its state.
+
+    `more` are further names and values to print. With --json nothing is printed.
+    """
     if not output.as_json:
         parts = [f"{job.job_id} {job.state}", f"{job.step}/{job.max_steps} steps"]
         if job.evaluations:

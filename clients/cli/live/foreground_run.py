@@ -1,4 +1,4 @@
-"""One attempt of a job in the foreground: the trainer's process, its signals, its last word."""
+"""One attempt of a job in the foreground: the trainer's process, Ctrl-C, and the final event."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ from clients.runs.launch import trainer_command
 from protos.errors import ExitCode
 
 SECONDS_BETWEEN_POLLS = 0.2
-# SIGTERM asks the trainer for a last checkpoint: it gets as long as a server gives it.
+# SIGTERM asks the trainer for a last checkpoint; a job server waits as long for it.
 SECONDS_TO_STOP = 60.0
 _ERROR = "error: "
 
 
 def run_attempt(run: RunDirectory, attempt: int, output: Output) -> tuple[JobView, ExitCode]:
-    """Run until the trainer ends. The code is what the trainer exited with, or INTERRUPTED."""
+    """Run one attempt to its end and show its progress.
+
+    Returns the job's final view, and the trainer's exit code: INTERRUPTED if the user killed it,
+    JOB_FAILED if it is not one of ExitCode. Use it in the main thread, for its signal handlers.
+    """
     config = run.config()
     progress = JobView(run.path.name, attempt=attempt, max_steps=config.max_steps)
     follower = RunFollower(run, attempt, config.max_steps)
@@ -39,7 +43,7 @@ def run_attempt(run: RunDirectory, attempt: int, output: Output) -> tuple[JobVie
     ):
         over = False
         while not over:
-            # Asked before the files are read, so that nothing written before the end is missed.
+            # Poll the process before reading its files, to miss nothing written before its end.
             over = trainer.poll() is not None
             for event in follower.poll():
                 progress.add(event)
@@ -59,7 +63,10 @@ def run_attempt(run: RunDirectory, attempt: int, output: Output) -> tuple[JobVie
 
 
 class _Wishes:
-    """Ctrl-C once asks for a checkpoint and an end, twice kills. SIGTERM and SIGHUP count too."""
+    """The user's signals: the first asks for a checkpoint and a stop, the second kills.
+
+    SIGINT (Ctrl-C), SIGTERM and SIGHUP all count.
+    """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -84,7 +91,7 @@ class _Wishes:
         self._count += 1
         if self._count == 1:
             self._run.write_control(Control(stop="checkpoint"))
-            self._output.say("stopping after a checkpoint; Ctrl-C again kills")
+            self._output.say("stopping after a checkpoint; press Ctrl-C again to kill the job")
 
 
 @contextmanager
@@ -97,7 +104,7 @@ def _trainer(run: RunDirectory, attempt: int, processes: int) -> Iterator[subpro
             stdout=log,
             stderr=log,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            # A Ctrl-C is ours to interpret: the terminal must not send it to the trainer as well.
+            # A session of its own, so that the terminal does not send Ctrl-C to the trainer too.
             start_new_session=True,
         )
     try:
@@ -107,7 +114,7 @@ def _trainer(run: RunDirectory, attempt: int, processes: int) -> Iterator[subpro
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(SECONDS_TO_STOP)
-        # The launcher of several processes may die before them.
+        # The launcher of several processes may have died before them.
         _kill(process)
 
 
@@ -119,11 +126,11 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def _obituary(log: Path, returncode: int, killed: bool) -> tuple[str, JobState]:
     if killed:
-        return "killed; it can go on from its last checkpoint", JobState.CANCELLED
+        return "killed; it can resume from its last checkpoint", JobState.CANCELLED
     told = [
         line for line in log.read_text(errors="replace").splitlines() if line.startswith(_ERROR)
     ]
     if told and returncode > 0:
         return told[-1].removeprefix(_ERROR), JobState.FAILED
     how = f"by signal {-returncode}" if returncode < 0 else f"with exit code {returncode}"
-    return f"the trainer ended {how} without a word; its log tells more", JobState.FAILED
+    return f"the trainer ended {how} and printed no error; read its log", JobState.FAILED

@@ -1,4 +1,4 @@
-"""Turns the files of a run directory, as a trainer writes them, into the events of a job."""
+"""Reads the files that a trainer writes to its run directory and turns them into job events."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _STATES = {
 
 
 class RunFollower:
-    """Reads what is new of one attempt at each `poll`; survives that its trainer rewrites
-    metrics.jsonl.
+    """Follows one attempt in a run directory; each `poll` returns the new events.
+
+    The trainer may rewrite metrics.jsonl meanwhile, as it does when it resumes.
     """
 
     def __init__(self, run: RunDirectory, attempt: int, max_steps: int) -> None:
@@ -27,16 +28,19 @@ class RunFollower:
         self._attempt = attempt
         self._max_steps = max_steps
         self._status = Status(attempt=attempt, verdict="running", phase="starting")
-        self._newest = -1  # the newest step told
+        self._newest = -1  # the newest step that `poll` returned
         self._tail = MetricsTail(run.metrics, attempt=attempt, seen_step=self._newest)
         self._seq = 0
 
     @property
     def over(self) -> bool:
+        """True if the attempt has ended, according to its status file."""
         return _state(self._status) in TERMINAL
 
     def poll(self) -> Iterator[JobEvent]:
-        # The status first: what it announces as over has all of its metrics on disk.
+        """Yield the events since the last call."""
+        # Status before metrics: if the status says that the attempt has ended, all of its metrics
+        # are on disk.
         status = self._run.read_status()
         for point in self._tail.read_all():
             self._newest = point.step
@@ -48,7 +52,7 @@ class RunFollower:
                 yield self._event(status)
 
     def died(self, reason: str, state: JobState = JobState.FAILED) -> JobEvent:
-        """The last event of a trainer that could not say its last word itself."""
+        """Return the final event of a trainer that ended without writing a final status."""
         verdict: Verdict = "cancelled" if state is JobState.CANCELLED else "failed"
         step = max(self._newest, 0)
         return self._event(

@@ -1,1 +1,1 @@
-"""Curves as text, PNG and SVG, and the HTML report."""
+"""Plots as text, PNG, PDF and SVG, and the HTML report."""

@@ -1,4 +1,4 @@
-"""What a plot shows: panels of curves, the same on a terminal, in a picture and in a report."""
+"""The panels and curves of a plot, independent of how they are drawn."""
 
 from __future__ import annotations
 
@@ -10,40 +10,43 @@ from dataclasses import dataclass
 from clients.jobs.record import JobRecord
 from protos.errors import InvalidInput
 
-# Title, metrics, logarithmic axis. A panel without a measurement is left out.
+# (title, metrics, logarithmic y axis); a panel is omitted if none of its metrics was recorded.
 DEFAULTS = (
     ("loss", ("loss",), False),
-    ("KL, nats a token", ("kl/teacher", "kl/teacher_bound", "eval/kl", "eval/kl_bound"), True),
-    ("KL to the anchor, nats a token", ("kl/anchor",), True),
-    ("reward, right answers", ("reward/mean", "eval/reward", "eval/accuracy"), False),
-    ("tokens a second", ("tokens_per_sec",), False),
+    ("KL, nats per token", ("kl/teacher", "kl/teacher_bound", "eval/kl", "eval/kl_bound"), True),
+    ("KL to the anchor, nats per token", ("kl/anchor",), True),
+    ("reward, accuracy", ("reward/mean", "eval/reward", "eval/accuracy"), False),
+    ("tokens per second", ("tokens_per_sec",), False),
 )
-# From so many points on a curve is smoothed: over this share of them.
+# A curve of at least SMOOTHED_FROM points is smoothed over this share of its points.
 SMOOTHED_FROM, SMOOTHED_SHARE = 60, 1 / 40
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of one job. `number` decides its color: where there are several jobs, it is the
-    job's; `held_out`: measured rarely.
-    """
+    """One metric of one job."""
 
     label: str
+    """The metric; in a plot of several jobs, the job id."""
     number: int
+    """Index of the color: the curve's in its panel; in a plot of several jobs, the job's."""
     points: Sequence[tuple[float, float]]
+    """(step, value), in order of step."""
     held_out: bool
+    """True for an evaluation metric: it has few points, so each is marked."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves on the same axes. `log` is whether the y axis is logarithmic."""
+    """Curves on the same axes."""
 
     title: str
     curves: Sequence[Curve]
     log: bool
+    """True for a logarithmic y axis; all values are then positive."""
 
     def spans(self) -> tuple[float, float, float, float]:
-        """(first step, last step, lowest, highest), never empty in either direction."""
+        """Return (first step, last step, lowest, highest value); neither range is empty."""
         xs = [x for curve in self.curves for x, _ in curve.points]
         ys = [y for curve in self.curves for _, y in curve.points]
         first, last, low, high = min(xs), max(xs), min(ys), max(ys)
@@ -54,7 +57,7 @@ class Panel:
         return first, last, low, high
 
     def heights(self, values: Sequence[float]) -> list[float]:
-        """Of each value, 0 at the bottom of the panel and 1 at its top."""
+        """Return the height of each value: 0 at the bottom of the panel, 1 at its top."""
         _, _, low, high = self.spans()
         if self.log:
             low, high, values = math.log(low), math.log(high), [math.log(v) for v in values]
@@ -62,24 +65,25 @@ class Panel:
 
 
 def panels_of(records: Sequence[JobRecord], metrics: Sequence[str] = ()) -> list[Panel]:
-    """A panel for each of `metrics`, or those that everybody asks for first.
+    """Return a panel for each of `metrics`; without `metrics`, the default panels.
 
-    Raises InvalidInput for a metric that no job has.
+    With several jobs a panel has one curve per job. Raises InvalidInput if no job has recorded a
+    metric yet, or if no job has one of `metrics`.
     """
     known = sorted(set().union(*(record.metrics for record in records)))
     if not known:
         jobs = ", ".join(record.job.id for record in records)
-        raise InvalidInput(f"nothing is measured yet: {jobs}", hint="wait for the first step")
+        raise InvalidInput(f"no metrics are recorded yet: {jobs}", hint="wait for the first step")
     for metric in metrics:
         if metric not in known:
             close = difflib.get_close_matches(metric, known, n=1)
-            hint = f"did you mean '{close[0]}'?" if close else f"there are {', '.join(known)}"
+            hint = f"did you mean '{close[0]}'?" if close else f"recorded are {', '.join(known)}"
             raise InvalidInput(f"no job has the metric '{metric}'", field="-m", hint=hint)
     measured = [record for record in records if record.points]
     asked = [(metric, (metric,), _is_kl(metric)) for metric in metrics]
     found = (_panel(measured, *one) for one in asked or DEFAULTS)
     panels = [panel for panel in found if panel is not None]
-    # A capture has curves of its own.
+    # A capture has none of the default metrics: plot all that it has.
     return panels or [p for m in known if (p := _panel(measured, m, (m,), False)) is not None]
 
 
@@ -89,13 +93,13 @@ def _panel(
     if len(records) == 1:
         measured = [metric for metric in metrics if metric in records[0].metrics]
         made = [_curve(records[0], metric, metric, n) for n, metric in enumerate(measured)]
-    else:  # one curve a job: the first metric that it has
+    else:  # one curve per job: the first of the metrics that it has
         made = [
             next((c for m in metrics if (c := _curve(one, m, one.job.id, n)) is not None), None)
             for n, one in enumerate(records)
         ]
     curves = [curve for curve in made if curve is not None]
-    # An unbiased KL may be negative at a step, which a logarithm cannot show.
+    # An unbiased estimate of the KL may be negative at a step, which a log axis cannot show.
     positive = [_positive(curve) for curve in curves] if log else []
     if log and all(curve.points for curve in positive):
         return Panel(title, positive, True) if curves else None
@@ -117,15 +121,18 @@ def _is_kl(metric: str) -> bool:
 
 
 def _around(value: float, log: bool) -> tuple[float, float]:
-    """The heights of a curve that has only one."""
+    """Return a range around the only value of a curve."""
     if log:
         return value / 1.5, value * 1.5
-    # What was never anything but zero is a share, or a count.
+    # A metric that is always zero is a share or a count.
     return (value - abs(value) / 2, value + abs(value) / 2) if value else (0.0, 1.0)
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Means over a window that is cut at the ends; few points stay as they are."""
+    """Return the moving average of a curve; a curve of fewer than SMOOTHED_FROM points unchanged.
+
+    The window is centered on its point and shorter at the ends.
+    """
     if len(points) < SMOOTHED_FROM:
         return list(points)
     reach = max(1, round(len(points) * SMOOTHED_SHARE / 2))
@@ -140,7 +147,11 @@ def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def ticks(low: float, high: float, *, log: bool, most: int = 5) -> list[float]:
-    """Round numbers between the two: 1, 2 or 5 times a power of ten."""
+    """Return at most about `most` round numbers from `low` to `high`, for the ticks of an axis.
+
+    On a linear axis they are multiples of 1, 2 or 5 times a power of ten; on a log axis they are
+    these numbers themselves. A log axis with fewer than three of them has linear ticks.
+    """
     if log:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         for factors in ((1,), (1, 3), (1, 2, 5)):

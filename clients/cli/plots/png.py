@@ -1,4 +1,4 @@
-"""Panels as a picture, by matplotlib."""
+"""Write panels as a picture, with matplotlib."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ COLORS = ("#2462c9", "#c2570c", "#1a7f4b", "#a83289", "#7a6a00", "#4b5563")
 
 
 def save_picture(path: Path, panels: Sequence[Panel], jobs: Sequence[str]) -> None:
-    """Write .png, .svg or .pdf; `jobs` are those with a curve, by its number.
+    """Write panels as .png, .svg or .pdf, by the suffix of `path`; make its directory if needed.
 
-    Raises InvalidInput for another suffix, or without matplotlib.
+    `jobs` are the ids of the jobs that have curves, in the order of their curve numbers. Raises
+    InvalidInput for another suffix, or if matplotlib is not installed.
     """
     if path.suffix.lower() not in SUFFIXES:
         kinds = ", ".join(SUFFIXES)
-        raise InvalidInput(f"{path} is not one of {kinds}", field="-o", hint="name a .png file")
+        message = f"{path} does not end in one of {kinds}"
+        raise InvalidInput(message, field="-o", hint="give a .png file")
     try:
         from matplotlib.figure import Figure
         from matplotlib.lines import Line2D
     except ImportError as error:
         raise InvalidInput(
-            "a picture needs matplotlib",
+            "a picture needs matplotlib, which is not installed",
             field="-o",
-            hint=f"{install_command('plot')}, or leave -o out",
+            hint=f"{install_command('plot')}, or omit -o",
         ) from error
     columns = 1 if len(panels) == 1 else 2
     rows = -(-len(panels) // columns)
-    # Figure, not pyplot: nothing global, and no display is looked for.
+    # Figure and not pyplot, which has global state and looks for a display.
     figure = Figure(figsize=(5.6 * columns, 3.3 * rows + 0.3), layout="constrained", dpi=150)
     for place, panel in enumerate(panels):
         _draw(figure.add_subplot(rows, columns, place + 1), panel, legend=len(jobs) == 1)

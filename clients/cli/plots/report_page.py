@@ -1,4 +1,4 @@
-"""A job's report as one HTML file that needs nothing else: no script, no network."""
+"""The report of a job: one HTML page without scripts, which needs no network."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from clients.cli.plots.svg import panel_svg
 from clients.jobs.record import JobRecord
 from clients.jobs.view import duration
 
-# Where a step's seconds go; what is in none of them is the loss, forward and backward.
+# Timing metric -> label. The rest of a step is the loss, forward and backward.
 _PARTS = {
-    "time/rollout": "the student writes",
+    "time/rollout": "sampling rollouts",
     "time/teacher_wait": "waiting for the teacher",
-    "time/reward": "judging the answers",
-    "time/anchor": "the anchor scores",
+    "time/reward": "computing rewards",
+    "time/anchor": "scoring by the anchor",
     "time/optim": "optimizer",
 }
 _REST = "loss, forward and backward"
 
 
 def report_page(record: JobRecord) -> str:
-    """The whole document; whatever the job says is escaped."""
+    """Return the HTML page; all text from the job is escaped."""
     job = record.job
     style = files("clients.cli.plots").joinpath("report.css").read_text()
     body = [
@@ -61,9 +61,9 @@ def _verdict(record: JobRecord) -> str:
 
 def _tiles(record: JobRecord) -> Iterator[str]:
     for label, metric, spec in (
-        ("held-out KL, nats a token", "eval/kl", ".3f"),
-        ("held-out KL, a lower bound", "eval/kl_bound", ".3f"),
-        ("right answers", "eval/accuracy", ".1%"),
+        ("held-out KL, nats per token", "eval/kl", ".3f"),
+        ("held-out KL, lower bound", "eval/kl_bound", ".3f"),
+        ("held-out accuracy", "eval/accuracy", ".1%"),
         ("held-out reward", "eval/reward", ".3f"),
         ("perplexity", "eval/perplexity", ".3f"),
     ):
@@ -76,11 +76,11 @@ def _tiles(record: JobRecord) -> Iterator[str]:
         yield _tile("tokens scored", f"{tokens:,.0f}")
     seconds = sum(value for _, value in record.series("time/step"))
     if seconds:
-        yield _tile("in steps", duration(seconds))
-        yield _tile("tokens a second", f"{tokens / seconds:,.0f}")
+        yield _tile("time in steps", duration(seconds))
+        yield _tile("tokens per second", f"{tokens / seconds:,.0f}")
     job = record.job
     if job.ended_at and job.started_at:
-        yield _tile("from start to end", duration(job.ended_at - job.started_at))
+        yield _tile("total time", duration(job.ended_at - job.started_at))
 
 
 def _tile(label: str, value: str) -> str:
@@ -89,7 +89,7 @@ def _tile(label: str, value: str) -> str:
 
 def _curves(record: JobRecord) -> list[str]:
     if not record.metrics:
-        return ["<h2>Curves</h2><p>Nothing was measured.</p>"]
+        return ["<h2>Curves</h2><p>No metrics were recorded.</p>"]
     drawn = "".join(panel_svg(panel) for panel in panels_of([record]))
     return [f'<h2>Curves</h2><div class="curves">{drawn}</div>']
 
@@ -114,7 +114,7 @@ def _timings(record: JobRecord) -> list[str]:
         for place, (label, seconds) in enumerate(parts.items())
     )
     table = f'<div class="bar">{bar}</div><table>{rows}</table>'
-    return [f'<h2>Where the time of the steps went</h2><div class="card">{table}</div>']
+    return [f'<h2>Time in steps</h2><div class="card">{table}</div>']
 
 
 def _samples(record: JobRecord) -> Iterator[str]:

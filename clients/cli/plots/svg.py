@@ -1,4 +1,4 @@
-"""Panels as inline SVG: no script, no font and no picture from elsewhere; colors are the page's."""
+"""Draw panels as inline SVG, with the colors and fonts of the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 30
 
 
 def panel_svg(panel: Panel) -> str:
-    """One `<figure>` with its title, its legend where it needs one, and the drawing."""
+    """Return a `<figure>` with title, legend and plot; all text is escaped."""
     legend = "".join(
         f'<span class="key c{curve.number % 6}">{escape(curve.label)}</span>'
         for curve in panel.curves

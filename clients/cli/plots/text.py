@@ -1,4 +1,4 @@
-"""Panels as text: lines of dots where a terminal has them, letters where it does not."""
+"""Draw panels as text: with braille dots, or with letters if the encoding is not Unicode."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from itertools import pairwise
 
 from clients.cli.plots.panels import Panel, smoothed
 
-HEIGHT = 13  # odd: the middle has a line
+HEIGHT = 13  # lines of a plot; odd, so that one is in the middle
 _LABEL = 9
-# Dots of a braille character, by (column, row) in its 2 x 4 grid.
+# Bits of the dots of a braille character, by [column][row] in its 2 x 4 grid.
 _BRAILLE = 0x2800
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-# Of terminals: blue, yellow, green, magenta, cyan, red.
+# ANSI colors: blue, yellow, green, magenta, cyan, red.
 _COLORS = (34, 33, 32, 35, 36, 31)
 
-# (character, curve) of each place that something was drawn on
+# (column, line) -> (braille dots, number of the curve)
 _Cells = dict[tuple[int, int], tuple[int, int]]
 
 
 def panel_text(panel: Panel, *, width: int, dots: bool, color: bool) -> str:
-    """Some lines of at most `width` columns. `dots`: whether braille can be shown.
+    """Return a panel as lines of at most `width` columns.
 
-    Without color, or without dots, several curves are told apart by letters.
+    `dots`: draw with braille characters, else with letters. Several curves are drawn with one
+    letter each if colors or dots are not available.
     """
     curves = [
         curve if curve.held_out else replace(curve, points=smoothed(curve.points))
@@ -73,7 +74,7 @@ def _drawn(panel: Panel, columns: int, grid: tuple[int, int]) -> _Cells:
 
 
 def _joined(dots: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The dots and those between them."""
+    """Return the dots and straight lines of dots between them."""
     found = list(dots[:1])
     for (x0, y0), (x1, y1) in pairwise(dots):
         steps = max(abs(x1 - x0), abs(y1 - y0), 1)

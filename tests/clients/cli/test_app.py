@@ -38,11 +38,11 @@ def test_no_command_is_help_and_usage(capsys: Capture) -> None:
         (["show"], "error: Missing argument 'JOB'; see distill show --help\n"),
         (
             ["ls", "--server", "x"],
-            "error: No such option: --server; global options stand before the",
+            "error: No such option: --server; put global options before the",
         ),
         (["ls", "--limit", "0"], "error: Invalid value for '--limit': "),
         (["ls", "--state", "x"], "error: Invalid value for '--state': 'x' is not one of 'queued'"),
-        (["run"], "error: give a job file or --resume DIR; see distill run --help\n"),
+        (["run"], "error: give either a job file or --resume DIR; see distill run --help\n"),
         (["resume", "x", "--set", "seed=3"], "error: --set seed: a resumed job can only change"),
         (["resume", "x", "--set", "max_steps=0"], "error: max_steps: must be a whole number"),
         (["config", "check", "none.toml"], "error: none.toml: no such file\n"),
@@ -126,7 +126,7 @@ def test_dry_run_needs_no_server(
     told = capsys.readouterr()
     assert '"7"' in told.out
     assert told.err.startswith(
-        f"only the file was looked at: cannot reach the distill server {nowhere}"
+        f"checked the job file only: cannot reach the distill server {nowhere}"
     )
 
 

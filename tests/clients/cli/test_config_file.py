@@ -221,7 +221,9 @@ def test_names_are_not_empty(job_file: Callable[..., str], key: str) -> None:
         load_job(job_file(), [f'{key}=""'])
 
 
-def test_the_problems_on_the_page_of_job_files(job_file: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_problems_on_the_page_of_job_files(
+    job_file: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
     """To the letter, of the file that it is about."""
     (block,) = blocks("docs/jobs.md", "config")
     job_file(

@@ -141,7 +141,7 @@ def test_reasons_do_not_drive_the_terminal(
 def test_an_empty_server_is_one_sentence(capsys: Capture) -> None:
     assert main(["--server", "", "ls"]) == ExitCode.USAGE
     said = capsys.readouterr().err
-    assert said == "error: --server: is empty; give HOST:PORT, or leave it out\n"
+    assert said == "error: --server: the address is empty; give HOST:PORT, or omit the option\n"
 
 
 def test_ls(capsys: Capture, client: type[ScriptedClient], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_show_cancel_resume_pull(capsys: Capture, client: type[ScriptedClient]) 
     }
     assert main(["pull", "x", "--checkpoint", "bets"]) == ExitCode.USAGE
     said = capsys.readouterr().err
-    assert said == "error: --checkpoint: 'bets' is no step, best or last\n"
+    assert said == "error: --checkpoint: 'bets' is not a step; give a step, best or last\n"
     assert client.asked == [
         ("cancel", "x", True),
         ("resume", "x", 9, 4),
@@ -239,7 +239,8 @@ def test_ctrl_c_detaches(
     client.events = (event(1, JobState.RUNNING), KeyboardInterrupt())
     assert main(["submit", "-f", job_file()]) == ExitCode.INTERRUPTED
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said == "job on-policy-x-7f3a goes on; distill watch on-policy-x-7f3a"
+    job = "on-policy-x-7f3a"
+    assert said == f"job {job} continues; to watch it again: distill watch {job}"
     assert [asked[0] for asked in client.asked] == ["submit"]
 
 
@@ -298,7 +299,8 @@ def test_ctrl_c_in_logs(
     monkeypatch.setattr(client, "logs", logs)
     assert main(["logs", "x", "-f"]) == ExitCode.INTERRUPTED
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("one\n", "the job goes on; distill logs -f x\n")
+    assert captured.out == "one\n"
+    assert captured.err == "the job continues; to follow it again: distill logs -f x\n"
 
 
 def test_job_ids_are_completed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from clients.jobs.job import JobEvent, JobState
 from clients.jobs.record import JobRecord, notes_in, points_of, record_of_run
 from clients.runs.directory import RunDirectory, Status
 from protos.errors import ExitCode, InvalidInput
+from protos.extras import install_command
 
 Capture = pytest.CaptureFixture[str]
 MakeRun = Callable[..., RunDirectory]
@@ -85,9 +86,9 @@ def test_a_plot_of_one_run(capsys: Capture, make_run: MakeRun) -> None:
     titles = [line for line in printed.splitlines() if line and line[0] != " "]
     assert titles == [
         "loss",
-        "KL, nats a token (log)",
-        "reward, right answers  eval/accuracy",
-        "tokens a second  tokens_per_sec",
+        "KL, nats per token (log)",
+        "reward, accuracy  eval/accuracy",
+        "tokens per second  tokens_per_sec",
     ]
     assert printed.count("step  ") == 4
     assert max(map(len, printed.splitlines())) <= 100
@@ -114,7 +115,11 @@ def test_wrong_requests_are_one_sentence(capsys: Capture, make_run: MakeRun) -> 
     path = str(run.path)
     for arguments, code, said in (
         (["plot", path, "-m", "los"], ExitCode.USAGE, "-m: no job has the metric 'los'; did you"),
-        (["plot", path, "-o", "x.jpg"], ExitCode.USAGE, "-o: x.jpg is not one of .png, .svg, .pdf"),
+        (
+            ["plot", path, "-o", "x.jpg"],
+            ExitCode.USAGE,
+            "-o: x.jpg does not end in one of .png, .svg, .pdf",
+        ),
         (["plot", "./nowhere"], ExitCode.NOT_FOUND, "./nowhere is not a run directory"),
         (["report", path, "-o", "x.pdf"], ExitCode.USAGE, "-o: x.pdf is not an HTML file"),
     ):
@@ -124,7 +129,7 @@ def test_wrong_requests_are_one_sentence(capsys: Capture, make_run: MakeRun) -> 
         assert (captured.out, captured.err.count("\n")) == ("", 1)
     run.metrics.write_text("")
     assert main(["plot", path]) == ExitCode.USAGE
-    assert "nothing is measured yet: one" in capsys.readouterr().err
+    assert "no metrics are recorded yet: one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("key", "says"), [("gone", "gone: "), ("", "job.json: ")])
@@ -146,14 +151,14 @@ def test_a_picture(capsys: Capture, make_run: MakeRun, monkeypatch: pytest.Monke
     assert main(["plot", *paths, "-o", "curves/both.svg"]) == 0
     assert capsys.readouterr().out == "curves/both.svg\n"
     drawn = Path("curves/both.svg").read_text()
-    assert "<!-- KL, nats a token -->" in drawn
+    assert "<!-- KL, nats per token -->" in drawn
     assert "<!-- a -->" in drawn
     assert "<!-- b -->" in drawn
     assert main(["plot", paths[0], "-o", "one.png"]) == 0
     assert Path("one.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert main(["plot", paths[0], "-o", "two.png"]) == ExitCode.USAGE
-    assert "pip install 'distill-service[plot]'" in capsys.readouterr().err
+    assert f"; {install_command('plot')}, or omit -o" in capsys.readouterr().err
 
 
 def panel(*values: float, log: bool = False, title: str = "loss") -> Panel:
@@ -283,6 +288,6 @@ def test_a_report_of_a_run_that_never_began(make_run: MakeRun, capsys: Capture) 
     assert main(["--json", "report", str(run.path), "-o", "r.html"]) == 0
     assert json.loads(capsys.readouterr().out) == {"path": "r.html"}
     page = Page(Path("r.html").read_text())
-    assert "Nothing was measured." in page.words
+    assert "No metrics were recorded." in page.words
     assert ": no teacher; start one" in page.words
     assert notes_in(run.path).samples == ()

@@ -112,7 +112,7 @@ def test_a_run_that_fails_later_is_kept(
     run = only_run()
     assert "FAILED" in captured.out
     assert "loss is not finite" in captured.out
-    assert f"its log: {run.log_file(1)}" in captured.err
+    assert f"trainer log: {run.log_file(1)}" in captured.err
     assert f"distill run --resume {run.path}" in captured.err
 
 
@@ -121,7 +121,7 @@ def test_a_trainer_that_dies_without_a_word(
 ) -> None:
     trainer("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert main(["run", job_file()]) == ExitCode.JOB_FAILED
-    assert "by signal 9 without a word" in capsys.readouterr().out
+    assert "by signal 9 and printed no error" in capsys.readouterr().out
     assert only_run().log_file(1).exists()
 
 
@@ -173,7 +173,7 @@ def test_a_trainer_that_finds_another_one_says_so(
     assert main(["run", job_file()]) == ExitCode.WRONG_STATE
     captured = capsys.readouterr()
     assert "FAILED  0/500 steps  another trainer is at work; wait  run" in captured.out
-    assert "without a word" not in captured.out + captured.err
+    assert "printed no error" not in captured.out + captured.err
     status = only_run().read_status()
     assert status is not None
     assert status.attempt == 7
@@ -231,7 +231,7 @@ def test_ctrl_c_stops_after_a_checkpoint(
     assert main(["run", job_file()]) == ExitCode.JOB_CANCELLED
     thread.join()
     captured = capsys.readouterr()
-    assert "stopping after a checkpoint; Ctrl-C again kills" in captured.err
+    assert "stopping after a checkpoint; press Ctrl-C again to kill the job" in captured.err
     assert "asked to stop" in captured.out
 
 
