@@ -1,4 +1,4 @@
-"""Bias and spread of every estimator of the KL, by summing over every token: no statistics.
+"""Bias and standard deviation of every KL estimator, by a sum over every token.
 
     python -m benchmarks.estimators [--vocabulary 1000]
 
@@ -25,30 +25,39 @@ SIZES = (1, 8, 32, 128)
 TAILS: tuple[Tail, ...] = get_args(Tail)
 
 PAGE = """\
-# Bias and spread of the estimators
+# Estimators: bias and standard deviation
 
 Made by `python -m benchmarks.estimators`, which sums over every token of a vocabulary of
-{vocabulary} in float64: no sampling error is in these figures. Student logits have a standard
+{vocabulary} in float64, so these figures have no sampling error. Student logits have a standard
 deviation of 3, the teacher is near the student, samples are on-policy, the head is the top-k of the
 student (reverse KL) or the teacher (forward KL). *Value bias* is |E[estimate] - KL| / KL; *gradient
 bias* is |E[grad] - grad KL| / |grad KL|, norms over the student's logits; *gradient sd* is the root
 mean squared distance of one token's gradient from their mean, over |grad KL|. 0 is below 1e-12.
 
-![gradient bias and spread by tail mode](estimators.png)
+![Gradient bias and standard deviation by tail mode](estimators.png)
 
-What to read from it: a bias does not average out over tokens, a standard deviation does, with the
-root of their number. `none` and `bucket` have no spread and a bias that stays until the head holds
-nearly all of the mass. `bucket+sampled`, the default, has no bias at any k, and
-{published} times the spread of `published`. `sampled` has no bias and {sampled} times
-the spread of `bucket+sampled`. `bucket+teacher_samples` (here one sample a row; M of them divide
-its standard deviation by the root of M) needs no token of the student and has
-{teacher_samples} times the spread of `bucket+sampled`: it is the one for rows from a cache.
+## Summary
 
-The erratum: EMA-PG (arXiv 2602.04417) states that the gradient of its Algorithms 1 and 2 is
-unbiased at any k. The value is. The gradient is off by exactly grad P_S, the gradient of the
-student's mass in the head, for 0 < k < V: plus it in reverse KL, which pushes mass out of the head,
-minus it in forward KL. In these figures the bias of `published` differs from that by at most
-{head_mass_distance:.0e} of |grad KL|.
+A standard deviation averages out over tokens, with the root of their number; a bias does not.
+
+- `none` and `bucket` have no variance, and a bias that remains until the head holds nearly all of
+  the mass.
+- `bucket+sampled`, the default, has no bias at any k, and {published} times the standard
+  deviation of `published`.
+- `sampled` has no bias, and {sampled} times the standard deviation of `bucket+sampled`.
+- `bucket+teacher_samples` (here one sample a row; M samples divide its standard deviation by the
+  root of M) needs no token that the student sampled, and has {teacher_samples} times the standard
+  deviation of `bucket+sampled`. It is the mode for stored rows.
+
+## Erratum to the published algorithm
+
+EMA-PG (arXiv 2602.04417) states that the gradient of its Algorithms 1 and 2 is
+unbiased at any k. The value is unbiased. The gradient differs by exactly grad P_S, the gradient of
+the student's mass in the head, for 0 < k < V: plus grad P_S in reverse KL, which moves mass out of
+the head, minus grad P_S in forward KL. In these figures the bias of `published` differs from that
+by at most {head_mass_distance:.0e} of |grad KL|.
+
+## Figures
 
 | direction | k | student's tail mass | `tail` | value bias | gradient bias | gradient sd |
 |---|---|---|---|---|---|---|

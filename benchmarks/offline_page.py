@@ -1,74 +1,79 @@
-"""docs/offline.md: the figures of a run of the offline benchmark, and what was aimed at."""
+"""Writes docs/offline.md: the numbers of a run of the offline benchmark, and the targets."""
 
 from __future__ import annotations
 
 from typing import Any
 
 PAGE = """\
-# Learning from stored rows
+# Offline training: measurements
 
-Made by
+Tail modes, stores and interrupted captures. Made by
 
+<!-- needs: a quarter of an hour -->
 ```bash
 python -m benchmarks.offline --data path/to/train.jsonl
 ```
 
-on GSM8K ({machine}; {minutes:.0f} minutes once the two models were made). A teacher of {teacher[0]}
-layers of width {teacher[1]} ({teacher[2]} steps) and a student of {student[0]} layers of width
-{student[1]} ({student[2]} steps) are made from the first {records:,} records of the train split,
-with a byte-level BPE vocabulary of {vocabulary:,}. `distill capture` stores the teacher's rows of
-the answers of the same records: {sequences:,} sequences, {rows:,} rows; records of more than
-{max_tokens} tokens are left out. The student then learns for {steps} steps of {per_step}
-sequences (`distill run`, the shipped [job file](../deploy/jobs/gsm8k_offline.toml), learning rate
-3e-3), with {seeds} seeds. No teacher is running, and no job names one. Models this small solve no
-exercise; what is compared is the distance to the teacher.
+on GSM8K ({machine}; {minutes:.0f} minutes after the two models were pretrained).
 
-## What each way to treat the tail is worth
+## Setup
 
-![held-out KL by step, and at the end](offline.png)
+A teacher of {teacher[0]} layers of width {teacher[1]} ({teacher[2]} steps) and a student of
+{student[0]} layers of width {student[1]} ({student[2]} steps) are pretrained on the first
+{records:,} records of the train split, with a byte-level BPE vocabulary of {vocabulary:,}.
+`distill capture` stores the teacher's rows of the answers of the same records: {sequences:,}
+sequences, {rows:,} rows; records of more than {max_tokens} tokens are left out. The student then
+learns for {steps} steps of {per_step} sequences (`distill run`, the shipped
+[job file](../deploy/jobs/gsm8k_offline.toml), learning rate 3e-3), with {seeds} seeds. No teacher is
+running, and no job names one. Models this small solve no exercise; the benchmark compares their
+distance to the teacher.
 
-Measured alike for every line, from the full logits of both models: the exact KL(teacher||student)
-and the perplexity on {held_sequences} records ({held_tokens:,} answer tokens) that no model has
-seen. Every line has the same student, batches, optimizer and schedule, which the benchmark checks
-in the runs' own metrics. Mean over seeds, least to most in brackets.
+## Tail modes
+
+![Held-out KL by step, and at the end](offline.png)
+
+Every row is measured in the same way, from the full logits of both models: the exact
+KL(teacher||student) and the perplexity on {held_sequences} records ({held_tokens:,} answer tokens)
+that no model has seen. Every row has the same student, batches, optimizer and schedule, which the
+benchmark checks in the metrics of the runs. Mean over seeds, minimum to maximum in brackets.
 
 | learns from | held-out KL, nats a token | perplexity |
 |---|---|---|
 {table}
 
-*Cross-entropy only* and *exact KL* are no jobs: they are the trainer with another loss
-(`benchmarks/offline_reference.py`). The first learns from the text alone, as the loss of a job
-always has a KL; the second has the teacher in its process and reads all {vocabulary:,} logits of
-both models, the ceiling of what rows can give.
+*Cross-entropy only* and *exact KL* are not jobs but references: the trainer with another loss
+(`benchmarks/offline_reference.py`). The first learns from the text alone; the loss of a job
+always has a KL. The second has the teacher in its process and reads all {vocabulary:,} logits of
+both models: the upper limit for rows.
 
 {reading}
 
-## What a store costs
+## Cost of a store
 
 | store | sequences | codec, bytes a row | files, bytes a row |
 |---|---|---|---|
 {stores}
 
-*Codec* is the encoded rows; *files* is all that lies on the disk, with keys, checksums and the
-token ids of prompts and answers ({tokens_per_row:.2f} tokens a row, 4 bytes each), over the number
-of rows.
+*Codec* counts the encoded rows. *Files* counts all bytes on the disk, with keys, checksums and the
+token ids of prompts and answers ({tokens_per_row:.2f} tokens a row, 4 bytes each), divided by the
+number of rows.
 
 {times}
 
-## Killed {kills} times
+## Interrupted capture
 
 {killed}
 
-## What was aimed at
+## Targets
 
-| | found | |
+| target | measured | result |
 |---|---|---|
 {targets}
 """
 
 
 def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was aimed at, and what was found."""
+    """The targets of the benchmark, with the measured values."""
     found = []
 
     def aim(target: str, value: str, met: bool) -> None:
@@ -128,7 +133,7 @@ def _table(learned: dict[str, Any]) -> str:
 
 
 def _reading(result: dict[str, Any]) -> str:
-    """How far each way gets from where the student began to where the exact KL ends."""
+    """Return the share of the KL gap, between the initial student and the exact loss, by tail mode."""
     learned = result["learned"]
     start, ceiling = learned["before"]["kl"], learned["ways"][-1]["kl"]["mean"]
     parts = [
@@ -137,7 +142,7 @@ def _reading(result: dict[str, Any]) -> str:
     ]
     return "\n".join(
         [
-            "Of the way from the student's first KL to that of the exact loss, each one got:",
+            "Share of the way from the student's first KL to the KL of the exact loss:",
             "",
             *parts,
         ]
@@ -158,12 +163,12 @@ def _store(name: str, sizes: dict[str, Any], one: dict[str, float]) -> str:
 def _times(result: dict[str, Any]) -> str:
     step, capture = result["step"], result["capture"]
     return (
-        f"A step of the trainer takes {step['ratio']:.3f} of what it takes with all rows in memory"
+        f"A step of the trainer takes {step['ratio']:.3f} times as long as with all rows in memory"
         f" beforehand (median of {step['pairs']} pairs of the same step, {step['memory']:.3f} s"
-        f" each). A capture scores {capture['ratio']:.3f} of the rows a second of its engine alone"
-        f" on the same batches ({capture['engine']:.0f} rows a second; median of"
+        f" each). A capture scores {capture['ratio']:.3f} times the rows a second of its engine"
+        f" alone on the same batches ({capture['engine']:.0f} rows a second; median of"
         f" {len(capture['ratios'])} turns). One thread a process; the reader and the writer of the"
-        " store are threads of their own beside it."
+        " store have threads of their own."
     )
 
 
@@ -174,7 +179,7 @@ def _killed(result: dict[str, Any]) -> str:
         f"A capture of all {result['stores']['top']['sequences']:,} sequences into {kills['files']}"
         f" files ({kills['bytes'] / 1e6:.1f} MB) was killed with `kill -9` {kills['kills']} times,"
         " after"
-        f" {', '.join(map(str, kills['at']))} complete files, and gone on with each time. In the"
-        f" end every file of the store, the manifest too, has {outcome} that of a capture that was"
-        " left alone."
+        f" {', '.join(map(str, kills['at']))} complete files, and resumed each time. In the"
+        f" end every file of the store and the manifest has {outcome} that of an uninterrupted"
+        " capture."
     )

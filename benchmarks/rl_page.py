@@ -1,4 +1,4 @@
-"""docs/rl.md: the figures of a run of the benchmark of reinforcement learning."""
+"""Writes docs/rl.md: the numbers of a run of the benchmark of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -9,37 +9,46 @@ from typing import Any
 from benchmarks.rl_statistics import mean_and_interval
 
 PAGE = """\
-# Reinforcement learning: anchors and estimators
+# Reinforcement learning: measurements
 
-Made by
+Anchors and estimators of the KL compared. Made by
 
+<!-- needs: half an hour -->
 ```bash
 python -m benchmarks.rl
 ```
 
-on {machine}, one thread. A model of {layers} layers of width {width} is made from sums of two
-numbers below 100 until it gets some of them right. It reads and writes bytes: the vocabulary has
-257 tokens, a head {head} of them. It then learns from the reward `exact_match` for {steps} steps of
-{prompts} prompts x {answers} answers, learning rate {learning_rate:g}, clips 0.2 and 0.28, GRPO's
-advantages. A moving anchor has tau 0.9 and a period of 10 updates; a fixed one is the model before
-any reward. Every line had the same {seeds} seeds; a seed decides prompts and samples. Task and
-optimizer are those of `distill demo-rl`. What the model begins with was chosen by whether the run
-without a KL learns at all, on another seed, and before any other line was run: from a weaker model,
-and with other vocabularies, it did not within so few steps. The weights of the KL (beta) are the
-paper's 0.001, and 0.1 so that it is felt.
+on {machine}, one thread.
 
-![held-out accuracy by step, and at the end](rl.png)
+## Setup
 
-## What came out
+A model of {layers} layers of width {width} is pretrained on sums of two numbers below 100 until it
+gets some of them right. It reads and writes bytes: the vocabulary has 257 tokens, and a head has
+{head}. The model then learns from the reward `exact_match` for {steps} steps of {prompts} prompts x
+{answers} answers, learning rate {learning_rate:g}, clips 0.2 and 0.28, advantages of GRPO. A moving
+anchor has tau 0.9 and a period of 10 updates; a fixed anchor is the pretrained model. Every
+configuration had the same {seeds} seeds; a seed determines prompts and samples. Task and optimizer
+are those of `distill demo-rl`.
 
-*Held out*: greedy answers to {held_out} sums that are in no training set, after the last step.
-*Sampled*: the mean reward of the answers sampled in the last tenth of the steps. Mean over seeds
-and its 95% interval (Student's t). *Head*: what the student's {head} likeliest tokens hold (at the
-first step {first_mass}). *Seconds*: the median step, with all that the
-machine did besides; what an anchor costs is told below. *Memory*: the most that the process had
-resident.
+The pretrained model was chosen with another seed, before the other configurations were run, so that
+the run without a KL learns: from a weaker model, and with other vocabularies, it did not learn
+within these steps. The weights of the KL (beta) are the paper's 0.001, and 0.1 for a visible effect.
 
-| | held out | sampled | entropy | head | KL to the anchor | seconds | memory, MiB |
+![Held-out accuracy by step, and at the end](rl.png)
+
+## Accuracy
+
+| column | meaning |
+|---|---|
+| held out | accuracy of greedy answers to {held_out} sums that are in no training set, after the last step |
+| sampled | mean reward of the answers sampled in the last tenth of the steps |
+| head | mass of the student's {head} likeliest tokens (at the first step {first_mass}) |
+| seconds | median step, on a machine that other programs used too; see [Cost](#cost-of-an-anchor) |
+| memory | peak resident memory of the process |
+
+Mean over seeds, and its 95% interval (Student's t):
+
+| configuration | held out | sampled | entropy | head | KL to the anchor | seconds | memory, MiB |
 |---|---|---|---|---|---|---|---|
 {table}
 
@@ -47,25 +56,29 @@ Before any reward: {before:.3f} held out.
 
 ## Differences
 
-Of the held-out accuracy, in points, seed by seed; a difference whose interval has 0 in it was not
-shown. Of so many comparisons, one in twenty is shown by chance.
+Paired differences of the held-out accuracy by seed, in percentage points. A difference whose interval
+contains 0 was not shown. Of so many comparisons, one in twenty is shown by chance.
 
-| | points | 95% interval | |
+| comparison | points | 95% interval | result |
 |---|---|---|---|
 {differences}
 
-## What an anchor costs
+## Cost of an anchor
 
 The same job with an anchor and without, in turns, {pairs} times each, on a model of {timed_layers}
 layers of width {timed_width} ({weights:.0f} MiB of weights), 16 answers of at most 32 tokens a
-step. A step takes {ratio:.3f} times as long with the anchor (median; {ratios}); aimed at: at most
-1.25 times. The process has {more:.0f} MiB more resident at its peak (median; {mores}), that is
-{more_over:.2f} copies of the weights; aimed at: one.
+step:
+
+| | median | range | target |
+|---|---|---|---|
+| time of a step, with the anchor over without | {ratio:.3f} | {ratios} | at most 1.25 |
+| additional peak resident memory, MiB | {more:.0f} | {mores} | |
+| the same in copies of the weights | {more_over:.2f} | | 1 |
 """
 
 
 def summaries(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One for each arm, over its seeds, in the order of the runs."""
+    """Return one summary per arm over its seeds, in the order of the runs."""
     names = list(dict.fromkeys(run["name"] for run in runs))
     return [_summary(name, [run for run in runs if run["name"] == name]) for name in names]
 
@@ -113,7 +126,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def compared(lines: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """(this one, against that one): what the benchmark is there to tell."""
+    """Return the pairs of arms that the benchmark compares: (arm, baseline)."""
     by_name = {line["name"]: line for line in lines}
     found = []
     for name in by_name:

@@ -1,0 +1,17 @@
+"""The pages of docs/ that benchmarks write are those of the stored figures."""
+
+from __future__ import annotations
+
+import json
+from types import ModuleType
+
+import pytest
+
+from benchmarks import offline_page, rl_page
+from tests.documents import ROOT
+
+
+@pytest.mark.parametrize(("name", "module"), [("offline", offline_page), ("rl", rl_page)])
+def test_the_page_is_what_its_figures_say(name: str, module: ModuleType) -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    assert (ROOT / "docs" / f"{name}.md").read_text() == module.page(found)
