@@ -24,8 +24,8 @@ A teacher of {teacher[0]} layers of width {teacher[1]} ({teacher[2]} steps) and 
 `distill capture` stores the teacher's rows of the answers of the same records: {sequences:,}
 sequences, {rows:,} rows; records of more than {max_tokens} tokens are left out. The student then
 learns for {steps} steps of {per_step} sequences (`distill run`, the shipped
-[job file](../deploy/jobs/gsm8k_offline.toml), learning rate 3e-3), with {seeds} seeds. No teacher is
-running, and no job names one. Models this small solve no exercise; the benchmark compares their
+[job file](../deploy/jobs/gsm8k_offline.toml), learning rate 3e-3), with {seeds} seeds. No teacher
+is running, and no job names one. Models this small solve no exercise; the benchmark compares their
 distance to the teacher.
 
 ## Tail modes

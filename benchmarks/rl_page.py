@@ -32,7 +32,8 @@ are those of `distill demo-rl`.
 
 The pretrained model was chosen with another seed, before the other configurations were run, so that
 the run without a KL learns: from a weaker model, and with other vocabularies, it did not learn
-within these steps. The weights of the KL (beta) are the paper's 0.001, and 0.1 for a visible effect.
+within these steps. The weights of the KL (beta) are the paper's 0.001, and 0.1 for a visible
+effect.
 
 ![Held-out accuracy by step, and at the end](rl.png)
 
@@ -40,7 +41,7 @@ within these steps. The weights of the KL (beta) are the paper's 0.001, and 0.1 
 
 | column | meaning |
 |---|---|
-| held out | accuracy of greedy answers to {held_out} sums that are in no training set, after the last step |
+| held out | accuracy of greedy answers to {held_out} sums of no training set, at the end |
 | sampled | mean reward of the answers sampled in the last tenth of the steps |
 | head | mass of the student's {head} likeliest tokens (at the first step {first_mass}) |
 | seconds | median step, on a machine that other programs used too; see [Cost](#cost-of-an-anchor) |
@@ -56,8 +57,8 @@ Before any reward: {before:.3f} held out.
 
 ## Differences
 
-Paired differences of the held-out accuracy by seed, in percentage points. A difference whose interval
-contains 0 was not shown. Of so many comparisons, one in twenty is shown by chance.
+Paired differences of the held-out accuracy by seed, in percentage points. A difference whose
+interval contains 0 was not shown. Of so many comparisons, one in twenty is shown by chance.
 
 | comparison | points | 95% interval | result |
 |---|---|---|---|
