@@ -1,11 +1,12 @@
-"""python -m benchmarks.offline_reference LOSS TEACHER RUN_DIR --attempt N: what no store can give.
+"""Runs the trainer with a reference loss that needs all logits, which no store can provide.
 
-The trainer itself, program and all, with the same batches, optimizer, schedule and checkpoints;
-only the loss is another one, and it reads all logits of the student (and of a teacher that is
-loaded into this process):
+    python -m benchmarks.offline_reference LOSS TEACHER RUN_DIR --attempt N
+
+The trainer, its batches, optimizer, schedule and checkpoints are unchanged. Only the loss is
+replaced by one that reads all logits of the student (and of a teacher in the same process):
 
     exact            KL(teacher||student) over the whole vocabulary: the ceiling of every tail mode
-    cross-entropy    -log p of the stored tokens: the data alone, no teacher
+    cross-entropy    -log p of the stored tokens: the data alone, without a teacher
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ LOSSES = ("cross-entropy", "exact")
 
 
 class Reference(Student):
-    """A student whose loss is not the job's."""
+    """A student that computes the reference loss instead of the job's loss."""
 
     def __init__(self, model: Any, *, loss: str, teacher: Any, **options: Any) -> None:
         super().__init__(model, **options)
-        # Not a module of this one: its weights neither learn nor count as ours.
+        # Not a submodule: the teacher's weights are not trained and not counted as the student's.
         self._teacher_logits = teacher.forward
         self._loss = loss
 
     def forward(
-        self, batch: Batch, loss_fn: LossFunction, temperature: float, of_all_rows: bool = False
+        self, batch: Batch, loss_fn: LossFunction, temperature: float, needs_all_rows: bool = False
     ) -> FusedLoss:
-        """In place of `loss_fn`; the rows of the job are only told in the metrics."""
+        """Compute the reference loss instead of `loss_fn`; the job's rows are for metrics only."""
         logits = batch.select(self.model(**batch.inputs, use_cache=False).logits)
         rows = rows_from_logits(
             logits,
@@ -72,7 +73,7 @@ def main() -> int:
     loss, teacher, *arguments = sys.argv[1:]
     assert loss in LOSSES
     loaded = load_model(StudentConfig(model=teacher)).eval()
-    # The one thing that is replaced: all else is what `distill run` starts.
+    # Only this class is replaced; everything else is as in `distill run`.
     assembly.Student = partial(Reference, loss=loss, teacher=loaded)  # type: ignore
     sys.argv[1:] = arguments
     return program.main()

@@ -37,7 +37,7 @@ from student_trainer.methods.rl_prompts import load_rl_prompts
 from student_trainer.model.loading import load_config, load_model, load_tokenizer, vocabulary
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import largest, make_accelerator
-from student_trainer.parallel.sharding import Replicated, Sharded, spread
+from student_trainer.parallel.sharding import Replicated, Sharded, distribute
 from student_trainer.rewards import Rewards
 from student_trainer.run.metrics import open_metrics
 from student_trainer.run.model_checks import (
@@ -83,8 +83,8 @@ def assemble(
         checkpoint.delete_after(run.checkpoints, step)
     model = load_model(config.student, saved / "model" if saved else None)
     bf16 = config.student.dtype == "bfloat16"
-    whole = Student(model, bf16=bf16, pack=stores is not None)
-    student = spread(accelerator, whole, config.train.sharding)
+    unsharded = Student(model, bf16=bf16, pack=stores is not None)
+    student = distribute(accelerator, unsharded, config.train.sharding)
     method = make_method(accelerator, student)
     if saved is not None:
         _restore(method, saved)

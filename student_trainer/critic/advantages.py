@@ -11,11 +11,11 @@ from torch import Tensor
 
 from clients.config.rl import RLConfig
 from student_trainer.critic.critic import Critic, value_loss
-from student_trainer.data.batch import NumberedSequence, make_batch, unread
-from student_trainer.data.metric_sums import counted
+from student_trainer.data.batch import NumberedSequence, make_batch, placeholder_rows
+from student_trainer.data.metric_sums import sum_and_count
 from student_trainer.data.packing import micro_batches
 from student_trainer.data.rollout import Rollout
-from student_trainer.losses.advantages import at_the_end, gae
+from student_trainer.losses.advantages import gae, reward_at_last_token
 from student_trainer.parallel.sharding import Replicated, Sharded
 
 _CLIP = 0.2  # of the value loss, as in PPO's code
@@ -40,7 +40,7 @@ class CriticAdvantages:
         self._student = student
         self._method = method
         self._most = tokens_per_micro_batch
-        width = student.whole.model.config.get_text_config().hidden_size
+        width = student.full.model.config.get_text_config().hidden_size
         self._critic = Critic(width).to(accelerator.device)
         self._optimizer = torch.optim.AdamW(
             self._critic.parameters(), lr=method.critic_learning_rate, weight_decay=0.0
@@ -61,7 +61,7 @@ class CriticAdvantages:
         known = rewards.isfinite()[sequence]
         with torch.no_grad():
             values = self._critic(states)
-        of_tokens = at_the_end(rewards.nan_to_num().float(), lengths)
+        of_tokens = reward_at_last_token(rewards.nan_to_num().float(), lengths)
         device = states.device
         found, targets = gae(
             of_tokens.to(device),
@@ -85,7 +85,7 @@ class CriticAdvantages:
         for update in range(self._method.updates_per_step):
             losses = value_loss(self._critic(states), values, targets, clip=_CLIP)
             if update == 0:
-                measured = counted(losses.detach())
+                measured = sum_and_count(losses.detach())
             self._accelerator.backward(losses.sum() / count.clamp(min=1)[0])
             for parameter in self._critic.parameters():
                 assert parameter.grad is not None, (
@@ -105,17 +105,17 @@ class CriticAdvantages:
     def _states(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """Collective. Return the states [learned, H] float32 that the head reads, per rollout."""
         read = [
-            NumberedSequence(one, unread(np.zeros((one.learned, 0), np.int32)), number)
+            NumberedSequence(one, placeholder_rows(np.zeros((one.learned, 0), np.int32)), number)
             for number, one in enumerate(rollouts)
         ]
         found: dict[int, Tensor] = {}
-        whole = self._student.whole
+        student = self._student.full
         with self._student.gathered():
-            whole.eval()
-            for group in micro_batches(read, self._most, pack=whole.packs):
-                batch = make_batch(group, self._student.device, pack=whole.packs)
+            student.eval()
+            for group in micro_batches(read, self._most, pack=student.packs):
+                batch = make_batch(group, self._student.device, pack=student.packs)
                 lengths = [item.sequence.learned for item in group]
-                parts = torch.split(whole.states(batch).float(), lengths)
+                parts = torch.split(student.states(batch).float(), lengths)
                 found |= {item.number: part for item, part in zip(group, parts, strict=True)}
         return [found[number] for number in range(len(rollouts))]
 

@@ -37,7 +37,7 @@ class NumberedSequence(ScoredSequence):
     number: int
 
 
-def unread(head_ids: NDArray[np.int32]) -> RowBlock:
+def placeholder_rows(head_ids: NDArray[np.int32]) -> RowBlock:
     """Return placeholder rows: the given head ids [n, k], no head log-probs, other log-probs 0.
 
     For code that needs rows but reads only their head ids. The head log-probs are float32 [n, 0].

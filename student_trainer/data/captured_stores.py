@@ -90,13 +90,13 @@ def _open(captured: CapturedStore) -> Store:
     return Store(**vars(captured), data=data)
 
 
-def check_same_store(store: Store, began_with: Mapping[str, str]) -> None:
+def check_same_store(store: Store, checkpoint_facts: Mapping[str, str]) -> None:
     """Check that a resumed run has the store that its checkpoint was trained on.
 
-    `began_with`: the facts of the checkpoint. Raises WrongState if the identity of the store
+    `checkpoint_facts`: the facts of the checkpoint. Raises WrongState if the identity of the store
     differs.
     """
-    if began_with.get("store", store.identity) != store.identity:
+    if checkpoint_facts.get("store", store.identity) != store.identity:
         raise WrongState(
             f"the {store.label} is not the store that this run started with",
             field=store.field,

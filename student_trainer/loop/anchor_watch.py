@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 def contraction(
     *, tau: float, update_period: int, learning_rate: float, beta: float, curvature: float
 ) -> float:
-    """Return tau |1 - alpha beta lambda|^P: the share of a gap left after a period; stable below 1."""
+    """Return tau |1 - alpha beta lambda|^P: the share of a gap left after a period."""
     return float(tau * abs(1 - learning_rate * beta * curvature) ** update_period)
 
 

@@ -35,7 +35,7 @@ from protos.errors import Corrupt, InvalidInput, NotFound
 from protos.rpc.failpoints import failpoint
 from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.model.lora import has_adapters, learned, merged, save_adapters
-from student_trainer.parallel.sharding import share_of, whole_tensors
+from student_trainer.parallel.sharding import full_tensors, shard_like
 from student_trainer.teachers.anchor import Anchor
 
 log = logging.getLogger(__name__)
@@ -68,9 +68,9 @@ def save_checkpoint(
     """
     adapted = has_adapters(model)
     weights = learned(model) if adapted else model.state_dict(keep_vars=True)
-    weights = whole_tensors(weights, keep=main)
-    moments = whole_tensors(_optimizer_tensors(model, optimizer), keep=main)
-    anchored = whole_tensors(anchor.state(), keep=main) if anchor is not None else {}
+    weights = full_tensors(weights, keep=main)
+    moments = full_tensors(_optimizer_tensors(model, optimizer), keep=main)
+    anchored = full_tensors(anchor.state(), keep=main) if anchor is not None else {}
 
     def write(partial: Path) -> None:
         if adapted:
@@ -88,7 +88,7 @@ def save_checkpoint(
         (partial / "state.json").write_text(json.dumps({"step": step, **(facts or {})}) + "\n")
 
     if main:
-        write_whole(checkpoint_path(root, step), write)
+        write_atomically(checkpoint_path(root, step), write)
 
 
 def export_model(
@@ -101,10 +101,10 @@ def export_model(
     run.
     """
     parameters = model.state_dict(keep_vars=True)
-    weights = whole_tensors(parameters, keep=main)
+    weights = full_tensors(parameters, keep=main)
     anchored: dict[str, Tensor] = {}
     if anchor is not None:
-        anchored = whole_tensors(anchor.instead_of(parameters), keep=main)
+        anchored = full_tensors(anchor.with_anchor_weights(parameters), keep=main)
 
     def write(partial: Path) -> None:
         _write_model(partial, model, weights, tokenizer)
@@ -112,7 +112,7 @@ def export_model(
             _write_model(partial / "anchor", model, anchored, tokenizer)
 
     if main:
-        write_whole(path, write)
+        write_atomically(path, write)
 
 
 def _write_model(path: Path, model: Any, weights: Mapping[str, Tensor], tokenizer: Any) -> None:
@@ -126,7 +126,7 @@ def _write_model(path: Path, model: Any, weights: Mapping[str, Tensor], tokenize
     tokenizer.save_pretrained(path)
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Write a directory atomically: `write` fills a temporary one, which is renamed to `path`.
 
     Adds a manifest, syncs every file to disk, and replaces a directory that exists at `path`.
@@ -205,7 +205,7 @@ def newest_checkpoint(root: Path, from_step: int | None = None) -> tuple[int, Pa
     """
     if from_step is not None:
         path = checkpoint_path(root, from_step)
-        if not verifies(path):
+        if not is_intact(path):
             have = ", ".join(str(_step(p)) for p in _by_step(root)) or "none"
             raise NotFound(
                 f"there is no intact checkpoint of step {from_step}",
@@ -214,7 +214,7 @@ def newest_checkpoint(root: Path, from_step: int | None = None) -> tuple[int, Pa
             )
         return from_step, path
     for path in reversed(_by_step(root)):
-        if verifies(path):
+        if is_intact(path):
             return _step(path), path
         log.warning("%s is incomplete or damaged; trying the checkpoint before it", path)
     if _by_step(root):
@@ -226,7 +226,7 @@ def newest_checkpoint(root: Path, from_step: int | None = None) -> tuple[int, Pa
     return None
 
 
-def verifies(path: Path) -> bool:
+def is_intact(path: Path) -> bool:
     """Return whether every file of the manifest exists and has the SHA-256 listed there."""
     try:
         files: dict[str, str] = json.loads((path / "manifest.json").read_text())["files"]
@@ -253,7 +253,7 @@ def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimize
         if moments:
             optimizer.state[parameter] = {
                 # AdamW counts its steps on the CPU.
-                kind: value if kind == "step" else share_of(value, parameter)
+                kind: value if kind == "step" else shard_like(value, parameter)
                 for kind, value in moments.items()
             }
 

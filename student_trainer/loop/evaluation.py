@@ -22,7 +22,7 @@ from student_trainer.objectives.distillation import (
     batch_metrics,
     distillation_loss,
 )
-from student_trainer.parallel.collectives import together
+from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.rewards.rollout_rewards import RolloutRewards
 from student_trainer.rewards.text_match import exact_match
 from student_trainer.rollouts.rollouts import Rollouts
@@ -118,7 +118,7 @@ class Evaluation:
         DistillError of one rank is raised on all ranks.
         """
         student.eval()
-        sums, transcripts = together(self._accelerator, lambda: self._found(student))
+        sums, transcripts = raise_on_all_ranks(self._accelerator, lambda: self._found(student))
         total = self._accelerator.reduce(sums.to(self._accelerator.device)).tolist()
         names = [*_MEASURED.values(), "eval/accuracy", "eval/reward"]
         metrics = {

@@ -21,7 +21,7 @@ class HeadWatch:
     """
 
     def __init__(self, history: Iterable[Point]) -> None:
-        """`history`: the run's metrics before this attempt; their first head mass is the reference."""
+        """`history`: metrics before this attempt; their first head mass is the reference."""
         masses = (point.metrics.get(_MASS) for point in history)
         self._first = next((mass for mass in masses if mass is not None), None)
         self._told = False

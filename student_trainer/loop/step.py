@@ -45,7 +45,7 @@ class Objective(Protocol):
         """Temperature of the student's distribution: its logits are divided by it."""
 
     @property
-    def of_all_rows(self) -> bool:
+    def needs_all_rows(self) -> bool:
         """Whether the loss needs all rows of a batch at once; costs one more matrix product."""
 
     def batch(self, scored: Sequence[ScoredSequence], device: torch.device, *, pack: bool) -> Batch:

@@ -42,8 +42,8 @@ from student_trainer.loop.evaluation import Evaluation
 from student_trainer.loop.head_watch import HeadWatch, learns_from_a_head
 from student_trainer.loop.schedule import learning_rate
 from student_trainer.loop.step import Objective, Steps
-from student_trainer.parallel.collectives import largest, together
-from student_trainer.parallel.sharding import Replicated, Sharded, whole
+from student_trainer.parallel.collectives import largest, raise_on_all_ranks
+from student_trainer.parallel.sharding import Replicated, Sharded, full_tensor
 from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.source import PendingRows
 
@@ -192,7 +192,7 @@ class Trainer:
         # DDP and FSDP average gradients over processes; the loss is divided by the global count.
         scale = self._accelerator.num_processes / max(counted, 1.0)
         objective, device = self._objective, self._accelerator.device
-        packs = self._student.whole.packs
+        packs = self._student.full.packs
         sums: dict[str, Tensor] = {}
         waited = 0.0
         self._student.trained.train()
@@ -210,7 +210,7 @@ class Trainer:
                 batch = batch.without_rows()
             with self._student.synchronized(last=number == len(groups) - 1):
                 loss = objective.loss(batch)
-                out = self._student(batch, loss, objective.temperature, objective.of_all_rows)
+                out = self._student(batch, loss, objective.temperature, objective.needs_all_rows)
                 self._accelerator.backward(out.loss_sum * scale)
             found = objective.metrics(batch, out)
             found["loss"] = torch.stack([out.loss_sum.detach(), out.loss_sum.new_zeros(())])
@@ -224,13 +224,13 @@ class Trainer:
 
         No rank starts the micro-batch, whose passes have collectives, before all have their rows.
         """
-        return together(self._accelerator, lambda: [item.wait() for item in group])
+        return raise_on_all_ranks(self._accelerator, lambda: [item.wait() for item in group])
 
     def _update(self, rate: float) -> float:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         parameters = self._student.trained.parameters()
-        norm = whole(clip_grad_norm_(parameters, self._config.train.max_grad_norm))
+        norm = full_tensor(clip_grad_norm_(parameters, self._config.train.max_grad_norm))
         if not torch.isfinite(norm):
             self._optimizer.zero_grad()
             raise Corrupt(
@@ -251,10 +251,10 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         self._progress.say("evaluating", self._step)
         with self._student.gathered():
-            metrics, transcripts = self._evaluation(self._student.whole)
+            metrics, transcripts = self._evaluation(self._student.full)
         if self._anchor is not None:
             with self._anchor.in_place(), self._student.gathered():
-                found, _ = self._evaluation(self._student.whole)
+                found, _ = self._evaluation(self._student.full)
             metrics |= {name.replace("eval/", "eval/anchor/"): of for name, of in found.items()}
         if transcripts and self._metrics is not None:
             write_samples(self._run, self._step, transcripts)

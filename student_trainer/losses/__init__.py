@@ -6,11 +6,11 @@ caller's.
 """
 
 from student_trainer.losses.advantages import (
-    at_the_end,
     flat_groups,
     gae,
     group_advantages,
     kl_reward,
+    reward_at_last_token,
 )
 from student_trainer.losses.aggregate import Aggregate, sequence_weights, token_weights
 from student_trainer.losses.exact import exact_kl
@@ -39,7 +39,6 @@ __all__ = [
     "LossFunction",
     "Rows",
     "Tail",
-    "at_the_end",
     "clipped_surrogate",
     "entropy_from_logits",
     "exact_kl",
@@ -52,6 +51,7 @@ __all__ = [
     "importance_weights",
     "is_clipped",
     "kl_reward",
+    "reward_at_last_token",
     "rows_from_logits",
     "sampled_kl",
     "sequence_log_ratio",

@@ -45,7 +45,7 @@ def flat_groups(rewards: Tensor) -> Tensor:
     return highest <= lowest
 
 
-def at_the_end(rewards: Tensor, lengths: Tensor) -> Tensor:
+def reward_at_last_token(rewards: Tensor, lengths: Tensor) -> Tensor:
     """Place the reward of each answer, [S], at its last token: rewards of tokens, [N].
 
     `lengths` [S]: the number of tokens of each answer, at least 1; N is their sum. The rewards of

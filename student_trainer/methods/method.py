@@ -55,7 +55,7 @@ def plain_rollouts(
     `top_k`: head ids to record for each sampled token; 0 records none.
     """
     return HuggingFaceRollouts(
-        student.whole.model,
+        student.full.model,
         tokenizer,
         top_k=top_k,
         temperature=temperature,

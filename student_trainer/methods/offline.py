@@ -46,7 +46,7 @@ from student_trainer.data.sequence import TokenSequence
 from student_trainer.loop.step import one_update
 from student_trainer.methods.method import Method, kl_evaluation, plain_rollouts
 from student_trainer.objectives.distillation import DistillationObjective
-from student_trainer.parallel.collectives import together
+from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.remote import RemoteTeacher
@@ -122,7 +122,7 @@ class StoredSteps:
         for ahead in range(step, min(step + _STEPS_AHEAD, self._last_step) + 1):
             if ahead not in self._reads:
                 self._reads[ahead] = self._thread.submit(self._read, ahead)
-        share = together(self._accelerator, self._reads.pop(step).result)
+        share = raise_on_all_ranks(self._accelerator, self._reads.pop(step).result)
         if self._mixture is None:
             return share.stored
         own = self._mixture.answers.gathered_to(share.prompts, share.numbers)

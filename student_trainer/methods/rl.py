@@ -47,7 +47,7 @@ from torch import Tensor
 from clients.config.rl import RLJob
 from protos.rows.codec import RowBlock
 from student_trainer.critic.advantages import CriticAdvantages
-from student_trainer.data.batch import unread
+from student_trainer.data.batch import placeholder_rows
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.environments.retriever import Retriever
@@ -59,7 +59,7 @@ from student_trainer.methods.method import Method, plain_rollouts
 from student_trainer.methods.rl_prompts import RLPrompts
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.objectives.rl import RLObjective, RLSequence
-from student_trainer.parallel.collectives import together
+from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rewards import Rewards
 from student_trainer.rewards.rollout_rewards import RolloutRewards, reward_metrics, search_metrics
@@ -107,7 +107,7 @@ class NoTeacher:
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         """Return rows with the rollout's head ids and zero log-probs; no loss reads them."""
-        return resolved(unread(rollout.head_ids.numpy().astype(np.int32)))
+        return resolved(placeholder_rows(rollout.head_ids.numpy().astype(np.int32)))
 
     def finish(self) -> None:
         """Do nothing: the rows of `score` are resolved already."""
@@ -160,7 +160,7 @@ class RLSteps:
         first = (step - 1) * len(prompts) * size
         numbers = [first + index * size + n % size for n, index in enumerate(mine)]
         asked = [prompts[index] for index in mine]
-        written = together(self._accelerator, lambda: self._written(asked, numbers))
+        written = raise_on_all_ranks(self._accelerator, lambda: self._written(asked, numbers))
         began = time.monotonic()
         rewards = self._rewards(asked, written)
         judged = time.monotonic()
@@ -319,7 +319,7 @@ def _make_rollouts(config: RLJob, material: RLMaterial, student: Replicated | Sh
     assert material.retriever is not None, "the environment has one"
     return SearchRollouts(
         Sampler(
-            student.whole.model,
+            student.full.model,
             material.tokenizer,
             top_k=top_k,
             temperature=method.temperature,

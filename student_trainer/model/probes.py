@@ -40,7 +40,7 @@ def has_linear_head(model: Any) -> bool:
 
 
 @torch.no_grad()
-def keeps_apart(model: Any) -> bool:
+def separates_packed_sequences(model: Any) -> bool:
     """Return True if packed sequences do not influence each other.
 
     Packed sequences share a line, and only their position ids, which restart at 0, separate them.

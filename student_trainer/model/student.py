@@ -19,7 +19,7 @@ from student_trainer.losses import (
     fused_linear_top_ids,
     rows_from_logits,
 )
-from student_trainer.model.probes import has_linear_head, keeps_apart
+from student_trainer.model.probes import has_linear_head, separates_packed_sequences
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Student(nn.Module):
         self._bf16 = bf16
         with self._precision():
             self._linear_head = has_linear_head(model)
-            self.packs = pack and keeps_apart(model)
+            self.packs = pack and separates_packed_sequences(model)
         if not self._linear_head:
             log.info(
                 "the head is not one linear layer: computing full logits, which takes more memory"
@@ -55,11 +55,11 @@ class Student(nn.Module):
         batch: Batch,
         loss_fn: LossFunction,
         temperature: float,
-        of_all_rows: bool = False,
+        needs_all_rows: bool = False,
     ) -> FusedLoss:
         """Sum `loss_fn` over the rows of the batch, chunk by chunk; see `fused_linear_loss`.
 
-        `of_all_rows`: pass all rows to `loss_fn` in one call; see `fused_linear_rows`.
+        `needs_all_rows`: pass all rows to `loss_fn` in one call; see `fused_linear_rows`.
         `temperature` divides the logits. In training, call it through `Replicated` or `Sharded`
         (`parallel/sharding.py`): that call is collective.
         """
@@ -69,7 +69,7 @@ class Student(nn.Module):
             hidden, weight, bias = self._to_head(batch)
             inputs = (hidden, weight, batch.head_ids, batch.token_ids)
             options: dict[str, Any] = {"sample_ids": batch.sample_ids, "bias": bias}
-            if not of_all_rows:
+            if not needs_all_rows:
                 return fused_linear_loss(*inputs, loss_fn, **options, temperature=temperature)
             rows, entropy = fused_linear_rows(*inputs, **options, temperature=temperature)
         return _summed(rows, entropy, loss_fn)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clients.config.on_policy import OnPolicyConfig
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch
-from student_trainer.data.metric_sums import counted
+from student_trainer.data.metric_sums import sum_and_count
 from student_trainer.losses import Direction, FusedLoss, LossFunction, Rows, Tail, topk_kl
 
 
@@ -29,7 +29,7 @@ class DistillationObjective:
     cross_entropy: float = 0.0
     teachers: tuple[str, ...] = ()
 
-    of_all_rows = False
+    needs_all_rows = False
 
     @classmethod
     def on_policy(
@@ -101,13 +101,13 @@ def batch_metrics(
     unbiased = DistillationObjective(objective.direction, tail, objective.temperature)
     kl = distillation_loss(batch, unbiased)(rows, slice(0, len(rows)))
     return {
-        "kl/teacher": counted(kl, sampled),
-        "kl/teacher_bound": counted(kl, not sampled),
-        "cross_entropy": counted(-rows.token_logprobs, not written),
-        "ratio/mean": counted(ratio.exp(), written),
-        "entropy": counted(out.metrics["entropy"]),
-        "topk/student_mass": counted(rows.head_logprobs.exp().sum(1)),
-        "topk/teacher_mass": counted(batch.teacher.head_logprobs.exp().sum(1)),
+        "kl/teacher": sum_and_count(kl, sampled),
+        "kl/teacher_bound": sum_and_count(kl, not sampled),
+        "cross_entropy": sum_and_count(-rows.token_logprobs, not written),
+        "ratio/mean": sum_and_count(ratio.exp(), written),
+        "entropy": sum_and_count(out.metrics["entropy"]),
+        "topk/student_mass": sum_and_count(rows.head_logprobs.exp().sum(1)),
+        "topk/teacher_mass": sum_and_count(batch.teacher.head_logprobs.exp().sum(1)),
         **_by_teacher(batch, kl, objective.teachers),
     }
 
@@ -116,5 +116,5 @@ def _by_teacher(batch: Batch, kl: Tensor, teachers: Sequence[str]) -> dict[str, 
     found: dict[str, Tensor] = {}
     for name in teachers:
         scored = torch.tensor([teacher == name for teacher in batch.teachers], dtype=torch.bool)
-        found[f"kl/teacher/{name}"] = counted(kl[scored.to(kl.device)[batch.sequence]])
+        found[f"kl/teacher/{name}"] = sum_and_count(kl[scored.to(kl.device)[batch.sequence]])
     return found

@@ -18,7 +18,7 @@ from torch import Tensor
 from clients.config.rl import RLConfig, RLJob
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch, teacher_rows
-from student_trainer.data.metric_sums import counted
+from student_trainer.data.metric_sums import sum_and_count
 from student_trainer.losses import FusedLoss, LossFunction, Rows, sampled_kl, topk_kl
 from student_trainer.losses.advantages import kl_reward
 from student_trainer.losses.aggregate import token_weights
@@ -32,7 +32,7 @@ from student_trainer.losses.policy import (
 
 
 @dataclass(frozen=True)
-class Pull:
+class KLTerm:
     """A model that the KL pulls the student towards: its name in metrics, the weight of its KL."""
 
     name: str
@@ -90,15 +90,15 @@ class RLObjective:
     """
 
     method: RLConfig
-    pulls: tuple[Pull, ...]
+    pulls: tuple[KLTerm, ...]
     rewarded: bool
 
     @classmethod
     def of(cls, job: RLJob) -> RLObjective:
         """Return the objective of a job. The teacher's pull, if any, comes before the anchor's."""
         method = job.method
-        teacher = [Pull("teacher", method.teacher_beta)] if job.teacher is not None else []
-        anchor = [Pull("anchor", method.beta)] if method.beta else []
+        teacher = [KLTerm("teacher", method.teacher_beta)] if job.teacher is not None else []
+        anchor = [KLTerm("anchor", method.beta)] if method.beta else []
         rewarded = job.reward is not None and method.reward_weight > 0
         return cls(method, (*teacher, *anchor), rewarded)
 
@@ -108,7 +108,7 @@ class RLObjective:
         return self.method.temperature
 
     @property
-    def of_all_rows(self) -> bool:
+    def needs_all_rows(self) -> bool:
         """True if the loss has sequence ratios (GSPO), which need all rows of a batch at once."""
         return self._has_policy_gradient and self.method.ratio == "sequence"
 
@@ -163,10 +163,10 @@ class RLObjective:
         advantages = self._advantages(rows, batch, everything)
         clips = {"clip_low": self.method.clip_low, "clip_high": self.method.clip_high}
         found = {
-            "ratio/mean": counted(token_log_ratio(rows.token_logprobs, batch.sampled).exp()),
-            "ratio/clipped": counted(is_clipped(log_ratio, advantages, **clips).float()),
-            "entropy": counted(out.metrics["entropy"]),
-            "topk/student_mass": counted(rows.head_logprobs.exp().sum(1)),
+            "ratio/mean": sum_and_count(token_log_ratio(rows.token_logprobs, batch.sampled).exp()),
+            "ratio/clipped": sum_and_count(is_clipped(log_ratio, advantages, **clips).float()),
+            "entropy": sum_and_count(out.metrics["entropy"]),
+            "topk/student_mass": sum_and_count(rows.head_logprobs.exp().sum(1)),
         }
         for pull, theirs in zip(self.pulls, _pulled(batch), strict=False):
             kl = topk_kl(
@@ -177,8 +177,8 @@ class RLObjective:
                 tail="bucket+sampled",
                 importance=self._importance(rows, batch.sampled),
             )
-            found[f"kl/{pull.name}"] = counted(kl)
-            found[f"topk/{pull.name}_mass"] = counted(theirs.head_logprobs.exp().sum(1))
+            found[f"kl/{pull.name}"] = sum_and_count(kl)
+            found[f"topk/{pull.name}_mass"] = sum_and_count(theirs.head_logprobs.exp().sum(1))
         return found
 
     @property

@@ -39,7 +39,7 @@ def largest(accelerator: Accelerator, number: int) -> int:
     return int(accelerator.gather(mine).max())
 
 
-def together(accelerator: Accelerator, work: Callable[[], Found]) -> Found:
+def raise_on_all_ranks(accelerator: Accelerator, work: Callable[[], Found]) -> Found:
     """Collective. Run `work` and return its result; an error on any rank is raised on all ranks.
 
     So no rank leaves the others waiting in a later collective. A rank whose own `work` raised a

@@ -20,12 +20,12 @@ from student_trainer.model.student import Student
 class Replicated:
     """Every process has all weights and their optimizer state: DDP, or a single process.
 
-    trained: the Student whose weights learn. whole: the Student to use inside `gathered()`; the
+    trained: the Student whose weights learn. full: the Student to use inside `gathered()`; the
     same one here. device: of this process.
     """
 
     def __init__(self, accelerator: Accelerator, student: Student) -> None:
-        self.trained = self.whole = student.to(accelerator.device)
+        self.trained = self.full = student.to(accelerator.device)
         self.device = accelerator.device
         self._accelerator = accelerator
         self._wrapped = accelerator.prepare(student)
@@ -44,9 +44,9 @@ class Replicated:
         return nullcontext() if last else self._accelerator.no_sync(self._wrapped)
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Return a context. Inside, `whole` holds the full weights.
+        """Return a context. Inside, `full` holds the full weights.
 
-        Inside, ranks may run different numbers of forward passes of `whole`: they are not
+        Inside, ranks may run different numbers of forward passes of `full`: they are not
         collective.
         """
         return nullcontext()
@@ -64,14 +64,14 @@ class Sharded:
 
     Training computes the same as with Replicated; the weights of a layer are gathered for its
     forward and its backward pass. Sampling runs every layer once per token, so `gathered()` instead
-    gathers all weights once, into `whole`: a copy of the Student that is empty outside and has no
+    gathers all weights once, into `full`: a copy of the Student that is empty outside and has no
     collectives.
     """
 
     def __init__(self, accelerator: Accelerator, student: Student) -> None:
         self.device = accelerator.device
         self._accelerator = accelerator
-        self.whole = _hollow(student).to(accelerator.device).eval()
+        self.full = _hollow(student).to(accelerator.device).eval()
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         layers = student.model._no_split_modules or ()
         for module in list(student.model.modules()):
@@ -93,14 +93,14 @@ class Sharded:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Collective. Inside the context `whole` holds the full weights; see Replicated.
+        """Collective. Inside the context `full` holds the full weights; see Replicated.
 
         Every process must enter it. Each process then needs memory for all weights.
         """
         shares = dict(self.trained.named_parameters())
-        copies = dict(self.whole.named_parameters())
+        copies = dict(self.full.named_parameters())
         for name, share in shares.items():
-            copies[name].data = whole(share.detach())
+            copies[name].data = full_tensor(share.detach())
         try:
             yield
         finally:
@@ -113,7 +113,7 @@ class Sharded:
         return everywhere
 
 
-def spread(accelerator: Accelerator, student: Student, sharding: str) -> Replicated | Sharded:
+def distribute(accelerator: Accelerator, student: Student, sharding: str) -> Replicated | Sharded:
     """Collective. Distribute the student as `sharding` (the key train.sharding) says.
 
     A single process is always Replicated.
@@ -123,7 +123,7 @@ def spread(accelerator: Accelerator, student: Student, sharding: str) -> Replica
     return Replicated(accelerator, student)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a sharded one. Collective if `tensor` is sharded.
 
     A tensor that is not sharded is returned as it is.
@@ -136,7 +136,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+def full_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
     """Collective. Return each tensor unsharded; sharded ones are copied to the CPU.
 
     Processes with `keep` false take part but return {}. Names that share a tensor share it in the
@@ -144,13 +144,13 @@ def whole_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Ten
     """
     found: dict[int, Tensor] = {}
     for number, tensor in {id(tensor): tensor for tensor in tensors.values()}.items():
-        gathered = whole(tensor.detach())
+        gathered = full_tensor(tensor.detach())
         if keep:
             found[number] = gathered.cpu() if isinstance(tensor, DTensor) else gathered
     return {name: found[id(tensor)] for name, tensor in tensors.items()} if keep else {}
 
 
-def share_of(tensor: Tensor, parameter: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return this process's shard of `tensor`, placed as `parameter` is.
 
     `tensor` has the full shape and is the same in every process, so nothing is communicated.

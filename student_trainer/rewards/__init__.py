@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from clients.config.reward import LengthPenalty, RewardConfig
-from student_trainer.rewards.judge import Judge, Unjudged
+from student_trainer.rewards.judge import Judge, ScoringFailed
 from student_trainer.rewards.sample import RewardSample, Scores
 from student_trainer.rewards.scorers import Scorer, make_scorer
 
@@ -89,7 +89,7 @@ class Rewards:
             judge = self._idle.get()
             try:
                 return getattr(judge, what)(sample)
-            except Unjudged as error:
+            except ScoringFailed as error:
                 return _Fault(str(error))
             finally:
                 self._idle.put(judge)

@@ -26,7 +26,7 @@ from student_trainer.rewards.sample import RewardSample
 SECONDS_TO_START = 120.0  # a user's file may import anything
 
 
-class Unjudged(Exception):
+class ScoringFailed(Exception):
     """An answer got no reward. The message is the reason, as a clause."""
 
 
@@ -60,7 +60,7 @@ class Judge:
         self._socket = ours
         try:
             first = self._exchange({"config": self._config.model_dump_json()}, SECONDS_TO_START)
-        except Unjudged as error:
+        except ScoringFailed as error:
             raise InvalidInput(
                 f"the reward cannot be loaded: {error}",
                 field="reward",
@@ -73,13 +73,13 @@ class Judge:
     def score(self, sample: RewardSample) -> float:
         """Return the reward of an answer.
 
-        Raises Unjudged if the reward raises, is not finite, or takes more than timeout_seconds; the
-        next request works again.
+        Raises ScoringFailed if the reward raises, is not finite, or takes more than
+        timeout_seconds; the next request works again.
         """
         return float(self._asked("score", sample))
 
     def said(self, sample: RewardSample) -> str:
-        """Return the vote of an answer for a majority vote. Raises Unjudged like `score`."""
+        """Return the vote of an answer for a majority vote. Raises ScoringFailed like `score`."""
         return str(self._asked("said", sample))
 
     def close(self) -> None:
@@ -98,11 +98,11 @@ class Judge:
             try:
                 self.start()
             except (InvalidInput, OSError) as error:
-                raise Unjudged(f"the process of the reward did not start: {error}") from error
+                raise ScoringFailed(f"the process of the reward did not start: {error}") from error
         message = {"what": what, "sample": asdict(sample)}
         reply = self._exchange(message, self._config.timeout_seconds)
         if "error" in reply:
-            raise Unjudged(reply["error"])
+            raise ScoringFailed(reply["error"])
         return reply["found"]
 
     def _exchange(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -112,10 +112,10 @@ class Judge:
             return _reply(self._socket, line.encode(), time.monotonic() + seconds)
         except TimeoutError:
             self.close()
-            raise Unjudged(f"the reward took more than {seconds:g} s") from None
+            raise ScoringFailed(f"the reward took more than {seconds:g} s") from None
         except OSError as error:
             self.close()
-            raise Unjudged(f"the process of the reward ended ({error})") from None
+            raise ScoringFailed(f"the process of the reward ended ({error})") from None
 
 
 def _reply(channel: socket.socket, line: bytes, deadline: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from student_trainer.data.metric_sums import counted
+from student_trainer.data.metric_sums import sum_and_count
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.losses.advantages import flat_groups
@@ -54,16 +54,16 @@ def reward_metrics(rewards: Tensor) -> dict[str, Tensor]:
     known = rewards.isfinite()
     spread = [group[one].std(correction=0) for group, one in zip(rewards, known, strict=True)]
     return {
-        "reward/mean": counted(rewards[known]),
-        "reward/std": counted(torch.stack(spread).nan_to_num()),
-        "reward/flat_groups": counted(flat_groups(rewards).double()),
-        "reward/errors": counted((~known).double().flatten()),
+        "reward/mean": sum_and_count(rewards[known]),
+        "reward/std": sum_and_count(torch.stack(spread).nan_to_num()),
+        "reward/flat_groups": sum_and_count(flat_groups(rewards).double()),
+        "reward/errors": sum_and_count((~known).double().flatten()),
     }
 
 
 def search_metrics(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
     """Return (sum, number) of each metric of rollouts with a search environment."""
     return {
-        "search/queries": counted(torch.tensor([float(one.queries) for one in rollouts])),
-        "search/failed": counted(torch.tensor([float(one.failed) for one in rollouts])),
+        "search/queries": sum_and_count(torch.tensor([float(one.queries) for one in rollouts])),
+        "search/failed": sum_and_count(torch.tensor([float(one.failed) for one in rollouts])),
     }

@@ -24,7 +24,7 @@ SECONDS_TO_CLOSE = 30.0
 _SECONDS_TO_START = 30.0
 
 
-class Apart:
+class ThreadedTracker:
     """Runs a tracker in a thread of its own. Never raises, and waits only in `close`."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
@@ -143,14 +143,16 @@ class Trackio:
         self._run.finish()
 
 
-def start_trackers(track: TrackConfig, run: RunDirectory, last_step: int | None) -> list[Apart]:
+def start_trackers(
+    track: TrackConfig, run: RunDirectory, last_step: int | None
+) -> list[ThreadedTracker]:
     """Start the trackers of the job's table `track`. `last_step`: the step it resumes from."""
     wandb, trackio = track.wandb, track.trackio
     found = []
     if track.tensorboard:
-        found.append(Apart("tensorboard", lambda: TensorBoard(run, last_step)))
+        found.append(ThreadedTracker("tensorboard", lambda: TensorBoard(run, last_step)))
     if wandb is not None:
-        found.append(Apart("wandb", lambda: WeightsAndBiases(run, wandb.project)))
+        found.append(ThreadedTracker("wandb", lambda: WeightsAndBiases(run, wandb.project)))
     if trackio is not None:
-        found.append(Apart("trackio", lambda: Trackio(run, trackio.project)))
+        found.append(ThreadedTracker("trackio", lambda: Trackio(run, trackio.project)))
     return found

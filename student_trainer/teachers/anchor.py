@@ -19,12 +19,12 @@ from torch import Tensor
 
 from protos.rows.codec import RowBlock
 from protos.rpc.failpoints import failpoint
-from student_trainer.data.batch import NumberedSequence, make_batch, unread
+from student_trainer.data.batch import NumberedSequence, make_batch, placeholder_rows
 from student_trainer.data.packing import micro_batches
 from student_trainer.data.rollout import Rollout
 from student_trainer.data.sequence import TokenSequence
-from student_trainer.parallel.collectives import together
-from student_trainer.parallel.sharding import Replicated, Sharded, local, share_of
+from student_trainer.parallel.collectives import raise_on_all_ranks
+from student_trainer.parallel.sharding import Replicated, Sharded, local, shard_like
 
 
 class Anchor:
@@ -102,10 +102,10 @@ class Anchor:
         """
         with torch.no_grad():
             for name, copy in self._copies.items():
-                local(copy).copy_(local(share_of(whole(name), copy)))
+                local(copy).copy_(local(shard_like(whole(name), copy)))
         self.updates, self.version = updates, version
 
-    def instead_of(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def with_anchor_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `weights` of the student with the trainable ones replaced by the anchor's.
 
         `weights`: the parameters themselves, by name. A tensor with two names (tied weights) stays
@@ -183,14 +183,14 @@ class AnchorTeacher:
         raised on all ranks.
         """
         pending, self._pending = self._pending, []
-        asked = together(
+        asked = raise_on_all_ranks(
             self._accelerator,
             lambda: [self._asked(number, rollout) for number, (rollout, _) in enumerate(pending)],
         )
         blocks: dict[int, RowBlock] = {}
-        packs = self._student.whole.packs
+        packs = self._student.full.packs
         with self._anchor.in_place(), self._student.gathered():
-            self._student.whole.eval()
+            self._student.full.eval()
             for group in micro_batches(asked, self._most, pack=packs):
                 blocks |= self._scored(group)
         for number, (_, future) in enumerate(pending):
@@ -204,14 +204,14 @@ class AnchorTeacher:
         return NumberedSequence(
             # A TokenSequence has rows for the environment's tokens too, like any teacher's rows.
             TokenSequence(torch.cat([prompt, rollout.completion]), len(prompt)),
-            unread(rollout.head_ids.numpy().astype(np.int32)),
+            placeholder_rows(rollout.head_ids.numpy().astype(np.int32)),
             number,
         )
 
     def _scored(self, group: Sequence[NumberedSequence]) -> dict[int, RowBlock]:
-        whole = self._student.whole
-        batch = make_batch(group, self._student.device, pack=whole.packs)
-        ids, rows = whole.rows(batch, self._temperature, self._top_k)
+        student = self._student.full
+        batch = make_batch(group, self._student.device, pack=student.packs)
+        ids, rows = student.rows(batch, self._temperature, self._top_k)
         everything = RowBlock(
             ids.int().cpu().numpy(),
             rows.head_logprobs.cpu().numpy(),

@@ -31,7 +31,7 @@ class ScoredRollouts:
         numbers[i]: the number of the rollout of prompts[i], which fixes its random stream. Call it
         inside `student.gathered()`, and call `finish` outside afterwards.
         """
-        self._student.whole.eval()
+        self._student.full.eval()
         return [
             PendingRows(rollout, self._teacher.score(rollout))
             for batch in self._rollouts.generate(prompts, numbers, seed=self._seed)

@@ -17,7 +17,7 @@ HELD_OUT = 1000
 
 
 def examples() -> list[dict[str, str]]:
-    """Return all 10,000 pairs. With reversed digits a model writes the sum in the order of carries."""
+    """Return all 10,000 pairs; reversed digits let a model write a sum in the order of carries."""
     return [
         {"prompt": f"{a}+{b}=", "answer": str(a + b)[::-1]} for a in range(100) for b in range(100)
     ]

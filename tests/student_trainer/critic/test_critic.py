@@ -4,10 +4,10 @@ import torch
 
 from student_trainer.critic.critic import Critic, value_loss
 from student_trainer.losses import (
-    at_the_end,
     clipped_surrogate,
     fused_linear_loss,
     gae,
+    reward_at_last_token,
     token_log_ratio,
 )
 
@@ -36,7 +36,7 @@ def test_one_pass_over_the_states_serves_policy_and_critic():
     torch.nn.init.normal_(critic.linear.weight, generator=generator)
     lengths = torch.tensor([3, 4, 5])
     sequence = torch.arange(3).repeat_interleave(lengths)
-    rewards = at_the_end(randn(3), lengths)
+    rewards = reward_at_last_token(randn(3), lengths)
     old = critic((inputs @ body).detach()).detach()
     advantages, targets = gae(rewards, old, sequence, gamma=1.0, lam=0.9)
     sampling = (inputs @ body @ weight.T).log_softmax(1).gather(1, tokens[:, None])[:, 0].detach()
@@ -83,7 +83,7 @@ def test_it_learns_what_is_to_be_expected():
         chance = torch.where(kind == 1, 0.75, 0.25)
         rewards = torch.bernoulli(chance, generator=generator)
         old = critic(states).detach()
-        _, targets = gae(at_the_end(rewards, lengths), old, sequence, gamma=1.0, lam=0.95)
+        _, targets = gae(reward_at_last_token(rewards, lengths), old, sequence, gamma=1.0, lam=0.95)
         optimizer.zero_grad()
         value_loss(critic(states), old, targets, clip=0.2).mean().backward()
         optimizer.step()

@@ -22,7 +22,7 @@ from transformers import (
 from student_trainer.data.batch import ScoredSequence, make_batch
 from student_trainer.data.packing import micro_batches
 from student_trainer.data.sequence import TokenSequence
-from student_trainer.model.probes import keeps_apart
+from student_trainer.model.probes import separates_packed_sequences
 from student_trainer.model.student import Student
 from student_trainer.objectives.distillation import DistillationObjective, distillation_loss
 from tests.student_trainer import tiny
@@ -129,7 +129,7 @@ def test_packed_is_alone(make: Any) -> None:
 @pytest.mark.parametrize("make", [bloom, mamba])
 def test_what_does_not_keep_sequences_apart_is_padded(make: Any) -> None:
     model = make()
-    assert not keeps_apart(model)
+    assert not separates_packed_sequences(model)
     assert not Student(model, pack=True).packs
 
 
@@ -138,7 +138,7 @@ def test_a_model_that_ignores_positions_is_found_out() -> None:
     model = qwen()
     inner = model.model.forward
     model.model.forward = lambda position_ids=None, **inputs: inner(**inputs)
-    assert not keeps_apart(model)
+    assert not separates_packed_sequences(model)
 
 
 @pytest.mark.parametrize("most", [1, 30, 64, 10_000])

@@ -127,7 +127,7 @@ def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_
         (
             ["m", "--reward", "reasoning_gym:chain_sum", "--data", "x.jsonl"],
             ExitCode.USAGE,
-            "--data: reasoning_gym:chain_sum makes its own prompts; leave it out",
+            "--data: reasoning_gym:chain_sum generates its own prompts; omit it",
         ),
         (
             ["m", "--reward", "math", "--data", "x.jsonl"],
@@ -142,7 +142,7 @@ def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_
         (
             ["a/m", "b/m", "--reward", "math", "--data", "DATA"],
             ExitCode.USAGE,
-            "MODEL: 'm' is there twice; name each: NAME=MODEL",
+            "MODEL: 'm' is given twice; name each model: NAME=MODEL",
         ),
         (["m", "--reward", "math", "--data", "DATA", "--samples", "0"], 2, "--samples: must be"),
         (["m", "--reward", "math", "--data", "DATA", "--top-p", "0"], 2, "--top-p: must be"),
@@ -154,7 +154,7 @@ def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_
         (
             ["m", "--reward", "math", "--data", "DATA", "--set", "seed=3"],
             ExitCode.USAGE,
-            "--set: seed is no key of [data] or [reward]",
+            "--set: seed is not a key of [data] or [reward]",
         ),
         (
             ["m", "--reward", "math", "--data", "DATA", "--set", "data.prompt_colum=x"],

@@ -102,11 +102,11 @@ def test_a_harmed_file_is_found_whichever_it_is(root: Path, tmp_path: Path, harm
         file.write_bytes(harmed(file.read_bytes(), harm, name))
         if harm == "remove":
             file.unlink()
-        assert not checkpoint.verifies(whole), name
+        assert not checkpoint.is_intact(whole), name
         assert checkpoint.newest_checkpoint(root) == (5, root / "step-000005")
         shutil.rmtree(whole)
         (tmp_path / "kept").rename(whole)
-    assert checkpoint.verifies(whole)
+    assert checkpoint.is_intact(whole)
 
 
 def test_every_byte_of_a_small_file_counts(root: Path) -> None:
@@ -117,9 +117,9 @@ def test_every_byte_of_a_small_file_counts(root: Path) -> None:
             data = bytearray(whole)
             data[place] ^= 1 << bit
             file.write_bytes(data)
-            assert not checkpoint.verifies(file.parent)
+            assert not checkpoint.is_intact(file.parent)
     file.write_bytes(whole)
-    assert checkpoint.verifies(file.parent)
+    assert checkpoint.is_intact(file.parent)
 
 
 def test_a_checkpoint_that_is_asked_for_must_be_good(root: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_checkpoint_that_is_asked_for_must_be_good(root: Path) -> None:
         assert caught.value.hint == "steps with a checkpoint: 5, 10"
     (root / "step-000010" / "manifest.json").unlink()
     # To start again from nothing would throw away what somebody may still mend.
-    with pytest.raises(Corrupt, match="every checkpoint in .* is incomplete or damaged"):
+    with pytest.raises(Corrupt, match=r"every checkpoint in .* is incomplete or damaged"):
         checkpoint.newest_checkpoint(root)
 
 
@@ -151,11 +151,11 @@ def test_a_crash_leaves_nothing_that_counts(tmp_path: Path, written: int) -> Non
     path = checkpoint.checkpoint_path(tmp_path, 4)
     if written < 3:
         with pytest.raises(Crash):
-            checkpoint.write_whole(path, write)
+            checkpoint.write_atomically(path, write)
         assert checkpoint.newest_checkpoint(tmp_path) is None
         assert not path.exists()
         written = 3  # the next attempt gets through, over what was left
-    checkpoint.write_whole(path, write)
+    checkpoint.write_atomically(path, write)
     assert checkpoint.newest_checkpoint(tmp_path) == (4, path)
     assert [file.name for file in files(path)] == ["file-0", "file-1", "file-2", "manifest.json"]
     assert list(tmp_path.iterdir()) == [path]
@@ -164,7 +164,7 @@ def test_a_crash_leaves_nothing_that_counts(tmp_path: Path, written: int) -> Non
 def test_a_rewritten_checkpoint_replaces_the_old_one(tmp_path: Path) -> None:
     path = checkpoint.checkpoint_path(tmp_path, 4)
     for name in ("old", "new"):
-        checkpoint.write_whole(path, lambda partial, name=name: (partial / name).touch())
+        checkpoint.write_atomically(path, lambda partial, name=name: (partial / name).touch())
     assert [file.name for file in files(path)] == ["manifest.json", "new"]
 
 
@@ -172,7 +172,7 @@ def test_old_ones_and_leftovers_go(tmp_path: Path) -> None:
     # 1,000,000 has a digit more: by its name it would be older than 2.
     for step in (2, 9, 11, 1_000_000):
         path = checkpoint.checkpoint_path(tmp_path, step)
-        checkpoint.write_whole(path, lambda partial: (partial / "file").touch())
+        checkpoint.write_atomically(path, lambda partial: (partial / "file").touch())
     (tmp_path / ".step-000012.tmp").mkdir()
     (tmp_path / "notes").mkdir()
     checkpoint.delete_old(tmp_path, 2, best=2)

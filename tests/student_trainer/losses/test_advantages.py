@@ -7,7 +7,6 @@ import torch
 
 from student_trainer.losses import (
     Direction,
-    at_the_end,
     clipped_surrogate,
     exact_kl,
     flat_groups,
@@ -15,6 +14,7 @@ from student_trainer.losses import (
     group_advantages,
     importance_weights,
     kl_reward,
+    reward_at_last_token,
     token_log_ratio,
     topk_kl,
 )
@@ -69,7 +69,7 @@ def test_gae_at_its_ends():
 
 def test_an_answer_is_rewarded_at_its_last_token():
     rewards = torch.tensor([1.0, -2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
-    of_tokens = at_the_end(rewards, LENGTHS)
+    of_tokens = reward_at_last_token(rewards, LENGTHS)
     for part, reward in zip(parts(), rewards, strict=True):
         assert of_tokens[part].tolist() == [0] * (part.stop - part.start - 1) + [reward]
     # Without a critic every token then has its answer's reward as its advantage.

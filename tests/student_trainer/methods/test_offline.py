@@ -231,5 +231,5 @@ def test_a_damaged_sequence_is_named(store: Path, tmp_path: Path) -> None:
         steps.of_step(4)
     assert caught.value.message.startswith(f"sequence {victim} of {copied}: ")
     assert f"(shard {shard.name})" in caught.value.message
-    assert caught.value.hint.startswith(f"distill store verify {copied}")
+    assert caught.value.hint.startswith(f"run distill store verify {copied}")
     wait(steps._reads.values())

@@ -21,7 +21,7 @@ from clients.runs.directory import RunDirectory
 from clients.runs.metrics_writer import MetricsLog
 from protos.errors import InvalidInput
 from student_trainer.run import trackers
-from student_trainer.run.trackers import Apart
+from student_trainer.run.trackers import ThreadedTracker
 from tests.student_trainer import tiny
 
 NAME = "on-policy-x-7f3a"
@@ -78,7 +78,10 @@ def test_a_tracker_that_raises_stops_nothing(
     run: RunDirectory, caplog: pytest.LogCaptureFixture, at: str
 ) -> None:
     other = Failing("never")
-    tracked = [Apart("broken", lambda: Failing(at)), Apart("sound", lambda: other)]
+    tracked = [
+        ThreadedTracker("broken", lambda: Failing(at)),
+        ThreadedTracker("sound", lambda: other),
+    ]
     log = MetricsLog(run, attempt=1, last_step=None, trackers=tracked)
     with caplog.at_level(logging.WARNING):
         for step in range(5):
@@ -102,7 +105,7 @@ def test_a_tracker_that_hangs_stops_nothing(
             for_ever.wait()
 
     log = MetricsLog(
-        run, attempt=1, last_step=None, trackers=[Apart("slow", lambda: Hanging("never"))]
+        run, attempt=1, last_step=None, trackers=[ThreadedTracker("slow", lambda: Hanging("never"))]
     )
     with caplog.at_level(logging.WARNING):
         for step in range(5):

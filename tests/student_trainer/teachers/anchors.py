@@ -12,14 +12,14 @@ from protos.rows.codec import RowBlock
 from student_trainer.data.rollout import Rollout
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import make_accelerator
-from student_trainer.parallel.sharding import Replicated, Sharded, local, share_of, spread
+from student_trainer.parallel.sharding import Replicated, Sharded, distribute, local, shard_like
 from student_trainer.teachers.anchor import Anchor, AnchorTeacher
 
 TEMPERATURE = 1.3
 
 
 def spread_student(model: Any, sharding: str = "none", **options: bool) -> Replicated | Sharded:
-    return spread(make_accelerator(), Student(model, **options), sharding)
+    return distribute(make_accelerator(), Student(model, **options), sharding)
 
 
 def theta(name: str, like: Tensor, update: int) -> Tensor:
@@ -33,7 +33,7 @@ def move(student: Replicated | Sharded, anchor: Anchor, update: int) -> None:
     with torch.no_grad():
         for name, parameter in student.trained.model.named_parameters():
             if parameter.requires_grad:
-                local(parameter).copy_(local(share_of(theta(name, parameter, update), parameter)))
+                local(parameter).copy_(local(shard_like(theta(name, parameter, update), parameter)))
     anchor.after_update()
 
 

@@ -161,7 +161,7 @@ def fail_in_place(anchor: Anchor) -> None:
 def model_in_place(anchor: Anchor, student: Replicated | Sharded) -> Any:
     """A model of its own with the anchor's weights."""
     with anchor.in_place():
-        return copy.deepcopy(student.whole.model).eval()
+        return copy.deepcopy(student.full.model).eval()
 
 
 @pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
@@ -294,7 +294,7 @@ def test_saved_resumed_and_exported(tau: float, tmp_path: Path) -> None:
     for update in range(1, 6):
         move(student, anchor, update)
     path = save(tmp_path, student, anchor)
-    assert checkpoint.verifies(path)
+    assert checkpoint.is_intact(path)
     assert_equal(load_file(path / "anchor.safetensors"), anchor.state())
 
     resumed, again = anchored(load_model(StudentConfig(model=str(path / "model"))), tau=tau)
@@ -318,7 +318,7 @@ def test_the_export_has_both_models(tmp_path: Path) -> None:
     assert_equal(weights_of(AutoModelForCausalLM.from_pretrained(exported)), weights_of(model))
     theirs = AutoModelForCausalLM.from_pretrained(exported / "anchor")
     assert_equal(weights_of(theirs), anchor.state())
-    assert checkpoint.verifies(exported)
+    assert checkpoint.is_intact(exported)
     assert (exported / "anchor" / "tokenizer.json").is_file()
 
 
