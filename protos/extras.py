@@ -1,8 +1,7 @@
-"""The extras of this package (`train`, `teacher`, ...): which packages of one are missing, and the
-command that installs them.
+"""The optional dependencies (extras) of this package: missing packages and the install command.
 
-The list of packages is that of the installed distribution's metadata, so pyproject.toml is the only
-place that names them.
+The packages are read from the metadata of the installed distribution, so pyproject.toml is the only
+place that lists them. `extra` may be one extra ("train") or several, separated by commas.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 def version() -> str:
-    """The version of the installed distribution, "unknown" where only the source is there."""
+    """Return the version of the installed distribution; "unknown" in a bare source tree."""
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -29,21 +28,19 @@ def version() -> str:
 
 
 def missing_packages(extra: str) -> list[str]:
-    """The packages of `extra` that are not installed, in alphabetical order.
+    """Return the packages of `extra` that are not installed, in the order of the metadata.
 
-    `extra` may be several, separated by commas, here and in the other functions.
-
-    An empty list where the distribution itself is not installed (a bare source tree): nothing is
-    known there, and the import that fails says more.
+    The list is empty if the distribution itself is not installed (a bare source tree). The packages
+    are unknown then, and a failing import gives the better message.
     """
     return [name for name in map(_name_of, _requirements(extra)) if not _installed(name)]
 
 
 def install_command(extra: str) -> str:
-    """The command that installs `extra`, from where this package was installed.
+    """Return the pip command that installs `extra`.
 
-    A checkout or a wheel file is named by its path. Where neither is known the command names the
-    packages of the extra themselves.
+    The command names the checkout or wheel file that this package was installed from. If that is
+    unknown, it names the packages of the extra.
     """
     source = _source()
     if source is not None:
@@ -53,7 +50,10 @@ def install_command(extra: str) -> str:
 
 
 def require_extra(extra: str, what: str, *, field: str = "") -> None:
-    """Raises InvalidInput where a package of `extra` is missing; `what` needs it."""
+    """Raise InvalidInput if a package of `extra` is not installed.
+
+    `what` is the subject of the message, such as "training"; `field` is the key that needs it.
+    """
     missing = missing_packages(extra)
     if missing:
         raise InvalidInput(
@@ -65,7 +65,7 @@ def require_extra(extra: str, what: str, *, field: str = "") -> None:
 
 
 def _requirements(extra: str) -> list[str]:
-    """The requirements of `extra`, and of the extras of this package that it includes."""
+    """Return the requirements of `extra`, including those of extras that it refers to."""
     try:
         everything = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -96,7 +96,7 @@ def _installed(name: str) -> bool:
 
 
 def _source() -> str | None:
-    """The checkout or wheel file that this package was installed from (PEP 610), if it is there."""
+    """Return the checkout or wheel file of the installation (PEP 610), or None if unknown."""
     try:
         text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
         url = urlsplit(json.loads(text)["url"]) if text else None

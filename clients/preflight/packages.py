@@ -1,6 +1,6 @@
-"""Check that the packages which a job's program imports are installed on this machine.
+"""Checks that the packages of a job's program are installed, without importing them.
 
-Nothing is imported: the check reads the metadata of installed distributions.
+The checks read the metadata of the installed distributions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from protos.extras import require_extra
 
 
 def check_packages(config: AnyJob) -> None:
-    """Raises InvalidInput for the first package that is missing, with the command to install it."""
+    """Raise InvalidInput if packages are missing; the hint is the command that installs them."""
     if isinstance(config, CaptureJob):
         require_extra("teacher", "a capture", field="method.type")
         if config.method.ray is not None:

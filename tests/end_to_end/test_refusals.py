@@ -93,7 +93,7 @@ CASES = {
         {"teacher.topk": "3"}, ("teacher.topk: ", "unknown key", "did you mean 'top_k'")
     ),
     "no data file": Refusal(
-        {"data.path": "{root}/no.jsonl"}, ("data.path: ", "no such file", "path")
+        {"data.path": "{root}/no.jsonl"}, ("data.path: ", "no such file", "director")
     ),
     "no student": Refusal(
         {"student.model": "{root}/nothing"}, ("student.model: ", "/nothing", "director")
