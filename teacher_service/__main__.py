@@ -67,8 +67,7 @@ def teacher(
     version: VersionOption = False,
 ) -> None:
     """Score sequences with a model and stream the top-k rows to students."""
-    # Set before torch is imported, because torch reads it only once.
-    os.environ["OMP_NUM_THREADS"] = str(threads or os.environ.get("OMP_NUM_THREADS") or _half())
+    _set_threads(threads)
     _require_packages()
     from protos.auth.tls import TlsFiles
     from protos.rpc.server import read_endpoint
@@ -84,13 +83,12 @@ def teacher(
         redis_ttl_seconds=redis_ttl_hours * 3600,
     )
     vllm = VllmSettings(tensor_parallel_size, gpu_memory_share)
+    chosen = EngineSettings(engine, model, dtype, device, batch_invariant, max_batch_tokens, vllm)
     start_logging(log_format, log_level)
     with _errors_as_exit():
         tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
         settings = Settings(
-            engine=EngineSettings(
-                engine, model, dtype, device, batch_invariant, max_batch_tokens, vllm
-            ),
+            engine=chosen,
             endpoint=read_endpoint(host, port, token_file, tls, insecure=insecure),
             max_top_k=max_top_k,
             cache=_kept(cache, no_cache),
@@ -129,8 +127,10 @@ def _require_packages() -> None:
         require_extra("teacher", "distill-teacher")
 
 
-def _half() -> int:
-    return max(1, len(os.sched_getaffinity(0)) // 2)
+def _set_threads(threads: int | None) -> None:
+    half = max(1, len(os.sched_getaffinity(0)) // 2)
+    # Set before torch is imported, because torch reads it only once.
+    os.environ["OMP_NUM_THREADS"] = str(threads or os.environ.get("OMP_NUM_THREADS") or half)
 
 
 def _default_cache() -> Path:
