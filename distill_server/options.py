@@ -1,0 +1,73 @@
+"""Command-line options of `distill-server`: types, limits, and the texts of `--help`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RunsOption = Annotated[Path, typer.Option(help="Directory of all run directories.")]
+PortOption = Annotated[
+    int, typer.Option(help="Port of the gRPC service; 0: any free port.", min=0, max=65535)
+]
+SlotsOption = Annotated[
+    int | None,
+    typer.Option(help="Number of jobs that run at once. Default: --gpus, or else 1.", min=1),
+]
+GpusOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of GPUs to divide among the jobs. Default: not divided, each job sees all GPUs"
+        " (none on a Ray cluster).",
+        min=0,
+    ),
+]
+CpusOption = Annotated[
+    int,
+    typer.Option(
+        help="CPU threads of all jobs together; 0: --slots times --threads-per-job.", min=0
+    ),
+]
+ThreadsPerJobOption = Annotated[
+    int,
+    typer.Option(
+        help="CPU threads of a job that requests none; 0: --cpus (or half of this machine's CPUs)"
+        " divided by --slots.",
+        min=0,
+    ),
+]
+MostQueuedOption = Annotated[
+    int, typer.Option(help="Maximum number of queued jobs; further jobs are refused.", min=1)
+]
+RetriesOption = Annotated[
+    int, typer.Option(help="Number of automatic retries of a job whose trainer died.", min=0)
+]
+BackoffOption = Annotated[
+    float,
+    typer.Option(help="Seconds before the first retry; doubles with each retry, to 360.", min=0),
+]
+DatabaseOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Job database. Default: server.sqlite in --runs. Not on a network file system.",
+    ),
+]
+RayOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Run the jobs on the Ray cluster with this dashboard, http://HOST:8265. --gpus and"
+        " --cpus limit what all jobs together use of the cluster.",
+    ),
+]
+DashboardPortOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="PORT",
+        help="Serve the web dashboard on this port; 0: any free port.",
+        min=0,
+        max=65535,
+    ),
+]
