@@ -1,1 +1,1 @@
-"""What the project claims about speed and size, measured."""
+"""Benchmarks of speed, memory, size and training quality."""

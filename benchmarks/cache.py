@@ -1,11 +1,11 @@
-"""What it costs to keep rows and read them back: ours against what others use.
+"""Compares stores of rows: size, and the speed of writing and reading.
 
     python -m benchmarks.cache [--quick] [--out benchmarks/results/cache.json]
 
-Sequences of 1,024 tokens are written and read in random order, all stores in turn; median of wall
-time on one thread, and the spread. Nothing is cold: the page cache holds every file. Rows of a real
-small model, vocabulary 151,936, 64 ids a row (128 in DistillKit's layout, as it recommends). Only
-ratios are meant to be used.
+Sequences of 1,024 tokens are written and read in random order, all stores in turn. Times are the
+median wall time on one thread, with the spread. The page cache holds every file, so no read is
+cold. The rows are those of a small trained model: vocabulary 151,936, k = 64 (k = 128 in
+DistillKit's layout, as it recommends). Only ratios are comparable between machines.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def head_of(rows: RowBlock, k: int) -> RowBlock:
-    """The k likeliest ids of each row; what the others had joins the tail."""
+    """Return the rows reduced to the k likeliest ids; the mass of the other ids joins the tail."""
     assert rows.head_ids is not None
     rest = np.logaddexp.reduce(rows.head_logprobs[:, k:], axis=1, initial=-np.inf)
     tail = np.logaddexp(rows.tail_logmass, rest).astype(np.float32)
@@ -105,14 +105,14 @@ def opened() -> Iterator[dict[str, Store]]:
 
 
 def stores(rows: RowBlock, sequences: int, repetitions: int) -> dict[str, dict[str, float]]:
-    """Bytes a token, and tokens a second of writing and of reading in random order."""
+    """Measure bytes per token, and tokens per second written and read in random order, by store."""
     parts = [rows.slice(at, at + LENGTH) for at in range(0, len(rows), LENGTH)]
     found: dict[str, dict[str, float]] = {}
     with opened() as all_stores:
         blocks: dict[str, list[RowBlock]] = {}
         for name, store in all_stores.items():
             k = RECOMMENDED.k if "DistillKit" in name else HEAD
-            # The slow ones get fewer: they would take most of the time.
+            # Slow stores get fewer repetitions: they would take most of the time.
             count = max(4, sequences // 16) if name in SLOW else sequences
             blocks[name] = [head_of(parts[i % len(parts)], k) for i in range(count)]
             began = time.perf_counter()
@@ -141,7 +141,7 @@ def stores(rows: RowBlock, sequences: int, repetitions: int) -> dict[str, dict[s
 
 
 def require_equal(name: str, blocks: list[RowBlock], read: list[Arrays]) -> None:
-    """No store may win by losing rows: ids equal, log-probs to f16 (all but DistillKit's)."""
+    """Check that a store lost nothing: equal ids, log-probs to f16 (except DistillKit's)."""
     for block, (ids, logprobs) in zip(blocks, read, strict=True):
         np.testing.assert_array_equal(ids, block.head_ids, err_msg=name)
         if "DistillKit" not in name:
@@ -149,10 +149,10 @@ def require_equal(name: str, blocks: list[RowBlock], read: list[Arrays]) -> None
 
 
 def precision(rows: RowBlock) -> dict[str, dict[str, float]]:
-    """Of each way to write a head: bytes a token, the error of its KL, and time to decode.
+    """Measure each encoding of the head: bytes per token, error of the KL, and time to decode.
 
-    The error is what a forward KL over the head is off by, |sum_i p_i (log p_i - log p'_i)| in
-    nats, p the model's and p' what comes back; its mean over rows.
+    The error is |sum_i p_i (log p_i - log p'_i)| in nats, averaged over rows: the error of a
+    forward KL over the head, with p the model's probabilities and p' the decoded ones.
     """
     found = {}
     for name, layout in (("DistillKit, k = 128", RECOMMENDED), ("DistillKit, k = 50", BUDGET)):
@@ -189,7 +189,7 @@ def head_error(logprobs: Any, decoded: Any) -> float:
 
 
 def microseconds(run: Any, repetitions: int = 7) -> float:
-    """Of a token; CPU time, the least of several."""
+    """Return the CPU time per token in microseconds, the minimum of several runs."""
     times = []
     for _ in range(repetitions):
         began = time.process_time()
@@ -199,7 +199,7 @@ def microseconds(run: Any, repetitions: int = 7) -> float:
 
 
 def targets(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What was aimed at, and what was found."""
+    """Return the targets of the benchmark with the measured values."""
     read = {name: store["read"] for name, store in result["stores"].items()}
     size = {name: store["bytes"] for name, store in result["stores"].items()}
     precision = result["precision"]

@@ -1,4 +1,4 @@
-"""Where rows can be kept: ours, and what others use, each with the same two operations."""
+"""The stores of rows that `benchmarks.cache` compares, behind one interface."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ BATCH = 16  # sequences asked for at once
 
 
 class Store(Protocol):
-    """Sequences by number."""
+    """A store of sequences, which are identified by numbers from 0."""
 
     def write(self, blocks: Sequence[RowBlock]) -> int:
-        """Returns the bytes that they take."""
+        """Write all sequences and return the size of the store in bytes."""
 
     def read(self, numbers: Sequence[int]) -> list[Arrays]:
-        """Of each sequence, ready to be given to a device."""
+        """Return ids and log-probs of each sequence, as arrays that can be copied to a device."""
 
 
 class ArrowStore:
-    """`clients/store/store.py`: every entry and every payload is checked."""
+    """`clients/store/store.py`: verifies every entry and every payload."""
 
     def __init__(self, path: Path, *, zstd: bool) -> None:
         self._path = path
@@ -68,7 +68,7 @@ class ArrowStore:
 
 
 class RedisStore:
-    """`teacher_service/cache/redis_tier.py` against its own Redis server over TCP, verified."""
+    """`teacher_service/cache/redis_tier.py` with a Redis server over TCP; verifies all rows."""
 
     def __init__(self, address: str, loop: asyncio.AbstractEventLoop, *, zstd: bool) -> None:
         self._loop = loop
@@ -104,7 +104,7 @@ class RedisStore:
 
 
 class RedisBound:
-    """MGET of int32 and float16 as they are, by the synchronous client, nothing checked."""
+    """Lower bound: MGET of raw int32 and float16 arrays with the synchronous client, unverified."""
 
     def __init__(self, port: int) -> None:
         self._client = redis.Redis(port=port)
@@ -125,7 +125,7 @@ class RedisBound:
 
 
 class MemmapBound:
-    """numpy.memmap of int32 and float16 as they are, nothing checked: what reading alone costs."""
+    """Lower bound: numpy.memmap of raw int32 and float16 arrays, unverified."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -143,7 +143,7 @@ class MemmapBound:
 
 
 class SafetensorsStore:
-    """One file, two tensors a sequence; it cannot grow, and nothing is checked."""
+    """One safetensors file with two tensors per sequence; it cannot grow and verifies nothing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -164,7 +164,7 @@ class SafetensorsStore:
 
 
 class ParquetStore:
-    """zstd, a row group a sequence, so that one can be read without the others."""
+    """Parquet with zstd; one row group per sequence, so that one sequence can be read alone."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -196,7 +196,7 @@ class ParquetStore:
 
 
 class DatasetsStore:
-    """Hugging Face datasets with nested lists, as trainers of top-k log-probs keep them."""
+    """Hugging Face datasets with nested lists, as other trainers store top-k log-probs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -219,8 +219,9 @@ class DatasetsStore:
 
 
 class DistillKitStore:
-    """DistillKit's recommended layout in the nested lists of bytes that it publishes data sets in,
-    through datasets as its trainer reads them.
+    """DistillKit's recommended layout, read through datasets as its trainer does.
+
+    The rows are nested lists of bytes, as in its published data sets.
     """
 
     def __init__(self, path: Path) -> None:
@@ -251,7 +252,7 @@ class DistillKitStore:
 def saved(
     path: Path, columns: dict[str, list[Any]], inner: dict[str, datasets.Value]
 ) -> tuple[datasets.Dataset, int]:
-    """Written and mapped again, and its size."""
+    """Write the table, map it again, and return it with its size in bytes."""
     lists = {name: datasets.List(datasets.List(value)) for name, value in inner.items()}
     data = datasets.Dataset.from_dict(columns, features=datasets.Features(lists))
     data.save_to_disk(path)

@@ -1,8 +1,8 @@
-"""DistillKit's published layout of stored log-probs, written anew from its description.
+"""A reimplementation of DistillKit's layout of stored log-probs, from its published description.
 
-The first `exact` log-probs in bfloat16, a least-squares fit of the others over their rank in
-float32 coefficients, and the ids as a string of ceil(log2 V) bits each. Its README recommends k =
-128 (`RECOMMENDED`) and names a budget choice (`BUDGET`).
+The first `exact` log-probs are stored in bfloat16. The others are a least-squares fit over their
+rank, with float32 coefficients. The ids are a bit string with ceil(log2 V) bits each. Its README
+recommends k = 128 (`RECOMMENDED`) and has a smaller layout (`BUDGET`).
 https://github.com/arcee-ai/DistillKit
 """
 
@@ -18,7 +18,7 @@ ID_BITS = 18  # of a vocabulary of 151,936
 
 @dataclass(frozen=True)
 class Layout:
-    """`powers` of the rank, and its square root, are the terms of the fit."""
+    """The parameters of the layout. The fit's terms are powers of the rank and its square root."""
 
     k: int
     exact: int
@@ -26,7 +26,7 @@ class Layout:
 
     @property
     def terms(self) -> NDArray[np.float64]:
-        """[k - exact, terms]."""
+        """Return the values of the fit's terms, [k - exact, terms]."""
         rank = np.arange(self.k - self.exact, dtype=np.float64)
         return np.stack([*(rank**power for power in self.powers), np.sqrt(rank)], axis=1)
 
@@ -38,7 +38,7 @@ BUDGET = Layout(k=50, exact=1, powers=(0, 1))
 def compress(
     layout: Layout, ids: NDArray[np.int32], logprobs: NDArray[np.float32]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """[n, k] each, sorted: the bytes of the log-probs and of the ids of each row."""
+    """Encode sorted ids and log-probs [n, k]; return the bytes of log-probs and ids by row."""
     fitted = logprobs[:, layout.exact :].astype(np.float64) @ np.linalg.pinv(layout.terms).T
     # bfloat16 is the upper half of a float32, rounded.
     upper = (logprobs[:, : layout.exact].view(np.uint32) + 0x8000 >> 16).astype("<u2")
@@ -53,7 +53,7 @@ def compress(
 def decompress(
     layout: Layout, values: NDArray[np.uint8], packed: NDArray[np.uint8]
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Ids, and log-probs as they come back."""
+    """Decode ids and log-probs [n, k]; the log-probs are approximate."""
     count = len(values)
     upper = np.ascontiguousarray(values[:, : 2 * layout.exact]).view("<u2")
     curve = np.ascontiguousarray(values[:, 2 * layout.exact :]).view("<f4")

@@ -1,12 +1,12 @@
-"""The loss of EMA-PG's actor update, written again: the same passes over [N, V] in the same order.
+"""EMA-PG's actor loss, reimplemented with the same passes over [N, V] in the same order.
 
-Read in github.com/LunjunZhang/ema-pg at 19d2196 (arXiv 2602.04417), which holds two copies of verl:
-`search/`, whose recipe is the one that trains with the Top-k KL, and `math/`, newer.
+The source is github.com/LunjunZhang/ema-pg at 19d2196 (arXiv 2602.04417). It contains two copies of
+verl: `search/`, whose recipe trains with the top-k KL, and the newer `math/`. The functions are
 `_forward_micro_batch_with_logits` and `update_policy` of `verl/workers/actor/dp_actor.py`,
 `compute_memory_efficient_kl` of `verl/trainer/ppo/core_algos.py`; `logprobs_from_logits` and
 `entropy_from_logits` of `verl/utils/torch_functional.py` as the verl of each copy has them.
-One update of a micro-batch at head ids that an earlier pass has chosen (its own forward pass and
-`topk` over the vocabulary are not counted here) goes over the vocabulary so often:
+One update of a micro-batch makes these passes over the vocabulary. The head ids come from an
+earlier forward pass with its own `topk`, which is not counted here:
 
     forward   logits = hidden @ weight.T; logits.div_(temperature), whatever the temperature
               the entropy: `search` always, also at entropy_coeff = 0 as in its recipe; `math` only
@@ -19,8 +19,8 @@ One update of a micro-batch at head ids that an earlier pass has chosen (its own
               two matrix products
 
 Not counted: the rest of the actor's step (rows only: the policy gradient on log p(y), masks).
-On CUDA flash-attn's kernel is stood in for by compiled code with the same passes: one read, and in
-the backward pass one read and one write, in place in `math`. Half precision selects it.
+On CUDA, compiled code with the same passes replaces flash-attn's kernel: one read, and in the
+backward pass one read and one write, in place in `math`. It is used for half precision.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Tree = Literal["search", "math"]
 
 
 def search_update(p: Problem) -> None:
-    """The `search` copy."""
+    """The update of the `search` copy."""
     _update(p, "search")
 
 
 def math_update(p: Problem) -> None:
-    """The `math` copy."""
+    """The update of the `math` copy."""
     _update(p, "math")
 
 
@@ -58,7 +58,7 @@ def _update(p: Problem, tree: Tree) -> None:
     total = logits.gather(1, p.token_ids[:, None]).squeeze(1) - token
     row = torch.arange(len(logits), device=logits.device)[:, None].expand_as(p.head_ids)
     head = logits[row.reshape(-1), p.head_ids.reshape(-1)].view_as(p.head_ids)
-    # No loss of theirs asks for the tail's mass.
+    # None of their losses uses the tail's mass.
     rows = Rows(head - total[:, None], torch.zeros_like(total), token)
     loss = topk_kl(rows, p.teacher, p.in_head, direction="reverse", tail="published").sum()
     if entropy is not None:
@@ -78,7 +78,7 @@ def _log_prob(logits: Tensor, labels: Tensor, tree: Tree) -> Tensor:
 
 
 class _KernelLogProb(torch.autograd.Function):
-    """log p(y) with the passes of flash-attn's cross-entropy kernel."""
+    """log p(y) with the same passes over memory as flash-attn's cross-entropy kernel."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, in_place: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""docs/estimators.png: bars of bias and spread by tail mode, k and direction."""
+"""Draws docs/estimators.png: bars of bias and standard deviation by tail mode, k and direction."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ZERO = 1e-12
 
 
 def draw(rows: Sequence[dict[str, Any]], tails: Sequence[str], path: Path) -> str:
-    """What was done, in words: nothing without matplotlib."""
+    """Draw the picture and return a message. Without matplotlib, nothing is drawn."""
     try:
         import matplotlib
     except ImportError:
@@ -45,7 +45,7 @@ def draw(rows: Sequence[dict[str, Any]], tails: Sequence[str], path: Path) -> st
 
 
 def _panel(axis: Any, rows: Sequence[dict[str, Any]], tails: Sequence[str], name: str) -> None:
-    """Groups by k, a bar a tail mode; what is zero is written as 0, in the mode's color."""
+    """Draw groups of bars by k, one bar per tail mode. A value of zero is written as 0."""
     sizes = sorted({row["k"] for row in rows})
     present = [tail for tail in tails if any(row["tail"] == tail for row in rows)]
     width = 0.86 / len(present)

@@ -2,13 +2,13 @@
 
     python -m benchmarks.gpu [--out FILE]           or: make bench-gpu
 
-G1: loss, forward and backward, bf16. TF/s counts the three products that any exact loss needs,
-6 N V H, whatever a method spends. G2: hidden states to top-k rows, as a teacher does for every
-token. G3: choosing the k largest logits, against reading the logits once. Times are medians by CUDA
-events, memory is the caching allocator's peak above inputs and gradients. Peers as in
-`loss_methods.py`; what is not installed is left out and said. Writes
+G1: the loss, forward and backward, in bf16. TF/s counts the three products that any exact loss
+needs (6 N V H FLOPs), whatever a method computes. G2: from hidden states to top-k rows, as a
+teacher does for every token. G3: selection of the k largest logits, against one read of the logits.
+Times are medians by CUDA events. Memory is the caching allocator's peak above inputs and gradients.
+The peers are those of `loss_methods.py`; missing packages are reported and skipped. Writes
 benchmarks/results/gpu-<device>.json. `--device cpu --quick` runs the same code without a GPU, at
-small sizes: its figures mean nothing.
+small sizes: its numbers are meaningless.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def default_out(device: str, options: argparse.Namespace) -> Path | None:
-    """Only full runs on a GPU are results."""
+    """Return the result file of a full run on a GPU, or None for other runs."""
     if options.quick:
         return None
     name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
@@ -128,6 +128,7 @@ def score(meter: Meter, sizes: Sizes, device: str) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def _score(meter: Meter, sizes: Sizes, device: str, n: int) -> list[dict[str, Any]]:
+    """Measure G2."""
     problem = make_problem(
         n, sizes.vocab, sizes.scoring_width, sizes.head, device=device, dtype=torch.bfloat16
     )
@@ -157,7 +158,7 @@ def _score(meter: Meter, sizes: Sizes, device: str, n: int) -> list[dict[str, An
 
 @torch.no_grad()
 def selection(meter: Meter, sizes: Sizes, device: str) -> list[dict[str, Any]]:
-    """G3, on float32 logits, as a teacher has them."""
+    """Measure G3 on float32 logits, which is the data type of a teacher's logits."""
     n = sizes.selection_rows
     logits = torch.randn(n, sizes.vocab, device=device)
     rows = []
@@ -198,7 +199,7 @@ def show(result: dict[str, Any], sizes: Sizes) -> None:
 
 
 def _table(title: str, rows: list[dict[str, Any]], base: str) -> None:
-    """`base`: the row that the others are divided by."""
+    """Print a table; `base` is the row by which the others are divided."""
     print(f"\n{title:<50}{'ms':>10}{'spread':>8}{'x ' + base:>26}{'TF/s':>8}{'peak MiB':>10}")
     (floor,) = (row.get("ms") for row in rows if row["method"] == base)
     for row in rows:

@@ -2,13 +2,14 @@
 
     python -m benchmarks.long_sequences [--quick] [--out benchmarks/results/long_sequences.json]
 
-The real line, twice, each time in a fresh process: a trainer put together from a job samples an
-answer of 4,095 tokens to a prompt of one, a teacher process (`--engine fake`: rows from a hash)
-scores each of them, and the trainer learns from the rows: forward, backward, AdamW. "fused" is the
-student as it is; "plain" is the same student, made to take the path for heads that are no linear
-layer, logits in full. The student is a random Qwen3 of one layer, 64 wide, tied embeddings: little
-of its own beside the loss. Memory is the peak while it learns above what was resident just before,
-with all rows there: gradients, AdamW's moments and the body's activations count for both paths.
+Runs the complete pipeline twice, each time in a fresh process. A trainer samples a completion of
+4,095 tokens for a prompt of one token. A teacher process (`--engine fake`: rows from a hash) scores
+each token, and the trainer makes one step: forward, backward, AdamW. "fused" is the normal student.
+"plain" is the same student forced onto the path for heads that are not linear layers, which
+materialises the logits. The student is a random Qwen3 with one layer of width 64 and tied
+embeddings, so that the loss dominates. Memory is the peak during the step above the resident memory
+just before it, with all rows present: it includes gradients, AdamW's moments and the body's
+activations on both paths.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from student_trainer.teachers.connections import connect
 from student_trainer.tools.pretrain import make_model
 
 VOCAB, TOKENS, HEAD = 151_936, 4096, 64
-# Copies of the logits that the plain path holds at its peak.
+# The number of copies of the logits in memory at the peak of the plain path.
 PLAIN_COPIES = 7
 
 
@@ -85,7 +86,7 @@ def compare(vocab: int, tokens: int) -> dict[str, Any]:
 
 
 def save_student(path: Path, vocab: int, tokens: int) -> None:
-    """Its tokens are the fake teacher's: t0, t1, ...; none of them ends an answer."""
+    """Save a random student with the fake teacher's tokens t0, t1, ...; none is an end token."""
     inner = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab)}, unk_token="t0"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
@@ -98,7 +99,7 @@ def save_student(path: Path, vocab: int, tokens: int) -> None:
 
 
 def job(root: Path, address: str, tokens: int) -> OnPolicyJob:
-    """One micro-batch of one sequence."""
+    """Return a job whose step is one micro-batch of one sequence."""
     return OnPolicyJob.model_validate(
         {
             "student": {"model": str(root / "student")},
@@ -115,7 +116,7 @@ def job(root: Path, address: str, tokens: int) -> OnPolicyJob:
 
 @contextmanager
 def teacher(root: Path, vocab: int) -> Iterator[str]:
-    """The address of a teacher process; what it scored once it gives from its cache."""
+    """Start a teacher process and yield its address. It caches the rows that it has scored."""
     options = ["--engine", "fake", "--model", f"vocab={vocab}", "--port", "0"]
     log = root / "teacher.log"
     with log.open("w") as stderr:
@@ -147,7 +148,7 @@ def one_path(path: str, where: Path, config: OnPolicyJob) -> dict[str, float]:
 
 
 def measure_step(run: RunDirectory, *, fused: bool) -> dict[str, float]:
-    """The first step of the job: its peak MiB, its loss a token, its seconds."""
+    """Run the job's first step; return its peak memory in MiB, loss per token and seconds."""
     config = run.config()
     progress = Progress(run, attempt=1, max_steps=1, main=True, terminated=lambda: False)
     with connect(config) as teachers, ExitStack() as stack:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.loss [--quick] [--out benchmarks/results/loss.json]
 
-Time: minimum of CPU time over interleaved repetitions on one thread. Memory: peak of a fresh
-process above its inputs and parameter gradients. Gradients: of the fused loss in float32 against
-autograd in float64, as is autograd in float32. Only ratios are meant to be used.
+Time: minimum CPU time over interleaved repetitions on one thread. Memory: peak of a fresh process
+above its inputs and parameter gradients. Gradients: the fused loss in float32, and autograd in
+float32, each against autograd in float64. Only ratios are comparable between machines.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEAD_SIZES = (1, 8, 32, 128, 512)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the problems that are measured; k = `head` where nothing else is said."""
+    """The sizes of the measured problems; k is `head` unless noted."""
 
     vocab: int
     width: int
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
         "k": k_sweep(problem, sizes.repetitions),
         "memory": memory(methods, sizes, options.quick),
     }
-    # The operator's own choice: 64 MiB of logits, but no fewer rows than these.
+    # The fused loss chooses its chunk: 64 MiB of logits, but at least this many rows.
     result["bounds"] = bounds(result, max(64, CPU_CHUNK * sizes.vocab * 4 / MIB))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -80,13 +80,13 @@ def main(arguments: list[str] | None = None) -> None:
 def times(
     problem: Problem, methods: dict[str, Method], repetitions: int
 ) -> dict[str, dict[str, float]]:
-    """Seconds of each method: minimum, and spread (maximum over minimum)."""
+    """Return the CPU seconds of each method: minimum, median, and spread (maximum over minimum)."""
     runs = {name: (lambda run=run: run(problem)) for name, run in methods.items()}
     return interleaved(runs, problem.clear, repetitions)
 
 
 def k_sweep(problem: Problem, repetitions: int) -> dict[str, dict[str, float]]:
-    """By k: seconds of the fused loss, and how wrong its gradients are."""
+    """Return the CPU seconds of the fused loss and the error of its gradients, by k."""
     problems = {str(k): problem.with_head(k) for k in HEAD_SIZES}
     runs = {k: (lambda p=p: fused(p)) for k, p in problems.items()}
     found = interleaved(runs, problem.clear, repetitions)
@@ -95,8 +95,9 @@ def k_sweep(problem: Problem, repetitions: int) -> dict[str, dict[str, float]]:
 
 
 def gradient_errors(p: Problem) -> dict[str, float]:
-    """Distance from autograd's gradients in float64 over their size: ours and autograd's, both in
-    float32; the larger one of hidden states and weight.
+    """Return the relative gradient errors of the fused loss and of autograd, both in float32.
+
+    The reference is autograd in float64. The value is the larger one of hidden states and weight.
     """
     exact = p.double()
     plain(exact)
@@ -134,9 +135,10 @@ def interleaved(
 
 
 def memory(methods: dict[str, Method], sizes: Sizes, quick: bool) -> list[dict[str, Any]]:
-    """MiB above inputs and gradients, of "fused" at every N: the median of three processes of their
-    own, `all` of which are told. The kernel takes pages back when it likes, also inputs, which then
-    come again and look like a peak.
+    """Return the peak MiB above inputs and gradients by method, and of "fused" for several N.
+
+    Each value is the median of three separate processes; `all` lists the three. The kernel can
+    evict pages at any time, also those of the inputs; their return then looks like a peak.
     """
     few, usual, many = sizes.memory_tokens
     cases = [(name, usual) for name in methods if name != "three products"]
@@ -158,7 +160,7 @@ def memory(methods: dict[str, Method], sizes: Sizes, quick: bool) -> list[dict[s
 
 
 def peak_memory(method: str, n: int, vocab: int, sizes: Sizes) -> float:
-    """MiB that `method` needs at most above its inputs and the gradients it leaves."""
+    """Return the peak MiB of `method` above its inputs and the gradients that it leaves."""
     METHODS[method](make_problem(64, 512, 64, 8))  # libraries' own buffers
     problem = make_problem(n, vocab, sizes.memory_width, sizes.head)
     before = resident_before()

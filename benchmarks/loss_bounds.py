@@ -1,4 +1,4 @@
-"""What is claimed of the fused loss, held against what was measured."""
+"""The claims about the fused loss, checked against the measurements."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ AT_MOST, AT_LEAST = "<=", ">="
 
 
 def bounds(result: dict[str, Any], chunk_mib: float) -> list[dict[str, Any]]:
-    """One entry a claim; `chunk_mib`: of one chunk of float32 logits. A claim about a method that
-    was not measured is left out.
+    """Return one entry per claim; claims about methods that were not measured are left out.
+
+    `chunk_mib` is the size of one chunk of float32 logits in MiB.
     """
     return [
         {

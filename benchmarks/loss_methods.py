@@ -1,9 +1,9 @@
-"""The losses that are compared: ours, what bounds it from below, and what others do.
+"""The compared losses: the fused loss, its lower bounds, and the methods of other projects.
 
-Each is a function of a Problem that leaves gradients in `hidden.grad` and `weight.grad`. "TRL",
-"Liger" and "torch's" run those libraries' own code (`pip install trl liger-kernel`); the other
-peers are published formulas, written here in plain torch. TRL's KL over the whole vocabulary needs
-the teacher's logits in the process: the product that makes them is in its time and memory.
+Each is a function of a Problem and leaves gradients in `hidden.grad` and `weight.grad`. "TRL",
+"Liger" and "torch's" run the code of those libraries (`pip install trl liger-kernel`). The other
+peers are published formulas, implemented here in plain torch. TRL's KL over the whole vocabulary
+needs the teacher's logits in the process, so its time and memory include their computation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Method = Callable[[Problem], None]
 
 
 def unbiased_kl(p: Problem) -> LossFunction:
-    """What ours is measured with: the default of the trainer."""
+    """Return the KL with which the fused loss is measured: the trainer's default."""
     in_head = p.in_head
 
     def loss(rows: Rows, index: slice) -> Tensor:
@@ -43,32 +43,32 @@ def unbiased_kl(p: Problem) -> LossFunction:
 
 
 def fused(p: Problem) -> None:
-    """Ours, as the trainer calls it."""
+    """The fused loss, as the trainer calls it."""
     out = fused_linear_loss(p.hidden, p.weight, p.head_ids, p.token_ids, unbiased_kl(p))
     out.loss_sum.backward()
 
 
 def fused_recompute(p: Problem) -> None:
-    """Ours, for losses whose weights are known after all rows only: four products, not three."""
+    """The fused loss for losses whose weights depend on all rows: four products, not three."""
     rows, _ = fused_linear_rows(p.hidden, p.weight, p.head_ids, p.token_ids)
     unbiased_kl(p)(rows, slice(None)).sum().backward()
 
 
 def fused_without_triton(p: Problem) -> None:
-    """Ours with the passes over the logits in plain torch, where they would be Triton's."""
+    """The fused loss with its passes over the logits in plain torch instead of Triton."""
     with patch.object(chunk, "_TRITON", False):
         fused(p)
 
 
 def plain(p: Problem) -> None:
-    """Ours on materialised logits: the reference of the gradients."""
+    """The same loss on materialised logits: the reference for the gradients."""
     rows = rows_from_logits(p.hidden @ p.weight.T, p.head_ids, p.token_ids)
     unbiased_kl(p)(rows, slice(None)).sum().backward()
 
 
 @torch.no_grad()
 def three_products(p: Problem) -> None:
-    """The matrix products alone: no loss, the bound from below."""
+    """The three matrix products alone, without a loss: the lower bound."""
     grad_weight = torch.zeros_like(p.weight)
     grad_hidden = torch.empty_like(p.hidden)
     buffer = p.hidden.new_empty(p.chunk, len(p.weight))
@@ -82,14 +82,14 @@ def three_products(p: Problem) -> None:
 
 @torch.no_grad()
 def three_large_products(p: Problem) -> None:
-    """The same in one piece: what the machine's matrix products can do, with [N, V] in memory."""
+    """The three products unchunked, with [N, V] in memory: the speed of this machine's GEMM."""
     logits = p.hidden @ p.weight.T
     p.hidden.grad, p.weight.grad = logits @ p.weight, logits.T @ p.hidden
 
 
 @torch.no_grad()
 def chunked_cross_entropy(p: Problem) -> None:
-    """Cross-entropy, gradient in the forward pass, one buffer: what a fused SFT loss costs."""
+    """Cross-entropy with its gradient in the forward pass: the cost of a fused SFT loss."""
     grad_weight = torch.zeros_like(p.weight)
     grad_hidden = torch.empty_like(p.hidden)
     buffer = p.hidden.new_empty(p.chunk, len(p.weight))
@@ -111,7 +111,7 @@ def cross_entropy(p: Problem) -> None:
 
 
 def torch_linear_cross_entropy(p: Problem) -> None:
-    """torch's own chunked linear cross-entropy, labels only; in chunks as large as the others'."""
+    """torch's own chunked linear cross-entropy (labels only), with the others' chunk size."""
     if not hasattr(F, "linear_cross_entropy"):
         raise Missing("this torch has no linear_cross_entropy")
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=p.chunk)
@@ -120,8 +120,9 @@ def torch_linear_cross_entropy(p: Problem) -> None:
 
 
 def published_minimal(p: Problem) -> None:
-    """EMA-PG's formula (arXiv 2602.04417, Algorithm 1) with nothing that the formula does not ask
-    for: logits, one logsumexp, gathers. Cheaper than their code, which `ema_pg.py` follows.
+    """EMA-PG's formula (arXiv 2602.04417, Algorithm 1) with only the operations that it needs.
+
+    These are the logits, one logsumexp and gathers: cheaper than EMA-PG's code (see `ema_pg.py`).
     """
     logits = p.hidden @ p.weight.T
     total = logits.logsumexp(1).float()
@@ -132,7 +133,7 @@ def published_minimal(p: Problem) -> None:
 
 
 def log_softmax_bucket(p: Problem) -> None:
-    """TRL's server distillation as published: full log_softmax, gather, one tail bucket."""
+    """TRL's server distillation as published: full log_softmax, gather, and one tail bucket."""
     logprobs = (p.hidden @ p.weight.T).log_softmax(1)
     head = logprobs.gather(1, p.head_ids).float()
     tail = torch.log1p(-head.exp().sum(1).clamp(max=1 - 1e-6))
@@ -141,7 +142,7 @@ def log_softmax_bucket(p: Problem) -> None:
 
 
 def trl_full_vocabulary(p: Problem) -> None:
-    """TRL's own code: generalized JSD at beta = 1 (reverse KL) over the whole vocabulary."""
+    """TRL's own code: generalised JSD at beta = 1 (reverse KL) over the whole vocabulary."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     try:
         from trl.experimental.gkd import GKDTrainer
@@ -156,7 +157,7 @@ def trl_full_vocabulary(p: Problem) -> None:
 
 
 def trl_chunked(p: Problem) -> None:
-    """TRL's own code: the chunked exact reverse KL, teacher's states and head in the process."""
+    """TRL's own code: chunked exact reverse KL, from the teacher's states and head."""
     try:
         from trl.trainer.distillation_trainer import _chunked_divergence_loss
     except ImportError as error:
@@ -213,7 +214,7 @@ GPU_METHODS: dict[str, Method] = {
 def installed(
     methods: dict[str, Method], small: Problem
 ) -> tuple[dict[str, Method], dict[str, str]]:
-    """The methods that run here, warmed up; and of the others, what they miss."""
+    """Return the methods that can run here, warmed up, and why the others cannot."""
     here, missing = {}, {}
     for name, run in methods.items():
         try:

@@ -1,4 +1,4 @@
-"""Time and memory of a piece of work on one device, and what is said when it cannot be done."""
+"""Measures the time and peak memory of a function on a CUDA device or the CPU."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Work = Callable[[], object]
 
 
 class Meter(Protocol):
-    """Of one kind of device."""
+    """Measures on one kind of device."""
 
     def milliseconds(self, work: Work, clear: Work) -> list[float]:
-        """Of each repetition, after warm-up; `clear` is called before each and not timed."""
+        """Return the time of each repetition after a warm-up. `clear` runs before each, untimed."""
 
     def peak_bytes(self, work: Work) -> int | None:
-        """The most memory that `work` took on top of what was taken; None: not known."""
+        """Return the peak memory of `work` above the memory in use before; None if unknown."""
 
 
 class CudaMeter:
-    """Milliseconds by CUDA events, memory as the caching allocator counts it."""
+    """Times by CUDA events; memory as counted by the caching allocator."""
 
     def __init__(self, repetitions: int = 10, warm_up: int = 3) -> None:
         self._repetitions = repetitions
@@ -58,7 +58,7 @@ class CudaMeter:
 
 
 class CpuMeter:
-    """So that the same code runs where no GPU is: its figures mean nothing."""
+    """Runs the same code without a GPU, for tests; its numbers are meaningless."""
 
     def milliseconds(self, work: Work, clear: Work) -> list[float]:
         clear()
@@ -74,18 +74,20 @@ class CpuMeter:
 def measure(
     meter: Meter, work: Work, *, clear: Work = lambda: None, left: Callable[[], int] = lambda: 0
 ) -> dict[str, Any]:
-    """{ms, spread, peak_mib}: median, maximum over minimum, peak above what was there before and
-    the bytes `left` behind; or {failed}: why not.
+    """Measure `work`; return {ms, spread, peak_mib}, or {failed: reason} if it raises.
+
+    `ms` is the median and `spread` the maximum over the minimum. `peak_mib` is the peak above the
+    memory in use before and the bytes that `work` leaves, as counted by `left`.
     """
     try:
-        # Time first: what libraries allocate once is no part of the peak.
+        # Measure time first, so that one-time allocations of libraries are not part of the peak.
         times = meter.milliseconds(work, clear)
         clear()
         peak = meter.peak_bytes(work)
         behind = left()
     except torch.OutOfMemoryError:
         reason = "out of memory"
-    except RuntimeError as error:  # of a peer's kernels, say: the other rows are still wanted
+    except RuntimeError as error:  # for example from a peer's kernels; keep measuring the others
         reason = str(error).strip().splitlines()[0]
     else:
         clear()
@@ -94,7 +96,7 @@ def measure(
             "spread": max(times) / min(times),
             "peak_mib": None if peak is None else (peak - behind) / MIB,
         }
-    # Out of the handlers: what they caught keeps tensors alive.
+    # Outside the handlers, because a caught exception keeps tensors alive.
     clear()
     gc.collect()
     if torch.cuda.is_available():

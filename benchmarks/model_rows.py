@@ -1,10 +1,10 @@
-"""Rows of a real small model with a vocabulary of 151,936, for benchmarks of codecs and caches.
+"""Rows of a small trained model with a vocabulary of 151,936, for benchmarks of codecs and caches.
 
 No model hub is needed: a byte-pair tokenizer and a two-layer Qwen3 are trained for a minute on the
-Python sources of this environment, and asked for text they have not seen. Random weights would not
-do: their ids are uniform, and no compression finds anything. The rows are kept for the next run.
+Python sources of this environment, and then score held-out sources. Random weights would not do,
+because uniformly distributed ids cannot be compressed. The rows are cached for later runs.
 
-    python -m benchmarks.model_rows    make them, and say what they are like
+    python -m benchmarks.model_rows    make the rows and print their statistics
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KEPT = Path(tempfile.gettempdir()) / f"distill-benchmark-rows-{VOCAB}-{HEAD}-{R
 
 
 def model_rows() -> RowBlock:
-    """ROWS rows of HEAD ids, log-probs in float32."""
+    """Return ROWS rows with HEAD head ids and float32 log-probs; make them on the first call."""
     if not _KEPT.exists():
         _KEPT.write_bytes(encode_rows(_make(), f32=True))
     return decode_rows(_KEPT.read_bytes())
@@ -51,7 +51,7 @@ def _make() -> RowBlock:
 
 
 def _texts() -> list[str]:
-    """Python sources in an order that mixes the packages."""
+    """Return the Python sources in an order that mixes the packages."""
     files = sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py"))
     order = np.random.default_rng(0).permutation(len(files))
     return [files[i].read_text("utf-8", errors="ignore")[:100_000] for i in order]
@@ -79,7 +79,7 @@ def _tokens(tokenizer: Tokenizer, texts: list[str], chars: int) -> NDArray[np.in
 
 
 class SmallModel(torch.nn.Module):
-    """Two layers of Qwen3 and a tied head; its bias starts at the log of the tokens' frequency."""
+    """A two-layer Qwen3 with a tied head, whose bias is the log of each token's frequency."""
 
     def __init__(self, tokens: NDArray[np.int64]) -> None:
         super().__init__()
@@ -103,8 +103,10 @@ class SmallModel(torch.nn.Module):
 
 
 def _train(tokens: NDArray[np.int64]) -> SmallModel:
-    """Sampled softmax: the targets of the batch against tokens drawn from the text, each logit less
-    the log of the chance that it is there.
+    """Train with a sampled softmax.
+
+    The classes are the targets of the batch and tokens drawn from the text. Each logit is
+    corrected by the log of its token's probability of being drawn.
     """
     model = SmallModel(tokens)
     chance = -torch.expm1(_NEGATIVES * torch.log1p(-model.log_frequency.exp()))

@@ -1,12 +1,12 @@
-"""Learning from stored rows: what each way to treat the tail is worth, and what a store costs.
+"""Offline distillation: the quality of each tail mode, and the cost of a store.
 
     python -m benchmarks.offline --data train.jsonl [--work runs/offline] [--kills 20] [--quick]
 
-`--data`: columns question and answer, as in GSM8K. Makes a teacher and a student from the first of
-its records, captures the teacher's rows of them, lets the student learn from these with no teacher
-running, and measures on records that nobody has seen. Writes docs/offline.md, the same figures as
-benchmarks/results/offline.json and, where matplotlib is installed, docs/offline.png. Timings are
-only meant as ratios.
+`--data` has the columns question and answer, as GSM8K does. The benchmark makes a teacher and a
+student from the first records, captures the teacher's rows for them, trains the student from the
+store without a teacher, and evaluates on held-out records. Writes docs/offline.md, the same numbers
+as benchmarks/results/offline.json and, if matplotlib is installed, docs/offline.png. Of the
+timings, only ratios are comparable between machines.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def measured(work: Path, material: Material, sizes: Sizes, kills: int) -> dict[s
         killed = aside.submit(killed_captures, work / "kills", settings, stores["top"], kills)
         learned = learn_all(work, material, stores, sizes, parallel=os.cpu_count() or 1)
         fared = killed.result()
-    # By themselves: these are times.
+    # Run these alone, because they measure time.
     result: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "sizes": asdict(sizes),
@@ -132,7 +132,7 @@ def measured(work: Path, material: Material, sizes: Sizes, kills: int) -> dict[s
 
 
 def make_stores(work: Path, material: Material, sizes: Sizes) -> dict[str, Path]:
-    """Of the training and of the held-out records, for each layout that a way learns from."""
+    """Capture the training and the held-out records in each layout that a loss needs."""
     layouts = {"top": (sizes.top_k, sizes.tail_samples), "samples": (0, sizes.only_samples)}
     found = {}
     for name in dict.fromkeys(way.store for way in ways(sizes)):

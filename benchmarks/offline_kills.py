@@ -1,4 +1,4 @@
-"""A capture that is killed over and over, against one that is left alone."""
+"""Compares a capture that is killed repeatedly with an undisturbed one."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ SECONDS_TO_PROGRESS = 300.0
 def killed_captures(
     work: Path, settings: Mapping[str, str], undisturbed: Path, kills: int
 ) -> dict[str, Any]:
-    """{kills, files, bytes, equal, at}: `at`, how many files were complete at each kill. `equal`:
-    whether every file of the store, its manifest too, has the sha256 of the undisturbed one.
+    """Kill a capture `kills` times, finish it, and compare its files with those of `undisturbed`.
+
+    Returns {kills, files, bytes, equal, at}. `at` lists the number of complete files at each kill.
+    `equal` is True if every file of the store, including the manifest, has the same sha256.
     """
     work.mkdir()
     files = files_of(undisturbed)
@@ -50,7 +52,7 @@ def killed_captures(
 
 
 def _killed(settings: Mapping[str, str], store: Path, files: int, kills: int) -> list[int]:
-    """Attempts at one run, each killed once its store has come so far, and a moment later."""
+    """Run attempts of one job; kill each shortly after its store reaches the next chosen file."""
     chosen = [*settings.items(), ("method.store", str(store))]
     job = load_job(JOBS / "gsm8k_capture.toml", as_options(dict(chosen))[1::2])
     run = RunDirectory.create(store.with_name("killed-run"), job.config)
@@ -71,12 +73,12 @@ def _killed(settings: Mapping[str, str], store: Path, files: int, kills: int) ->
         try:
             count = 1 + number * (files - 1) // kills
             _wait_for(store, count, process, SECONDS_TO_PROGRESS)
-            # Anywhere within a file, but never so late that the work is done.
+            # At a random point within a file, but before the capture is finished.
             _wait_for(store, count + 1, process, moments.uniform(0, 0.1))
             if process.poll() is not None or _begun(store) < count:
                 raise RuntimeError(f"attempt {attempt} came to no file: {run.log_file(attempt)}")
         finally:
-            # Also of one that is done: its session may have others.
+            # Kill the whole session: it may contain other processes.
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -85,19 +87,19 @@ def _killed(settings: Mapping[str, str], store: Path, files: int, kills: int) ->
 
 
 def _wait_for(store: Path, count: int, process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Until so many files are begun, the process is gone, or the time is over."""
+    """Wait until `count` files exist, the process has ended, or the time is over."""
     deadline = time.monotonic() + seconds
     while _begun(store) < count and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
 def _begun(store: Path) -> int:
-    """Files that are there in whatever state."""
+    """Return the number of shard files, complete or not."""
     return len(list(store.glob("*.arrow*")))
 
 
 def digests(store: Path) -> dict[str, str]:
-    """sha256 of every file of a store but its lock, which is empty."""
+    """Return the sha256 of every file of a store, except its empty lock file."""
     return {
         file.name: hashlib.sha256(file.read_bytes()).hexdigest()
         for file in sorted(store.iterdir())

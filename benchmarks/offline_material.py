@@ -1,4 +1,4 @@
-"""What the offline benchmark works with: two models of the text, and a teacher's rows of it."""
+"""The material of the offline benchmark: two models trained on the text, and captured rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ SEPARATOR = "\n"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the models, and of what is captured and learned. Files of `shard_bytes` are small, so that
-    a kill can meet many of them."""
+    """The sizes of the models, the captures and the training.
+
+    `shard_bytes` is small, so that a capture has many files to be killed at.
+    """
 
     records: int
     held_out: int
@@ -48,7 +50,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Material:
-    """Files and directories. Nobody has seen `held_out` but the one that measures."""
+    """Paths of the data and the models. `held_out` is used for evaluation only."""
 
     train: Path
     held_out: Path
@@ -57,7 +59,7 @@ class Material:
 
 
 def run(command: Sequence[str], log: Path) -> None:
-    """A program to its end, on one thread. Raises RuntimeError with its last words."""
+    """Run a program to its end on one thread. Raises RuntimeError with the end of its log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         done = subprocess.run(command, stdout=out, stderr=out, cwd=ROOT, env=environment())
@@ -76,7 +78,7 @@ def environment() -> dict[str, str]:
 
 
 def make_material(data: Path, work: Path, sizes: Sizes) -> Material:
-    """The models are made once for each data and sizes, in `work`."""
+    """Make the data and the models in `work`, once per data file and sizes."""
     lines = data.read_text().splitlines(keepends=True)[: sizes.records + sizes.held_out]
     if len(lines) < sizes.records + sizes.held_out:
         raise SystemExit(f"{data} has {len(lines)} lines, {sizes.records + sizes.held_out} needed")
@@ -109,7 +111,7 @@ def _pretrain(
 def capture_settings(
     material: Material, data: Path, sizes: Sizes, top_k: int, tail_samples: int
 ) -> dict[str, str]:
-    """What a capture of `data` says that the shipped job file does not."""
+    """Return the settings of a capture of `data` that override the shipped job file."""
     return {
         "teacher.model": str(material.teacher),
         "teacher.top_k": str(top_k),
@@ -123,7 +125,7 @@ def capture_settings(
 
 
 def capture(settings: Mapping[str, str], store: Path) -> Path:
-    """`distill capture` into a store that is then whole; the path of it."""
+    """Run `distill capture` to its end and return the path of the complete store."""
     runs = store.with_name(f"{store.name}-runs")
     command = [sys.executable, "-m", "clients", "capture", str(JOBS / "gsm8k_capture.toml")]
     command += ["--store", str(store), "--runs", str(runs), *as_options(settings)]
@@ -136,7 +138,7 @@ def as_options(settings: Mapping[str, str]) -> list[str]:
 
 
 def described(store: Path) -> dict[str, float]:
-    """Of one row of a store: bytes of the codec, and of all that its files hold."""
+    """Return the size of a store, with bytes per row of the codec and of the whole files."""
     data = LogitDataset(store)
     entries = [data.entry(index) for index in range(len(data))]
     rows = sum(len(entry.token_ids) // 4 - entry.start for entry in entries)

@@ -133,7 +133,7 @@ def _table(learned: dict[str, Any]) -> str:
 
 
 def _reading(result: dict[str, Any]) -> str:
-    """Return the share of the KL gap, between the initial student and the exact loss, by tail mode."""
+    """Return the share of the KL gap from the initial student to the exact loss, by tail mode."""
     learned = result["learned"]
     start, ceiling = learned["before"]["kl"], learned["ways"][-1]["kl"]["mean"]
     parts = [

@@ -1,4 +1,4 @@
-"""docs/offline.png: the held-out KL of every way to learn, by step, and where each one ends."""
+"""Draws docs/offline.png: the held-out KL of each training method by step, and its final value."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from benchmarks.picture_style import unadorned
 
-# In the order of the ways.
+# In the order of `offline_training.ways`.
 COLORS = ("#9aa0a6", "#d93025", "#f9ab00", "#1a73e8", "#12b5cb", "#202124")
 
 
 def draw(result: dict[str, Any], path: Path) -> str:
-    """What was done, in words: nothing without matplotlib."""
+    """Draw the picture and return a message. Without matplotlib, nothing is drawn."""
     try:
         import matplotlib
     except ImportError:
@@ -44,7 +44,7 @@ def draw(result: dict[str, Any], path: Path) -> str:
 
 
 def _curve(axis: Any, way: dict[str, Any], color: str) -> None:
-    """The mean over seeds, and the band from the least to the most."""
+    """Draw the mean over seeds, with a band from the minimum to the maximum."""
     steps = [int(step) for step in way["curve"]]
     values = list(way["curve"].values())
     style = "--" if way["reference"] else "-"
@@ -56,7 +56,7 @@ def _curve(axis: Any, way: dict[str, Any], color: str) -> None:
 
 
 def _ends(axis: Any, lines: list[dict[str, Any]]) -> None:
-    """A dot a seed, and the mean in figures."""
+    """Draw one dot per seed, and write the mean."""
     for place, (way, color) in enumerate(zip(lines, COLORS, strict=False)):
         values = way["kl"]["seeds"]
         axis.plot(values, [place] * len(values), "o", color=color, markersize=8, alpha=0.7)

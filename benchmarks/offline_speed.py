@@ -1,7 +1,7 @@
-"""What the store costs in time: a step that reads it, a capture that fills it.
+"""The time overhead of a store: for a step that reads it, and for a capture that writes it.
 
-Both in this process, each in turn with the same work without a store; the median of the ratios of
-neighbours is told, as what else a machine does comes and goes.
+Each is measured in this process, in turn with the same work without a store. The result is the
+median ratio of neighbouring measurements, which cancels slow changes of the machine's load.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from teacher_service.engines.base import Engine
 
 
 class InMemorySteps(StoredSteps):
-    """All that a job will learn from, read, verified and decoded before its first step."""
+    """Reads, verifies and decodes all rows of a job before its first step."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -59,8 +59,9 @@ class InMemorySteps(StoredSteps):
 def step_times(
     work: Path, material: Material, stores: dict[str, Path], sizes: Sizes
 ) -> dict[str, Any]:
-    """Seconds of a step of the trainer with rows from the store and with rows in memory, and the
-    ratio: of the same step, of runs that follow each other.
+    """Return the seconds of a step with rows from the store and from memory, and their ratio.
+
+    The ratio is the median over pairs of the same step in consecutive runs.
     """
     way = next(way for way in ways(sizes) if way.tail == "bucket+teacher_samples")
     settings = job_settings(material, stores, sizes, way, seed=0)
@@ -84,7 +85,7 @@ def step_times(
 
 
 def _steps_of(path: Path, config: OfflineJob) -> list[float]:
-    """Seconds of each step of a run but the first, which warms up."""
+    """Return the seconds of each step of a run, without the first one, which warms up."""
     run = RunDirectory.create(path, config)
     progress = _progress(run, config.max_steps)
     verdict = assemble(config, run, {}, open_stores(config), progress, 1, None).train()
@@ -94,7 +95,7 @@ def _steps_of(path: Path, config: OfflineJob) -> list[float]:
 
 
 def capture_rates(work: Path, material: Material, sizes: Sizes) -> dict[str, Any]:
-    """Rows a second of a capture into a store and of its engine alone, on the same batches."""
+    """Return rows per second of a capture and of its engine alone, on the same batches."""
     work.mkdir(parents=True, exist_ok=True)
     part = work / "timed.jsonl"
     lines = material.train.read_text().splitlines(keepends=True)

@@ -1,7 +1,7 @@
-"""The same student learns from the same sequences in several ways; each is measured alike.
+"""Trains the same student on the same sequences with several losses, and evaluates each result.
 
-"Alike": the exact KL(teacher||student) and the perplexity, from the full logits of both, on
-sequences that neither of them has seen.
+The evaluation is the exact KL(teacher||student) and the perplexity on held-out sequences, computed
+from the full logits of both models.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from student_trainer.model.loading import load_model
 
 @dataclass(frozen=True)
 class Way:
-    """A line of the table. `tail` of a job that learns from `store`; or a `reference` loss, for
-    which the store only gives the sequences.
+    """One training method: a `tail` mode of a job on `store`, or a `reference` loss.
+
+    With a reference loss, the store provides the sequences only.
     """
 
     name: str
@@ -55,7 +56,7 @@ def ways(sizes: Sizes) -> list[Way]:
 
 
 class Examiner:
-    """The held-out sequences, and what the teacher thinks of each of their tokens."""
+    """Evaluates students on the held-out sequences against the teacher's logits."""
 
     def __init__(self, teacher: Path, held_out: LogitDataset) -> None:
         self._texts = []
@@ -72,12 +73,12 @@ class Examiner:
 
     @torch.inference_mode()
     def __call__(self, model: Path) -> dict[str, float]:
-        """{kl, perplexity} of a student."""
+        """Return {kl, perplexity} of a student: KL in nats per token."""
         student = load_model(StudentConfig(model=str(model))).eval()
         kl = log_prob = 0.0
         for at in range(0, len(self._texts), 8):
             texts = self._texts[at : at + 8]
-            # Padded at the end, where a causal model sees it too late to care.
+            # Padding at the end does not change the outputs of a causal model before it.
             ids = torch.nn.utils.rnn.pad_sequence([ids for ids, _ in texts], batch_first=True)
             ours, theirs = (_rows(model, ids, texts) for model in (student, self._teacher))
             tokens = torch.cat([ids[start:] for ids, start in texts])
@@ -97,7 +98,7 @@ def _rows(model: Any, ids: Tensor, texts: Sequence[tuple[Tensor, int]]) -> Tenso
 def learn_all(
     work: Path, material: Material, stores: dict[str, Path], sizes: Sizes, parallel: int
 ) -> dict[str, Any]:
-    """Every way with every seed; no teacher is running, and none is named by a job."""
+    """Train with every method and seed, and return the evaluations. No teacher service is used."""
     examine = Examiner(material.teacher, LogitDataset(stores["top, held out"]))
     before = {"0": examine(material.student)}
     runs = [(way, seed) for seed in range(sizes.seeds) for way in ways(sizes)]
@@ -145,7 +146,7 @@ def _curve(
     way: Way,
     seed: int,
 ) -> dict[str, dict[str, float]]:
-    """{step: {kl, perplexity}} of one run."""
+    """Return {step: {kl, perplexity}} of one run."""
     home = _home(work, sizes, way, seed)
     settings = job_settings(material, stores, sizes, way, seed)
     job, log = JOBS / "gsm8k_offline.toml", home.with_suffix(".log")
@@ -165,13 +166,13 @@ def _curve(
 def job_settings(
     material: Material, stores: dict[str, Path], sizes: Sizes, way: Way, seed: int
 ) -> dict[str, str]:
-    """What a job says that the shipped file does not."""
+    """Return the settings of a training job that override the shipped job file."""
     return {
         "student.model": str(material.student),
         "student.gradient_checkpointing": "false",
         "data.path": str(stores[way.store]),
         "data.eval_path": str(stores[f"{way.store}, held out"]),
-        # A reference's own loss takes the place of this.
+        # Ignored by a reference loss.
         "method.tail": way.tail or "bucket",
         "seed": str(seed),
         "max_steps": str(sizes.steps),
@@ -191,7 +192,7 @@ def _home(work: Path, sizes: Sizes, way: Way, seed: int) -> Path:
 
 
 def _require_same_batches(work: Path, sizes: Sizes) -> None:
-    """Of a seed, every way began with the same student, and had the same tokens at each step."""
+    """Check that, for each seed, all methods had the same initial student and batches."""
     for seed in range(sizes.seeds):
         seen = []
         for way in ways(sizes):

@@ -1,4 +1,4 @@
-"""What the pictures of the benchmarks have in common."""
+"""The common style of the benchmarks' pictures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def unadorned(axis: Any) -> None:
-    """No frame but the two axes, and a grid behind the data."""
+    """Remove the frame except for the two axes, and draw a grid behind the data."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(True, color="#e8eaed")
     axis.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""What every compared loss is given: student states, a head, and the teacher's rows."""
+"""The input of every compared loss: student states, a head, and the teacher's rows."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from torch import Tensor
 
 from student_trainer.losses import Rows, rows_from_logits
 
-# Rows whose logits are in memory at once where a problem is made, and where a method is chunked.
+# Rows per chunk of logits, both for making a problem and for the chunked methods.
 CPU_CHUNK, CUDA_CHUNK = 128, 1024
 
 
 class Missing(Exception):
-    """What a compared method needs is not installed."""
+    """A package that a compared method needs is not installed."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """N student states [N, H] and a head [V, H] that want gradients; the teacher's rows at K ids,
-    its likeliest first, and its own states [N, H].
+    """N student states [N, H] and a head [V, H], both with gradients, and the teacher's rows.
+
+    `head_ids` [N, K] start with the likeliest. `teacher_hidden` [N, H] are the teacher's states.
     """
 
     hidden: Tensor
@@ -47,7 +48,7 @@ class Problem:
         return sum(grad.nbytes for grad in grads if grad is not None)
 
     def with_head(self, k: int) -> Problem:
-        """The same tensors with rows at the k likeliest of the ids."""
+        """Return the same problem with only the k likeliest head ids; their mass joins the tail."""
         rows = self.teacher
         rest = torch.cat([rows.head_logprobs[:, k:], rows.tail_logmass[:, None]], 1)
         narrow = Rows(rows.head_logprobs[:, :k], rest.logsumexp(1), rows.token_logprobs)
@@ -55,7 +56,7 @@ class Problem:
         return dataclasses.replace(self, head_ids=ids, teacher=narrow)
 
     def double(self) -> Problem:
-        """In float64, with leaves of its own."""
+        """Return a copy in float64 with its own gradients."""
         return dataclasses.replace(
             self,
             hidden=self.hidden.detach().double().requires_grad_(),
@@ -74,7 +75,7 @@ def make_problem(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Problem:
-    """Random and repeatable; logits have a standard deviation of 2."""
+    """Make a random problem from a fixed seed; its logits have a standard deviation of 2."""
     generator = torch.Generator(device).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -83,7 +84,7 @@ def make_problem(
     hidden, weight = randn(n, width), randn(vocab, width) * (2 / width**0.5)
     teacher_hidden = hidden + 0.3 * randn(n, width)
     heads, rows, tokens = [], [], []
-    # Chunked: the problem itself must not need much.
+    # In chunks, so that making the problem needs little memory.
     for part in teacher_hidden.split(CPU_CHUNK if device == "cpu" else CUDA_CHUNK):
         logits = (part @ weight.T).float()
         heads.append(logits.topk(k).indices)

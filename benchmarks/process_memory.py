@@ -1,4 +1,4 @@
-"""The memory of this process, as Linux counts it."""
+"""The resident memory of processes, as counted by Linux, in bytes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ MIB = 1 << 20
 
 
 def resident_before() -> int:
-    """Bytes resident now; the peak is forgotten, and so is what was freed but not given back."""
+    """Return the resident bytes of this process, after trimming the heap and resetting the peak."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
 def resident_peak() -> int:
-    """The most bytes that were resident since `resident_before`."""
+    """Return the peak of resident bytes since `resident_before`."""
     return _status("VmHWM")
 
 
 def peak_of(process: int) -> int:
-    """The most bytes that another process had resident until now; 0 where it has ended."""
+    """Return the peak of resident bytes of another process; 0 if it has ended."""
     try:
         return _field(Path(f"/proc/{process}/status"), "VmHWM")
     except (OSError, KeyError):
@@ -29,7 +29,7 @@ def peak_of(process: int) -> int:
 
 
 def available() -> int:
-    """Bytes that this machine could still give."""
+    """Return the bytes of memory that are available on this machine."""
     return _field(Path("/proc/meminfo"), "MemAvailable")
 
 

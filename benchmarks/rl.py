@@ -1,11 +1,11 @@
-"""Reinforcement learning: what holds the student back, how that is estimated, and what it costs.
+"""Reinforcement learning: the effect of the anchor, the KL estimators, and the cost of the anchor.
 
     python -m benchmarks.rl [--work runs/rl] [--quick]
 
-The same small model learns from the same rewards with no KL, with a KL to a fixed anchor and to a
-moving one, and the KL is estimated in three ways, each with several seeds. Writes docs/rl.md, the
-same figures as benchmarks/results/rl.json and, where matplotlib is installed, docs/rl.png. A run
-that is finished is kept in `--work` and not repeated: a benchmark that was stopped goes on.
+The same small model learns from the same rewards without KL, with a KL to a fixed anchor, and with
+a KL to an EMA anchor. The KL is estimated in three ways, each with several seeds. Writes
+docs/rl.md, the same numbers as benchmarks/results/rl.json and, if matplotlib is installed,
+docs/rl.png. Finished runs are kept in `--work`, so an interrupted benchmark resumes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.rl_page import page, summaries
 from benchmarks.rl_picture import draw
 from benchmarks.rl_runs import HEAD, Sizes, all_runs
 
-# Task and optimizer are those of `distill demo-rl`; the model begins better, to learn faster.
+# Task and optimizer are those of `distill demo-rl`; a better initial model learns faster.
 FULL = Sizes(
     warm=Warm(layers=2, width=64, steps=2000, until_loss=0.5),
     steps=60,
@@ -37,7 +37,7 @@ FULL = Sizes(
     updates=1,
     learning_rate=3e-4,
     seeds=5,
-    # The paper's, and a hundred times as much: one that is felt within so few steps.
+    # The paper's value, and 100 times that value, which has an effect within so few steps.
     betas=(0.001, 0.1),
     points=6,
     held_out=500,
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _home(work: Path, sizes: Sizes) -> Path:
-    """Runs of other sizes are no runs of these."""
+    """Return the directory for runs of these sizes; other sizes get another directory."""
     digest = hashlib.sha256(json.dumps(asdict(sizes)).encode()).hexdigest()
     home = (work / f"runs-{digest[:12]}").absolute()
     home.mkdir(parents=True, exist_ok=True)

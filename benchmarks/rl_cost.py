@@ -1,4 +1,4 @@
-"""What an anchor costs: the same job with one and without, in turns, on a model of some size."""
+"""The cost of an anchor: the same job with and without one, in turns, on a larger model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ WITH, WITHOUT = Arm("anchor", beta=0.001), Arm("none")
 
 
 def anchor_cost(work: Path, material: Material, sizes: Sizes) -> dict[str, Any]:
-    """Seconds a step and peak memory of both, and the ratio of each pair of neighbours."""
+    """Return seconds per step and peak memory of both, and the ratio of each pair of runs."""
     model = work / "timed-model"
     weights = _untrained(model, material, sizes)
     short = replace(sizes, steps=sizes.timed_steps, prompts=4, answers=4, updates=1, held_out=8)
     found: dict[str, list[dict[str, Any]]] = {WITH.name: [], WITHOUT.name: []}
     for pair in range(sizes.timed_pairs):
-        # Who is first changes, as a machine may be slowing down.
+        # Alternate the order, in case the machine becomes slower over time.
         for arm in (WITH, WITHOUT) if pair % 2 else (WITHOUT, WITH):
             job = settings(replace(material, model=model), short, arm, seed=pair)
             job["method"]["max_new_tokens"] = 32
@@ -43,7 +43,7 @@ def anchor_cost(work: Path, material: Material, sizes: Sizes) -> dict[str, Any]:
 
 
 def _untrained(path: Path, material: Material, sizes: Sizes) -> int:
-    """A model whose weights, in bytes, are what counts; it learns nothing of use."""
+    """Save an untrained model, for timing only, and return the size of its weights in bytes."""
     layers, width = sizes.timed_model
     tokenizer = PreTrainedTokenizerFast.from_pretrained(material.model)
     torch.manual_seed(0)

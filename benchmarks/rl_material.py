@@ -1,7 +1,7 @@
-"""What the benchmark of reinforcement learning begins with: sums, and a model that half knows them.
+"""The material of the benchmark of reinforcement learning: sums, and a partly trained model.
 
-The sums are those of the demo (`student_trainer.tools.addition`), read and written in bytes: a
-vocabulary of 257 tokens, of which a head of 32 is the smaller part.
+The sums are those of the demo (`student_trainer.tools.addition`), tokenized as bytes. The
+vocabulary has 257 tokens, so that a head of 32 is a small part of it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 from student_trainer.tools import addition
 from student_trainer.tools.pretrain import main as pretrain
 
-# A byte each, and the end.
+# One token per byte, and the end token.
 VOCABULARY = 257
 
 
 @dataclass(frozen=True)
 class Warm:
-    """The model before any reward: made until `until_loss`, or for `steps` steps."""
+    """The model before reinforcement learning: pretrained to `until_loss`, or for `steps` steps."""
 
     layers: int
     width: int
@@ -30,7 +30,7 @@ class Warm:
 
 @dataclass(frozen=True)
 class Material:
-    """Files and directories. No sum of `held_out` is learned, neither with a reward nor before."""
+    """Paths of the data and the model. The sums of `held_out` are never trained on."""
 
     train: Path
     held_out: Path
@@ -38,7 +38,7 @@ class Material:
 
 
 def make_material(work: Path, warm: Warm) -> Material:
-    """Made once for each size, in `work`."""
+    """Make the data and the model in `work`, once per size."""
     digest = hashlib.sha256(json.dumps(asdict(warm)).encode()).hexdigest()
     home = (work / f"model-{digest[:12]}").absolute()
     made = Material(home / "train.jsonl", home / "heldout.jsonl", home / "model")

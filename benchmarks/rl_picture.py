@@ -1,4 +1,4 @@
-"""docs/rl.png: held-out accuracy by step, a panel for each weight of the KL, and where all end."""
+"""Draws docs/rl.png: held-out accuracy by step for each weight of the KL, and the final values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.picture_style import unadorned
 
-# Of the first words of an arm's name.
+# By the first words of an arm's name.
 COLORS = {
     "no KL": "#202124",
     "fixed anchor, bucket+sampled": "#d93025",
@@ -19,7 +19,7 @@ COLORS = {
 
 
 def draw(result: dict[str, Any], path: Path) -> str:
-    """What was done, in words: nothing without matplotlib."""
+    """Draw the picture and return a message. Without matplotlib, nothing is drawn."""
     try:
         import matplotlib
     except ImportError:
@@ -51,7 +51,7 @@ def _kind(line: dict[str, Any]) -> str:
 
 
 def _curves(axis: Any, lines: list[dict[str, Any]], beta: str) -> None:
-    """The mean over seeds, and its 95% interval."""
+    """Draw the mean over seeds with its 95% confidence interval."""
     for line in lines:
         if not line["name"].endswith(beta) and line["name"] != "no KL":
             continue
@@ -70,7 +70,7 @@ def _curves(axis: Any, lines: list[dict[str, Any]], beta: str) -> None:
 
 
 def _ends(axis: Any, lines: list[dict[str, Any]]) -> None:
-    """A dot a seed, and the mean with its interval."""
+    """Draw one dot per seed, and the mean with its confidence interval."""
     for place, line in enumerate(lines):
         color, (mean, half) = COLORS[_kind(line)], line["held_out"]
         finals = line["finals"]

@@ -1,4 +1,4 @@
-"""The runs of the benchmark of reinforcement learning: the same job, but for what holds it back."""
+"""The runs of the RL benchmark: one job with different anchors and estimators."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ HEAD = 32
 
 @dataclass(frozen=True)
 class Arm:
-    """What a run differs in. tau = 1: the anchor is the model before any reward, for ever."""
+    """The settings in which a run differs. With tau = 1, the anchor stays the initial model."""
 
     name: str
     beta: float = 0.0
     tau: float = 0.9
-    estimator: str | None = None  # in the place of a head of 32 ids
+    estimator: str | None = None  # replaces the head of 32 ids
     tail: str = "bucket+sampled"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of every run alike."""
+    """The sizes that all runs share."""
 
     warm: Warm
     steps: int
@@ -65,7 +65,7 @@ def arms(betas: tuple[float, ...]) -> list[Arm]:
 
 
 def settings(material: Material, sizes: Sizes, arm: Arm, seed: int) -> dict[str, Any]:
-    """The job of one run."""
+    """Return the job of one run."""
     pulled = {"anchor": {"tau": arm.tau, "update_period": 10}} if arm.beta else {}
     head = {"top_k": 0, "estimator": arm.estimator} if arm.estimator else {"top_k": HEAD}
     return {
@@ -100,8 +100,9 @@ def settings(material: Material, sizes: Sizes, arm: Arm, seed: int) -> dict[str,
 
 
 def all_runs(work: Path, material: Material, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Seed after seed, so that whenever it is stopped all arms had about the same; what was done
-    already is not done again.
+    """Run every arm with every seed and yield the results; finished runs are not repeated.
+
+    The outer loop is over seeds, so that after an interruption all arms have equally many seeds.
     """
     for seed in range(sizes.seeds):
         for arm in arms(sizes.betas):
@@ -109,7 +110,7 @@ def all_runs(work: Path, material: Material, sizes: Sizes) -> Iterator[dict[str,
             if not kept.exists():
                 found = asdict(arm) | {"seed": seed}
                 found |= one_run(kept.with_suffix(""), settings(material, sizes, arm, seed))
-                if arm.estimator:  # its rows have a head of one id, for nothing
+                if arm.estimator:  # its rows have a head of one unused id
                     found |= {"head_mass": None, "first_head_mass": None}
                 partial = kept.with_suffix(".part")
                 partial.write_text(json.dumps(found, indent=1) + "\n")
@@ -118,7 +119,7 @@ def all_runs(work: Path, material: Material, sizes: Sizes) -> Iterator[dict[str,
 
 
 def one_run(home: Path, job: Mapping[str, Any]) -> dict[str, Any]:
-    """What one run measured; its directory is gone afterwards."""
+    """Run one job and return its measurements; its directory is removed."""
     shutil.rmtree(home, ignore_errors=True)
     made = RunDirectory.create(home, RLJob.model_validate(job))
     peak = _train(made.path, home.with_suffix(".log"))
@@ -128,13 +129,13 @@ def one_run(home: Path, job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _train(run: Path, log: Path) -> int:
-    """The trainer to its end; the most memory it had resident, in bytes."""
+    """Run the trainer to its end and return its peak of resident memory in bytes."""
     command = [sys.executable, "-m", "student_trainer", str(run), "--attempt", "1"]
     peak = 0
     with log.open("wb") as out:
         trainer = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env=environment())
         while trainer.poll() is None:
-            # What is read last is the peak of all that came before.
+            # VmHWM is a running maximum, so the last reading is the peak.
             peak = peak_of(trainer.pid) or peak
             time.sleep(0.2)
     if trainer.returncode:
@@ -159,7 +160,7 @@ def _summary(records: list[dict[str, float]]) -> dict[str, Any]:
         "head_mass": lately("topk/student_mass"),
         "kl_anchor": lately("kl/anchor"),
         "first_head_mass": steps[0].get("topk/student_mass"),
-        # The first steps warm caches up.
+        # Skip the first steps, which warm up caches.
         "step_seconds": statistics.median(record["time/step"] for record in steps[1:]),
         "seconds": {
             name: statistics.median(record.get(f"time/{name}", 0.0) for record in steps[1:])

@@ -1,4 +1,4 @@
-"""Means of few numbers, and how sure one may be of them."""
+"""The mean of few values and its confidence interval."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.2
 
 
 def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
-    """(mean, half of its 95% interval) by Student's t; of one number, infinitely wide."""
+    """Return (mean, half of its 95% interval) by Student's t; infinite for a single value."""
     if len(values) == 1:
         return values[0], math.inf
     quantile = _T[min(len(values) - 1, len(_T)) - 1]

@@ -1,11 +1,12 @@
-"""What the teacher adds to a model's forward pass: the scoring head, its memory, the service.
+"""The overhead of the teacher beyond the model's forward pass: scoring head, memory, service.
 
     python -m benchmarks.scoring [--quick] [--out benchmarks/results/scoring.json]
 
-Head: CPU time of choosing the rows (top-k, logsumexp, gather, tail) against the GEMM that makes the
-logits, and against log_softmax + topk; minimum of interleaved repetitions on one thread. Memory:
-peak of a fresh process above its arguments. Service: tokens a second of `distill-teacher` through
-TeacherClient against the same engine called in this process, on the same batches, in turns.
+Head: CPU time of the selection of rows (top-k, logsumexp, gather, tail) against the GEMM that
+computes the logits, and against log_softmax + topk; minimum of interleaved repetitions on one
+thread. Memory: peak of a fresh process above its arguments. Service: tokens per second of
+`distill-teacher` through TeacherClient against the same engine called in this process, on the same
+batches, in turns.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def times(vocab: int, width: int, repetitions: int) -> dict[str, float]:
-    """CPU milliseconds a token of each step."""
+    """Return the CPU milliseconds per token of each step."""
     torch.manual_seed(0)
     rows = CHUNK_MIB * MIB // (4 * vocab)
     hidden, weight = torch.randn(rows, width), torch.randn(vocab, width) / width**0.5
@@ -98,7 +99,7 @@ def times(vocab: int, width: int, repetitions: int) -> dict[str, float]:
 
 
 def memory(vocab: int, *, quick: bool) -> list[dict[str, Any]]:
-    """Each in a process of its own; the plain way only where it fits."""
+    """Measure each method in its own process; the plain one only at the size that fits."""
     few, many = (256, 1024) if quick else (2048, 32768)
     found = []
     for method, tokens in ((OURS, few), (OURS, many), (PLAIN, few)):
@@ -111,12 +112,12 @@ def memory(vocab: int, *, quick: bool) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def peak_mib(method: str, tokens: int, vocab: int, k: int) -> float:
-    """Of this process while it scores, above hidden states and weights."""
+    """Return the peak MiB of this process while it scores, above hidden states and weights."""
     torch.manual_seed(0)
     hidden = torch.randn(tokens, MEMORY_WIDTH)
     weight = torch.randn(vocab, MEMORY_WIDTH) / MEMORY_WIDTH**0.5
     ids = torch.randint(vocab, (tokens,))
-    # What libraries allocate once is not ours.
+    # A warm-up, so that one-time allocations of libraries are not counted.
     score_hidden(hidden[:256], weight, token_ids=ids[:256], top_k=k, head_ids=None, temperature=1.0)
     before = resident_before()
     if method == OURS:
@@ -129,12 +130,12 @@ def peak_mib(method: str, tokens: int, vocab: int, k: int) -> float:
 
 
 def declared_mib(tokens: int, k: int) -> float:
-    """What `score_hidden` says it takes on a CPU in float32."""
+    """Return the memory that `score_hidden` documents for a CPU in float32, in MiB."""
     return tokens * (12 * k + 8) / MIB + CHUNK_MIB + 4
 
 
 def bounds(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is claimed, held against what was measured."""
+    """Return the claims with the measured values."""
     found = []
 
     def claim(name: str, measured: float, limit: float, *, at_most: bool = True) -> None:

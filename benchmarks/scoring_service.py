@@ -1,4 +1,4 @@
-"""The throughput of a real `distill-teacher` over that of its engine alone."""
+"""Compares the throughput of a `distill-teacher` process with that of its engine alone."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
 from teacher_service.engines.hf import HfEngine
 
-# About 2% of the work a token of a 0.6B model: the smaller the model, the more a service weighs.
+# About 2% of the FLOPs per token of a 0.6B model. A smaller model makes the overhead more visible.
 WIDTH, LAYERS, VOCAB = 256, 4, 32_768
 LENGTH, HEAD, BATCH = 512, 64, 8
 
 
 def through_the_service(folder: Path, *, quick: bool) -> dict[str, Any]:
-    """Tokens a second of both, medians over repetitions in turns on the same sequences."""
+    """Return tokens per second of both: medians over repetitions, in turns, same sequences."""
     save_model(folder)
     engine = HfEngine(str(folder))
     count, repetitions = (BATCH, 1) if quick else (4 * BATCH, 5)
@@ -66,7 +66,7 @@ def sequences(count: int, seed: int) -> list[ScoreQuery]:
 
 
 def save_model(folder: Path) -> None:
-    """A random model with a tokenizer of as many words as it has logits."""
+    """Save a random model, and a tokenizer with as many words as the model has logits."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,

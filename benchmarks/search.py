@@ -1,11 +1,12 @@
-"""A small model learns to search: what it needs is in a directory, and nowhere else.
+"""A small model learns to search: its answers are in a directory and nowhere else.
 
     python -m benchmarks.search [--work runs/search] [--quick]
 
-A model that knows only the form of a talk learns from exact matches through `distill run`. Then it
-is asked about people that it never met: with the directory, with one where everybody has moved
-since, and with one that finds nothing. Writes benchmarks/results/search.json and, where matplotlib
-is installed, docs/search.png. One core, a few minutes.
+A model that knows only the format of a conversation learns from an exact-match reward through
+`distill run`. It is then evaluated on people that it never saw: with the directory, with a
+directory in which every room has changed, and with one that finds nothing. Writes
+benchmarks/results/search.json and, if matplotlib is installed, docs/search.png. Takes a few
+minutes on one core.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ QUICK_JOB = {"max_steps": "2", "train.prompts_per_step": "4", "eval.prompts": "4
 
 
 class NothingFound:
-    """A retriever of an empty directory: the tool, disabled."""
+    """A retriever that finds nothing."""
 
     def passages(self, queries: Sequence[str], count: int) -> list[list[str] | None]:
         return [[] for _ in queries]
@@ -53,7 +54,7 @@ class NothingFound:
 
 @dataclass(frozen=True)
 class Examined:
-    """Shares of the held-out questions: right answers, and how many queries each took."""
+    """The share of right answers on the held-out questions, and the mean number of queries."""
 
     exact_match: float
     queries: float
@@ -110,7 +111,7 @@ def measured(work: Path, *, quick: bool) -> dict[str, Any]:
 
 
 def examined(job: RLJob, material: Material, learned: Path) -> dict[str, Any]:
-    """Before and after, of people that the model never met."""
+    """Evaluate before and after training on the held-out people, with three directories."""
     assert job.environment is not None
     directory = make_retriever(job.environment)
     elsewhere = make_retriever(
@@ -126,7 +127,7 @@ def examined(job: RLJob, material: Material, learned: Path) -> dict[str, Any]:
 
 
 def examine(job: RLJob, model: Path, questions: Path, retriever: Retriever) -> Examined:
-    """By the likeliest answers."""
+    """Evaluate a model with greedy decoding."""
     assert job.environment is not None
     student = StudentConfig(model=str(model))
     tokenizer = load_tokenizer(student)

@@ -1,12 +1,11 @@
-"""What the search benchmark begins with: a directory of people, questions, and a model that knows
-the form of a talk.
+"""The material of the search benchmark: a directory of people, questions, and a pretrained model.
 
-Everybody has two names and a room, which is drawn at random: no answer can be known without a look
-at the directory, which tells the rooms of three people for each query. A question names two people
-and wants the room of the first. The model is made from turns that search in two of five talks, for
-either of the two people, and that answer with any of the rooms that were found, or with any room at
-all. So it can copy a name and a room, but that one should search, for whom, and which room is the
-right one, are nowhere in them.
+Everybody has two names and a room that is drawn at random, so no answer can be known without the
+directory. A query returns the rooms of three people. A question names two people and asks for the
+room of the first. The model is pretrained on turns that search in two of five conversations, for
+either of the two people, and that answer with any of the rooms that were found, or with a random
+room. So the model can copy a name and a room, but the data contains neither when to search, nor for
+whom, nor which room is right.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ LAST = [
 DIGITS = "0123456789"
 TAGS = [f"<{slash}{tag}>" for tag in ("search", "information", "answer") for slash in ("", "/")]
 WORDS = ["Doc 1(Title: ", "Doc 2(Title: ", "Doc 3(Title: ", ")", " ", "\n", " or ", "?"]
-# One token each; a query is found by the same words.
+# Each match is one token. Searches split queries into the same words.
 _PIECES = Regex(r"Doc \d\(Title: |<[^>]+>| or |[A-Za-z]+|[\s\S]")
-_SEARCHES = 0.4  # of the talks that the model is made from
+_SEARCHES = 0.4  # share of the pretraining conversations that search
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """People: to learn from, and held out; of the model's making: talks and steps."""
+    """Numbers of people (trained, held out), and of conversations and steps of the pretraining."""
 
     people: int
     held_out: int
@@ -55,7 +54,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Material:
-    """Files and directories. `moved`: the same questions when everybody has another room."""
+    """Paths of the data and the model. `moved` has the same questions with all rooms changed."""
 
     model: Path
     corpus: Path
@@ -66,7 +65,7 @@ class Material:
 
 
 def make_material(home: Path, sizes: Sizes) -> Material:
-    """The model has never met anybody who is held out."""
+    """Make directories, questions and the model; the model never sees a held-out person."""
     rng = random.Random(0)
     names = [f"{first} {last}" for first in FIRST for last in LAST]
     rng.shuffle(names)
@@ -91,7 +90,7 @@ def make_material(home: Path, sizes: Sizes) -> Material:
 
 
 def _room(rng: random.Random, other: str = "") -> str:
-    """Of 100, but not the `other`."""
+    """Return one of 100 rooms other than `other`."""
     return rng.choice([room for n in range(100) if (room := f"{n:02d}") != other])
 
 
@@ -102,9 +101,9 @@ def _questions(pairs: list[tuple[str, str]], rooms: dict[str, str]) -> list[dict
 def _make_model(
     home: Path, made: Material, learned: list[str], sizes: Sizes, rng: random.Random
 ) -> None:
-    """Of talks about people who live elsewhere each time."""
+    """Pretrain on conversations about people whose rooms are drawn anew each time."""
     directory = LocalRetriever(str(made.corpus))
-    turns = []  # what is read, and what is written to it
+    turns = []  # (context, continuation)
     for _ in range(sizes.talks):
         one, other = rng.sample(learned, 2)
         question, asked = f"{one} or {other}?", rng.choice([one, other])
@@ -130,7 +129,7 @@ def _answer(room: str) -> str:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each name, room, tag and word."""
+    """Make a tokenizer with one token for each name, room, tag and word."""
     tokens = [END, *FIRST, *LAST, *DIGITS, *TAGS, *WORDS]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token=END))

@@ -1,4 +1,4 @@
-"""docs/search.png: exact match by step, and with and without the tool."""
+"""Draws docs/search.png: exact match by step, and with and without the tool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEARNED, GONE, TEXT = "#1a73e8", "#d93025", "#202124"
 
 
 def draw(result: dict[str, Any], path: Path) -> str:
-    """What was done, in words: nothing without matplotlib."""
+    """Draw the picture and return a message. Without matplotlib, nothing is drawn."""
     try:
         import matplotlib
     except ImportError:

@@ -1,6 +1,6 @@
 """A job server with ten thousand jobs: python -m benchmarks.server [--submits N] [--watchers N]
 
-Through the real server and client, with light processes as trainers. Writes results/server.json.
+Uses the real server and client, with light processes as trainers. Writes results/server.json.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STREAMS_PER_CONNECTION = 100
 
 @dataclass(frozen=True)
 class Load:
-    """Seconds, and bytes of the server's resident memory."""
+    """The results of `measure_load`: times in seconds, resident memory of the server in bytes."""
 
     submits: int
     submit_seconds: float
@@ -48,7 +48,10 @@ class Load:
 
 
 def measure_load(server: Server, submits: int) -> Load:
-    """Jobs run in all slots meanwhile; every rule of the history is checked in the end."""
+    """Submit and list jobs while others run in all slots; then kill and restart the server.
+
+    At the end, every rule of the jobs' history is checked.
+    """
     history = History()
     before = memory_of(server)
     began = time.monotonic()
@@ -77,7 +80,7 @@ def measure_load(server: Server, submits: int) -> Load:
 
 
 def submit_all(address: str, submits: int, history: History) -> None:
-    """From several clients at once, each job under a key of its own."""
+    """Submit from several clients at once, each job with its own idempotency key."""
     clients = threading.local()
 
     def submit(number: int) -> None:
@@ -92,7 +95,7 @@ def submit_all(address: str, submits: int, history: History) -> None:
 
 
 def list_times(address: str, pages: int) -> Sequence[float]:
-    """Seconds of one page each, from the newest jobs down and again."""
+    """Return the seconds of each page, from the newest jobs down, repeatedly."""
     seconds, before = [], ""
     with DistillClient(address) as client:
         for _ in range(pages):
@@ -118,7 +121,7 @@ def memory_of(server: Server) -> int:
 
 
 async def watch_all(address: str, job_id: str, watchers: int) -> list[list[int]]:
-    """What each watcher saw, by number; one in ten takes its time over every event."""
+    """Return the `seq` numbers that each watcher received; every tenth watcher reads slowly."""
     connections = -(-watchers // _STREAMS_PER_CONNECTION)
     channels = [
         grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, ("bench.number", number)])
@@ -143,7 +146,7 @@ async def watch_all(address: str, job_id: str, watchers: int) -> list[list[int]]
 
 @dataclass(frozen=True)
 class Watching:
-    """Of one job by many; bytes of the server's resident memory."""
+    """The results of many watchers of one job; memory is the server's resident bytes."""
 
     watchers: int
     events: int
@@ -153,7 +156,7 @@ class Watching:
 
 
 def measure_watching(server: Server, watchers: int, steps: int) -> Watching:
-    """Raises AssertionError when one of them missed an event or saw one twice."""
+    """Measure many watchers of one job. Raises AssertionError if one misses or repeats an event."""
     with DistillClient(server.address) as client:
         job = client.submit(job_config("watched pause=0.2", steps))
         eventually(lambda: client.get(job.id).step >= 1)

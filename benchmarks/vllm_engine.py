@@ -3,10 +3,10 @@
     .venv-vllm/bin/python -m benchmarks.vllm_engine [--quick] [--out FILE]
 
 One small model per vocabulary, the same sequences, k = 64, one thread, all rows of all positions.
-The methods are all started, then take turns; the wall time of the best turn counts, from token ids
-to numbers in this process. Compared are the rows too. "prompt_logprobs" is what a call without
-further options does: an object a candidate, with its text; "flat" is the leanest that vLLM offers:
-FlatLogprobs, no text.
+All methods are started, then take turns. The result is the wall time of the best turn, from token
+ids to numbers in this process. The rows are compared, too. "prompt_logprobs" is a call without
+further options, which makes one object per candidate with its text. "flat" is the leanest output of
+vLLM: FlatLogprobs without text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.vllm.model import save_model
 
 HEAD = 64
 STEP_TOKENS = 4096
-# What the head is multiplied with is small beside it at 65,536 and large beside it at 8,192.
+# The body's cost is small against the head's at a vocabulary of 65,536, and large at 8,192.
 SIZES = {"hidden_size": 256, "layers": 6}
 
 Rows = list[tuple[np.ndarray, np.ndarray]]  # head ids and log-probs [rows, k] of each sequence
@@ -95,14 +95,14 @@ def compare(vocab: int, count: int, length: int, turns: int) -> dict[str, Any]:
 
 
 def save_tokenizer(path: Path, vocab: int) -> None:
-    """A word an id."""
+    """Save a tokenizer with one word per id."""
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(path)
 
 
 def start(path: Path, ids: np.ndarray) -> tuple[dict[str, Method], Callable[[], str]]:
-    """Every method on the model of `path`, and what ends them."""
+    """Start every method on the model in `path`; return them and a function that stops them."""
     ours = VllmEngine(str(path), max_batch_tokens=STEP_TOKENS)
     outside = VllmProcess(
         {"model": str(path), "dtype": "float32", "max_num_batched_tokens": STEP_TOKENS}
@@ -128,7 +128,7 @@ def start(path: Path, ids: np.ndarray) -> tuple[dict[str, Method], Callable[[], 
 
 @torch.inference_mode()
 def score_outside(vllm: VllmProcess, head: Head, queries: Sequence[ScoreQuery]) -> object:
-    """The hidden states cross, one tensor a sequence."""
+    """Score with the head in this process; vLLM sends hidden states, one tensor per sequence."""
 
     async def pool() -> list[torch.Tensor]:
         prompts = [query.token_ids[:-1].tolist() for query in queries]
@@ -138,7 +138,7 @@ def score_outside(vllm: VllmProcess, head: Head, queries: Sequence[ScoreQuery]) 
 
 
 def start_generate(path: Path) -> Callable[..., list[Any]]:
-    """vLLM's generation runner with the same limits."""
+    """Start vLLM's generation runner with the same limits."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -163,7 +163,7 @@ def start_generate(path: Path) -> Callable[..., list[Any]]:
 def take_turns(
     methods: dict[str, Method], turns: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Seconds of each turn of each method, after one that warms up; and the last answers."""
+    """Return the seconds of each turn by method, after a warm-up turn, and the last results."""
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     answers = {}
     for turn in range(turns + 1):
@@ -180,8 +180,9 @@ def rows_of_blocks(blocks: Sequence[RowBlock]) -> Rows:
 
 
 def rows_of_flat(answers: Sequence[Any]) -> Rows:
-    """Without the first position, which has no row, and without the actual token, which comes
-    first.
+    """Return ids and log-probs without the first position, which has no row.
+
+    The actual token, which vLLM lists first at each position, is left out, too.
     """
     found = []
     for flat in answers:
@@ -193,8 +194,10 @@ def rows_of_flat(answers: Sequence[Any]) -> Rows:
 
 
 def same_rows(ours: Rows, theirs: Rows) -> dict[str, float]:
-    """Part of the positions with the same ids in the same order, and the largest difference of a
-    log-prob where they are.
+    """Compare two sets of rows.
+
+    Returns the share of positions with the same ids in the same order, and the largest difference
+    of a log-prob at these positions.
     """
     same = np.concatenate([(a[0] == b[0]).all(1) for a, b in zip(ours, theirs, strict=True)])
     apart = np.concatenate([np.abs(a[1] - b[1]).max(1) for a, b in zip(ours, theirs, strict=True)])

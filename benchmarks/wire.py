@@ -1,12 +1,12 @@
-"""What a row costs on the wire: ours against what other servers send.
+"""The cost of rows on the wire: this codec and service against those of other servers.
 
     python -m benchmarks.wire [--quick] [--out benchmarks/results/wire.json]
 
-The codec alone: bytes, and CPU time of both ends (minimum of interleaved repetitions). Then through
-a real connection, with a server in a second process whose rows are made beforehand: the teacher
-service with our client, and FastAPI on uvicorn with the standard library's client, a request at a
-time as their clients do, or four at once. Rows of a real small model, vocabulary 151,936. Only
-ratios are meant to be used.
+First the codec alone: bytes, and CPU time of both ends (minimum of interleaved repetitions). Then a
+real connection to a server in a second process with prepared rows: the teacher service with its
+client, and FastAPI on uvicorn with the standard library's client. Clients send one request at a
+time, as the peers' clients do, or four at once. The rows are those of a small trained model with
+vocabulary 151,936. Only ratios are comparable between machines.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def codec(rows: RowBlock, repetitions: int) -> dict[str, dict[str, float]]:
-    """Bytes a token, and microseconds of CPU a token of encoding and decoding."""
+    """Return bytes per token, and CPU microseconds per token for encoding and decoding."""
     block = rows.slice(0, CODEC_ROWS)
     held = {name: wire.hold(block) for name, wire in FORMATS.items()}
     sent = {name: wire.encode(held[name]) for name, wire in FORMATS.items()}
@@ -89,7 +89,7 @@ def codec(rows: RowBlock, repetitions: int) -> dict[str, dict[str, float]]:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """CPU time of one run, over as many as take 20 ms."""
+    """Return the CPU time of one run, averaged over enough runs to take 20 ms."""
     started, count = time.process_time(), 0
     while (spent := time.process_time() - started) < 0.02:
         run()
@@ -98,7 +98,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def require_equal(name: str, block: RowBlock, decoded: Any) -> None:
-    """No format may win by losing numbers: ids equal, log-probs to the precision it promises."""
+    """Check that a format lost nothing: equal ids, and log-probs to its promised precision."""
     if isinstance(decoded, RowBlock):
         decoded = (decoded.head_ids, decoded.head_logprobs)
     first, second = (np.asarray(part).reshape(block.head_logprobs.shape) for part in decoded[:2])
@@ -108,7 +108,7 @@ def require_equal(name: str, block: RowBlock, decoded: Any) -> None:
 
 
 def message_bytes(rows: RowBlock) -> dict[str, float]:
-    """Bytes a token of whole messages, everything of the row and of the message in them."""
+    """Return the bytes per token of whole messages, including all fields of the message."""
     found = {}
     for tokens in (64, 512):
         block = rows.slice(0, tokens)
@@ -127,7 +127,7 @@ def message_bytes(rows: RowBlock) -> dict[str, float]:
 
 
 def streams(scale: float) -> dict[str, dict[str, float]]:
-    """Tokens a second, and CPU of both ends, by server and tokens a message."""
+    """Return tokens per second and CPU time of both ends, by server and tokens per message."""
     found = {}
     with server("grpc", str(HEAD)) as (port, process):
         for tokens in MESSAGES:
@@ -160,7 +160,7 @@ Round = Callable[[int, int], None]
 
 def grpc_round(port: int) -> Round:
     def run(tokens: int, count: int) -> None:
-        # All different: equal queries that meet would be scored once.
+        # All different, because the service scores concurrent equal queries only once.
         ids = np.random.default_rng(0).integers(0, VOCAB, (count, tokens + 1), dtype=np.int32)
         with TeacherClient(f"127.0.0.1:{port}") as client:
             pending = deque(client.submit(ScoreQuery(one, 1, top_k=HEAD)) for one in ids)
@@ -171,7 +171,7 @@ def grpc_round(port: int) -> Round:
 
 
 def http_round(port: int, name: str, clients: int) -> Round:
-    """With several connections the server encodes while clients decode."""
+    """With several connections, the server encodes while the clients decode."""
     decode = FORMATS[name].decode
 
     def client(tokens: int, count: int) -> None:
@@ -190,7 +190,7 @@ def http_round(port: int, name: str, clients: int) -> Round:
 
 
 def measured(process: psutil.Process, tokens: int, count: int, run: Round) -> dict[str, float]:
-    """The median of three rounds, after one that warms up."""
+    """Return the median of three rounds after one warm-up round."""
     run(tokens, max(4, count // 32 * 4))
     found = []
     for _ in range(3):
@@ -212,7 +212,7 @@ def cpu(process: psutil.Process) -> float:
 
 
 def targets(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What was aimed at, what was found."""
+    """Return the targets of the benchmark with the measured values."""
     stream = result["stream"]
     ours = stream["ours, 512"]
 

@@ -1,7 +1,8 @@
-"""How rows cross a wire: ours, and what other servers send, re-implemented from their sources.
+"""The wire formats that are compared: this project's, and those of other servers, reimplemented.
 
-Each format starts from what its server holds when the model is done, and ends with what its client
-hands on. The peers hold Python objects, one a candidate; that is theirs, and its cost is counted.
+Encoding starts from the data that each server holds after the forward pass, and decoding ends with
+the data that its client returns. The peers hold one Python object per candidate, so the cost of
+these objects is included.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from protos.rows.codec import RowBlock, decode_rows, encode_rows
 
 @dataclass(frozen=True)
 class Logprob:
-    """As vLLM's: one an entry of `prompt_logprobs`."""
+    """vLLM's Logprob: one per entry of `prompt_logprobs`."""
 
     logprob: float
     rank: int
@@ -32,7 +33,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class Format:
-    """`hold` is not timed: it makes what the server has before it encodes."""
+    """One wire format. `hold` is untimed: it makes the data that the server holds beforehand."""
 
     name: str
     hold: Callable[[RowBlock], Any]
@@ -45,7 +46,7 @@ def rows_as_they_are(block: RowBlock) -> RowBlock:
 
 
 def dictionaries(block: RowBlock) -> list[dict[int, Logprob]]:
-    """vLLM's `prompt_logprobs`, an object a candidate."""
+    """vLLM's `prompt_logprobs`: one object per candidate."""
     return [
         {
             token: Logprob(logprob, rank, f"tok{token}")
@@ -61,7 +62,7 @@ def nested_lists(block: RowBlock) -> tuple[list[list[float]], list[list[int]]]:
 
 
 class Completion(pydantic.BaseModel):
-    """What of vLLM's response matters here."""
+    """The part of vLLM's response that matters here."""
 
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
@@ -95,7 +96,7 @@ def trl_json_lists(data: bytes) -> Any:
 
 
 def trl_base64(held: list[dict[int, Logprob]]) -> bytes:
-    """TRL's `response_format="binary"` (1.2): padded arrays filled candidate by candidate."""
+    """TRL's `response_format="binary"` (1.2): padded arrays, filled one candidate at a time."""
     k = len(held[0])
     logprobs = np.full((1, len(held), k), float("-inf"), np.float32)
     ids = np.zeros((1, len(held), k), np.int32)
@@ -139,14 +140,14 @@ def trl_base64_lists(data: bytes) -> Any:
 
 
 def sglang_base64(held: tuple[list[list[float]], list[list[int]]]) -> bytes:
-    """SGLang's `return_flat_raw_top_logprobs_b64`: flat arrays of its nested lists."""
+    """SGLang's `return_flat_raw_top_logprobs_b64`: flat arrays made from its nested lists."""
     return flat_base64(
         RowBlock(np.asarray(held[1], np.int32), np.asarray(held[0], np.float32), _NONE, _NONE)
     )
 
 
 def flat_base64(block: RowBlock) -> bytes:
-    """The same wire, had its server kept arrays."""
+    """The same format for a server that holds arrays instead of lists."""
     return orjson.dumps(
         {
             "input_top_logprobs_val_flat_b64": _base64(block.head_logprobs),
@@ -168,7 +169,7 @@ def flat_base64_arrays(data: bytes) -> tuple[Any, Any]:
 
 
 def repeated_fields(block: RowBlock) -> bytes:
-    """The obvious protobuf: packed `repeated uint32` and `repeated float`."""
+    """Plain protobuf: packed `repeated uint32` and `repeated float`."""
     message = _REPEATED()
     message.ids.extend(block.head_ids.ravel())
     message.logprobs.extend(block.head_logprobs.ravel())

@@ -1,9 +1,9 @@
-"""The servers that `benchmarks.wire` asks, each a process of its own, with rows made beforehand.
+"""The servers that `benchmarks.wire` measures, each in its own process, with prepared rows.
 
     python -m benchmarks.wire_servers grpc K           the teacher service itself
     python -m benchmarks.wire_servers http K FORMAT    GET /TOKENS, on FastAPI and uvicorn
 
-They print their port.
+Each server prints its port.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_LENGTH = 8192
 
 
 def head_of(block: RowBlock, k: int) -> RowBlock:
-    """The k likeliest candidates of each row; the tail stays that of the whole head."""
+    """Return the rows with only the k likeliest candidates and the tail of the full head."""
     ids, logprobs = block.head_ids, block.head_logprobs
     assert ids is not None
     return RowBlock(
@@ -45,7 +45,7 @@ def head_of(block: RowBlock, k: int) -> RowBlock:
 
 
 class RecordedEngine(FakeEngine):
-    """Answers at once: what it costs is the service, not the model."""
+    """An engine that returns prepared rows at once, so that only the service is measured."""
 
     def __init__(self, rows: RowBlock) -> None:
         super().__init__(FakeSettings(vocab=VOCAB, max_length=MAX_LENGTH))
@@ -88,7 +88,8 @@ async def serve_http(k: int, name: str) -> None:
     async def answer(tokens: int) -> Response:
         return Response(wire.encode(held(tokens)), media_type="application/json")
 
-    # With the protocol named asyncio sends at once; else an answer waits for an acknowledgement.
+    # asyncio sets TCP_NODELAY only if the socket names its protocol. Without it, a response
+    # can wait for an acknowledgement.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     listener.listen()
