@@ -123,7 +123,11 @@ def test_prompts_with_no_room_for_an_answer_are_refused(material: Material, tmp_
     ("arguments", "code", "said"),
     [
         (["m", "--reward", "maths", "--data", "x.jsonl"], ExitCode.USAGE, "reward.type: must be"),
-        (["m", "--reward", "math"], ExitCode.USAGE, "--data: math needs prompts; give a file"),
+        (
+            ["m", "--reward", "math"],
+            ExitCode.USAGE,
+            "--data: math needs prompts; give a .jsonl or .parquet file",
+        ),
         (
             ["m", "--reward", "reasoning_gym:chain_sum", "--data", "x.jsonl"],
             ExitCode.USAGE,
