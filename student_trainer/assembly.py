@@ -109,6 +109,7 @@ def assemble(
         anchor=method.anchor,
         values=method.values,
         facts=method.facts,
+        of_step=checkpoint.metrics_of(saved) if saved else None,
     )
     return Trainer(config, run, progress, parts)
 

@@ -4,7 +4,8 @@
                                optimizer.safetensors    AdamW's moments
                                anchor.safetensors       only if the job has an anchor
                                critic.safetensors       only if the job has a critic
-                               state.json               the step and the method's facts
+                               state.json               the step, the method's facts, and the
+                                                        metrics of the step if not yet logged
                                manifest.json            SHA-256 of every other file
 
 Tensors are stored in full, not as shards, so a run can resume with any number of processes.
@@ -59,11 +60,13 @@ def save_checkpoint(
     anchor: Anchor | None = None,
     values: CriticAdvantages | None = None,
     facts: Mapping[str, str] | None = None,
+    metrics: Mapping[str, float] | None = None,
     main: bool = True,
 ) -> None:
     """Collective. Write the checkpoint of `step` atomically; only the `main` process writes.
 
     Every process contributes its shards of the tensors. `facts`: strings that `facts_of` returns.
+    `metrics`: those of the step, which `metrics_of` returns.
     Raises WrongState if a newer attempt has taken over the run.
     """
     adapted = has_adapters(model)
@@ -85,7 +88,10 @@ def save_checkpoint(
             save_file(anchored, partial / _ANCHOR, metadata={"counts": counts})
         if values is not None:
             save_file(values.state(), partial / _CRITIC)
-        (partial / "state.json").write_text(json.dumps({"step": step, **(facts or {})}) + "\n")
+        state = {"step": step, **(facts or {})}
+        if metrics is not None:
+            state["metrics"] = dict(metrics)
+        (partial / "state.json").write_text(json.dumps(state) + "\n")
 
     if main:
         write_atomically(checkpoint_path(root, step), write)
@@ -236,9 +242,17 @@ def is_intact(path: Path) -> bool:
 
 
 def facts_of(path: Path) -> Mapping[str, str]:
-    """Return the content of state.json: the step, and the facts given to `save_checkpoint`."""
-    facts: dict[str, str] = json.loads((path / "state.json").read_text())
-    return facts
+    """Return the facts given to `save_checkpoint`."""
+    state = json.loads((path / "state.json").read_text())
+    return {name: value for name, value in state.items() if isinstance(value, str)}
+
+
+def metrics_of(path: Path) -> Mapping[str, float] | None:
+    """Return the metrics given to `save_checkpoint`; None if there are none."""
+    metrics: Mapping[str, float] | None = json.loads((path / "state.json").read_text()).get(
+        "metrics"
+    )
+    return metrics
 
 
 def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

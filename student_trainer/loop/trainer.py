@@ -6,7 +6,11 @@ bits as one that was never killed. A step has one optimizer update; in RL `metho
 
 For each step the trainer gets the sequences from the method (`steps`), splits them into
 micro-batches, waits for the teacher's rows of one micro-batch at a time, adds up the gradients, and
-updates the student, then the anchor. It evaluates, logs and saves at the job's intervals.
+updates the student, then the anchor. It saves, evaluates and logs at the job's intervals.
+
+The checkpoint of a step is written before the step is evaluated, so that an evaluation that fails
+loses no step. The checkpoint then holds the metrics of its step. An attempt that resumes from it
+and finds no line of the step in metrics.jsonl repeats the evaluation and writes the line.
 """
 
 from __future__ import annotations
@@ -64,6 +68,7 @@ class Parts:
     anchor: Anchor | None = None
     values: CriticAdvantages | None = None
     facts: Mapping[str, str] = field(default_factory=dict)  # saved in every checkpoint
+    of_step: Mapping[str, float] | None = None  # metrics of `step`, if its checkpoint has them
 
 
 class Trainer:
@@ -87,6 +92,7 @@ class Trainer:
         self._anchor = parts.anchor
         self._values = parts.values
         self._facts = parts.facts
+        self._of_step = parts.of_step
         self._watches: list[HeadWatch | StabilityWatch] = []
         if isinstance(config, RLJob) and parts.anchor is not None:
             self._watches.append(StabilityWatch(config, parts.anchor))
@@ -96,9 +102,9 @@ class Trainer:
     def train(self) -> Verdict:
         """Collective. Train to `max_steps`, then export the model; return the verdict.
 
-        Returns "succeeded", or "cancelled" if the run was asked to stop. If a step raises a
-        DistillError before it has changed a weight, saves a checkpoint of the last finished step
-        and then raises the error. Closes the metrics log.
+        Returns "succeeded", or "cancelled" if the run was asked to stop. If an evaluation raises a
+        DistillError, or a step before it has changed a weight, saves a checkpoint of the last
+        finished step and then raises the error. Closes the metrics log.
         """
         try:
             return self._train()
@@ -110,6 +116,8 @@ class Trainer:
         config = self._config
         if self._step == 0:
             self._log(self._evaluate())
+        elif self._of_step is not None and self._is_unlogged():
+            self._evaluate_and_log(self._of_step)
         while self._step < config.max_steps:
             stop = self._progress.stop_wanted()
             if stop:
@@ -122,14 +130,35 @@ class Trainer:
             if self._accelerator.is_main_process:  # one process is enough to log the warnings
                 for watch in self._watches:
                     watch.see(self._step, metrics)
-            last = self._step == config.max_steps
-            if last or self._step % config.eval.every == 0:
-                metrics |= self._evaluate()
-            self._log(metrics)
-            if last or self._step % config.checkpoint.every == 0:
-                self._save()
+            if self._is_due(config.checkpoint.every):
+                self._save(metrics)
+            self._evaluate_and_log(metrics)
         self._export()
         return "succeeded"
+
+    def _is_due(self, every: int) -> bool:
+        return self._step == self._config.max_steps or self._step % every == 0
+
+    def _is_unlogged(self) -> bool:
+        """Collective. Return whether metrics.jsonl lacks the line of the last finished step."""
+        steps = [self._step]
+        if self._metrics is not None:
+            steps = [point.step for point in read_points(self._run.metrics)]
+        return bool(largest(self._accelerator, int(self._step not in steps)))
+
+    def _evaluate_and_log(self, metrics: Mapping[str, float]) -> None:
+        """Collective. Evaluate the last finished step if it is due, and write its line."""
+        if not self._is_due(self._config.eval.every):
+            self._log(metrics)
+            return
+        try:
+            evaluated = self._evaluate()
+        except DistillError:
+            self._save(metrics)
+            raise
+        self._log({**metrics, **evaluated})
+        if self._saved == self._step:
+            self._delete_old()  # the evaluation may have found a new best checkpoint
 
     def _train_or_save(self, step: int) -> dict[str, float]:
         self._within_step = False
@@ -137,8 +166,6 @@ class Trainer:
             return self._train_step(step)
         except DistillError:
             # No weight has changed since the last finished step, on any rank, so it can be saved.
-            # An error in an evaluation is not handled here: the metrics of its step are not
-            # written, so its step must be repeated.
             if not self._within_step:
                 self._save()
             raise
@@ -260,13 +287,17 @@ class Trainer:
             write_samples(self._run, self._step, transcripts)
         return metrics
 
-    def _log(self, metrics: dict[str, float]) -> None:
+    def _log(self, metrics: Mapping[str, float]) -> None:
         if self._metrics is not None:
             self._metrics.write(self._step, metrics)
             failpoint("metrics-written")
         self._progress.say("training", self._step)
 
-    def _save(self) -> None:
+    def _save(self, metrics: Mapping[str, float] | None = None) -> None:
+        """Collective. Write the checkpoint of the last finished step, unless it is written already.
+
+        `metrics`: of this step, if metrics.jsonl does not have them yet.
+        """
         if self._step == self._saved:
             return
         self._progress.say("saving", self._step)
@@ -282,13 +313,18 @@ class Trainer:
             anchor=self._anchor,
             values=self._values,
             facts=self._facts,
+            metrics=metrics,
             main=main,
         )
-        if main:
+        self._delete_old()
+        self._saved = self._step
+
+    def _delete_old(self) -> None:
+        """Collective. Delete all checkpoints but the newest ones and the best one."""
+        if self._accelerator.is_main_process:
             best = best_step(read_points(self._run.metrics), self._run.checkpoint_steps())
             checkpoint.delete_old(self._run.checkpoints, self._config.checkpoint.keep, best=best)
         self._accelerator.wait_for_everyone()
-        self._saved = self._step
 
     def _export(self) -> None:
         self._progress.say("exporting", self._step)

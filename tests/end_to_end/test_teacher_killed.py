@@ -86,20 +86,21 @@ def test_a_teacher_that_stays_away(
         mortal.kill()
         assert process.wait() == ExitCode.UNREACHABLE, process.log
     status = told_failure(run)
-    if status.phase == "saving":  # lost in a step, as it nearly always is: nothing is done again
-        assert newest(run) == metrics_of(run)[-1]["step"]
+    if status.phase == "saving":  # lost in a step, or in the evaluation after it: nothing is redone
+        assert newest(run) - metrics_of(run)[-1]["step"] in (0, 1)
     go_on(run, mortal, undisturbed)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("every", [3, 4])
 def test_a_teacher_that_stays_away_from_an_evaluation(
-    material: Material, mortal: MortalTeacher, teacher: str, tmp_path: Path
+    material: Material, mortal: MortalTeacher, teacher: str, tmp_path: Path, every: int
 ) -> None:
-    """No checkpoint is of a step whose line was never written: the curve has no gap."""
+    """The checkpoint of step 4 is there; the next attempt makes up for the lost evaluation."""
     from tests.student_trainer.tiny import job
 
     # A second of evaluation, in which to kill.
-    changes = {"max_steps": 8, "eval__every": 4, "eval__prompts": 600, "checkpoint__every": 3}
+    changes = {"max_steps": 8, "eval__every": 4, "eval__prompts": 600, "checkpoint__every": every}
     expected = finish(new_run(tmp_path / "straight", job(material, teacher, **changes)))
     config = job(material, mortal.address, **changes, teacher__patience_seconds=PATIENCE)
     run = new_run(tmp_path / "run", config)
@@ -108,9 +109,10 @@ def test_a_teacher_that_stays_away_from_an_evaluation(
         eventually(lambda: is_evaluating(run), 60)
         mortal.kill()
         assert process.wait() == ExitCode.UNREACHABLE, process.log
-    assert told_failure(run).phase == "evaluating"
-    assert (newest(run), metrics_of(run)[-1]["step"]) == (3, 3)
+    told_failure(run)
+    assert (newest(run), metrics_of(run)[-1]["step"]) == (4, 3)
     go_on(run, mortal, expected)
+    assert [line["step"] for line in metrics_of(run)] == list(range(9))
 
 
 def is_evaluating(run: RunDirectory) -> bool:
