@@ -143,7 +143,7 @@ class EvalConfig(Table):
     prompts: Count = 128
     """Number of held-out prompts (or stored sequences)."""
     metric: Literal["none", "exact_match"] = "none"
-    """exact_match: compare final answers (the text after the last '####', or all of it)."""
+    """exact_match: compare final answers (the line after the last '####', or all of it)."""
 
 
 class CheckpointConfig(Table):

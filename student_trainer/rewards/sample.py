@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+MARK = "####"  # of GSM8K: the final answer follows
+
 
 @dataclass(frozen=True)
 class RewardSample:
@@ -40,5 +42,9 @@ class Scores:
 
 
 def conclusion(text: str) -> str:
-    """Return the text after the last '####', or all of it. Keeps commas, unlike `final_answer`."""
-    return text.rsplit("####", 1)[-1].strip()
+    """Return the rest of the line after the last '####', or all of a text without this mark.
+
+    '####' is GSM8K's mark of the final answer. Keeps commas, unlike `final_answer`.
+    """
+    _, mark, after = text.rpartition(MARK)
+    return after.strip().partition("\n")[0].rstrip() if mark else text.strip()

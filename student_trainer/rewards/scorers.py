@@ -14,7 +14,7 @@ from typing import Any
 from clients.config.reward import RewardConfig
 from protos.errors import InvalidInput
 from student_trainer.rewards.missing_package import missing
-from student_trainer.rewards.sample import RewardSample, conclusion
+from student_trainer.rewards.sample import MARK, RewardSample, conclusion
 from student_trainer.rewards.text_match import exact_match, f1, final_answer, normalized, same_words
 
 
@@ -73,14 +73,20 @@ def _math() -> Scorer:
     # its warnings about that are hidden.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
+    def expression(sample: RewardSample) -> list[Any]:
+        # A text with the mark says what its final answer is; without it, the parser searches.
+        text = _marked(conclusion(sample.text)) if MARK in sample.text else sample.text
+        found: list[Any] = parse(text, parsing_timeout=None)
+        return found
+
     def score(sample: RewardSample) -> float:
-        gold = parse(_marked(sample.reference), parsing_timeout=None)
+        gold = parse(_marked(conclusion(sample.reference)), parsing_timeout=None)
         if not gold:
             raise ValueError(f"the reference {sample.reference!r} is not a mathematical expression")
-        return float(verify(gold, parse(sample.text, parsing_timeout=None), timeout_seconds=None))
+        return float(verify(gold, expression(sample), timeout_seconds=None))
 
     def said(sample: RewardSample) -> str:
-        found = parse(sample.text, parsing_timeout=None)
+        found = expression(sample)
         if found and getattr(found[0], "is_real", False) and found[0].is_number:
             return f"{float(found[0]):.10g}"  # 1/2 and 0.5 are one vote
         return str(found[0]) if found else ""
@@ -88,9 +94,17 @@ def _math() -> Scorer:
     return Scorer(score, said)
 
 
-def _marked(reference: str) -> str:
-    """Mark a bare reference (`1/2`, `... #### 72`) as LaTeX, which the parser needs."""
-    bare = conclusion(reference)
+# A number, with a dollar sign before it or words after it: `$1,000.`, `72 apples`. Not `72%`, `1/2`.
+_NUMBER = re.compile(
+    r"\\?\$?\s*(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)"
+    r"(?=[.,;:]?\s+[A-Za-z]{3,}(?![\w(\\])|[^\w%]*$)"
+)
+
+
+def _marked(bare: str) -> str:
+    """Mark a bare answer (`1/2`, `72 apples`) as LaTeX, which the parser needs."""
+    if number := _NUMBER.match(bare):
+        return f"${number[1]}$"
     return bare if "$" in bare or "\\boxed" in bare else f"${bare}$"
 
 

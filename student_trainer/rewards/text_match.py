@@ -6,10 +6,19 @@ import re
 import string
 from collections import Counter
 
+from student_trainer.rewards.sample import conclusion
+
+_PRICE = re.compile(r"\$?\s*(-?\d+(?:\.\d+)?)\.?")
+
 
 def final_answer(text: str) -> str:
-    """Return the text after the last '####' (the mark of GSM8K), or all of it, without commas."""
-    return text.rsplit("####", 1)[-1].strip().replace(",", "")
+    """Return the `conclusion` of a text without commas.
+
+    A number loses a dollar sign before it and a full stop after it.
+    """
+    bare = conclusion(text).replace(",", "")
+    number = _PRICE.fullmatch(bare)
+    return number[1] if number else bare
 
 
 def exact_match(answer: str, reference: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from protos.errors import InvalidInput
 from student_trainer.rewards.sample import RewardSample
 from student_trainer.rewards.scorers import make_scorer
 
+GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "test.jsonl"
+
 
 @pytest.mark.parametrize(
     ("answer", "reference", "right"),
@@ -19,6 +22,19 @@ from student_trainer.rewards.scorers import make_scorer
         (r"so it is \boxed{\frac{1}{2}}", r"\boxed{\frac{2}{4}}", True),
         ("12*2=24, then 24+48 #### 72", "6*12=72 #### 72", True),
         ("12*6=72, no: #### 71", "6*12=72 #### 72", False),
+        ("#### 72\nThe other 3 are not sold.", "#### 72", True),
+        ("#### 72 apples, and 3 are left", "#### 72", True),
+        ("It is 72. #### 71\nNo, it is 72.", "#### 72", False),
+        ("#### 71\nNo: #### 72", "#### 72", True),
+        ("#### 72.", "#### 72", True),
+        ("#### $1,072", "#### 1072", True),
+        ("#### $72$", "#### 72", True),
+        ("#### 72%", "0.72", True),
+        ("#### 1/2", "0.5", True),
+        (r"#### \frac{1}{2}", "0.5", True),
+        (r"#### 2\sqrt{3}", "#### 2", False),
+        ("#### (1,2)", "(2,1)", False),
+        ("72 ####", "#### 72", False),
         ("The answer is 1000", "1,000", True),
         (r"\boxed{x^2+2x+1}", r"$(x+1)^2$", True),
         (r"\boxed{\{1,2\}}", r"\{2,1\}", True),
@@ -31,6 +47,41 @@ def test_math_is_by_value(answer: str, reference: str, right: bool) -> None:
     assert (
         make_scorer(RewardConfig(type="math")).score(RewardSample("", answer, reference)) == right
     )
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "right"),
+    [
+        ("so 5 * 2 #### 1,000", "#### 1000", True),
+        ("#### 72.", "#### 72", True),
+        ("#### $72", "#### 72", True),
+        ("#### -$3.50.", "#### -3.50", False),  # a sign before the dollar is text
+        ("#### $-3.50.", "#### -3.50", True),
+        ("#### 72\nI hope this helps.", "#### 72", True),
+        ("#### 72 apples", "#### 72", False),
+        ("#### 7.2", "#### 72", False),
+        ("#### Dr. No.", "#### Dr. No", False),
+        ("72 ####", "72", False),
+    ],
+)
+def test_exact_match_is_of_the_final_answers(answer: str, reference: str, right: bool) -> None:
+    sample = RewardSample("", answer, reference)
+    assert make_scorer(RewardConfig(type="exact_match")).score(sample) == right
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason="needs GSM8K beside the checkout (../shared)")
+@pytest.mark.parametrize("kind", ["math", "exact_match"])
+def test_the_solutions_of_gsm8k(kind: str) -> None:
+    """1,319 solutions: right as they are and with text after them, wrong with another number."""
+    score = make_scorer(RewardConfig(type=kind)).score
+    golds = [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
+    assert len(golds) == 1319
+    bodies = [gold.rsplit("####", 1)[0] for gold in golds]
+    assert all(score(RewardSample("", gold, gold)) for gold in golds)
+    after = "\nThe other 3 are left."
+    assert all(score(RewardSample("", gold + after, gold)) for gold in golds)
+    pairs = zip(bodies, golds, strict=True)
+    assert not any(score(RewardSample("", f"{body}#### 987654", gold)) for body, gold in pairs)
 
 
 def test_math_without_a_reference_is_no_wrong_answer() -> None:
