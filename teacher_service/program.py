@@ -68,8 +68,8 @@ class Settings:
 def run(settings: Settings) -> None:
     """Load the engine and serve until SIGTERM or SIGINT.
 
-    Raises InvalidInput if the settings cannot work, and WrongState if the self-test of the engine
-    fails.
+    Raises SystemExit with code 1 if the engine fails every batch; see Batcher. Raises InvalidInput
+    if the settings cannot work, and WrongState if the self-test of the engine fails.
     """
     redis = open_redis(settings.cache) if settings.cache else None
     metrics = TeacherMetrics()
@@ -142,7 +142,13 @@ async def _serve(
 ) -> None:
     info = engine.info
     limits = Limits(info.vocab_size, info.max_length, min(settings.max_top_k, info.vocab_size))
-    batching = Batcher(engine, max_batch_tokens=settings.engine.max_batch_tokens, metrics=metrics)
+    stop = asyncio.Event()
+    batching = Batcher(
+        engine,
+        max_batch_tokens=settings.engine.max_batch_tokens,
+        on_broken=stop.set,
+        metrics=metrics,
+    )
     async with cache or nullcontext(), batching as batcher:
         scorer = Scorer(batcher, cache)
         weights = Weights(engine, batcher)
@@ -163,4 +169,7 @@ async def _serve(
             grace_seconds=GRACE_SECONDS,
             on_ready=on_ready,
             on_stop=servicer.drain,
+            stop=stop,
         )
+        if batcher.broken:
+            raise SystemExit(1)

@@ -183,7 +183,7 @@ class TeacherLane:
 
     def _carry(self, info: teacher_pb2.TeacherInfo) -> None:
         identity = identity_of(info.fingerprint, info.version)
-        stream = self._window.open()
+        stream = self._window.open(self.address)
         self.connected = True
         try:
             self._call = self.stub.Score(stream.requests(), metadata=((IDENTITY_KEY, identity),))

@@ -6,17 +6,28 @@ import itertools
 import random
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 
 from clients.teacher.query import ScoreQuery, answer_bytes, request_of
 from clients.teacher.row_assembly import ScoreAssembly
 from protos import teacher_pb2
-from protos.errors import Corrupt, DistillError, Overloaded, Unavailable, error_of
+from protos.errors import (
+    Corrupt,
+    DistillError,
+    InternalFault,
+    Overloaded,
+    Unavailable,
+    error_of,
+)
 from protos.rows.codec import RowBlock
 
 _PAUSE_SECONDS = 0.5  # least pause before a request goes to an overloaded teacher again
+# A request that a teacher fails with one of these errors is sent again, to another teacher if there
+# is one, and fails after this many tries at each teacher.
+_NOT_THE_QUERY = (InternalFault, Unavailable)
+MAX_TRIES = 3
 _ENTRY_BYTES = 2048  # estimated memory of a request and its future, rows excluded
 
 
@@ -32,6 +43,7 @@ class _Answer(Future[RowBlock]):
         self._window = window
         self.held = 0  # bytes it takes of the prefetch limit now
         self.wanted = False
+        self.failures: Counter[str] = Counter()  # by teacher: the failed tries of this request
         self.query = query
         self.assembly = ScoreAssembly(query)
         self.size = answer_bytes(query) + _ENTRY_BYTES
@@ -101,10 +113,10 @@ class ScoreWindow:
             self._changed.notify_all()
         return answer
 
-    def open(self) -> WindowStream:
-        """Register a stream, which takes requests from the queue until its `end`."""
+    def open(self, teacher: str = "") -> WindowStream:
+        """Register a stream to `teacher`, which takes requests from the queue until its `end`."""
         with self._changed:
-            stream = WindowStream(self)
+            stream = WindowStream(self, teacher)
             self._streams.append(stream)
             return stream
 
@@ -196,16 +208,26 @@ class ScoreWindow:
         """True if an answer of a teacher is due. One held back by the limit is not due."""
         return any(stream.sent for stream in self._streams) or self._first() is not None
 
-    def _first(self) -> _Answer | None:
-        """Return the next request to send, the oldest one, or None if the limit forbids it."""
+    def _first(self, teacher: str | None = None) -> _Answer | None:
+        """Return the next request to send, the oldest one, or None if the limit forbids it.
+
+        With `teacher`, requests are passed over that another connected teacher failed less often.
+        """
         while self._waiting and self._waiting[0].cancelled():
             self._waiting.popleft()
-        if not self._waiting:
+        for answer in self._waiting:
+            if teacher is None or answer.failures[teacher] <= self._fewest_failures(answer):
+                break
+        else:
             return None
-        answer = self._waiting[0]
         fits = self._held_bytes + answer.size <= self._max_bytes
         # A request larger than the limit is sent when nothing else is held.
         return answer if fits or answer.held or answer.wanted or not self._held_bytes else None
+
+    def _fewest_failures(self, answer: _Answer) -> int:
+        if not answer.failures:
+            return 0
+        return min((answer.failures[stream.teacher] for stream in self._streams), default=0)
 
     def _take_all(self) -> list[_Answer]:
         with self._changed:
@@ -224,7 +246,8 @@ class WindowStream:
     are recognised and ignored.
     """
 
-    def __init__(self, window: ScoreWindow) -> None:
+    def __init__(self, window: ScoreWindow, teacher: str) -> None:
+        self.teacher = teacher
         self._window = window
         self._changed = window._changed
         self._idle = False  # its sender waits for a request
@@ -251,9 +274,9 @@ class WindowStream:
         with self._changed:
             while not (self._ended or window.closed):
                 pause = self._paused_until - time.monotonic()
-                answer = window._first() if pause <= 0 and self._is_next() else None
-                if answer is not None:
-                    window._waiting.popleft()
+                answer = window._first(self.teacher) if pause <= 0 else None
+                if answer is not None and self._is_next(answer):
+                    window._waiting.remove(answer)
                     window._held_bytes += answer.size - answer.held
                     answer.held = answer.size
                     wire_id = str(next(window._ids))
@@ -266,10 +289,13 @@ class WindowStream:
                 self._idle = False
             return None
 
-    def _is_next(self) -> bool:
-        """True if this stream may take a request, and no idle stream has fewer in flight."""
-        most = self._window._max_requests
-        least = min((len(s.sent) for s in self._window._streams if s._idle), default=most)
+    def _is_next(self, answer: _Answer) -> bool:
+        """True if this stream has room, and no idle stream that may take it has fewer in flight."""
+        most, fewest = self._window._max_requests, self._window._fewest_failures(answer)
+        idle = (s for s in self._window._streams if s._idle)
+        least = min(
+            (len(s.sent) for s in idle if answer.failures[s.teacher] <= fewest), default=most
+        )
         return len(self.sent) < most and len(self.sent) <= least
 
     def receive(self, chunk: teacher_pb2.ScoreChunk) -> None:
@@ -304,6 +330,12 @@ class WindowStream:
         if chunk.HasField("error"):
             error = chunk.error
             fault = error_of(error.code, error.message, field=error.field, hint=error.hint)
+            if isinstance(fault, _NOT_THE_QUERY):
+                answer.failures[self.teacher] += 1
+                if self._window._fewest_failures(answer) >= MAX_TRIES:
+                    return fault
+                self._send_again(chunk.request_id)
+                return None
             if not isinstance(fault, Overloaded):
                 return fault
             # `silent_since` is not updated: a teacher that stays overloaded counts as silent.

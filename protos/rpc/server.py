@@ -99,8 +99,11 @@ async def serve(
     grace_seconds: float,
     on_ready: Callable[[int], None],
     on_stop: Callable[[], None] = lambda: None,
+    stop: asyncio.Event | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then give running calls `grace_seconds` seconds to finish.
+
+    Setting `stop` ends the server as a signal does.
 
     `register` adds the service to the server and returns its full name for health checks.
     `on_ready` is called with the bound port. `on_stop` is called when shutdown begins; it should
@@ -110,7 +113,7 @@ async def serve(
     TLS. Must run in the main thread, because it installs signal handlers.
     """
     endpoint.require_usable()
-    stop = asyncio.Event()
+    stop = stop or asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)

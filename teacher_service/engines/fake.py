@@ -29,7 +29,8 @@ class FakeSettings:
 
     `latency_ms` is the sleep before each batch. `max_length` is in tokens. Logits of positions
     after `nan_token` are NaN. A batch that contains `crash_token` raises RuntimeError. -1 disables
-    either token.
+    either token. Every batch after the first `raise_after` raises RuntimeError, unless it is -1;
+    the self-test scores three batches.
     """
 
     vocab: int = 512
@@ -38,6 +39,7 @@ class FakeSettings:
     latency_ms: int = 0
     nan_token: int = -1
     crash_token: int = -1
+    raise_after: int = -1
 
 
 def parse_settings(text: str) -> FakeSettings:
@@ -72,8 +74,10 @@ class FakeEngine:
     def __init__(self, settings: FakeSettings) -> None:
         tokens = tuple(f"t{i}" for i in range(settings.vocab))
         self._settings = settings
-        # Latency does not change the rows, so it is not part of the fingerprint.
+        self._batches = 0
+        # Latency and failing do not change the rows, so they are not part of the fingerprint.
         facts = {"engine": "fake", **asdict(settings), "latency_ms": 0}
+        del facts["raise_after"]
         self.info = EngineInfo(
             model="fake",
             fingerprint=fingerprint_of(facts),
@@ -90,9 +94,12 @@ class FakeEngine:
         """Score the batch after the configured latency.
 
         A query whose logits are NaN gets Corrupt. Raises RuntimeError if any query contains
-        `crash_token`.
+        `crash_token`, and for every batch after the first `raise_after`.
         """
         time.sleep(self._settings.latency_ms / 1000)
+        self._batches += 1
+        if 0 <= self._settings.raise_after < self._batches:
+            raise RuntimeError("the fake engine is set to fail every batch")
         if any(self._settings.crash_token in query.token_ids for query in queries):
             raise RuntimeError("the fake engine is set to crash on a token of this batch")
         return [self._score_one(query) for query in queries]

@@ -11,8 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 from clients.teacher.query import ScoreQuery
-from protos.errors import Overloaded
+from protos.errors import DistillError, Overloaded, Unavailable
 from protos.rows.codec import RowBlock
 from protos.rpc.failpoints import failpoint
 from teacher_service.engines.base import Engine, EngineInfo
@@ -25,7 +27,10 @@ _T = TypeVar("_T")
 # Long enough to collect the requests of one burst, and short compared to a forward pass.
 LINGER_SECONDS = 0.002
 MAX_QUEUED_BYTES = 256 << 20
+# An engine that fails this many batches in a row is broken; see Batcher.
+MAX_FAILED_BATCHES = 3
 _ENTRY_BYTES = 1024
+_PROBE_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,11 @@ class Batcher:
     of its own. While the engine is busy, new queries wait and form the next batch. An idle engine
     waits 2 ms for more queries before it scores the first one.
 
+    A batch has failed if the engine raised for each of its queries alone, and for a short probe as
+    well, so that the queries are not the cause. After `max_failed_batches` in a row the engine is
+    broken: waiting and further queries get Unavailable, `broken` is True, and `on_broken` is
+    called.
+
     It is an async context manager: entering starts the batching task, leaving stops it and cancels
     waiting queries. Use it from one event loop.
     """
@@ -59,12 +69,18 @@ class Batcher:
         *,
         max_batch_tokens: int,
         max_queued_bytes: int = MAX_QUEUED_BYTES,
+        max_failed_batches: int = MAX_FAILED_BATCHES,
+        on_broken: Callable[[], None] = lambda: None,
         metrics: TeacherMetrics | None = None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics or TeacherMetrics()
         self._max_batch_tokens = max_batch_tokens
         self._max_queued_bytes = max_queued_bytes
+        self._max_failed_batches = max_failed_batches
+        self._failed_batches = 0
+        self._on_broken = on_broken
+        self.broken = False
         self._queued_bytes = 0
         self._queue: deque[_Waiting] = deque()
         self._wake = asyncio.Event()
@@ -99,9 +115,11 @@ class Batcher:
     async def score(self, query: ScoreQuery) -> Scored:
         """Return the rows of a validated query. Cancelling the call drops the query.
 
-        Raises Overloaded if waiting queries take more than `max_queued_bytes`, and the error of the
-        engine for this query.
+        Raises Overloaded if waiting queries take more than `max_queued_bytes`, Unavailable if the
+        engine is broken, and the error of the engine for this query.
         """
+        if self.broken:
+            raise stopping()
         size = query.nbytes + _ENTRY_BYTES
         if self._queued_bytes + size > self._max_queued_bytes:
             raise Overloaded(
@@ -147,6 +165,19 @@ class Batcher:
         queries = [waiting.query for waiting in batch]
         answers = await loop.run_in_executor(self._thread, self._score_in_thread, queries)
         failpoint("batch-scored")
+        if self._failed_batches >= self._max_failed_batches and not self.broken:
+            error = next(answer for answer in answers if isinstance(answer, Exception))
+            count = self._failed_batches
+            log.error(
+                "the engine failed %d batches in a row, so this teacher stops: %r", count, error
+            )
+            self.broken = True
+            self._on_broken()
+        if self.broken:
+            for waiting in (*batch, *self._queue):
+                if not waiting.answer.done():
+                    waiting.answer.set_exception(stopping())
+            return
         for waiting, answer in zip(batch, answers, strict=True):
             if waiting.answer.done():
                 continue
@@ -156,6 +187,20 @@ class Batcher:
                 waiting.answer.set_exception(answer)
 
     def _score_in_thread(self, queries: Sequence[ScoreQuery]) -> list[Scored | Exception]:
+        answers = self._score_each(queries)
+        raised = all(_is_defect(answer) for answer in answers)
+        self._failed_batches = self._failed_batches + 1 if raised and self._probe_fails() else 0
+        return answers
+
+    def _probe_fails(self) -> bool:
+        """True if the engine raises for a short query too: the fault is its own."""
+        try:
+            self._engine.score([probe(self._engine.info)])
+        except Exception as error:
+            return _is_defect(error)
+        return False
+
+    def _score_each(self, queries: Sequence[ScoreQuery]) -> list[Scored | Exception]:
         try:
             return self._forward(queries)
         except Exception as error:
@@ -181,3 +226,21 @@ class Batcher:
             seconds=time.perf_counter() - began,
         )
         return [Scored(a, by) if isinstance(a, RowBlock) else a for a in answers]
+
+
+def probe(info: EngineInfo) -> ScoreQuery:
+    """Return a query of a few tokens, which every engine with this info can score."""
+    tokens = np.arange(min(_PROBE_TOKENS, info.max_length), dtype=np.int32) % info.vocab_size
+    return ScoreQuery(tokens, 1, top_k=1)
+
+
+def stopping() -> Unavailable:
+    """Return the error for requests to a teacher whose engine is broken."""
+    return Unavailable(
+        "this teacher stops, because its engine fails every batch",
+        hint="read the teacher's log",
+    )
+
+
+def _is_defect(answer: Scored | Exception) -> bool:
+    return isinstance(answer, Exception) and not isinstance(answer, DistillError)

@@ -45,6 +45,7 @@ class ScoreStream:
         self._in_flight = 0
         self._in_flight_bytes = 0
         self._taken = asyncio.Event()
+        self._fault: DistillError | None = None
         self._outgoing: asyncio.Queue[teacher_pb2.ScoreChunk | _Answered | None] = asyncio.Queue(
             _MAX_WAITING_CHUNKS
         )
@@ -56,15 +57,19 @@ class ScoreStream:
         """Yield the chunks of all answers until the client ends its requests or `drain` is called.
 
         An error of one request is yielded as its last chunk. If a request cannot be read, raises
-        InvalidInput after the earlier requests are answered.
+        InvalidInput after the earlier requests are answered. After `fail` it raises that error.
         """
         try:
             while (item := await self._outgoing.get()) is not None:
                 if isinstance(item, _Answered):
                     self._release(item.size)
                 else:
+                    if self._fault:
+                        break
                     # Code after this line runs once gRPC has taken the chunk and wants the next.
                     yield item
+            if self._fault:
+                raise self._fault
             self._raise_unreadable()
         finally:
             self.cancel()
@@ -72,6 +77,12 @@ class ScoreStream:
     def drain(self) -> None:
         """Stop reading requests. The stream ends after the requests read so far are answered."""
         self._reader.cancel()
+
+    def fail(self, fault: DistillError) -> None:
+        """End the stream with `fault` in place of further answers."""
+        self._fault = fault
+        for task in (self._reader, *self._answers):
+            task.cancel()
 
     def cancel(self) -> None:
         """Cancel all tasks, because the client has gone."""

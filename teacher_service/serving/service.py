@@ -10,7 +10,7 @@ from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import Unavailable, WrongState
 from protos.rpc.failpoints import failpoint
 from teacher_service.metrics_page import TeacherMetrics
-from teacher_service.serving.batcher import Batcher
+from teacher_service.serving.batcher import Batcher, stopping
 from teacher_service.serving.score_stream import ScoreStream
 from teacher_service.serving.scorer import Scorer, chunks_of
 from teacher_service.serving.validation import Limits, parse_request
@@ -78,8 +78,11 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         """Stream the rows of a stream of requests; an error of one request is sent as its chunk.
 
         If the client names a teacher in the metadata, raises WrongState if this is another teacher
-        or version, and Unavailable if a weight update is applied during the call.
+        or version, and Unavailable if a weight update is applied during the call or the engine is
+        broken.
         """
+        if self._batcher.broken:
+            raise stopping()
         version = self._version_asked_for(context.invocation_metadata())
         stream = ScoreStream(request_iterator, self._answer)
         self._streams.add(stream)
@@ -103,9 +106,16 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         return teacher_pb2.PushWeightsReply(version=info.version, fingerprint=info.fingerprint)
 
     def drain(self) -> None:
-        """Stop reading requests; each stream ends once the requests it has read are answered."""
+        """Stop reading requests; each stream ends once the requests it has read are answered.
+
+        If the engine is broken, each stream ends at once with Unavailable.
+        """
         for stream in self._streams:
-            stream.drain()
+            if self._batcher.broken:
+                # Clients send the requests of a broken connection to another teacher.
+                stream.fail(stopping())
+            else:
+                stream.drain()
 
     def _version_asked_for(self, metadata: Any) -> int | None:
         """Return the version that the client expects, or None if it names no teacher.
