@@ -1,6 +1,7 @@
 """Many streams in one client process: python -m tests.faults.many_streams ADDRESS KIND STREAMS
 
-`slow`: each stream keeps 8 requests in flight and takes one answer a second, until stdin ends.
+`slow`: each stream keeps 8 requests in flight and takes an answer every 5 s, until stdin ends;
+  the streams begin one after the other, not at one moment.
 `burst`: each stream asks 5 times and reads to the end; prints how the streams ended, as JSON.
 """
 
@@ -22,6 +23,7 @@ from protos.rpc.transport import CHANNEL_OPTIONS
 from tests.faults.sequences import VOCAB
 
 _IN_FLIGHT, _ASKED = 8, 5
+_PAUSE_SECONDS = 5.0
 # Of one connection; gRPC shares connections between channels with the same options.
 _STREAMS_PER_CONNECTION = 100
 
@@ -55,10 +57,11 @@ async def slow(streams: Streams, number: int) -> None:
             await room.acquire()
             yield request(number * 10_000 + count, 128, 32)
 
+    await asyncio.sleep(_PAUSE_SECONDS * number / _STREAMS_PER_CONNECTION)
     call = streams.stub(number).Score(requests())
     async for _ in call:
         room.release()
-        await asyncio.sleep(1)
+        await asyncio.sleep(_PAUSE_SECONDS)
 
 
 async def burst(streams: Streams, number: int) -> Counter[str]:
