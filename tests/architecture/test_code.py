@@ -59,6 +59,27 @@ def test_sizes(path: Path) -> None:
     assert long == []
 
 
+def without_docstring(path: Path) -> Iterator[str]:
+    """The public classes and functions of a module, and the public methods of those classes."""
+    waiting: list[tuple[str, ast.Module | ast.ClassDef]] = [("", ast.parse(path.read_text()))]
+    while waiting:
+        outer, body = waiting.pop()
+        for node in body.body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if not node.name.startswith("_"):
+                if ast.get_docstring(node) is None:
+                    yield f"{name_of(path)}:{node.lineno} {outer}{node.name}"
+                if isinstance(node, ast.ClassDef):
+                    waiting.append((f"{outer}{node.name}.", node))
+
+
+@pytest.mark.parametrize("path", OURS, ids=name_of)
+def test_every_public_definition_has_a_docstring(path: Path) -> None:
+    assert list(without_docstring(path)) == []
+    assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
 @pytest.mark.parametrize("path", EVERYTHING, ids=name_of)
 def test_ascii(path: Path) -> None:
     lines = path.read_text().splitlines()
