@@ -61,23 +61,9 @@ class DataSet:
     def _json_lines(self) -> Iterator[Mapping[str, Any]]:
         with open(self.path, "rb") as lines:
             for number, line in enumerate(lines, 1):
-                try:
-                    text = line.decode("utf-8-sig").strip()
-                    record = json.loads(text) if text else None
-                except ValueError as error:
-                    raise InvalidInput(
-                        f"{self.path}:{number} is not JSON: {error}",
-                        field=self.field,
-                        hint="each line must be one JSON object, in UTF-8",
-                    ) from error
-                if isinstance(record, dict):
+                record = record_in(line, f"{self.path}:{number}", self.field)
+                if record is not None:
                     yield record
-                elif text:
-                    raise InvalidInput(
-                        f"{self.path}:{number} is not a JSON object",
-                        field=self.field,
-                        hint='each line must be like {"prompt": "..."}',
-                    )
 
     def _parquet(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
         import pyarrow.parquet
@@ -110,6 +96,30 @@ class DataSet:
                 field=self.field,
                 hint="check its name, data.name, data.split and the network, or give a .jsonl file",
             ) from error
+
+
+def record_in(line: bytes, where: str, field: str) -> dict[str, Any] | None:
+    """Return the record in a line of a .jsonl file; None if the line is blank.
+
+    `where` is the place of the line in messages, such as `data.jsonl:3`. Raises InvalidInput,
+    naming `field`, if the line is not a JSON object in UTF-8.
+    """
+    try:
+        text = line.decode("utf-8-sig").strip()
+        record = json.loads(text) if text else None
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(
+            f"{where} is not JSON: {error}",
+            field=field,
+            hint="each line must be one JSON object, in UTF-8",
+        ) from error
+    if text and not isinstance(record, dict):
+        raise InvalidInput(
+            f"{where} is not a JSON object",
+            field=field,
+            hint='each line must be like {"prompt": "..."}',
+        )
+    return record
 
 
 def text_of(record: Mapping[str, Any], column: str, field: str, where: str) -> str:

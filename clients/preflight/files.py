@@ -14,6 +14,7 @@ from clients.config.file import named_files
 from clients.config.kinds import AnyJob, AnyTraining
 from clients.config.offline import OfflineJob
 from clients.data.records import FILE_SUFFIXES
+from clients.preflight.data_files import check_data
 from clients.preflight.disk import check_space
 from clients.preflight.packages import check_packages
 from clients.preflight.trackers import check_trackers
@@ -24,7 +25,7 @@ RELATIVE = "relative paths start at the current directory"
 
 
 def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE, packages: bool = True) -> None:
-    """Check the packages, files, trackers, disk space and store of a job.
+    """Check the packages, files, data, trackers, disk space and store of a job.
 
     `run` is the run directory, or the directory in which it will be made. `hint` is the hint of
     errors about missing files. `packages` is false if the job's program runs with another Python
@@ -35,6 +36,7 @@ def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE, packages: boo
     if packages:
         check_packages(config)
     check_files(config, hint)
+    check_data(config)
     if not isinstance(config, TrainingJob):
         return
     check_student(config.student)

@@ -120,13 +120,13 @@ CASES = {
     ),
     "no column": Refusal(
         {"data.path": "{root}/data.jsonl"},
-        ("data.prompt_column: ", "no column 'prompt'", "it has question", "name the column"),
+        ("data.prompt_column: ", "no column 'prompt'", "has the column question", "set data."),
         make=text("data.jsonl", '{"question": "1+1="}'),
     ),
     "bad json": Refusal(
         {"data.path": "{root}/data.jsonl"},
-        ("data.path: ", "data.jsonl:2 is not JSON", "one JSON object"),
-        make=text("data.jsonl", '{"prompt": "1+1="}', '{"prompt": "1+'),
+        ("data.path: ", "data.jsonl:21 is not JSON", "one JSON object"),
+        make=text("data.jsonl", *['{"prompt": "1+1=", "answer": "2"}'] * 20, '{"prompt": "1+'),
     ),
     "idle processes": Refusal(
         {"train.prompts_per_step": "1", "train.processes": "2"},
@@ -173,15 +173,15 @@ def test_the_server(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The same sentence: at once, where it can be known without reading the data; else the job is
+    """The same sentence: at once, where the first records of the data show it; else the job is
     FAILED with it, and without a second try.
     """
     from tests.student_trainer.tiny import job
 
     # What distill run and submit refuse from the looks of the file alone comes to a server as well.
     at_once = ("another tokenizer", "k > max", "no data file", "no student", "no teacher")
-    at_once += ("no weights", "too long")
-    at_start = ("bad json", "no column")
+    at_once += ("no weights", "too long", "no column")
+    at_start = ("bad json",)
     server = make_server(slots=2)
 
     def submit(case: Refusal, root: Path) -> Job:

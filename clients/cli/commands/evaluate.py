@@ -119,6 +119,7 @@ def exam(
         require_extra("rl", "an evaluation over an endpoint", field="--endpoint")
     else:
         require_extra("train", "the evaluation of a local model", field="MODEL")
+    _require_columns(config)
     if not out:
         config = config.model_copy(update={"out": f"runs/eval-{_digest(config)}"})
     output.say(f"answers are stored in {config.out}")
@@ -207,6 +208,14 @@ def _require(config: ExamConfig) -> None:
 def _require_file(file: str, field: str) -> None:
     if not Path(file).is_file():
         raise NotFound(f"no such file: {file}", field=field)
+
+
+def _require_columns(config: ExamConfig) -> None:
+    from clients.preflight.data_files import Expected, check_file, needs_reference, prompt_columns
+
+    if config.data is not None:
+        columns = prompt_columns(config.data, answers=needs_reference(config.reward))
+        check_file(Expected("--data", config.data.path, columns))
 
 
 def _digest(config: ExamConfig) -> str:

@@ -93,6 +93,7 @@ def _made_by(run: RunDirectory) -> dict[str, Path]:
 
 def _made(job: str, chosen: list[str], runs: Path) -> RunDirectory:
     from clients.config.file import load_job, localized
+    from clients.preflight.data_files import check_data
     from clients.preflight.files import check_files
     from clients.preflight.packages import check_packages
     from clients.runs.directory import RunDirectory
@@ -102,6 +103,7 @@ def _made(job: str, chosen: list[str], runs: Path) -> RunDirectory:
     config = _stored_absolute(localized(judged_beside(file.path, file.config)))
     check_packages(config)
     check_files(config)
+    check_data(config)
     for name in run_ids(config.method.type, config.name):
         with suppress(FileExistsError):
             return RunDirectory.create(runs / name, config, file.text, file.path.suffix.lower())

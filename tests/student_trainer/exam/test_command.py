@@ -182,11 +182,22 @@ def test_refusals_are_one_sentence(
     assert told.count("\n") == 1
 
 
-def test_what_only_the_program_finds_is_told_likewise(
-    material: Material, tmp_path: Path, capfd: Capture
-) -> None:
+def test_what_only_the_program_finds_is_told_likewise(tmp_path: Path, capfd: Capture) -> None:
     out = ("--out", str(tmp_path), "--samples", "1")
-    given = ["-q", "eval", "m=nowhere", "--reward", "exact_match", "--data", str(material.prompts)]
-    assert main([*given, "--set", "data.answer_column=solution", *out]) == ExitCode.USAGE
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1", "answer": "1"}\n' * 20 + '{"prompt": "1"}\n')
+    given = ["-q", "eval", "m=nowhere", "--reward", "exact_match", "--data", str(data)]
+    assert main([*given, *out]) == ExitCode.USAGE
     told = capfd.readouterr().err
-    assert told.startswith("error: --answer-column: there is no column 'solution' in row 1")
+    assert told.startswith("error: --answer-column: there is no column 'answer' in row 21")
+
+
+def test_a_column_that_is_not_there_is_told_at_once(material: Material, capfd: Capture) -> None:
+    given = ["-q", "eval", "m=nowhere", "--reward", "exact_match", "--data", str(material.prompts)]
+    assert main([*given, "--set", "data.answer_column=solution"]) == ExitCode.USAGE
+    told = capfd.readouterr().err
+    assert told.startswith("error: data.answer_column: ")
+    assert told.endswith(
+        "has no column 'solution'; the data has the columns prompt, answer; set data.answer_column"
+        " to one of them\n"
+    )

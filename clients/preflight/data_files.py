@@ -1,0 +1,217 @@
+"""Checks that the data files of a job can be read: format, first records and columns.
+
+Only the first records of a file are read, so a check takes milliseconds for a file of any size.
+Hub ids and directories are left to the job's program.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TypeAlias, assert_never
+
+from clients.config.capture import CaptureData, CaptureJob
+from clients.config.common import DataConfig
+from clients.config.kinds import AnyJob
+from clients.config.offline import OfflineData, OfflineJob
+from clients.config.on_policy import OnPolicyJob
+from clients.config.reward import RewardConfig
+from clients.config.rl import RLJob
+from clients.data.records import FILE_SUFFIXES, record_in
+from clients.data.regular_file import open_regular
+from protos.errors import InvalidInput
+
+# Column names by the keys that set them.
+Columns: TypeAlias = tuple[tuple[str, str], ...]
+
+_MOST_RECORDS = 8
+# Bytes that are read in search of the first records. A longer line is not parsed.
+_MOST_BYTES = 1 << 20
+# Suffixes of files that no hub id has: such a name is refused even if there is no such file.
+_OTHER_SUFFIXES = (".csv", ".tsv", ".json", ".txt", ".xlsx")
+_PARQUET_MAGIC = b"PAR1"
+# Calls of the package `datasets` that read other formats.
+_READERS = {".csv": "from_csv", ".json": "from_json", ".txt": "from_text"}
+# The column of a retriever's file of passages (student_trainer/environments/local_retriever.py).
+_PASSAGES = "contents"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A data file, and the columns that the job reads.
+
+    field: the key that names the file. columns: the columns that must exist.
+    """
+
+    field: str
+    path: str
+    columns: Columns
+
+
+def check_data(config: AnyJob) -> None:
+    """Raise InvalidInput if a local data file cannot be read or lacks a column that is read.
+
+    A file is refused if its format is not .jsonl or .parquet, if it has no records, or if a column
+    is in none of its first records. Never blocks on a pipe.
+    """
+    for expected in data_files(config):
+        check_file(expected)
+
+
+def data_files(config: AnyJob) -> Iterator[Expected]:
+    """Yield the data files and hub data sets that the job's program will read."""
+    match config:
+        case CaptureJob():
+            yield Expected("data.path", config.data.path, _captured(config.data))
+        case OfflineJob():
+            if config.eval.metric != "none" and config.data.eval_prompts is not None:
+                columns = prompt_columns(config.data, answers=True)
+                yield Expected("data.eval_prompts", config.data.eval_prompts, columns)
+        case OnPolicyJob() | RLJob():
+            if config.data is not None:
+                yield from _prompts(config, config.data)
+            searched = config.environment if isinstance(config, RLJob) else None
+            if searched is not None and not searched.remote:
+                passages = (("environment.retriever", _PASSAGES),)
+                yield Expected("environment.retriever", searched.retriever, passages)
+        case _:
+            assert_never(config)
+
+
+def check_file(expected: Expected) -> None:
+    """Check one data file, as `check_data` does; hub ids and directories are not checked."""
+    path = Path(expected.path)
+    try:
+        if path.suffix not in FILE_SUFFIXES:
+            if path.suffix in _OTHER_SUFFIXES or path.is_file():
+                raise _unknown_format(expected)
+            return
+        with open_regular(path) as file:
+            read = _json_columns if path.suffix == ".jsonl" else _parquet_columns
+            found = read(file, expected)
+    except OSError as error:
+        raise InvalidInput(
+            f"cannot read {expected.path}: {error.strerror or error}",
+            field=expected.field,
+            hint="give a regular file that the job's program may read",
+        ) from error
+    for key, column in expected.columns:
+        if found and column not in found:
+            raise InvalidInput(
+                f"{expected.path} has no column {column!r}; the data has the"
+                f" column{'s' * (len(found) > 1)} {', '.join(found)}",
+                field=key,
+                hint=f"rename a column to {column!r}"
+                if key == expected.field
+                else f"set {key} to one of them",
+            )
+
+
+def prompt_columns(data: DataConfig | OfflineData, *, answers: bool) -> Columns:
+    """Return the columns of prompts; `answers`: also the column of reference answers."""
+    prompt = ("data.prompt_column", data.prompt_column)
+    return (prompt, ("data.answer_column", data.answer_column)) if answers else (prompt,)
+
+
+def needs_reference(reward: RewardConfig | None) -> bool:
+    """Return True if the reward compares answers with the column `data.answer_column`."""
+    if reward is None or reward.task is not None or reward.type == "python":
+        return False
+    return reward.type != "regex" or re.compile(reward.pattern or "").groups > 0
+
+
+def _prompts(job: OnPolicyJob | RLJob, data: DataConfig) -> Iterator[Expected]:
+    rewarded = isinstance(job, RLJob) and needs_reference(job.reward)
+    taught = isinstance(job, OnPolicyJob) and bool(job.teachers)
+    teacher: Columns = (("data.teacher_column", data.teacher_column),) if taught else ()
+    examined = job.eval.metric != "none"
+    answers = rewarded or (examined and data.eval_path is None)
+    yield Expected("data.path", data.path, prompt_columns(data, answers=answers) + teacher)
+    if data.eval_path is not None:
+        columns = prompt_columns(data, answers=rewarded or examined) + teacher
+        yield Expected("data.eval_path", data.eval_path, columns)
+
+
+def _captured(data: CaptureData) -> Columns:
+    match data.form:
+        case "completion":
+            prompt = ("data.prompt_column", data.prompt_column)
+            return (prompt, ("data.answer_column", data.answer_column))
+        case "messages":
+            return (("data.messages_column", data.messages_column),)
+        case "text":
+            return (("data.text_column", data.text_column),)
+
+
+def _unknown_format(expected: Expected) -> InvalidInput:
+    path = Path(expected.path)
+    reader = _READERS.get(path.suffix)
+    made = str(path.with_suffix(".jsonl"))
+    call = f"import datasets as d; d.Dataset.{reader}({str(path)!r}).to_json({made!r})"
+    return InvalidInput(
+        f"{expected.path} is neither a .jsonl nor a .parquet file, the two formats that are read",
+        field=expected.field,
+        hint=f'convert it: python -c "{call}"' if reader else "convert it to one of them",
+    )
+
+
+def _json_columns(file: BinaryIO, expected: Expected) -> list[str]:
+    """Return the columns of the first records; an empty list if the first line is very long."""
+    data = file.read(_MOST_BYTES)
+    if b"\0" in data[:4096] or data.startswith(_PARQUET_MAGIC):
+        raise InvalidInput(
+            f"{expected.path} is a binary file, not JSON lines",
+            field=expected.field,
+            hint="write one JSON object in each line, in UTF-8; a Parquet file ends in .parquet",
+        )
+    lines = data.split(b"\n")
+    whole = len(data) < _MOST_BYTES
+    columns: dict[str, None] = {}
+    records = 0
+    for number, line in enumerate(lines if whole else lines[:-1], 1):
+        record = record_in(line, f"{expected.path}:{number}", expected.field)
+        if record is not None:
+            columns |= dict.fromkeys(record)
+            records += 1
+        if records == _MOST_RECORDS:
+            break
+    if whole and not records:
+        raise _empty(expected)
+    return list(columns)
+
+
+def _parquet_columns(file: BinaryIO, expected: Expected) -> list[str]:
+    """Return the columns of the schema; an empty list if pyarrow is not installed."""
+    if file.read(len(_PARQUET_MAGIC)) != _PARQUET_MAGIC:
+        raise _not_parquet(expected, "it does not start with PAR1")
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        return []
+    file.seek(0)
+    try:
+        found = pyarrow.parquet.ParquetFile(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _not_parquet(expected, (str(error).splitlines() or ["no footer"])[0]) from error
+    if not found.metadata.num_rows:
+        raise _empty(expected)
+    return list(found.schema_arrow.names)
+
+
+def _not_parquet(expected: Expected, why: str) -> InvalidInput:
+    return InvalidInput(
+        f"{expected.path} is not a Parquet file: {why.rstrip('.')}",
+        field=expected.field,
+        hint="write the file again; the name of a file of JSON lines ends in .jsonl",
+    )
+
+
+def _empty(expected: Expected) -> InvalidInput:
+    return InvalidInput(
+        f"{expected.path} has no records",
+        field=expected.field,
+        hint="give a file with at least one record",
+    )
