@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from clients.config.common import (
+    OF_THE_HUB,
     Count,
     Name,
     Priority,
@@ -16,6 +17,8 @@ from clients.config.common import (
     Table,
     TeacherConfig,
 )
+from clients.config.unused import refuse_unused
+from clients.data.records import FILE_SUFFIXES
 
 
 class CaptureTeacher(TeacherConfig):
@@ -131,6 +134,46 @@ class CaptureJob(Table):
     resources: ResourcesConfig = ResourcesConfig()
     priority: Priority = 0
     """Priority in a server's queue: higher starts first, equal in order of submission."""
+
+    @model_validator(mode="after")
+    def _uses_every_key(self) -> Self:
+        data, teacher = self.data, self.teacher
+        return refuse_unused(
+            self,
+            [
+                (
+                    teacher.model is None,
+                    "teacher.address teacher.patience_seconds teacher.prefetch_mib",
+                    "the capture loads teacher.model itself; leave one of them out",
+                ),
+                (
+                    teacher.model is not None,
+                    "teacher.engine teacher.dtype teacher.device teacher.max_batch_tokens",
+                    "the service at teacher.address scores; leave it out, or set teacher.model",
+                ),
+                (
+                    teacher.model is not None,
+                    "method.ray",
+                    "each engine on Ray loads teacher.model; set it to a directory or a hub id",
+                ),
+                (
+                    data.form == "completion",
+                    "data.prompt_column data.answer_column data.template",
+                    "it belongs to data.form = 'completion'; leave it out, or set this form",
+                ),
+                (
+                    data.form == "messages",
+                    "data.messages_column",
+                    "it belongs to data.form = 'messages'; leave it out, or set this form",
+                ),
+                (
+                    data.form == "text",
+                    "data.text_column",
+                    "it belongs to data.form = 'text'; leave it out, or set this form",
+                ),
+                (not data.path.endswith(FILE_SUFFIXES), "data.name data.split", OF_THE_HUB),
+            ],
+        )
 
     @property
     def max_steps(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from clients.config.common import Count, Name, Table, TeacherLink, TrainingJob
+from clients.config.unused import refuse_unused
 
 
 class OfflineData(Table):
@@ -71,6 +72,32 @@ class OfflineJob(TrainingJob):
         if evaluation is not None and evaluation.metric != "none" and data.eval_prompts is None:
             raise ValueError(f"eval.metric = {evaluation.metric!r} needs data.eval_prompts")
         return data
+
+    @model_validator(mode="after")
+    def _uses_every_key(self) -> Self:
+        examined = self.eval.metric != "none"
+        sampled = examined or self.method.on_policy_fraction > 0
+        return refuse_unused(
+            self,
+            [
+                (
+                    examined,
+                    "data.eval_prompts",
+                    "these prompts are only for eval.metric = 'exact_match'; set it",
+                ),
+                (
+                    self.data.eval_prompts is not None,
+                    "data.prompt_column data.answer_column data.template",
+                    "stored sequences have no columns; it belongs to data.eval_prompts",
+                ),
+                (
+                    sampled,
+                    "method.max_new_tokens",
+                    "the student samples no answers; leave it out, or set "
+                    "method.on_policy_fraction or eval.metric",
+                ),
+            ],
+        )
 
     @property
     def teacher_addresses(self) -> dict[str, str | list[str]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from clients.config.common import (
+    OF_THE_HUB,
     Address,
     Count,
     DataConfig,
@@ -15,6 +16,7 @@ from clients.config.common import (
     TeacherConfig,
     TrainingJob,
 )
+from clients.config.unused import refuse_unused
 
 
 class OnPolicyConfig(Table):
@@ -44,6 +46,23 @@ class OnPolicyJob(TrainingJob):
     teachers: dict[Name, Address] = {}  # noqa: RUF012 (pydantic copies it)
     """Addresses of several teachers by name, instead of `teacher.address`."""
     method: OnPolicyConfig = OnPolicyConfig()
+
+    @model_validator(mode="after")
+    def _uses_every_key(self) -> Self:
+        named, examined = bool(self.teachers), self.eval.metric != "none"
+        return refuse_unused(
+            self,
+            [
+                (not named, "teacher.address", "the job has `teachers`; leave one of them out"),
+                (named, "data.teacher_column", "the job has no `teachers`; name them there"),
+                (
+                    examined,
+                    "data.answer_column",
+                    "answers are only read with eval.metric = 'exact_match'; set it",
+                ),
+                (not self.data.is_file, "data.name data.split", OF_THE_HUB),
+            ],
+        )
 
     @property
     def teacher_addresses(self) -> dict[str, str | list[str]]:

@@ -5,13 +5,21 @@ Each option's source is in docs/methods.md.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.common import Count, DataConfig, Table, TeacherLink, TrainingJob
+from clients.config.common import (
+    OF_THE_HUB,
+    Count,
+    DataConfig,
+    Table,
+    TeacherLink,
+    TrainingJob,
+)
 from clients.config.environment import SearchConfig
-from clients.config.reward import RewardConfig
+from clients.config.reward import HARMLESS, RewardConfig
+from clients.config.unused import Rule, refuse_unused
 
 Weight = Annotated[float, Field(ge=0)]
 
@@ -226,6 +234,75 @@ class RLJob(TrainingJob):
         if data is None and not generated:
             raise ValueError("missing; only the reward reasoning_gym:TASK generates its prompts")
         return data
+
+    @model_validator(mode="after")
+    def _uses_every_key(self) -> Self:
+        return refuse_unused(self, [*self._rules_of_rewards(), *self._rules_of_kls()])
+
+    def _rules_of_rewards(self) -> list[Rule]:
+        method, reward, data = self.method, self.reward, self.data
+        rewarded = reward is not None and method.reward_weight > 0
+        no_reward = "the student learns from no reward; leave it out, or add the table `reward`"
+        return [
+            (reward is not None or not method.reward_weight, "method.reward_weight", no_reward),
+            (rewarded, "method.advantages", no_reward),
+            (
+                method.advantages == "gae",
+                "method.gae_lambda method.critic_learning_rate",
+                "there is no critic; leave it out, or set method.advantages = 'gae'",
+            ),
+            (
+                rewarded or method.kl_in == "reward",
+                "method.clip_low method.clip_high method.ratio",
+                "there is no policy gradient; leave it out, or add the table `reward`",
+            ),
+            (
+                reward is None or reward.type not in HARMLESS,
+                "reward.timeout_seconds",
+                "comparing texts takes no time; leave it out",
+            ),
+            (
+                reward is not None or self.eval.metric != "none",
+                "data.answer_column",
+                "answers are only read by rewards and by eval.metric; leave it out",
+            ),
+            (False, "data.teacher_column", "a job of method rl has one teacher; leave it out"),
+            (data is None or not data.is_file, "data.name data.split", OF_THE_HUB),
+            (
+                self.environment is None or self.environment.remote,
+                "environment.timeout_seconds",
+                "the retriever is a file, which needs no time limit; leave it out",
+            ),
+        ]
+
+    def _rules_of_kls(self) -> list[Rule]:
+        method, teacher = self.method, self.teacher
+        pulled = method.beta > 0 or (teacher is not None and method.teacher_beta > 0)
+        no_kl = "the loss has no KL; leave it out, or raise method.beta, or add a teacher"
+        return [
+            (
+                teacher is not None,
+                "method.teacher_beta",
+                "the job has no teacher; leave it out, or add the table `teacher`",
+            ),
+            (pulled, "method.kl_in method.tail method.estimator method.importance_clip", no_kl),
+            (pulled or teacher is not None, "method.divergence", no_kl),
+            (
+                method.top_k > 0,
+                "method.tail",
+                "with method.top_k = 0 there is no head and no tail; set method.estimator instead",
+            ),
+            (
+                method.beta > 0,
+                "anchor.tau anchor.update_period",
+                "with method.beta = 0 there is no anchor; leave it out, or raise method.beta",
+            ),
+            (
+                self.anchor.tau < 1,
+                "anchor.update_period",
+                "with anchor.tau = 1 the anchor never moves; leave it out, or lower anchor.tau",
+            ),
+        ]
 
     @property
     def teacher_addresses(self) -> dict[str, str | list[str]]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from clients.config.reward import LengthPenalty, RewardConfig
+from clients.config.reward import HARMLESS, LengthPenalty, RewardConfig
 from student_trainer.rewards.judge import Judge, ScoringFailed
 from student_trainer.rewards.sample import RewardSample, Scores
 from student_trainer.rewards.scorers import Scorer, make_scorer
@@ -25,8 +25,6 @@ __all__ = ["RewardSample", "Rewards", "Scores", "make_rewards"]
 log = logging.getLogger(__name__)
 
 _MOST_JUDGES = 8
-# These compare short texts and can neither hang nor raise, so they need no child process.
-_HARMLESS = ("exact_match", "word_match", "f1")
 
 
 class Rewards:
@@ -41,7 +39,7 @@ class Rewards:
         self._direct: Scorer | None = None
         self._idle: LifoQueue[Judge] = LifoQueue()
         self._judges: list[Judge] = []
-        if config.type in _HARMLESS:
+        if config.type in HARMLESS:
             self._direct = make_scorer(config)
             return
         self._judges = [Judge(config) for _ in range(judges)]

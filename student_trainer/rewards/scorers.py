@@ -94,7 +94,7 @@ def _math() -> Scorer:
     return Scorer(score, said)
 
 
-# A number, with a dollar sign before it or words after it: `$1,000.`, `72 apples`. Not `72%`, `1/2`.
+# A number, perhaps with `$` before it or words after it: `$1,000.`, `72 apples`; not `72%`, `1/2`.
 _NUMBER = re.compile(
     r"\\?\$?\s*(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)"
     r"(?=[.,;:]?\s+[A-Za-z]{3,}(?![\w(\\])|[^\w%]*$)"

@@ -100,13 +100,16 @@ def offline_job(material: Material, store: Path, **changes: Any) -> OfflineJob:
         "student": {"model": str(material.student)},
         "data": {"path": str(store)},
         "max_steps": plain.max_steps,
-        "method": {"type": "offline", "max_new_tokens": 6},
+        "method": {"type": "offline"},
         "train": plain.train.model_dump(),
         "eval": {"every": 10, "prompts": 8},
         "checkpoint": {"every": 4},
         "track": {"tensorboard": False},
     }
-    return OfflineJob.model_validate(_changed(values, changes))
+    values = _changed(values, changes)
+    if values["method"].get("on_policy_fraction") or values["eval"].get("metric", "none") != "none":
+        values["method"].setdefault("max_new_tokens", 6)  # refused in a job that samples nothing
+    return OfflineJob.model_validate(values)
 
 
 def rl_job(material: Material, **changes: Any) -> RLJob:
@@ -135,7 +138,10 @@ def rl_job(material: Material, **changes: Any) -> RLJob:
         "checkpoint": {"every": 4},
         "track": {"tensorboard": False},
     }
-    return RLJob.model_validate(_changed(values, changes))
+    values = _changed(values, changes)
+    if not values["method"]["beta"]:
+        del values["anchor"]  # refused in a job without an anchor
+    return RLJob.model_validate(values)
 
 
 def _changed(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -145,7 +145,6 @@ def test_refusals_of_what_does_not_go_together(
         ("method.reward_weight=0", "teacher.address=localhost:1"),
         ("method.reward_weight=0", "anchor.context={answer}"),
         ("anchor.tau=0.0", "anchor.update_period=1", "method.updates_per_step=2"),
-        ("anchor.tau=0.0", "anchor.update_period=1", "method.beta=0"),
         ("environment.retriever=c.jsonl", "environment.max_passage_tokens=1023"),
     ],
 )

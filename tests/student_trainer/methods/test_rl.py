@@ -134,7 +134,7 @@ def test_the_gradient_is_that_of_the_formula(
         material,
         method__top_k=VOCABULARY,
         method__temperature=HOT,
-        anchor__tau=1.0,
+        anchor={"tau": 1.0},
         train__learning_rate=0.05,
         **changes,
     )
@@ -257,12 +257,15 @@ def test_a_head_of_more_ids_than_there_are(material: tiny.Material, tmp_path: Pa
         {"method__top_k": 0, "method__estimator": "k3"},
         {"method__divergence": "forward_kl", "method__importance_clip": (0.5, 2.0)},
         {
-            "method__ratio": "sequence",
             "method__tail": "published",
             "anchor__context": "{answer}=",
             "reward": None,
         },
-        {"method__beta": 0.0, "method__aggregate": "seq-mean-token-mean"},
+        {
+            "method__ratio": "sequence",
+            "method__beta": 0.0,
+            "method__aggregate": "seq-mean-token-mean",
+        },
         {"method__advantages": "gae"},
     ],
 )

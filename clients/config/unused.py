@@ -1,0 +1,44 @@
+"""Refuses keys that have no effect beside the other keys of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+Job = TypeVar("Job", bound=BaseModel)
+# Whether the job uses the keys, the keys separated by spaces, and what would make it use them.
+Rule = tuple[bool, str, str]
+
+
+def refuse_unused(job: Job, rules: Iterable[Rule]) -> Job:
+    """Return `job`. Raises ValidationError, with an error at each key that is set but not used.
+
+    A key is set if its value is not its default: a resolved job lists every key, so a default that
+    was written down cannot be told from one that was not.
+    """
+    errors: list[InitErrorDetails] = []
+    for used, keys, remedy in rules:
+        for key in () if used else keys.split():
+            path = tuple(key.split("."))
+            value, default = _value_and_default(job, path)
+            if value != default:
+                problem = PydanticCustomError("unused_key", f"has no effect: {remedy}")
+                errors.append(InitErrorDetails(type=problem, loc=path, input=value))
+    if errors:
+        raise ValidationError.from_exception_data(type(job).__name__, errors)
+    return job
+
+
+def _value_and_default(job: BaseModel, path: tuple[str, ...]) -> tuple[object, object]:
+    """Return the value of a key and its default; the same twice if its table is left out."""
+    *tables, name = path
+    table: BaseModel | None = job
+    for inner in tables:
+        table = getattr(table, inner, None)
+    if table is None or name not in type(table).model_fields:
+        return None, None
+    field = type(table).model_fields[name]
+    return getattr(table, name), field.get_default(call_default_factory=True)

@@ -1,0 +1,114 @@
+"""A key that does nothing beside the other keys is refused, with its line and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clients.config.file import load_job
+from clients.config.kinds import parse_job
+from protos.errors import InvalidInput
+
+STUDENT = 'student.model = "s"\n'
+ON_POLICY = STUDENT + 'data.path = "d.jsonl"\n'
+RL = ON_POLICY + 'method.type = "rl"\nreward.type = "math"\n'
+KL = ON_POLICY + 'method.type = "rl"\nteacher.address = "t:1"\n'
+OFFLINE = STUDENT + 'data.path = "store"\nmethod.type = "offline"\n'
+CAPTURE = 'method.type = "capture"\ndata.path = "d.jsonl"\n'
+SERVED = CAPTURE + 'teacher.address = "t:1"\n'
+LOADED = CAPTURE + 'teacher.model = "t"\n'
+
+# A job, the keys that it does not use, each with another value than its default, and the remedy.
+REFUSED = [
+    (ON_POLICY, "data.teacher_column = 'by'", "name them there"),
+    (ON_POLICY, "data.answer_column = 'a'", "eval.metric = 'exact_match'"),
+    (ON_POLICY, "data.name = 'main'", "leave it out"),
+    (ON_POLICY, "data.split = 'test'", "leave it out"),
+    (ON_POLICY + "teachers.maths = 't:1'\n", "teacher.address = 't:2'", "leave one of them out"),
+    (RL, "method.gae_lambda = 0.9", "set method.advantages = 'gae'"),
+    (RL, "method.critic_learning_rate = 0.1", "set method.advantages = 'gae'"),
+    (RL, "method.teacher_beta = 0.5", "add the table `teacher`"),
+    (RL, "data.teacher_column = 'by'", "leave it out"),
+    (RL + "anchor.tau = 1.0\n", "anchor.update_period = 3", "lower anchor.tau"),
+    (RL + "method.beta = 0.0\n", "anchor.tau = 0.5", "raise method.beta"),
+    (RL + "method.beta = 0.0\n", "anchor.update_period = 3", "raise method.beta"),
+    (RL + "method.beta = 0.0\n", "method.kl_in = 'reward'", "raise method.beta"),
+    (RL + "method.beta = 0.0\n", "method.tail = 'none'", "raise method.beta"),
+    (RL + "method.beta = 0.0\n", "method.divergence = 'forward_kl'", "raise method.beta"),
+    (RL + "method.top_k = 0\n", "method.tail = 'none'", "set method.estimator instead"),
+    (RL.replace("math", "f1"), "reward.timeout_seconds = 3.0", "leave it out"),
+    (RL + "environment.retriever = 'p.jsonl'\n", "environment.timeout_seconds = 3.0", "leave it"),
+    (KL, "method.reward_weight = 0.5", "add the table `reward`"),
+    (KL, "method.advantages = 'gae'", "add the table `reward`"),
+    (KL, "method.clip_low = 0.1", "add the table `reward`"),
+    (KL, "method.clip_high = 0.1", "add the table `reward`"),
+    (KL, "method.ratio = 'sequence'", "add the table `reward`"),
+    (KL, "data.answer_column = 'a'", "leave it out"),
+    (OFFLINE, "data.eval_prompts = 'e.jsonl'", "eval.metric = 'exact_match'"),
+    (OFFLINE, "data.prompt_column = 'q'", "data.eval_prompts"),
+    (OFFLINE, "data.answer_column = 'a'", "data.eval_prompts"),
+    (OFFLINE, "data.template = 'Q: {prompt}'", "data.eval_prompts"),
+    (OFFLINE, "method.max_new_tokens = 7", "method.on_policy_fraction or eval.metric"),
+    (SERVED, "teacher.engine = 'vllm'", "set teacher.model"),
+    (SERVED, "teacher.dtype = 'float16'", "set teacher.model"),
+    (SERVED, "teacher.device = 'cpu'", "set teacher.model"),
+    (SERVED, "teacher.max_batch_tokens = 7", "set teacher.model"),
+    (SERVED, "method.ray = {}", "set it to a directory or a hub id"),
+    (LOADED, "teacher.address = 't:1'", "leave one of them out"),
+    (LOADED, "teacher.patience_seconds = 1.0", "leave one of them out"),
+    (LOADED, "teacher.prefetch_mib = 1", "leave one of them out"),
+    (LOADED, "data.messages_column = 'm'", "data.form = 'messages'"),
+    (LOADED, "data.text_column = 't'", "data.form = 'text'"),
+    (LOADED, "data.split = 'test'", "leave it out"),
+    (LOADED + "data.form = 'text'\n", "data.prompt_column = 'q'", "data.form = 'completion'"),
+    (LOADED + "data.form = 'text'\n", "data.answer_column = 'q'", "data.form = 'completion'"),
+    (LOADED + "data.form = 'text'\n", "data.template = '{prompt}.'", "data.form = 'completion'"),
+]
+# The same keys where they do something.
+USED = [
+    ON_POLICY + "teachers.maths = 't:1'\ndata.teacher_column = 'by'\n",
+    ON_POLICY + "eval.metric = 'exact_match'\ndata.answer_column = 'a'\n",
+    ON_POLICY.replace("d.jsonl", "org/data") + "data.name = 'main'\ndata.split = 'test'\n",
+    ON_POLICY + "data.eval_path = 'org/data'\ndata.split = 'test'\n",
+    RL + "method.advantages = 'gae'\nmethod.gae_lambda = 0.9\nmethod.critic_learning_rate = 0.1\n",
+    RL + "teacher.address = 't:1'\nmethod.teacher_beta = 0.5\n",
+    RL + "method.beta = 0.0\nteacher.address = 't:1'\nmethod.tail = 'none'\n",
+    RL + "method.clip_low = 0.1\nmethod.ratio = 'sequence'\nreward.timeout_seconds = 3.0\n",
+    KL + "method.kl_in = 'reward'\nmethod.clip_low = 0.1\n",
+    KL + "method.reward_weight = 0.0\nmethod.rollouts_per_prompt = 1\n",
+    RL + "environment.retriever = 'http://r:1/'\nenvironment.timeout_seconds = 3.0\n",
+    OFFLINE + "method.on_policy_fraction = 0.5\nteacher.address = 't:1'\n"
+    "method.max_new_tokens = 7\n",
+    OFFLINE + "eval.metric = 'exact_match'\ndata.eval_prompts = 'e.jsonl'\n"
+    "data.template = 'Q: {prompt}'\nmethod.max_new_tokens = 7\n",
+    LOADED + "teacher.engine = 'vllm'\nmethod.ray = {}\n",
+    SERVED + "teacher.patience_seconds = 1.0\n",
+]
+
+
+@pytest.mark.parametrize(("text", "line", "remedy"), REFUSED, ids=lambda one: one.split("\n")[-1])
+def test_a_key_without_effect_is_refused(tmp_path: Path, text: str, line: str, remedy: str) -> None:
+    (tmp_path / "job.toml").write_text(text)
+    load_job(tmp_path / "job.toml")
+    (tmp_path / "job.toml").write_text(text + line + "\n")
+    with pytest.raises(InvalidInput) as caught:
+        load_job(tmp_path / "job.toml")
+    key = line.split(" = ")[0]
+    message = caught.value.message
+    assert message.startswith(f"{tmp_path / 'job.toml'}:{text.count(chr(10)) + 1}: {key}: has no")
+    assert remedy in message
+    assert "\n" not in message, "one problem, one line"
+
+
+@pytest.mark.parametrize("text", USED)
+def test_a_key_with_an_effect_is_accepted(tmp_path: Path, text: str) -> None:
+    (tmp_path / "job.toml").write_text(text)
+    job = load_job(tmp_path / "job.toml").config
+    assert parse_job(job.model_dump_json(), strict=True) == job
+
+
+def test_a_default_that_is_written_down_is_accepted() -> None:
+    """A resolved job lists every key, so the server sees all defaults."""
+    job = parse_job('{"student": {"model": "s"}, "data": {"path": "d.jsonl"}}')
+    assert parse_job(job.model_dump_json(), strict=True) == job
