@@ -38,6 +38,7 @@ from student_trainer.model.loading import load_config, load_model, load_tokenize
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import largest, make_accelerator
 from student_trainer.parallel.sharding import Replicated, Sharded, distribute
+from student_trainer.parallel.time_limit import time_limit
 from student_trainer.rewards import Rewards
 from student_trainer.run.metrics import open_metrics
 from student_trainer.run.model_checks import (
@@ -76,12 +77,13 @@ def assemble(
 
     progress.say("loading student", step)
     torch.manual_seed(config.seed)  # new LoRA weights are the same in every attempt
-    accelerator = make_accelerator()
+    model = load_model(config.student, saved / "model" if saved else None)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    accelerator = make_accelerator(time_limit(config, weights))
     progress.agree = lambda wish: largest(accelerator, wish)
     if accelerator.is_main_process:
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
         checkpoint.delete_after(run.checkpoints, step)
-    model = load_model(config.student, saved / "model" if saved else None)
     bf16 = config.student.dtype == "bfloat16"
     unsharded = Student(model, bf16=bf16, pack=stores is not None)
     student = distribute(accelerator, unsharded, config.train.sharding)

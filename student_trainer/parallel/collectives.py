@@ -1,7 +1,7 @@
 """Operations that all processes call together: shared numbers and shared errors.
 
-If a process stopped while others are in a collective, they would wait until the time-out of one
-hour.
+If a process stopped while others are in a collective, they would wait until the time limit of
+`time_limit.py`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from protos.errors import DistillError, error_of
 
-# Longer than a save to a slow disk, or one rank's longest answers. A lost rank is noticed at once.
-_COLLECTIVE_TIMEOUT = timedelta(hours=1)
 _TOLD_BYTES = 4096  # of an error, sent to the other processes
 Found = TypeVar("Found")
 
 
-def make_accelerator() -> Accelerator:
+def make_accelerator(limit: timedelta) -> Accelerator:
     """Collective. Return the Accelerator of this process, on a GPU if there is one.
 
-    Its collectives time out after one hour.
+    Its collectives fail after `limit`.
     """
-    timeout = InitProcessGroupKwargs(timeout=_COLLECTIVE_TIMEOUT)
+    timeout = InitProcessGroupKwargs(timeout=limit)
     return Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[timeout])
 
 

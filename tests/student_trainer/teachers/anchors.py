@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from student_trainer.parallel.sharding import Replicated, Sharded, distribute, l
 from student_trainer.teachers.anchor import Anchor, AnchorTeacher
 
 TEMPERATURE = 1.3
+LIMIT = timedelta(minutes=10)
 
 
 def spread_student(model: Any, sharding: str = "none", **options: bool) -> Replicated | Sharded:
-    return distribute(make_accelerator(), Student(model, **options), sharding)
+    return distribute(make_accelerator(LIMIT), Student(model, **options), sharding)
 
 
 def theta(name: str, like: Tensor, update: int) -> Tensor:
@@ -65,7 +67,7 @@ def teacher_of(anchor: Anchor, student: Replicated | Sharded, **options: Any) ->
     return AnchorTeacher(
         anchor,
         student,
-        make_accelerator(),
+        make_accelerator(LIMIT),
         temperature=TEMPERATURE,
         tokens_per_micro_batch=16,
         **options,
