@@ -26,15 +26,18 @@ def trainer_command(
     """
     captures = isinstance(RunDirectory(run).config(), CaptureJob)
     program = "teacher_service.capture" if captures else "student_trainer"
-    trainer = [program, str(run), "--attempt", str(attempt)]
+    # -P: Python imports nothing from the working directory, which may belong to anybody.
+    trainer = [sys.executable, "-P", "-m", program, str(run), "--attempt", str(attempt)]
     if from_step is not None:
         trainer += ["--from-step", str(from_step)]
     if processes == 1:
-        return [sys.executable, "-m", *trainer]
-    launcher = ["-m", "accelerate.commands.launch", "--num_processes", str(processes)]
+        return trainer
+    launcher = [sys.executable, "-P", "-m", "accelerate.commands.launch"]
+    launcher += ["--num_processes", str(processes)]
     # Without --multi_gpu, accelerate silently starts one process on a machine with fewer than two
     # GPUs. With it, several processes also run on CPUs.
     launcher.append("--multi_gpu")
     # Port 0 means any free port, so that two jobs on one machine do not collide.
     launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    return [sys.executable, *launcher, "--main_process_port", "0", "-m", *trainer]
+    # --no_python: the launcher itself would start the ranks without -P.
+    return [*launcher, "--main_process_port", "0", "--no_python", *trainer]

@@ -51,7 +51,7 @@ class Judge:
         with theirs:
             number = str(theirs.fileno())
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "student_trainer.rewards", number],
+                [sys.executable, "-P", "-m", "student_trainer.rewards", number],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # stdout of this process may be a result, so printed text goes to stderr
                 pass_fds=[theirs.fileno()],
