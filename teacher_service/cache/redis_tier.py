@@ -88,12 +88,13 @@ class RedisTier:
     async def get(self, key: bytes, max_bytes: int) -> bytes | None:
         """Return the codec bytes of `key`, at most `max_bytes`, within about 200 ms.
 
-        Returns None if there is no value, the server does not respond or is being skipped, or
-        `max_bytes` is above the limit of 16 MiB. Raises Corrupt if the value is damaged.
+        Returns None if there is no value, or the server does not respond or is being skipped.
+        Raises Corrupt if the value is damaged or longer than 16 MiB.
         """
-        longest = max_bytes + ENVELOPE_BYTES
-        if longest > MAX_VALUE_BYTES or not self._reachable.allows():
+        if not self._reachable.allows():
             return None
+        # `put` writes no longer value. `max_bytes` may be more: it is the size of the widest ids.
+        longest = min(max_bytes + ENVELOPE_BYTES, MAX_VALUE_BYTES)
         lookup = _Lookup(key, longest, asyncio.get_running_loop().create_future())
         self._lookups.append(lookup)
         if self._reader is None or self._reader.done():

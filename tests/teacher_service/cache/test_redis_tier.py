@@ -22,7 +22,7 @@ from teacher_service.cache.circuit_breaker import Breaker
 from teacher_service.cache.redis_address import RedisAddress
 from teacher_service.cache.redis_tier import MAX_VALUE_BYTES, RedisTier
 from teacher_service.cache.redis_value import name_of, seal
-from teacher_service.cache.row_cache import RowCache
+from teacher_service.cache.row_cache import RowCache, ScoredSequence
 from teacher_service.cache.settings import CacheSettings, open_redis
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.serving.batcher import Batcher
@@ -168,13 +168,34 @@ def test_a_value_that_is_far_too_long_is_neither_read_nor_kept(server: RedisServ
         await cache_tier.written()
         assert cache.counters()["redis_corrupt"] == 1
         assert cache.counters()["redis_errors"] == 0
-        # What would be that long is not even asked for, or written.
-        assert await cache_tier.get(key, MAX_VALUE_BYTES) is None
+        # What would be that long is not written.
         cache_tier.put(StoredRows(b"!" * 32, b"", 1, bytes(MAX_VALUE_BYTES)))
         await cache_tier.written()
 
     with_tier(server.url, work)
     assert server.do("DBSIZE") == 0
+
+
+def test_what_is_kept_is_found_whatever_its_widest_form(server: RedisServer) -> None:
+    """33,000 rows with k = 64 are 9 MB as they are written, and 17 MB with the widest ids."""
+    rng = np.random.default_rng(0)
+    rows, k = 33_000, 64
+    query = ScoreQuery(rng.integers(0, 90, rows + 1).astype(np.int32), 1, top_k=k)
+    floats = np.zeros(rows, np.float32)
+    heads = np.tile(np.arange(k, dtype=np.int32), (rows, 1))
+    block = RowBlock(heads, np.zeros((rows, k), np.float16), floats, floats)
+    scored = ScoredSequence(encode_rows(block), block)
+    assert most_bytes(rows, k) > MAX_VALUE_BYTES > len(scored.encoded)
+
+    async def work(tier: RedisTier) -> None:
+        RowCache(memory_bytes=0, redis=tier).put(b"k" * 32, query, scored)
+        await tier.written()
+        # 9 MB may take longer than a lookup may take on a busy machine.
+        async with asyncio.timeout(30):
+            while await RowCache(memory_bytes=0, redis=tier).get(b"k" * 32, query) is None:
+                assert server.do("DBSIZE") == 1
+
+    with_tier(server.url, work)
 
 
 def test_lookups_given_up_never_mix_up_answers(server: RedisServer) -> None:
