@@ -17,7 +17,8 @@ from protos.rows.codec import RowBlock
 from teacher_service.engines.base import EngineInfo, TensorSpec, WeightUpdate, fingerprint_of
 from teacher_service.engines.hf_weights import ModelWeights
 from teacher_service.head.head import Head
-from teacher_service.models.files import file_facts, model_directory
+from teacher_service.head.linear_head import require_plain_weight
+from teacher_service.models.files import file_facts, model_directory, release_of
 from teacher_service.models.loading import load_model, load_vocabulary, not_linear
 
 _CHECK_TOKENS = 8
@@ -29,8 +30,8 @@ class HfEngine:
     Sequences of a batch are padded on the right and masked. With `batch_invariant`, each sequence
     has a forward pass of its own: its rows are bit-identical whatever else is in the batch.
 
-    Raises InvalidInput if the model directory, the dtype or the device cannot be used, or if the
-    logits are not one linear layer of the hidden states.
+    Raises InvalidInput if the model directory, the dtype or the device cannot be used, if the
+    logits are not one linear layer of the hidden states, or if that layer is quantised.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class HfEngine:
         head = self._model.get_output_embeddings()
         if not isinstance(head, torch.nn.Linear):
             raise not_linear(model)
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        require_plain_weight(path, [name for name, value in parameters if value is head.weight])
         self._head = Head(head.weight.detach(), None if head.bias is None else head.bias.detach())
         self._batch_invariant = batch_invariant
         self._weights = ModelWeights(self._model)
@@ -125,7 +128,9 @@ class HfEngine:
             raise not_linear(model)
 
     def _max_length(self) -> int:
-        return int(getattr(self._model.config, "max_position_embeddings", None) or 4096)
+        # A model of text and images, such as Gemma 3, has the limit in its `text_config`.
+        config = self._model.config.get_text_config()
+        return int(getattr(config, "max_position_embeddings", None) or 4096)
 
     def _describe(self, model: str, path: Path) -> EngineInfo:
         tokens = load_vocabulary(path)
@@ -138,8 +143,8 @@ class HfEngine:
             "device": self._device.type,
             "attention": self._model.config._attn_implementation,
             "batch_invariant": self._batch_invariant,
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
+            "transformers": release_of(transformers.__version__),
+            "torch": release_of(torch.__version__),
         }
         return EngineInfo(
             model=model,

@@ -23,7 +23,7 @@ from teacher_service.engines.base import EngineInfo, fingerprint_of
 from teacher_service.engines.vllm_process import VllmProcess, require_vllm
 from teacher_service.engines.vllm_wire import decode_answer, encode_query, part_of
 from teacher_service.head.linear_head import HeadTensors, find_head
-from teacher_service.models.files import file_facts, model_directory
+from teacher_service.models.files import file_facts, model_directory, release_of
 from teacher_service.models.loading import load_model, load_vocabulary
 
 _WORKER = "teacher_service.engines.vllm_worker.ScoringWorker"
@@ -138,12 +138,11 @@ class VllmEngine:
             "dtype": dtype,
             "engine": "vllm",
             "device": config.device_config.device_type,
-            "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
             "attention": self._vllm.call_worker("attention_backends"),
             "kv_cache": config.cache_config.cache_dtype,
             "prefix_caching": config.cache_config.enable_prefix_caching,
-            "vllm": self._vllm.version,
-            "torch": torch.__version__,
+            "vllm": release_of(self._vllm.version),
+            "torch": release_of(torch.__version__),
         }
         return EngineInfo(
             model=model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from protos.errors import InvalidInput
 from teacher_service.models.files import weight_files
 from teacher_service.models.loading import not_linear, not_loaded
 
@@ -18,6 +20,7 @@ _TOKENS = 8
 _VOCABULARY = 32
 # Large enough that the logit caps of real models change the result.
 _SPREAD = 100.0
+_PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ def find_head(model: Any, path: Path) -> HeadTensors:
     """Return the names of the head's tensors; `model` was loaded from `path` to device "meta".
 
     Replaces the head of `model` and the forward method of its body. Raises InvalidInput if the
-    logits are not one linear layer of the hidden states, or if the weight files do not contain the
-    head under a parameter name of the model.
+    logits are not one linear layer of the hidden states, if the weight files do not contain the
+    head under a parameter name of the model, or if they contain a quantised head.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
@@ -44,6 +47,7 @@ def find_head(model: Any, path: Path) -> HeadTensors:
         bias=None if head.bias is None else _stored_name(model, head.bias, path),
         vocab_size=len(head.weight),
     )
+    require_plain_weight(path, [tensors.weight])
     _require_linear(model, path)
     return tensors
 
@@ -59,6 +63,28 @@ def _stored_name(model: Any, parameter: Tensor, path: Path) -> str:
             if name in stored:
                 return name
     raise not_loaded(path, f"its weight files have no tensor {' or '.join(names)}")
+
+
+def require_plain_weight(path: Path, names: Sequence[str]) -> None:
+    """Raise InvalidInput if the head's weight, stored under one of `names`, is quantised.
+
+    A quantised weight has another dtype, or scales in other tensors of the same layer. Its values
+    alone are wrong, and no self-test would notice: it compares the rows with each other.
+    """
+    layers = {name.rpartition(".")[0] + "." for name in names}
+    plain = {layer + field for layer in layers for field in ("weight", "bias")}
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                if not name.startswith(tuple(layers)):
+                    continue
+                dtype = tensors.get_slice(name).get_dtype()
+                if name not in plain or dtype not in _PLAIN_DTYPES:
+                    raise InvalidInput(
+                        f"the head of {path} is quantised: its weight files have {name} ({dtype})",
+                        field="--model",
+                        hint="give a checkpoint whose lm_head is not quantised",
+                    )
 
 
 class _States(BaseModelOutputWithPast):  # type: ignore[misc]

@@ -14,15 +14,28 @@ from protos.errors import InvalidInput
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-# All files that decide which text a token id stands for.
-_TEXT_FILES = (
-    *_TOKENIZER_FILES,
-    *("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),
-    "chat_template.jinja",
-)
 _ADAPTER = "adapter_config.json"
-# Written by the program that saved the model; they do not change the rows.
-_IRRELEVANT_CONFIG = ("_name_or_path", "transformers_version")
+# Another number makes all fingerprints others, so that rows of an earlier scheme are never found.
+_SCHEME = 2
+# Entries of config.json, at any depth, that cannot change a logit of a forward pass:
+_IRRELEVANT_CONFIG = frozenset(
+    {
+        # notes of the program that saved the model; the dtype in use is a fact of its own
+        *("_name_or_path", "transformers_version", "dtype", "torch_dtype"),
+        # generation and its cache: a teacher only scores
+        *("use_cache", "cache_implementation", "bos_token_id", "eos_token_id"),
+        *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
+        *("do_sample", "max_length", "max_new_tokens", "min_length", "num_beams", "temperature"),
+        *("top_k", "top_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
+        # training: initial values, dropout, auxiliary losses
+        *("initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout"),
+        *("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "activation_dropout"),
+        *("router_aux_loss_coef", "router_z_loss_coef", "gradient_checkpointing"),
+        # further outputs, and labels of classifiers
+        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+        *("id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params"),
+    }
+)
 
 
 def model_directory(model: str) -> Path:
@@ -107,16 +120,27 @@ def weight_files(path: Path) -> list[Path]:
 def file_facts(path: Path) -> dict[str, object]:
     """Return the part of the fingerprint that comes from the files.
 
-    It contains the sha256 of each weight and tokenizer file, and the config without the entries
-    that do not affect rows. Reads every byte of the weights. Raises InvalidInput if a file is
+    It contains the sha256 of each weight file, and the config without the entries that cannot
+    change a logit. Files of the tokenizer are not in it, because a teacher gets token ids; the
+    engines add the vocabulary. Reads every byte of the weights. Raises InvalidInput if a file is
     malformed.
     """
-    config = read_config(path)
-    for key in _IRRELEVANT_CONFIG:
-        config.pop(key, None)
-    texts = [path / name for name in _TEXT_FILES if (path / name).is_file()]
-    digests = {file.name: _sha256(file) for file in [*weight_files(path), *texts]}
-    return {"files": digests, "config": config}
+    digests = {file.name: _sha256(file) for file in weight_files(path)}
+    return {"scheme": _SCHEME, "files": digests, "config": _relevant(read_config(path))}
+
+
+def release_of(version: str) -> str:
+    """Return the first two numbers of a library's version: patches and builds do not count."""
+    return ".".join(version.partition("+")[0].split(".")[:2])
+
+
+def _relevant(config: Any) -> Any:
+    """Return the config, and every config nested in it, without irrelevant entries."""
+    if isinstance(config, list):
+        return [_relevant(entry) for entry in config]
+    if not isinstance(config, dict):
+        return config
+    return {key: _relevant(config[key]) for key in config if key not in _IRRELEVANT_CONFIG}
 
 
 def _sha256(file: Path) -> str:

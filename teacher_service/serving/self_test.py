@@ -1,4 +1,8 @@
-"""The self-test at startup: checks that the engine returns consistent rows on this machine."""
+"""The self-test at startup: checks that the engine returns consistent rows on this machine.
+
+It compares rows of the engine with each other. It cannot notice weights that were read wrongly,
+such as a quantised head without its scales: the engines refuse those when they load the model.
+"""
 
 from __future__ import annotations
 

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
 from protos.errors import InvalidInput
+from teacher_service.engines.hf import HfEngine
 from teacher_service.head.linear_head import HeadTensors, find_head
 from teacher_service.models.loading import load_model
 from tests.teacher_service.tiny_model import VOCAB_SIZE, save_tiny_model
@@ -82,3 +84,27 @@ def test_a_head_under_another_name(tmp_path: Path) -> None:
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InvalidInput, match=r"no tensor lm_head\.weight"):
         find_head(model, path)
+
+
+def quantised(path: Path, how: str) -> Path:
+    save_tiny_model(path)
+    weights = load_file(path / "model.safetensors")
+    weight = weights["lm_head.weight"]
+    if how == "scales beside it":
+        weights["lm_head.weight_scale"] = torch.full((len(weight), 1), 0.5)
+    else:
+        weights["lm_head.weight"] = (weight * 8).to(getattr(torch, how))
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("how", ["scales beside it", "float8_e4m3fn", "int8"])
+def test_a_quantised_head_is_refused(tmp_path: Path, how: str) -> None:
+    """Its values without their scales would be rows of another model."""
+    model = load_model(save_tiny_model(tmp_path / "plain"), dtype="auto", device="meta")
+    path = quantised(tmp_path / "quantised", how)
+    with pytest.raises(InvalidInput, match="is quantised") as caught:
+        find_head(model, path)
+    assert caught.value.field == "--model"
+    with pytest.raises(InvalidInput, match=r"quantised|cannot load"):
+        HfEngine(str(path), device="cpu")
