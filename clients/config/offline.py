@@ -38,7 +38,7 @@ class OfflineConfig(Table):
     """Weight w of the cross-entropy of the stored tokens: loss = KL + w * cross-entropy."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Required number of head ids per stored row; other stores are refused. Default: any."""
-    temperature: Annotated[float, Field(gt=0)] | None = None
+    temperature: Annotated[float, Field(ge=1e-3)] | None = None
     """Required temperature of the stored rows; other stores are refused. Default: any."""
     teacher_fingerprint: str | None = None
     """Required fingerprint of the store's teacher; other stores are refused. Default: any."""

@@ -34,7 +34,7 @@ class OnPolicyConfig(Table):
     """Longer prompts are skipped and counted."""
     max_new_tokens: Count = 256
     """Maximum number of tokens of an answer."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=1e-3)] = 1.0
     """Temperature of sampling, and of student and teacher in the loss."""
 
 

@@ -54,9 +54,8 @@ class TeacherClient:
     ten times as long. They fail with WrongState if a teacher reconnects with other weights and no
     other teacher is connected.
 
-    Rows are prefetched up to `max_prefetch_bytes`. Wait with the future's own `result` or
-    `exception`: they lift that limit for their request. `concurrent.futures.wait` does not, and
-    may wait forever.
+    Rows are prefetched up to `max_prefetch_bytes`. A caller that waits for a future, with `result`,
+    `concurrent.futures.wait`, `as_completed` or a callback, lifts that limit for its request.
     """
 
     def __init__(
@@ -68,12 +67,14 @@ class TeacherClient:
         max_prefetch_bytes: int = MAX_PREFETCH_BYTES,
         field: str = "teacher.address",
         scope: str = "",
+        background: bool = False,
     ) -> None:
         """Start one thread per teacher. Connections open on first use.
 
         `patience_seconds`: see the class. `max_in_flight`: most requests on one stream. `field`:
         the field that errors name. `scope`: authenticate with a token derived for this scope; see
-        `protos.rpc.channel.open_channel`.
+        `protos.rpc.channel.open_channel`. `background`: teachers score the requests of this client
+        only while no request of another client waits.
         """
         addresses = [address] if isinstance(address, str) else [*address]
         several = len(addresses) > 1
@@ -83,7 +84,9 @@ class TeacherClient:
         self._window = ScoreWindow(max_in_flight, max_prefetch_bytes)
         self._identity = SharedIdentity(field)
         self._lanes = [
-            TeacherLane(one, self._window, self._identity, self._on_wrong_teacher, scope)
+            TeacherLane(
+                one, self._window, self._identity, self._on_wrong_teacher, scope, background
+            )
             for one in addresses
         ]
         self._watcher = threading.Thread(target=self._watch, name="teacher-watch", daemon=True)

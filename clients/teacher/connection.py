@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from clients.teacher.pending_requests import ScoreWindow
-from clients.teacher.query import IDENTITY_KEY, identity_of
+from clients.teacher.query import IDENTITY_KEY, LAST_TURN, TURN_KEY, identity_of
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import DistillError, Forbidden, Unauthenticated, WrongState
 from protos.rpc.channel import TEACHER_TOKEN, open_channel
@@ -98,8 +98,10 @@ class TeacherLane:
         identity: SharedIdentity,
         on_wrong_teacher: Callable[[DistillError], None],
         scope: str = "",
+        background: bool = False,
     ) -> None:
         self.address = address
+        self._background = background
         self.name = f"teacher at {address}"
         self.connected = False
         self.last_fault: DistillError | None = None
@@ -186,7 +188,10 @@ class TeacherLane:
         stream = self._window.open(self.address)
         self.connected = True
         try:
-            self._call = self.stub.Score(stream.requests(), metadata=((IDENTITY_KEY, identity),))
+            metadata = [(IDENTITY_KEY, identity)]
+            if self._background:
+                metadata.append((TURN_KEY, LAST_TURN))
+            self._call = self.stub.Score(stream.requests(), metadata=tuple(metadata))
             for chunk in self._call:
                 if chunk.version != info.version and not chunk.HasField("error"):
                     raise self._identity.other(f"version {chunk.version}", self.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,11 @@ from protos.rows import codec as rows
 # Metadata key of a Score call: the identity of the teacher that the requests are meant for. A
 # teacher with another identity refuses the call.
 IDENTITY_KEY = "distill-teacher"
+# Metadata of a Score call whose requests wait until no request of another call waits.
+TURN_KEY, LAST_TURN = "distill-turn", "last"
+# At a lower temperature, head log-probs leave the range of float16 (-65,504): the second id of a
+# row would be -inf. At this one, logits may be 65 apart.
+MIN_TEMPERATURE = 1e-3
 # More is of no use: the standard deviation of a loss falls with the square root of their number.
 MAX_TAIL_SAMPLES = 256
 
@@ -30,13 +36,14 @@ class ScoreQuery:
     - `top_k`: head size if the teacher chooses the head ids (its k most likely tokens)
     - `head_ids`: int32 [T - start, k], head ids chosen by the student; exactly one of `top_k` and
       `head_ids` must be given
-    - `temperature`: the teacher divides its logits by it
+    - `temperature`: the teacher divides its logits by it; at least MIN_TEMPERATURE
     - `f32`: return head log-probs as float32, not float16
     - `tail_samples`: ids per row that the teacher samples, with replacement, from outside the head
     - `seed`: 0 <= seed < 2**64; the tail samples of a row are a function of it and of the tokens
       before the row
 
-    Raises InvalidInput unless exactly one of `top_k` and `head_ids` is given.
+    Raises InvalidInput unless exactly one of `top_k` and `head_ids` is given and the temperature
+    is finite and large enough.
     """
 
     token_ids: NDArray[np.int32]
@@ -54,6 +61,12 @@ class ScoreQuery:
                 "a query needs exactly one of top_k and head_ids",
                 field="head_ids",
                 hint="give top_k for the teacher's own head, head_ids for the student's",
+            )
+        if not MIN_TEMPERATURE <= self.temperature < math.inf:
+            raise InvalidInput(
+                f"must be finite and at least {MIN_TEMPERATURE}, got {self.temperature:g}",
+                field="temperature",
+                hint="use 1.0",
             )
 
     @property
@@ -138,8 +151,8 @@ def row_key(fingerprint: str, version: int, query: ScoreQuery) -> bytes:
 def tokenizer_fingerprint(tokens: Sequence[str]) -> str:
     """Return the sha256 of a vocabulary, given its tokens in order of id ("" for an unused id).
 
-    Teacher and student both pass `[tokenizer.convert_ids_to_tokens(i) or "" for i in
-    range(len(tokenizer))]`. Each token is hashed with its length in bytes.
+    Teacher and student both pass `clients.data.tokenization.tokens_of(tokenizer)`. Each token is
+    hashed with its length in bytes.
     """
     hasher = hashlib.sha256()
     for token in tokens:

@@ -41,6 +41,10 @@ CHANNEL_OPTIONS = [
 ]
 SERVER_OPTIONS = [
     *_LIMITS,
+    # Most bytes of unread requests that a stream keeps in the server's memory. Without a fixed
+    # window gRPC raises it to several MiB, and a client that only sends fills it.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 512 << 10),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     # With port reuse, two servers on one port would each get half of the calls.
     ("grpc.so_reuseport", 0),

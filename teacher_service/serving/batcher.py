@@ -41,10 +41,22 @@ class Scored:
     by: EngineInfo
 
 
+class Sender:
+    """One client's stream of queries; senders take turns, see Batcher.
+
+    The queries of a sender that is `last` wait until no other query waits.
+    """
+
+    def __init__(self, *, last: bool = False) -> None:
+        self.last = last
+        self.turn = 0.0  # of its newest query, in tokens
+
+
 @dataclass(frozen=True, eq=False)
 class _Waiting:
     query: ScoreQuery
     answer: asyncio.Future[Scored]
+    order: tuple[bool, float]
 
 
 class Batcher:
@@ -53,6 +65,10 @@ class Batcher:
     A batch has at most `max_batch_tokens` tokens, padding included; a longer sequence forms a batch
     of its own. While the engine is busy, new queries wait and form the next batch. An idle engine
     waits 2 ms for more queries before it scores the first one.
+
+    Senders share the engine equally, by tokens (start-time fair queueing, Goyal et al. 1996): a
+    query waits for those of its own sender, and for as many tokens of each other sender, not for
+    all that came before it.
 
     A batch has failed if the engine raised for each of its queries alone, and for a short probe as
     well, so that the queries are not the cause. After `max_failed_batches` in a row the engine is
@@ -83,6 +99,7 @@ class Batcher:
         self.broken = False
         self._queued_bytes = 0
         self._queue: deque[_Waiting] = deque()
+        self._turn = 0.0  # of the newest query that was taken
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
 
@@ -112,11 +129,12 @@ class Batcher:
         """Run `change` on the engine thread, so that no batch is in progress; return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, change)
 
-    async def score(self, query: ScoreQuery) -> Scored:
+    async def score(self, query: ScoreQuery, sender: Sender | None = None) -> Scored:
         """Return the rows of a validated query. Cancelling the call drops the query.
 
-        Raises Overloaded if waiting queries take more than `max_queued_bytes`, Unavailable if the
-        engine is broken, and the error of the engine for this query.
+        Without a `sender`, the query is of a sender of its own. Raises Overloaded if waiting
+        queries take more than `max_queued_bytes`, Unavailable if the engine is broken, and the
+        error of the engine for this query.
         """
         if self.broken:
             raise stopping()
@@ -128,7 +146,11 @@ class Batcher:
             )
         self._queued_bytes += size
         try:
-            waiting = _Waiting(query, asyncio.get_running_loop().create_future())
+            sender = sender or Sender()
+            turn = max(self._turn, sender.turn)
+            sender.turn = turn + len(query.token_ids)
+            answer: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
+            waiting = _Waiting(query, answer, (sender.last, turn))
             self._queue.append(waiting)
             self._wake.set()
             return await waiting.answer
@@ -144,11 +166,11 @@ class Batcher:
             self._wake.clear()
 
     def _take(self) -> list[_Waiting]:
-        """Take the oldest query and, in order, the others that fit into its batch."""
+        """Take the next query and, in order of turns, the others that fit into its batch."""
         batch: list[_Waiting] = []
         kept: deque[_Waiting] = deque()
         longest = 0
-        for waiting in self._queue:
+        for waiting in sorted(self._queue, key=lambda waiting: waiting.order):
             if waiting.answer.done():
                 continue
             padded = max(longest, len(waiting.query.token_ids))
@@ -156,6 +178,7 @@ class Batcher:
                 kept.append(waiting)
                 continue
             batch.append(waiting)
+            self._turn = max(self._turn, waiting.order[1])
             longest = padded
         self._queue = kept
         return batch

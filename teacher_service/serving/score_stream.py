@@ -10,12 +10,12 @@ from protos import teacher_pb2
 from protos.errors import DistillError, Overloaded
 from protos.rpc.failpoints import failpoint
 from protos.rpc.statuses import public_error
+from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.validation import MAX_REQUEST_ID_CHARS
 
-# Limits per stream, which also bound the memory for a slow client. At a limit, further requests
-# stay in the network until the client takes an answer. A single request may exceed the byte limit.
+# At this limit of a stream, and at that of the process (AnswerBudget), further requests stay in the
+# network until a client takes an answer.
 MAX_IN_FLIGHT = 256
-MAX_IN_FLIGHT_BYTES = 256 << 20
 _MAX_WAITING_CHUNKS = 16
 # Memory of an answer, encoded and decoded: per head id 2.25 + 4 bytes for the id and 4 + 4 for the
 # log-prob; per row up to three floats twice; per tail sample the id.
@@ -35,16 +35,20 @@ Answer = Callable[[teacher_pb2.ScoreRequest], AsyncIterator[teacher_pb2.ScoreChu
 class ScoreStream:
     """The tasks of one Score call: a reader, and one task per request in flight.
 
-    `answer` yields the chunks of one request. `cancel` stops all tasks. Create it inside a running
-    event loop.
+    `answer` yields the chunks of one request. `budget` bounds the answers of all streams; None: a
+    budget for this stream alone. `cancel` stops all tasks. Create it inside a running event loop.
     """
 
-    def __init__(self, requests: AsyncIterator[teacher_pb2.ScoreRequest], answer: Answer) -> None:
+    def __init__(
+        self,
+        requests: AsyncIterator[teacher_pb2.ScoreRequest],
+        answer: Answer,
+        budget: AnswerBudget | None = None,
+    ) -> None:
         self._requests = requests
         self._answer = answer
         self._in_flight = 0
-        self._in_flight_bytes = 0
-        self._taken = asyncio.Event()
+        self._share = (budget or AnswerBudget()).share()
         self._fault: DistillError | None = None
         self._outgoing: asyncio.Queue[teacher_pb2.ScoreChunk | _Answered | None] = asyncio.Queue(
             _MAX_WAITING_CHUNKS
@@ -88,6 +92,7 @@ class ScoreStream:
         """Cancel all tasks, because the client has gone."""
         for task in (self._reader, self._closer, *self._answers):
             task.cancel()
+        self._share.close()
 
     async def _read(self) -> None:
         # Wait for room before reading a request, so that every request read is answered.
@@ -95,7 +100,7 @@ class ScoreStream:
             failpoint("request-read")
             size = _answer_bytes(request)
             self._in_flight += 1
-            self._in_flight_bytes += size
+            self._share.take(size)
             task = asyncio.create_task(self._answer_one(request, size))
             self._answers.add(task)
             task.add_done_callback(self._answers.discard)
@@ -108,14 +113,12 @@ class ScoreStream:
             raise error
 
     async def _wait_for_room(self) -> None:
-        while self._in_flight >= MAX_IN_FLIGHT or self._in_flight_bytes >= MAX_IN_FLIGHT_BYTES:
-            self._taken.clear()
-            await self._taken.wait()
+        while self._in_flight >= MAX_IN_FLIGHT or not self._share.has_room:
+            await self._share.change()
 
     def _release(self, size: int) -> None:
         self._in_flight -= 1
-        self._in_flight_bytes -= size
-        self._taken.set()
+        self._share.give_back(size)
 
     async def _close_when_done(self) -> None:
         # The reader ended, was cancelled by `drain`, or lost the connection: there are no more

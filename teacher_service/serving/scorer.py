@@ -14,7 +14,7 @@ from protos.rows.codec import HEADER_BYTES, RowBlock, encode_rows
 from protos.rpc.transport import MAX_CHUNK_BYTES
 from teacher_service.cache.row_cache import RowCache, ScoredSequence
 from teacher_service.engines.base import EngineInfo
-from teacher_service.serving.batcher import Batcher
+from teacher_service.serving.batcher import Batcher, Sender
 
 _ENVELOPE_BYTES = 1024  # the other fields of a ScoreChunk
 
@@ -44,23 +44,26 @@ class Scorer:
     def __init__(self, batcher: Batcher, cache: RowCache | None) -> None:
         self._batcher = batcher
         self._cache = cache
-        self._flights: dict[bytes, _Flight] = {}
+        self._flights: dict[tuple[bytes, bool], _Flight] = {}
 
     def tiers(self) -> dict[str, tuple[int, int]]:
         """Return (hits, misses) of each cache tier by name, since the start of the program."""
         return self._cache.hits_and_misses() if self._cache else {}
 
-    async def score(self, query: ScoreQuery) -> Answer:
+    async def score(self, query: ScoreQuery, sender: Sender | None = None) -> Answer:
         """Return the rows of `query`, all from one version of the weights.
+
+        `sender`: see Batcher. Equal queries of a sender that is `last` and of one that is not are
+        scored apart, so that the second does not wait for the first.
 
         If a weight update is applied before the query is scored, the rows are from the new version.
         Raises Overloaded if the queue is full, or the error of the engine.
         """
         by = self._batcher.info
-        key = _key(query, by)
+        key = _key(query, by), sender is not None and sender.last
         flight = self._flights.get(key)
         if flight is None:
-            flight = _Flight(asyncio.create_task(self._find_or_score(query)))
+            flight = _Flight(asyncio.create_task(self._find_or_score(query, sender)))
             self._flights[key] = flight
         flight.waiters += 1
         try:
@@ -74,11 +77,11 @@ class Scorer:
             if self._flights.get(key) is flight and (flight.task.done() or not flight.waiters):
                 del self._flights[key]
 
-    async def _find_or_score(self, query: ScoreQuery) -> Answer:
+    async def _find_or_score(self, query: ScoreQuery, sender: Sender | None) -> Answer:
         found = await self._find(query)
         if found is not None:
             return found
-        rows = await self._batcher.score(query)
+        rows = await self._batcher.score(query, sender)
         scored = _encoded(rows.block, query)
         if self._cache:
             # Use the weights that computed the rows: they may be newer than the request.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import Any
 
-from clients.teacher.query import IDENTITY_KEY, MAX_TAIL_SAMPLES, identity_of
+from clients.teacher.query import IDENTITY_KEY, LAST_TURN, MAX_TAIL_SAMPLES, TURN_KEY, identity_of
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import Unavailable, WrongState
 from protos.rpc.failpoints import failpoint
 from teacher_service.metrics_page import TeacherMetrics
-from teacher_service.serving.batcher import Batcher, stopping
+from teacher_service.serving.answer_budget import AnswerBudget
+from teacher_service.serving.batcher import Batcher, Sender, stopping
 from teacher_service.serving.score_stream import ScoreStream
 from teacher_service.serving.scorer import Scorer, chunks_of
 from teacher_service.serving.validation import Limits, parse_request
@@ -35,6 +37,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         self._weights = weights
         self._limits = limits
         self._metrics = metrics
+        self._budget = AnswerBudget()
         self._streams: set[ScoreStream] = set()
         queued, version = "Tokens waiting for the model.", "Weight updates since the start."
         metrics.gauge("active_streams", "Open Score streams.", lambda: len(self._streams))
@@ -83,8 +86,10 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         """
         if self._batcher.broken:
             raise stopping()
-        version = self._version_asked_for(context.invocation_metadata())
-        stream = ScoreStream(request_iterator, self._answer)
+        metadata = dict(context.invocation_metadata() or ())
+        version = self._version_asked_for(metadata)
+        sender = Sender(last=metadata.get(TURN_KEY) == LAST_TURN)
+        stream = ScoreStream(request_iterator, partial(self._answer, sender), self._budget)
         self._streams.add(stream)
         context.add_done_callback(lambda _: stream.cancel())
         try:
@@ -117,13 +122,13 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
             else:
                 stream.drain()
 
-    def _version_asked_for(self, metadata: Any) -> int | None:
+    def _version_asked_for(self, metadata: Mapping[str, Any]) -> int | None:
         """Return the version that the client expects, or None if it names no teacher.
 
         A client that reconnects may reach another teacher on the same port. Rows of two teachers
         must never mix, so this raises WrongState if the client expects another one.
         """
-        expected = dict(metadata or ()).get(IDENTITY_KEY)
+        expected = metadata.get(IDENTITY_KEY)
         if expected is None:
             return None
         info = self._batcher.info
@@ -138,11 +143,11 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         return info.version
 
     async def _answer(
-        self, request: teacher_pb2.ScoreRequest
+        self, sender: Sender, request: teacher_pb2.ScoreRequest
     ) -> AsyncIterator[teacher_pb2.ScoreChunk]:
         with self._metrics.request() as measured:
             query = parse_request(request, self._limits)
-            answer = await self._scorer.score(query)
+            answer = await self._scorer.score(query, sender)
             measured.answered(query.rows)
             for chunk in chunks_of(answer, query, request.request_id, request.next_position):
                 yield chunk

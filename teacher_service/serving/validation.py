@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -61,8 +60,6 @@ def parse_request(request: teacher_pb2.ScoreRequest, limits: Limits) -> ScoreQue
             f"must be 0 or {start} to {length - 1}, got {request.next_position}",
             "set it to the position of the first missing row",
         )
-    if not (math.isfinite(request.temperature) and request.temperature > 0):
-        _refuse("temperature", f"must be finite and above 0, got {request.temperature}", "use 1.0")
     if request.tail_samples > MAX_TAIL_SAMPLES:
         _refuse(
             "tail_samples",

@@ -3,6 +3,7 @@
 `slow`: each stream keeps 8 requests in flight and takes an answer every 5 s, until stdin ends;
   the streams begin one after the other, not at one moment.
 `burst`: each stream asks 5 times and reads to the end; prints how the streams ended, as JSON.
+`deaf`: each stream sends requests and reads nothing, until stdin ends.
 """
 
 from __future__ import annotations
@@ -64,6 +65,16 @@ async def slow(streams: Streams, number: int) -> None:
         await asyncio.sleep(_PAUSE_SECONDS)
 
 
+async def deaf(streams: Streams, number: int) -> None:
+    async def requests() -> AsyncIterator[teacher_pb2.ScoreRequest]:
+        for count in range(10_000):
+            yield request(number * 10_000 + count, 512, 32)
+
+    call = streams.stub(number).Score(requests())
+    await call.wait_for_connection()
+    await asyncio.Event().wait()
+
+
 async def burst(streams: Streams, number: int) -> Counter[str]:
     async def requests() -> AsyncIterator[teacher_pb2.ScoreRequest]:
         for count in range(_ASKED):
@@ -81,9 +92,10 @@ async def burst(streams: Streams, number: int) -> Counter[str]:
 
 async def main(address: str, kind: str, count: int) -> None:
     streams = Streams(address, count)
-    if kind == "slow":
-        tasks = [asyncio.create_task(slow(streams, number)) for number in range(count)]
-        print("slow readers are at work", flush=True)
+    if kind in ("slow", "deaf"):
+        kept = slow if kind == "slow" else deaf
+        tasks = [asyncio.create_task(kept(streams, number)) for number in range(count)]
+        print("the readers are at work", flush=True)
         await asyncio.to_thread(sys.stdin.read)
         for task in tasks:
             task.cancel()

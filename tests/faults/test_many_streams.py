@@ -123,6 +123,73 @@ def test_a_hundred_slow_readers(start_teacher: StartTeacher) -> None:
     eventually(lambda: open_streams(teacher) == 0, 10)
 
 
+def settled_bytes(server: psutil.Process) -> int:
+    """What is resident once it no longer grows."""
+    found = -1
+    while found < (found := server.memory_info().rss) - MIB or found < 0:
+        time.sleep(2)
+    return found
+
+
+def test_streams_that_read_nothing_share_one_budget(
+    start_teacher: StartTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1, 10 or 100 of them: the answers that wait for them are those of one budget.
+
+    Each stream may hold one answer beside the budget, here of 0.24 MiB, and half a MiB of unread
+    requests. The allocator and gRPC may keep as much as the budget again.
+    """
+    budget = 32
+    # What is freed is given back, so that what is resident is what is held.
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    teacher = start_teacher(*fake(), module="tests.faults.thrifty_teacher")
+    server = psutil.Process(teacher.process.pid)
+    p99(teacher)
+    resident = server.memory_info().rss
+    grown = {}
+    for count in (1, 10, 100):
+        with client_process(teacher, "deaf", count) as readers:
+            assert readers.stdout
+            assert readers.stdout.readline()
+            eventually(lambda count=count: open_streams(teacher) == count, 60)
+            grown[count] = (settled_bytes(server) - resident) / MIB
+        eventually(lambda: open_streams(teacher) == 0, 10)
+    print("MiB by number of streams:", {count: round(mib) for count, mib in grown.items()})
+    for count, mib in grown.items():
+        assert mib <= 2 * budget + count, f"{count} streams"
+
+
+def test_a_light_client_beside_a_deep_one(start_teacher: StartTeacher) -> None:
+    """Its slowest answer takes at most three times as long as without the other client."""
+    teacher = start_teacher(*fake(latency_ms=50), "--max-batch-tokens", "400")
+
+    def slowest(client: TeacherClient) -> float:
+        took = []
+        for query in sequences(10, 100, top_k=4, seed=next(_never_asked)):
+            began = time.monotonic()
+            client.submit(query).result(WAIT)
+            took.append(time.monotonic() - began)
+        return max(took)
+
+    with TeacherClient(teacher.address) as light, TeacherClient(teacher.address) as heavy:
+        light.submit(sequences(1, 100, top_k=4)[0]).result(WAIT)
+        for _ in range(LOOKS):
+            alone = slowest(light)
+            deep = [
+                heavy.submit(query)
+                for query in sequences(400, 100, top_k=4, seed=next(_never_asked))
+            ]
+            beside = slowest(light)
+            assert not all(answer.done() for answer in deep)
+            for answer in deep:
+                answer.cancel()
+            if beside <= 3 * alone:
+                break
+    print(f"{alone * 1e3:.0f} ms alone, {beside * 1e3:.0f} ms beside a client 128 deep")
+    assert beside <= 3 * alone
+
+
 @pytest.mark.slow
 def test_a_thousand_streams(start_teacher: StartTeacher) -> None:
     """Every one ends with its rows or is told to come again, and leaves no descriptor behind."""

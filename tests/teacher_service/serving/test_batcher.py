@@ -13,7 +13,7 @@ from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt, DistillError, Overloaded
 from protos.rows.codec import RowBlock
 from teacher_service.engines.fake import FakeEngine, FakeSettings
-from teacher_service.serving.batcher import Batcher, Scored
+from teacher_service.serving.batcher import Batcher, Scored, Sender
 
 
 class ScriptedEngine(FakeEngine):
@@ -146,3 +146,31 @@ def test_a_full_queue_says_so_and_recovers() -> None:
             await batcher.score(query(1, 2))
 
     asyncio.run(main())
+
+
+def test_senders_take_turns_and_captures_come_last() -> None:
+    """A light client beside one that is 128 deep waits for the batch that runs, not for all."""
+    engine = ScriptedEngine()
+
+    async def main() -> list[int]:
+        async with Batcher(engine, max_batch_tokens=8) as batcher:
+            engine.gate.clear()
+            heavy, capture, light = Sender(), Sender(last=True), Sender()
+            answers = [
+                asyncio.create_task(batcher.score(query(2, 2, 2), capture)) for _ in range(4)
+            ]
+            answers += [
+                asyncio.create_task(batcher.score(query(1, 1, 1, 1), heavy)) for _ in range(128)
+            ]
+            await asyncio.sleep(0.05)  # a batch is in the engine
+            late = asyncio.create_task(batcher.score(query(3, 3), light))
+            await asyncio.sleep(0.05)
+            engine.gate.set()
+            await late
+            before = len(engine.batches)
+            await asyncio.gather(*answers)
+            return [before, sum(lengths.count(3) for lengths in engine.batches[-3:])]
+
+    before, captures = asyncio.run(main())
+    assert before <= 3
+    assert captures == 4, "they come in the last batches"

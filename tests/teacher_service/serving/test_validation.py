@@ -47,6 +47,7 @@ def request(**changes: Any) -> teacher_pb2.ScoreRequest:
         ({"head_ids": int32(1, 2, 3, 100)}, "head_ids[3]"),
         ({"head_ids": int32(1, 2, 7, 7)}, "head_ids[1]"),
         ({"temperature": 0.0}, "temperature"),
+        ({"temperature": 1e-5}, "temperature"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),

@@ -1,0 +1,74 @@
+"""The memory that answers may take in this process, shared by all streams."""
+
+from __future__ import annotations
+
+import asyncio
+
+# A stream that is alone gets half of it.
+MAX_ANSWER_BYTES = 512 << 20
+
+
+class AnswerBudget:
+    """Bytes of the answers that are computed or wait for their clients, over all streams.
+
+    A stream may take more while its own answers have fewer bytes than are free (dynamic thresholds,
+    Choudhury and Hahne 1998): one stream gets half of the budget, n equal streams 1/(n + 1) of it
+    each, and a new stream always finds some. A stream without answers always has room for one
+    request, so that none starves. The process therefore holds at most `max_bytes` and one answer
+    per stream. Use it from one event loop.
+    """
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        """Create a budget of `max_bytes`; None: MAX_ANSWER_BYTES."""
+        self._max_bytes = MAX_ANSWER_BYTES if max_bytes is None else max_bytes
+        self._used = 0
+        self._freed: set[asyncio.Event] = set()
+
+    def share(self) -> BudgetShare:
+        """Return the empty share of a new stream."""
+        return BudgetShare(self)
+
+
+class BudgetShare:
+    """The bytes of one stream in the budget."""
+
+    def __init__(self, budget: AnswerBudget) -> None:
+        self._budget = budget
+        self._freed = asyncio.Event()
+        self._closed = False
+        self.bytes = 0
+
+    @property
+    def has_room(self) -> bool:
+        """True if the stream may read another request."""
+        free = self._budget._max_bytes - self._budget._used
+        return not self.bytes or self.bytes < free
+
+    def take(self, size: int) -> None:
+        """Count `size` bytes more."""
+        self.bytes += size
+        self._budget._used += size
+
+    def give_back(self, size: int) -> None:
+        """Count `size` bytes less, and wake the streams that wait for room."""
+        if self._closed:
+            return
+        self.bytes -= size
+        self._budget._used -= size
+        self._freed.set()
+        for freed in self._budget._freed:
+            freed.set()
+
+    def close(self) -> None:
+        """Give back all bytes; further calls of `give_back` do nothing."""
+        self.give_back(self.bytes)
+        self._closed = True
+
+    async def change(self) -> None:
+        """Wait until bytes are given back, by this stream or another one."""
+        self._freed.clear()
+        self._budget._freed.add(self._freed)
+        try:
+            await self._freed.wait()
+        finally:
+            self._budget._freed.discard(self._freed)
