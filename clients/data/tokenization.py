@@ -58,8 +58,12 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def tokens_of(tokenizer: Any) -> list[str]:
-    """Return the token of each id, "" for an unused id; the input of `tokenizer_fingerprint`."""
-    return [tokenizer.convert_ids_to_tokens(i) or "" for i in range(len(tokenizer))]
+    """Return the token of each id, "" for an unused id; the input of `tokenizer_fingerprint`.
+
+    The list ends at the highest id: with unused ids, that is beyond the number of tokens.
+    """
+    count = max(tokenizer.get_vocab().values(), default=-1) + 1
+    return [tokenizer.convert_ids_to_tokens(i) or "" for i in range(count)]
 
 
 def first_difference(

@@ -6,9 +6,11 @@ import itertools
 import random
 import threading
 import time
+import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import Any
 
 from clients.teacher.query import ScoreQuery, answer_bytes, request_of
 from clients.teacher.row_assembly import ScoreAssembly
@@ -31,11 +33,32 @@ MAX_TRIES = 3
 _ENTRY_BYTES = 2048  # estimated memory of a request and its future, rows excluded
 
 
+class _Waiters(list[Any]):
+    """The waiters of a future: `concurrent.futures.wait` and `as_completed` add themselves.
+
+    Whoever waits wants the answer, as if `result` were called.
+    """
+
+    def __init__(self, answer: _Answer) -> None:
+        super().__init__()
+        self._answer = weakref.ref(answer)
+
+    def append(self, waiter: Any) -> None:
+        super().append(waiter)
+        answer = self._answer()
+        if answer is not None:
+            answer.want()
+
+
 class _Answer(Future[RowBlock]):
     """The future of one query.
 
     Its rows count against the prefetch limit from the time the request is sent until a caller
-    takes the result or drops the future.
+    takes the result or drops the future. A caller that waits for it, in any way that
+    `concurrent.futures` or `asyncio` has, makes it wanted.
+
+    Lock order: the condition of a future may be held when the lock of the window is taken, never
+    the other way round.
     """
 
     def __init__(self, window: ScoreWindow, query: ScoreQuery) -> None:
@@ -44,9 +67,25 @@ class _Answer(Future[RowBlock]):
         self.held = 0  # bytes it takes of the prefetch limit now
         self.wanted = False
         self.failures: Counter[str] = Counter()  # by teacher: the failed tries of this request
+        self._waiters = _Waiters(self)
+        self.dropped = False
         self.query = query
         self.assembly = ScoreAssembly(query)
         self.size = answer_bytes(query) + _ENTRY_BYTES
+
+    def want(self) -> None:
+        """Say that a caller waits for the answer."""
+        self._window.want(self)
+
+    def add_done_callback(self, fn: Callable[[Future[RowBlock]], object]) -> None:
+        """As in Future; `asyncio.wrap_future` waits by a callback."""
+        self.want()
+        super().add_done_callback(fn)
+
+    def cancel(self) -> bool:
+        """As in Future."""
+        self.dropped = super().cancel()
+        return self.dropped
 
     def result(self, timeout: float | None = None) -> RowBlock:
         self._window.want(self)
@@ -213,7 +252,7 @@ class ScoreWindow:
 
         With `teacher`, requests are passed over that another connected teacher failed less often.
         """
-        while self._waiting and self._waiting[0].cancelled():
+        while self._waiting and self._waiting[0].dropped:
             self._waiting.popleft()
         for answer in self._waiting:
             if teacher is None or answer.failures[teacher] <= self._fewest_failures(answer):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, as_completed, wait
 from typing import Any
 
 import numpy as np
@@ -220,6 +223,39 @@ def test_an_answer_larger_than_the_limit_goes_alone() -> None:
     futures[0].result(0)
     assert settled(sender) == 2
     window.close()
+    sender.join()
+
+
+WAYS: dict[str, Callable[[list[Future[RowBlock]]], object]] = {
+    "wait": lambda futures: wait(futures, timeout=10),
+    "as_completed": lambda futures: [*as_completed(futures, timeout=10)],
+    "asyncio": lambda futures: asyncio.run(gathered(futures)),
+}
+
+
+async def gathered(futures: list[Future[RowBlock]]) -> None:
+    async with asyncio.timeout(10):
+        await asyncio.gather(*map(asyncio.wrap_future, futures))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whoever_waits_is_served_in_whatever_way(way: str) -> None:
+    """The limit has room for one answer of ten."""
+    window = window_of(128, max_bytes=10)
+    futures = [window.submit(QUERY) for _ in range(10)]
+    sender = Sender(window)
+    waiter = threading.Thread(target=WAYS[way], args=(futures,))
+    waiter.start()
+    try:
+        deadline = time.monotonic() + 10
+        while len(sender.sent) < 10 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(sender.sent) == 10
+        sender.answer_all()
+        assert all(future.done() for future in futures)
+    finally:
+        window.close()
+        waiter.join(20)
     sender.join()
 
 
