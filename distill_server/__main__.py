@@ -2,132 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING
+import sys
 
-import typer
-
-from clients.cli.listen_options import (
-    HELP_OPTIONS,
-    HostOption,
-    InsecureOption,
-    TlsCertOption,
-    TlsClientCaOption,
-    TlsKeyOption,
-    TokenFileOption,
-)
-from clients.cli.version import VersionOption
-from distill_server import options
-from protos.errors import DistillError
-
-if TYPE_CHECKING:
-    from distill_server.dashboard.serve import Dashboard
-    from distill_server.runners.interface import Runner
-    from distill_server.runners.machine import Machine
-    from protos.auth.tls import TlsFiles
-
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings=HELP_OPTIONS,
-)
-
-
-@app.command()
-def serve(
-    runs: options.RunsOption = Path("runs"),
-    port: options.PortOption = 50051,
-    host: HostOption = "127.0.0.1",
-    token_file: TokenFileOption = None,
-    tls_cert: TlsCertOption = None,
-    tls_key: TlsKeyOption = None,
-    tls_client_ca: TlsClientCaOption = None,
-    insecure: InsecureOption = False,
-    slots: options.SlotsOption = None,
-    gpus: options.GpusOption = None,
-    cpus: options.CpusOption = 0,
-    threads_per_job: options.ThreadsPerJobOption = 0,
-    most_queued: options.MostQueuedOption = 10_000,
-    retries: options.RetriesOption = 3,
-    backoff: options.BackoffOption = 10.0,
-    dashboard: options.DashboardPortOption = None,
-    database: options.DatabaseOption = None,
-    ray: options.RayOption = None,
-    version: VersionOption = False,
-) -> None:
-    """Accept distillation jobs, run them, and report their progress."""
-    from distill_server.jobs.preflight import JobPreflight
-    from distill_server.scheduler import Policy
-    from distill_server.server import run_server
-    from protos.auth.tls import TlsFiles
-    from protos.rpc.server import read_endpoint
-
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
-    try:
-        machine = _machine(slots or gpus or 1, gpus, cpus, threads_per_job, on_ray=ray is not None)
-        endpoint = read_endpoint(host, port, token_file, tls, insecure=insecure)
-        asyncio.run(
-            run_server(
-                runs,
-                database=database,
-                dashboard=None if dashboard is None else _dashboard(dashboard, tls),
-                endpoint=endpoint,
-                runner=_runner(ray),
-                policy=Policy(machine, most_queued, retries, backoff),
-                preflight=JobPreflight(packages=ray is None),
-                on_ready=lambda bound: print(
-                    f"server listening on {endpoint.address(bound)}", flush=True
-                ),
-            )
-        )
-    except (DistillError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-
-
-def _machine(
-    slots: int, gpus: int | None, cpus: int, threads_per_job: int, *, on_ray: bool
-) -> Machine:
-    from distill_server.runners.machine import Machine, gpus_of_cluster, visible_gpus
-
-    here = 0 if on_ray else (os.cpu_count() or 1) // 2
-    names = gpus_of_cluster if on_ray else visible_gpus
-    return Machine(
-        slots=slots,
-        cpus_per_job=threads_per_job or max(1, (cpus or here) // slots),
-        cpus=cpus,
-        gpus=None if gpus is None else names(gpus),
-    )
-
-
-def _runner(ray: str | None) -> Runner:
-    if ray is None:
-        from distill_server.runners.local.runner import LocalRunner
-
-        return LocalRunner()
-    # Imported only for --ray: it needs the extra [ray].
-    from distill_server.runners.ray.cluster import RayCluster
-    from distill_server.runners.ray.jobs import RayJobs
-    from distill_server.runners.ray.runner import RayRunner
-
-    return RayRunner(RayCluster(RayJobs(ray)))
-
-
-def _dashboard(port: int, tls: TlsFiles) -> Dashboard:
-    # Imported only for --dashboard, so that a server without it does not load the web server.
-    from distill_server.dashboard.serve import Dashboard
-
-    return Dashboard(port, tls, on_ready=lambda url: print(f"dashboard at {url}", flush=True))
+from clients.cli.interrupts import EXIT_CODE, exit_on_interrupt
 
 
 def main() -> None:
     """Run the command line; the entry point of `distill-server`."""
-    app()
+    try:
+        with exit_on_interrupt():
+            from distill_server.command import app
+        app()
+    except KeyboardInterrupt:  # before the command handles it itself
+        sys.exit(EXIT_CODE)
 
 
 if __name__ == "__main__":

@@ -1,146 +1,20 @@
-"""The command `distill-teacher`: parses the options and runs the teacher service."""
+"""The command `distill-teacher`, also `python -m teacher_service`."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
+import sys
 
-import typer
-
-from clients.cli.listen_options import (
-    HELP_OPTIONS,
-    HostOption,
-    InsecureOption,
-    TlsCertOption,
-    TlsClientCaOption,
-    TlsKeyOption,
-    TokenFileOption,
-)
-from clients.cli.version import VersionOption
-from teacher_service import options
-from teacher_service.logs import LogFormat, LogLevel, start_logging
-
-if TYPE_CHECKING:
-    from teacher_service.cache.settings import CacheSettings
-
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings=HELP_OPTIONS,
-)
-
-
-@app.command()
-def teacher(
-    model: options.ModelOption,
-    port: options.PortOption = 50052,
-    host: HostOption = "127.0.0.1",
-    token_file: TokenFileOption = None,
-    tls_cert: TlsCertOption = None,
-    tls_key: TlsKeyOption = None,
-    tls_client_ca: TlsClientCaOption = None,
-    insecure: InsecureOption = False,
-    engine: options.EngineOption = "hf",
-    dtype: options.DtypeOption = "auto",
-    device: options.DeviceOption = "auto",
-    max_top_k: options.MaxTopKOption = 1024,
-    max_batch_tokens: options.MaxBatchTokensOption = 16384,
-    batch_invariant: options.BatchInvariantOption = False,
-    tensor_parallel_size: options.TensorParallelSizeOption = 1,
-    gpu_memory_share: options.GpuMemoryShareOption = 0.9,
-    cache_dir: options.CacheDirOption = None,
-    no_cache: options.NoCacheOption = False,
-    cache_memory_mib: options.CacheMemoryOption = 1024,
-    cache_disk_gib: options.CacheDiskOption = 16,
-    cache_zstd: options.CacheZstdOption = True,
-    redis_url: options.RedisUrlOption = None,
-    redis_ttl_hours: options.RedisTtlOption = 168,
-    threads: options.ThreadsOption = None,
-    metrics_port: options.MetricsPortOption = None,
-    metrics_host: options.MetricsHostOption = "127.0.0.1",
-    log_format: options.LogFormatOption = LogFormat.TEXT,
-    log_level: options.LogLevelOption = LogLevel.INFO,
-    version: VersionOption = False,
-) -> None:
-    """Score sequences with a model and stream the top-k rows to students."""
-    _set_threads(threads)
-    _require_packages()
-    from protos.auth.tls import TlsFiles
-    from protos.rpc.server import read_endpoint
-    from teacher_service.cache.settings import CacheSettings
-    from teacher_service.program import EngineSettings, Settings, VllmSettings, run
-
-    cache = CacheSettings(
-        directory=cache_dir or _default_cache(),
-        memory_bytes=cache_memory_mib << 20,
-        disk_bytes=cache_disk_gib << 30,
-        zstd=cache_zstd,
-        redis_url=redis_url,
-        redis_ttl_seconds=redis_ttl_hours * 3600,
-    )
-    vllm = VllmSettings(tensor_parallel_size, gpu_memory_share)
-    chosen = EngineSettings(engine, model, dtype, device, batch_invariant, max_batch_tokens, vllm)
-    start_logging(log_format, log_level)
-    with _errors_as_exit():
-        tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
-        settings = Settings(
-            engine=chosen,
-            endpoint=read_endpoint(host, port, token_file, tls, insecure=insecure),
-            max_top_k=max_top_k,
-            cache=_kept(cache, no_cache),
-            metrics=None if metrics_port is None else (metrics_host, metrics_port),
-        )
-        run(settings)
-
-
-def _kept(cache: CacheSettings, no_cache: bool) -> CacheSettings | None:
-    from protos.errors import InvalidInput
-
-    if no_cache and cache.redis_url:
-        raise InvalidInput(
-            "cannot be combined with --no-cache, which keeps no rows",
-            field="--redis-url",
-            hint="remove one of the two options",
-        )
-    return None if no_cache else cache
-
-
-@contextmanager
-def _errors_as_exit() -> Iterator[None]:
-    from protos.errors import DistillError
-
-    try:
-        yield
-    except DistillError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from error
-
-
-def _require_packages() -> None:
-    from protos.extras import require_extra
-
-    with _errors_as_exit():
-        require_extra("teacher", "distill-teacher")
-
-
-def _set_threads(threads: int | None) -> None:
-    half = max(1, len(os.sched_getaffinity(0)) // 2)
-    # Set before torch is imported, because torch reads it only once.
-    os.environ["OMP_NUM_THREADS"] = str(threads or os.environ.get("OMP_NUM_THREADS") or half)
-
-
-def _default_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "distill-service" / "rows"
+from clients.cli.interrupts import EXIT_CODE, exit_on_interrupt
 
 
 def main() -> None:
-    """Run the command; the entry point of the console script."""
-    app()
+    """Run the command line; the entry point of `distill-teacher`."""
+    try:
+        with exit_on_interrupt():
+            from teacher_service.command import app
+        app()
+    except KeyboardInterrupt:  # before the command handles it itself
+        sys.exit(EXIT_CODE)
 
 
 if __name__ == "__main__":

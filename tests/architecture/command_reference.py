@@ -9,8 +9,8 @@ from typing import Any
 import typer
 
 from clients.cli.app import app
-from distill_server.__main__ import app as server_app
-from teacher_service.__main__ import app as teacher_app
+from distill_server.command import app as server_app
+from teacher_service.command import app as teacher_app
 
 PROGRAMS = {"distill": app, "distill-server": server_app, "distill-teacher": teacher_app}
 HEAD = "| argument or option | default | meaning |\n|---|---|---|\n"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from distill_server.__main__ import app as server
-from teacher_service.__main__ import app as teacher
+from distill_server.command import app as server
+from teacher_service.command import app as teacher
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 INSTALLED = "/opt/distill-service/.venv/bin"

@@ -53,8 +53,8 @@ for name in sys.argv[1:]:
     [
         ["clients.cli.app", "clients.jobs.client"],
         ["clients.teacher.client"],
-        ["distill_server.__main__", "distill_server.server"],
-        ["teacher_service.__main__", "teacher_service.program"],
+        ["distill_server.command", "distill_server.server"],
+        ["teacher_service.command", "teacher_service.program"],
         ["student_trainer.__main__"],
     ],
     ids=lambda modules: modules[0],
