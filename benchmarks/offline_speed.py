@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.offline_material import (
     JOBS,
@@ -30,7 +31,7 @@ from clients.runs.metrics_writer import MetricsLog
 from clients.runs.progress import Progress
 from student_trainer.assembly import assemble
 from student_trainer.data.captured_stores import open_stores
-from student_trainer.methods import method as courses
+from student_trainer.methods import offline
 from student_trainer.methods.offline import StoredSteps
 from student_trainer.model.loading import load_tokenizer
 from student_trainer.teachers.source import PendingRows
@@ -71,13 +72,10 @@ def step_times(
     assert isinstance(config, OfflineJob)
     sources = {"store": StoredSteps, "memory": InMemorySteps}
     found: dict[str, list[float]] = {name: [] for name in sources}
-    try:
-        for repetition in range(sizes.repetitions):
-            for name, kind in sources.items():
-                courses.StoredSteps = kind  # type: ignore
+    for repetition in range(sizes.repetitions):
+        for name, kind in sources.items():
+            with mock.patch.object(offline, "StoredSteps", kind):
                 found[name] += _steps_of(work / "steps" / f"{name}-{repetition}", config)
-    finally:
-        courses.StoredSteps = StoredSteps  # type: ignore
     pairs = zip(found["store"], found["memory"], strict=True)
     ratios = [stored / memory for stored, memory in pairs]
     seconds = {name: statistics.median(values) for name, values in found.items()}
