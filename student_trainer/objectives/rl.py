@@ -1,8 +1,8 @@
 """The objective of reinforcement learning: a clipped policy gradient and a KL to other models.
 
-    loss = -clipped(ratio, advantage) + sum over pulls of weight * KL          (kl_in = "loss")
+    loss = -clipped(ratio, advantage) + sum over KL terms of weight * KL       (kl_in = "loss")
 
-With kl_in = "reward" the KL of each pull is part of the advantage instead (`kl_reward`). Sources:
+With kl_in = "reward" each KL term is part of the advantage instead (`kl_reward`). Sources:
 EMA-PG (arXiv 2602.04417), GRPO (arXiv 2402.03300).
 """
 
@@ -33,7 +33,7 @@ from student_trainer.losses.policy import (
 
 @dataclass(frozen=True)
 class KLTerm:
-    """A model that the KL pulls the student towards: its name in metrics, the weight of its KL."""
+    """The KL from the student to another model: the model's name in metrics, the KL's weight."""
 
     name: str
     weight: float
@@ -43,8 +43,9 @@ class KLTerm:
 class RLSequence(ScoredSequence):
     """A rollout with its rows and its advantage.
 
-    rows: of the first pull. others: rows of the other pulls, in order. advantage: [] for the whole
-    answer, or [learned], one per learned token. kept: False if the loss leaves the answer out.
+    rows: of the first KL term. others: rows of the other terms, in order. advantage: [] for the
+    whole answer, or [learned], one per learned token. kept: False if the loss leaves the answer
+    out.
     """
 
     others: tuple[RowBlock, ...]
@@ -56,8 +57,8 @@ class RLSequence(ScoredSequence):
 class RLBatch(Batch):
     """A batch of rollouts with advantages.
 
-    others: Rows of N for each pull but the first. advantages [N]. weights [N]: the weight of each
-    token in the sum of the loss.
+    others: Rows of N for each KL term but the first. advantages [N]. weights [N]: the weight of
+    each token in the sum of the loss.
     """
 
     others: tuple[Rows, ...]
@@ -85,17 +86,17 @@ class RLBatch(Batch):
 class RLObjective:
     """The objective of an RL job.
 
-    method: its settings. pulls: in the order of the rows of every batch; empty if the student
+    method: its settings. kl_terms: in the order of the rows of every batch; empty if the student
     learns from rewards alone. rewarded: whether the student learns from rewards.
     """
 
     method: RLConfig
-    pulls: tuple[KLTerm, ...]
+    kl_terms: tuple[KLTerm, ...]
     rewarded: bool
 
     @classmethod
     def of(cls, job: RLJob) -> RLObjective:
-        """Return the objective of a job. The teacher's pull, if any, comes before the anchor's."""
+        """Return the objective of a job. The teacher's KL term, if any, is before the anchor's."""
         method = job.method
         teacher = [KLTerm("teacher", method.teacher_beta)] if job.teacher is not None else []
         anchor = [KLTerm("anchor", method.beta)] if method.beta else []
@@ -142,9 +143,9 @@ class RLObjective:
             if self._has_policy_gradient:
                 terms.append(self._policy_gradient(rows, batch, index))
             if self.method.kl_in == "loss":
-                for pull, theirs in zip(self.pulls, _pulled(batch), strict=False):
+                for term, theirs in zip(self.kl_terms, _rows_of_terms(batch), strict=False):
                     kl = self._kl(rows, theirs[index], in_head[index], batch.sampled[index])
-                    terms.append(pull.weight * kl)
+                    terms.append(term.weight * kl)
             return torch.stack(terms).sum(0) * batch.weights[index]
 
         return loss
@@ -153,7 +154,7 @@ class RLObjective:
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
         """Return (sum, number) of each metric, with the same names for all batches.
 
-        `kl/NAME`, for each pull, is an estimate of the KL in nats with tail `bucket+sampled`,
+        `kl/NAME`, for each KL term, is an estimate of the KL in nats with tail `bucket+sampled`,
         whatever the tail mode of the loss. It is unbiased unless `method.importance_clip` clips its
         weights. No gradient.
         """
@@ -168,7 +169,7 @@ class RLObjective:
             "entropy": sum_and_count(out.metrics["entropy"]),
             "topk/student_mass": sum_and_count(rows.head_logprobs.exp().sum(1)),
         }
-        for pull, theirs in zip(self.pulls, _pulled(batch), strict=False):
+        for term, theirs in zip(self.kl_terms, _rows_of_terms(batch), strict=False):
             kl = topk_kl(
                 rows,
                 theirs,
@@ -177,8 +178,8 @@ class RLObjective:
                 tail="bucket+sampled",
                 importance=self._importance(rows, batch.sampled),
             )
-            found[f"kl/{pull.name}"] = sum_and_count(kl)
-            found[f"topk/{pull.name}_mass"] = sum_and_count(theirs.head_logprobs.exp().sum(1))
+            found[f"kl/{term.name}"] = sum_and_count(kl)
+            found[f"topk/{term.name}_mass"] = sum_and_count(theirs.head_logprobs.exp().sum(1))
         return found
 
     @property
@@ -186,11 +187,11 @@ class RLObjective:
         return self.rewarded or self.method.kl_in == "reward"
 
     def _advantages(self, rows: Rows, batch: RLBatch, index: slice) -> Tensor:
-        """Return the advantages [n], including the KL to each pull if kl_in = "reward"."""
+        """Return the advantages [n], including each KL term if kl_in = "reward"."""
         advantages = batch.advantages[index]
         if self.method.kl_in == "reward":
-            for pull, theirs in zip(self.pulls, _pulled(batch), strict=False):
-                advantages = advantages + pull.weight * kl_reward(rows, theirs[index])
+            for term, theirs in zip(self.kl_terms, _rows_of_terms(batch), strict=False):
+                advantages = advantages + term.weight * kl_reward(rows, theirs[index])
         return advantages
 
     def _policy_gradient(self, rows: Rows, batch: RLBatch, index: slice) -> Tensor:
@@ -232,6 +233,6 @@ class RLObjective:
         return importance_weights(rows.token_logprobs, sampled, self.method.importance_clip)
 
 
-def _pulled(batch: RLBatch) -> tuple[Rows, ...]:
-    """Return the rows of each pull, in order. Without pulls, the batch has placeholder rows."""
+def _rows_of_terms(batch: RLBatch) -> tuple[Rows, ...]:
+    """Return the rows of each KL term, in order; placeholder rows if there is no term."""
     return (batch.teacher, *batch.others)
