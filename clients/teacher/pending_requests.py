@@ -6,111 +6,30 @@ import itertools
 import random
 import threading
 import time
-import weakref
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
 
-from clients.teacher.query import ScoreQuery, answer_bytes, request_of
-from clients.teacher.row_assembly import ScoreAssembly
+from clients.teacher.pending_answer import PendingAnswer
+from clients.teacher.query import REQUEST_ENVELOPE_BYTES, ScoreQuery, requests_of
 from protos import teacher_pb2
 from protos.errors import (
     Corrupt,
     DistillError,
     InternalFault,
+    InvalidInput,
     Overloaded,
     Unavailable,
     error_of,
 )
 from protos.rows.codec import RowBlock
+from protos.rpc.transport import MAX_REQUEST_BYTES
 
 _PAUSE_SECONDS = 0.5  # least pause before a request goes to an overloaded teacher again
 # A request that a teacher fails with one of these errors is sent again, to another teacher if there
 # is one, and fails after this many tries at each teacher.
 _NOT_THE_QUERY = (InternalFault, Unavailable)
 MAX_TRIES = 3
-_ENTRY_BYTES = 2048  # estimated memory of a request and its future, rows excluded
-
-
-class _Waiters(list[Any]):
-    """The waiters of a future: `concurrent.futures.wait` and `as_completed` add themselves.
-
-    Whoever waits wants the answer, as if `result` were called.
-    """
-
-    def __init__(self, answer: _Answer) -> None:
-        super().__init__()
-        self._answer = weakref.ref(answer)
-
-    def append(self, waiter: Any) -> None:
-        super().append(waiter)
-        answer = self._answer()
-        if answer is not None:
-            answer.want()
-
-
-class _Answer(Future[RowBlock]):
-    """The future of one query.
-
-    Its rows count against the prefetch limit from the time the request is sent until a caller
-    takes the result or drops the future. A caller that waits for it, in any way that
-    `concurrent.futures` or `asyncio` has, makes it wanted.
-
-    Lock order: the condition of a future may be held when the lock of the window is taken, never
-    the other way round.
-    """
-
-    def __init__(self, window: ScoreWindow, query: ScoreQuery) -> None:
-        super().__init__()
-        self._window = window
-        self.held = 0  # bytes it takes of the prefetch limit now
-        self.wanted = False
-        self.failures: Counter[str] = Counter()  # by teacher: the failed tries of this request
-        self._waiters = _Waiters(self)
-        self.dropped = False
-        self.query = query
-        self.assembly = ScoreAssembly(query)
-        self.size = answer_bytes(query) + _ENTRY_BYTES
-
-    def want(self) -> None:
-        """Say that a caller waits for the answer."""
-        self._window.want(self)
-
-    def add_done_callback(self, fn: Callable[[Future[RowBlock]], object]) -> None:
-        """As in Future; `asyncio.wrap_future` waits by a callback."""
-        self.want()
-        super().add_done_callback(fn)
-
-    def cancel(self) -> bool:
-        """As in Future."""
-        self.dropped = super().cancel()
-        return self.dropped
-
-    def result(self, timeout: float | None = None) -> RowBlock:
-        self._window.want(self)
-        try:
-            return super().result(timeout)
-        finally:
-            self._release_if_done()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._window.want(self)
-        try:
-            return super().exception(timeout)
-        finally:
-            self._release_if_done()
-
-    def release(self) -> None:
-        """Stop counting its rows: the caller has taken them, or nobody will."""
-        self._window.release(self)
-
-    def _release_if_done(self) -> None:
-        if self.done():
-            self.release()
-
-    def __del__(self) -> None:
-        self.release()
 
 
 class ScoreWindow:
@@ -128,7 +47,7 @@ class ScoreWindow:
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         self._owing = threading.Condition(lock)
-        self._waiting: deque[_Answer] = deque()
+        self._waiting: deque[PendingAnswer] = deque()
         self._streams: list[WindowStream] = []
         self._held_bytes = 0
         self._ids = itertools.count()
@@ -143,7 +62,7 @@ class ScoreWindow:
 
     def submit(self, query: ScoreQuery) -> Future[RowBlock]:
         """Queue a query and return its future. Raises Unavailable if the window is closed."""
-        answer = _Answer(self, query)
+        answer = PendingAnswer(self, query)
         with self._changed:
             if self.closed:
                 raise Unavailable("this teacher client is closed", hint="make a new TeacherClient")
@@ -152,25 +71,28 @@ class ScoreWindow:
             self._changed.notify_all()
         return answer
 
-    def open(self, teacher: str = "") -> WindowStream:
-        """Register a stream to `teacher`, which takes requests from the queue until its `end`."""
+    def open(self, teacher: str = "", max_request_bytes: int = MAX_REQUEST_BYTES) -> WindowStream:
+        """Register a stream to `teacher`, which takes requests from the queue until its `end`.
+
+        A request of more than `max_request_bytes` bytes fails with InvalidInput.
+        """
         with self._changed:
-            stream = WindowStream(self, teacher)
+            stream = WindowStream(self, teacher, max_request_bytes)
             self._streams.append(stream)
             return stream
 
-    def want(self, answer: _Answer) -> None:
+    def want(self, answer: PendingAnswer) -> None:
         """Move a request to the front of the queue, because a caller waits for it."""
         with self._changed:
             answer.wanted = True
-            # A request that is in flight, or was, is in front already.
+            # Requests that are or were in flight are already at the front.
             if not answer.held and answer in self._waiting:
                 self._before_more()
                 self._waiting.remove(answer)
                 self._waiting.appendleft(answer)
                 self._changed.notify_all()
 
-    def release(self, answer: _Answer) -> None:
+    def release(self, answer: PendingAnswer) -> None:
         """Stop counting the rows of `answer` against the prefetch limit."""
         if not answer.held:
             return
@@ -247,7 +169,7 @@ class ScoreWindow:
         """True if an answer of a teacher is due. One held back by the limit is not due."""
         return any(stream.sent for stream in self._streams) or self._first() is not None
 
-    def _first(self, teacher: str | None = None) -> _Answer | None:
+    def _first(self, teacher: str | None = None) -> PendingAnswer | None:
         """Return the next request to send, the oldest one, or None if the limit forbids it.
 
         With `teacher`, requests are passed over that another connected teacher failed less often.
@@ -263,12 +185,12 @@ class ScoreWindow:
         # A request larger than the limit is sent when nothing else is held.
         return answer if fits or answer.held or answer.wanted or not self._held_bytes else None
 
-    def _fewest_failures(self, answer: _Answer) -> int:
+    def _fewest_failures(self, answer: PendingAnswer) -> int:
         if not answer.failures:
             return 0
         return min((answer.failures[stream.teacher] for stream in self._streams), default=0)
 
-    def _take_all(self) -> list[_Answer]:
+    def _take_all(self) -> list[PendingAnswer]:
         with self._changed:
             taken = [*(a for s in self._streams for a in s.sent.values()), *self._waiting]
             for stream in self._streams:
@@ -285,30 +207,35 @@ class WindowStream:
     are recognised and ignored.
     """
 
-    def __init__(self, window: ScoreWindow, teacher: str) -> None:
+    def __init__(self, window: ScoreWindow, teacher: str, max_request_bytes: int) -> None:
         self.teacher = teacher
+        self._max_request_bytes = max_request_bytes
         self._window = window
         self._changed = window._changed
         self._idle = False  # its sender waits for a request
         self._paused_until = 0.0
         self._ended = False
-        self.sent: OrderedDict[str, _Answer] = OrderedDict()
+        self.sent: OrderedDict[str, PendingAnswer] = OrderedDict()
 
     def requests(self) -> Iterator[teacher_pb2.ScoreRequest]:
         """Yield the messages to send, as the window allows, until `end` or the window's `close`."""
-        while (request := self._next_request()) is not None:
-            yield request
+        while (messages := self._next_request()) is not None:
+            yield from messages
 
-    def _next_request(self) -> teacher_pb2.ScoreRequest | None:
+    def _next_request(self) -> Iterator[teacher_pb2.ScoreRequest] | None:
         # A separate function: the frame of a generator would keep the answer and its rows alive
         # until the next request.
-        taken = self._take()
-        if taken is None:
-            return None
-        wire_id, answer = taken
-        return request_of(answer.query, wire_id, answer.assembly.resume_position)
+        while (taken := self._take()) is not None:
+            wire_id, answer = taken
+            size = answer.query.nbytes + REQUEST_ENVELOPE_BYTES
+            if size <= self._max_request_bytes:
+                return requests_of(answer.query, wire_id, answer.assembly.resume_position)
+            with self._changed:
+                self.sent.pop(wire_id, None)
+            _resolve(answer, _too_large(size, self._max_request_bytes, self.teacher))
+        return None
 
-    def _take(self) -> tuple[str, _Answer] | None:
+    def _take(self) -> tuple[str, PendingAnswer] | None:
         window = self._window
         with self._changed:
             while not (self._ended or window.closed):
@@ -328,7 +255,7 @@ class WindowStream:
                 self._idle = False
             return None
 
-    def _is_next(self, answer: _Answer) -> bool:
+    def _is_next(self, answer: PendingAnswer) -> bool:
         """True if this stream has room, and no idle stream that may take it has fewer in flight."""
         most, fewest = self._window._max_requests, self._window._fewest_failures(answer)
         idle = (s for s in self._window._streams if s._idle)
@@ -363,7 +290,7 @@ class WindowStream:
         self.sent.clear()
 
     def _outcome(
-        self, chunk: teacher_pb2.ScoreChunk, answer: _Answer
+        self, chunk: teacher_pb2.ScoreChunk, answer: PendingAnswer
     ) -> RowBlock | DistillError | None:
         """Return the rows or the error that ends the request, or None if more chunks follow."""
         if chunk.HasField("error"):
@@ -397,7 +324,15 @@ class WindowStream:
         self._window._waiting.appendleft(self.sent.pop(wire_id))
 
 
-def _resolve(answer: _Answer, outcome: RowBlock | DistillError) -> None:
+def _too_large(size: int, most: int, teacher: str) -> InvalidInput:
+    return InvalidInput(
+        f"the query has {size} bytes, but the teacher at {teacher} takes {most}",
+        field="head_ids",
+        hint="install this version of distill-teacher there, or use fewer head ids",
+    )
+
+
+def _resolve(answer: PendingAnswer, outcome: RowBlock | DistillError) -> None:
     running = answer.set_running_or_notify_cancel()
     if running and isinstance(outcome, RowBlock):
         answer.set_result(outcome)

@@ -6,7 +6,7 @@ import asyncio
 
 from protos.errors import Unavailable
 
-# Passed instead of a job id: its bell rings on a change of any job.
+# Used in place of a job id, to wait for a change of any job.
 ANY_JOB = ""
 
 

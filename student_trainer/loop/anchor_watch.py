@@ -42,17 +42,17 @@ class StabilityWatch:
         self._beta = config.method.beta
         self._size, self._reach = anchor.size(), math.sqrt(anchor.elements)
         self._version = float(anchor.version)
-        self._told = False
+        self._warned = False
 
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
         """Check the metrics of `step`. Requires anchor/gap, anchor/version, grad_norm and lr."""
         distance = metrics["anchor/gap"] * self._size
         if metrics["anchor/version"] != self._version:
-            # The KL was measured before the anchor moved; the move left tau of that gap.
+            # The KL was measured before the anchor moved; the move multiplied the gap by tau.
             self._version = metrics["anchor/version"]
             distance = distance / self._tau if self._tau else 0.0
         gradient = metrics["grad_norm"]
-        if self._told or not (distance and gradient):
+        if self._warned or not (distance and gradient):
             return
         left = contraction(
             tau=self._tau,
@@ -62,7 +62,7 @@ class StabilityWatch:
             curvature=2 * max(metrics.get("kl/anchor", 0.0), 0.0) / distance**2,
         )
         if left >= 1:
-            self._told = True
+            self._warned = True
             log.warning(
                 "step %d: the KL to the anchor may be unstable: tau |1 - alpha beta lambda|^P is "
                 "about %.2g and should be below 1; lower method.beta or train.learning_rate",

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from protos.errors import InvalidInput, Unavailable
+from protos.extras import install_command
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ def require_vllm() -> None:
         raise InvalidInput(
             "vllm is not installed",
             field="--engine",
-            hint="run pip install -e '.[vllm]' in the checkout, or use --engine hf",
+            hint=f"{install_command('vllm')}, or use --engine hf",
         )
 
 

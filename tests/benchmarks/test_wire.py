@@ -12,7 +12,7 @@ from protos.rows.codec import RowBlock
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("orjson", "fastapi", "uvicorn")),
-    reason="the peers' wires need pip install 'distill-service[bench]'",
+    reason="the peers' wires need pip install -e '.[bench]'",
 )
 
 

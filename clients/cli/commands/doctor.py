@@ -102,7 +102,7 @@ def _packages() -> Iterator[Check]:
         except ModuleNotFoundError:
             ours = False
         taken = (
-            "another distribution hides this package; install distill-service in a virtual"
+            "another distribution hides this package; install this project in a virtual"
             " environment of its own"
         )
         yield Check(name, where, problem="" if ours else taken)

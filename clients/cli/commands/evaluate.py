@@ -234,20 +234,20 @@ def _asked(config: ExamConfig, output: Output) -> tuple[int, str]:
     )
     with program:
         try:
-            told, _ = program.communicate(config.model_dump_json())
+            stdout, _ = program.communicate(config.model_dump_json())
         except KeyboardInterrupt:  # the terminal sends SIGINT to the program too
             program.wait()
             return int(ExitCode.INTERRUPTED), ""
-    return program.returncode, told
+    return program.returncode, stdout
 
 
 def _concluded(asked: tuple[int, str], config: ExamConfig, output: Output) -> ExitCode:
-    code, told = asked
+    code, stdout = asked
     if code == ExitCode.INTERRUPTED:
         output.say("stopped; run the same command again to resume")
         return ExitCode.INTERRUPTED
     try:
-        document = json.loads(told)
+        document = json.loads(stdout)
     except ValueError:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         raise InternalFault(
