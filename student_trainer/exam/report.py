@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from student_trainer.exam.answer_store import Answer, write_parquet
 from student_trainer.exam.questions import Question
-from student_trainer.exam.scores import estimate, majority, pass_at_k
+from student_trainer.exam.scores import estimate, majority, pass_at_k, share
 from student_trainer.rewards import Rewards, RewardSample
 
 # An answer is right if its reward is at least this. Rewards of user functions may have any value.
@@ -91,13 +91,13 @@ def summary(name: str, judged: GradedAnswers, first: GradedAnswers | None) -> di
     given = [[one for one in those if one is not None] for those in judged.answers]
     tokens = [np.mean([one.tokens for one in those]) for those in given if those]
     cut = [one.truncated for those in given for one in those]
-    passed = {f"pass@{k}": asdict(estimate(pass_at_k(right, k))) for k in _ks(n)}
+    passed = {f"pass@{k}": asdict(share(pass_at_k(right, k))) for k in _ks(n)}
     row: dict[str, Any] = {
         "model": name,
         "prompts": len(right),
         "samples": n,
         **passed,
-        f"maj@{n}": asdict(estimate(majority(judged.votes, right))),
+        f"maj@{n}": asdict(share(majority(judged.votes, right))),
         "reward": asdict(estimate(np.nan_to_num(judged.reward).mean(1))),
         "tokens": asdict(estimate(np.array(tokens))),
         "truncated": float(np.mean(cut)),

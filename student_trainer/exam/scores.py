@@ -1,7 +1,8 @@
 """Estimates from many answers to each prompt, with intervals over prompts.
 
 Every estimate is a mean over prompts of a statistic of one prompt's answers. The intervals come
-from a bootstrap that resamples prompts. Shapes: [P, n] are n answers to each of P prompts.
+from a bootstrap that resamples prompts, or from Wilson's formula if every prompt is right or wrong.
+Shapes: [P, n] are n answers to each of P prompts.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from numpy.typing import NDArray
 
 _DRAWS = 2000
 _LEVEL = 0.95
+_Z = 1.959964  # the standard normal distribution has _LEVEL of its mass within +- _Z
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts, and the ends of its 95% bootstrap interval."""
+    """A mean over prompts, and the ends of its 95% interval."""
 
     mean: float
     low: float
@@ -57,6 +59,20 @@ def estimate(values: NDArray[np.float64]) -> Estimate:
     means = [values[random.integers(len(values), size=len(values))].mean() for _ in range(_DRAWS)]
     low, high = np.quantile(means, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
     return Estimate(float(values.mean()), float(low), float(high))
+
+
+def share(values: NDArray[np.float64]) -> Estimate:
+    """Return the mean of values [P] between 0 and 1, with its interval; deterministic.
+
+    If all values are 0 or 1, the interval is Wilson's (JASA 22, 1927), which never has length 0: a
+    bootstrap of 8 zeros would claim that the share is exactly 0. Otherwise as `estimate`.
+    """
+    if not np.isin(values, (0.0, 1.0)).all():
+        return estimate(values)
+    n, mean = len(values), float(values.mean())
+    middle = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
+    half = _Z * np.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2)) / (1 + _Z**2 / n)
+    return Estimate(mean, max(float(middle - half), 0.0), min(float(middle + half), 1.0))
 
 
 def _elected(votes: Sequence[str], right: NDArray[np.bool_]) -> float:
