@@ -90,6 +90,7 @@ class TeacherInfo(_message.Message):
     BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     MAX_TAIL_SAMPLES_FIELD_NUMBER: _builtins.int
+    MAX_REQUEST_BYTES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     """sha256 of everything that determines the rows: weights, config, dtype, engine. Each weight update changes it."""
@@ -107,6 +108,8 @@ class TeacherInfo(_message.Message):
     batch_invariant: _builtins.bool
     """True if the rows of a sequence do not depend on the other sequences in its batch."""
     max_tail_samples: _builtins.int
+    max_request_bytes: _builtins.int
+    """Most bytes of one request, in however many messages; 0: it must fit into one message of 4 MiB."""
     @_builtins.property
     def load(self) -> Global___TeacherLoad: ...
     def __init__(
@@ -124,10 +127,11 @@ class TeacherInfo(_message.Message):
         batch_invariant: _builtins.bool = ...,
         load: Global___TeacherLoad | None = ...,
         max_tail_samples: _builtins.int = ...,
+        max_request_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "load", b"load", "max_length", b"max_length", "max_tail_samples", b"max_tail_samples", "max_top_k", b"max_top_k", "model", b"model", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "load", b"load", "max_length", b"max_length", "max_request_bytes", b"max_request_bytes", "max_tail_samples", b"max_tail_samples", "max_top_k", b"max_top_k", "model", b"model", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -251,6 +255,7 @@ class ScoreRequest(_message.Message):
     NEXT_POSITION_FIELD_NUMBER: _builtins.int
     TAIL_SAMPLES_FIELD_NUMBER: _builtins.int
     SAMPLE_SEED_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """unique within the stream"""
     token_ids: _builtins.bytes
@@ -270,6 +275,10 @@ class ScoreRequest(_message.Message):
     """Number of ids that the teacher draws for each row from outside its head, with replacement."""
     sample_seed: _builtins.int
     """The draw depends only on this seed and the tokens before the row's token, so a repeated request gets the same ids."""
+    more: _builtins.bool
+    """The next message of the stream has the same request_id and further head_ids of this request, and no other field.
+    Sent only to a teacher with max_request_bytes > 0, if the request does not fit into one message.
+    """
     def __init__(
         self,
         *,
@@ -283,10 +292,11 @@ class ScoreRequest(_message.Message):
         next_position: _builtins.int = ...,
         tail_samples: _builtins.int = ...,
         sample_seed: _builtins.int = ...,
+        more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "head_ids", b"head_ids", "top_k", b"top_k"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "head_ids", b"head_ids", "logprob_format", b"logprob_format", "next_position", b"next_position", "request_id", b"request_id", "sample_seed", b"sample_seed", "start", b"start", "tail_samples", b"tail_samples", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "head_ids", b"head_ids", "logprob_format", b"logprob_format", "more", b"more", "next_position", b"next_position", "request_id", b"request_id", "sample_seed", b"sample_seed", "start", b"start", "tail_samples", b"tail_samples", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_head: _TypeAlias = _typing.Literal["top_k", "head_ids"]  # noqa: Y015
     _WhichOneofArgType_head: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015

@@ -26,7 +26,7 @@ from protos import teacher_pb2
 from protos.errors import DistillError, InvalidInput, TimedOut, Unavailable
 from protos.rows.codec import RowBlock
 from protos.rpc.statuses import TLS_HINT, fault_of
-from protos.rpc.transport import MAX_MESSAGE_BYTES
+from protos.rpc.transport import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 
 __all__ = ["ScoreQuery", "TeacherClient", "TeacherInfo", "tokenizer_fingerprint"]
 
@@ -162,7 +162,7 @@ class TeacherClient:
 
         The future's RowBlock always has head ids. The future fails with the teacher's error, or
         as the class describes; `close` cancels it. Raises InvalidInput if the query cannot be
-        encoded in one message, Unavailable after `close`.
+        encoded or is larger than 64 MiB, Unavailable after `close`.
         """
         _require_sendable(query)
         return self._window.submit(query)
@@ -279,9 +279,10 @@ def _require_sendable(query: ScoreQuery) -> None:
         size = request_of(query, "").ByteSize() + _ENVELOPE_BYTES
     except (ValueError, TypeError) as error:
         raise InvalidInput(f"the query cannot be encoded: {error}", field="start") from error
-    if size > MAX_MESSAGE_BYTES:
+    most = MAX_REQUEST_BYTES if query.head_ids is not None else MAX_MESSAGE_BYTES
+    if size > most:
         raise InvalidInput(
-            f"the query has {size} bytes, but one message holds {MAX_MESSAGE_BYTES}",
+            f"the query has {size} bytes, but one request holds {most}",
             field="head_ids",
             hint="score fewer positions, or use fewer head ids per position",
         )

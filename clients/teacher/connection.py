@@ -18,6 +18,7 @@ from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import DistillError, Forbidden, Unauthenticated, WrongState
 from protos.rpc.channel import TEACHER_TOKEN, open_channel
 from protos.rpc.statuses import fault_of
+from protos.rpc.transport import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class TeacherLane:
 
     def _carry(self, info: teacher_pb2.TeacherInfo) -> None:
         identity = identity_of(info.fingerprint, info.version)
-        stream = self._window.open(self.address)
+        stream = self._window.open(self.address, info.max_request_bytes or MAX_MESSAGE_BYTES)
         self.connected = True
         try:
             metadata = [(IDENTITY_KEY, identity)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from protos import teacher_pb2
 from protos.errors import InvalidInput
 from protos.rows import codec as rows
+from protos.rpc.transport import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
 
 # Metadata key of a Score call: the identity of the teacher that the requests are meant for. A
 # teacher with another identity refuses the call.
@@ -25,6 +26,7 @@ TURN_KEY, LAST_TURN = "distill-turn", "last"
 MIN_TEMPERATURE = 1e-3
 # More is of no use: the standard deviation of a loss falls with the square root of their number.
 MAX_TAIL_SAMPLES = 256
+REQUEST_ENVELOPE_BYTES = 1024  # the other fields of a request
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +117,24 @@ def request_of(
     else:
         request.top_k = query.k
     return request
+
+
+def requests_of(
+    query: ScoreQuery, request_id: str, next_position: int = 0
+) -> Iterator[teacher_pb2.ScoreRequest]:
+    """Yield the message of `request_of`, or if it is too large the same request in several."""
+    request = request_of(query, request_id, next_position)
+    if request.ByteSize() <= MAX_MESSAGE_BYTES - REQUEST_ENVELOPE_BYTES:
+        yield request
+        return
+    ids = request.head_ids
+    request.head_ids, request.more = ids[:MAX_CHUNK_BYTES], True
+    yield request
+    for at in range(MAX_CHUNK_BYTES, len(ids), MAX_CHUNK_BYTES):
+        end = at + MAX_CHUNK_BYTES
+        yield teacher_pb2.ScoreRequest(
+            request_id=request_id, head_ids=ids[at:end], more=end < len(ids)
+        )
 
 
 def identity_of(fingerprint: str, version: int) -> str:

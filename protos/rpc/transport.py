@@ -5,6 +5,9 @@ from __future__ import annotations
 import ipaddress
 
 MAX_MESSAGE_BYTES = 4 << 20
+# Largest request of rows: a longer one than MAX_MESSAGE_BYTES is sent in several messages. At
+# k = 64 it is a sequence of 262,000 tokens.
+MAX_REQUEST_BYTES = 64 << 20
 # Largest chunk of rows in one message, so that a long sequence never stalls a stream's others.
 MAX_CHUNK_BYTES = 1 << 20
 # Most jobs in one reply to ListJobs, which keeps the reply far below the message limit.

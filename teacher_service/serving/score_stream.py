@@ -11,6 +11,7 @@ from protos.errors import DistillError, Overloaded
 from protos.rpc.failpoints import failpoint
 from protos.rpc.statuses import public_error
 from teacher_service.serving.answer_budget import AnswerBudget
+from teacher_service.serving.request_parts import RequestParts
 from teacher_service.serving.validation import MAX_REQUEST_ID_CHARS
 
 # At this limit of a stream, and at that of the process (AnswerBudget), further requests stay in the
@@ -96,15 +97,22 @@ class ScoreStream:
 
     async def _read(self) -> None:
         # Wait for room before reading a request, so that every request read is answered.
-        async for request in self._requests:
+        parts = RequestParts(self._share)
+        async for message in self._requests:
             failpoint("request-read")
-            size = _answer_bytes(request)
-            self._in_flight += 1
-            self._share.take(size)
-            task = asyncio.create_task(self._answer_one(request, size))
-            self._answers.add(task)
-            task.add_done_callback(self._answers.discard)
+            for request, error in parts.add(message):
+                self._start(request, error)
             await self._wait_for_room()
+        for request, error in parts.rest():
+            self._start(request, error)
+
+    def _start(self, request: teacher_pb2.ScoreRequest, error: DistillError | None) -> None:
+        size = 0 if error else _answer_bytes(request)
+        self._in_flight += 1
+        self._share.take(size)
+        task = asyncio.create_task(self._answer_one(request, size, error))
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
 
     def _raise_unreadable(self) -> None:
         """Raise the reader's error, if a bad request stopped it and not the end of the stream."""
@@ -113,7 +121,8 @@ class ScoreStream:
             raise error
 
     async def _wait_for_room(self) -> None:
-        while self._in_flight >= MAX_IN_FLIGHT or not self._share.has_room:
+        # Without a request in flight, the share has parts of one, which must be completed.
+        while self._in_flight and (self._in_flight >= MAX_IN_FLIGHT or not self._share.has_room):
             await self._share.change()
 
     def _release(self, size: int) -> None:
@@ -128,8 +137,12 @@ class ScoreStream:
             await asyncio.wait(self._answers)
         await self._outgoing.put(None)
 
-    async def _answer_one(self, request: teacher_pb2.ScoreRequest, size: int) -> None:
+    async def _answer_one(
+        self, request: teacher_pb2.ScoreRequest, size: int, error: DistillError | None
+    ) -> None:
         try:
+            if error:
+                raise error
             async for chunk in self._answer(request):
                 await self._outgoing.put(chunk)
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from clients.teacher.query import IDENTITY_KEY, LAST_TURN, MAX_TAIL_SAMPLES, TUR
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import Unavailable, WrongState
 from protos.rpc.failpoints import failpoint
+from protos.rpc.transport import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from teacher_service.metrics_page import TeacherMetrics
 from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.batcher import Batcher, Sender, stopping
@@ -63,6 +65,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
             batch_invariant=info.batch_invariant,
             load=self._load(),
             max_tail_samples=MAX_TAIL_SAMPLES,
+            max_request_bytes=MAX_REQUEST_BYTES,
         )
 
     async def GetVocabulary(
@@ -146,7 +149,11 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         self, sender: Sender, request: teacher_pb2.ScoreRequest
     ) -> AsyncIterator[teacher_pb2.ScoreChunk]:
         with self._metrics.request() as measured:
-            query = parse_request(request, self._limits)
+            if len(request.head_ids) > MAX_MESSAGE_BYTES:
+                # Takes a tenth of a second and more, in which the event loop serves others.
+                query = await asyncio.to_thread(parse_request, request, self._limits)
+            else:
+                query = parse_request(request, self._limits)
             answer = await self._scorer.score(query, sender)
             measured.answered(query.rows)
             for chunk in chunks_of(answer, query, request.request_id, request.next_position):

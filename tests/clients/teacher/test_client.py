@@ -77,6 +77,22 @@ def test_a_long_sequence_comes_in_several_messages(start_teacher: StartTeacher) 
         assert_undisturbed(asked, [client.submit(asked[0])])
 
 
+@pytest.mark.parametrize(("length", "k"), [(16_401, 64), (32_769, 32)])
+def test_head_ids_of_a_long_answer_come_in_parts(
+    start_teacher: StartTeacher, length: int, k: int
+) -> None:
+    """More than 4 MiB of head ids, as reverse KL of a long answer has them."""
+    teacher = start_teacher(*fake(max_length=40_000))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, length).astype(np.int32)
+    heads = np.tile(rng.permutation(VOCAB)[:k].astype(np.int32), (length - 1, 1))
+    heads = np.roll(heads, 1, axis=1)
+    asked = [ScoreQuery(tokens, 1, head_ids=heads, f32=True), *queries(5)]
+    assert heads.nbytes >= 4 << 20
+    with TeacherClient(teacher.address) as client:
+        assert_undisturbed(asked, [client.submit(query) for query in asked])
+
+
 def test_faults_stay_with_their_request(start_teacher: StartTeacher) -> None:
     teacher = start_teacher(*fake(nan_token=60, crash_token=61))
     good = queries(1)[0]
@@ -108,8 +124,8 @@ def test_faults_stay_with_their_request(start_teacher: StartTeacher) -> None:
 def test_what_cannot_be_sent_is_refused_at_once(start_teacher: StartTeacher) -> None:
     with TeacherClient("127.0.0.1:1") as client:
         tokens = np.zeros(100_000, np.int32)
-        with pytest.raises(InvalidInput, match="message"):
-            client.submit(ScoreQuery(tokens, 1, head_ids=np.zeros((99_999, 64), np.int32)))
+        with pytest.raises(InvalidInput, match="one request holds"):
+            client.submit(ScoreQuery(tokens, 1, head_ids=np.zeros((99_999, 256), np.int32)))
         with pytest.raises(InvalidInput):
             client.submit(ScoreQuery(tokens[:9], -1, top_k=2))
 

@@ -16,7 +16,7 @@ import xxhash
 from clients.teacher.pending_requests import ScoreWindow
 from clients.teacher.query import ScoreQuery, answer_bytes
 from protos import teacher_pb2
-from protos.errors import Corrupt, Unavailable
+from protos.errors import Corrupt, InvalidInput, Unavailable
 from protos.rows.codec import RowBlock, encode_rows
 from teacher_service.cache.row_cache import ScoredSequence
 from teacher_service.engines.fake import FakeEngine, FakeSettings
@@ -311,3 +311,16 @@ def test_a_closed_window_takes_nothing() -> None:
 def test_the_digest_is_of_the_encoded_rows() -> None:
     chunk = answer(teacher_pb2.ScoreRequest(request_id="x"))[0]
     assert chunk.scoring_digest == xxhash.xxh3_64_intdigest(SCORED.encoded)
+
+
+def test_a_teacher_that_takes_one_message_refuses_what_needs_several() -> None:
+    window = window_of(2)
+    heads = np.zeros((len(QUERY.token_ids) - 1, 100), np.int32)
+    large = window.submit(ScoreQuery(QUERY.token_ids, 1, head_ids=heads))
+    small = window.submit(QUERY)
+    old = window.open("old:1", max_request_bytes=4 << 20)
+    assert not next(old.requests()).more
+    fault = large.exception(0)
+    assert isinstance(fault, InvalidInput)
+    assert "the teacher at old:1 takes 4194304" in str(fault)
+    assert not small.done()

@@ -9,7 +9,8 @@ import pytest
 
 from protos import teacher_pb2
 from protos.errors import Corrupt, InvalidInput, Overloaded
-from teacher_service.serving import score_stream
+from teacher_service.serving import request_parts, score_stream
+from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.score_stream import ScoreStream
 
 ROWS, TOP_K = 4096, 1024
@@ -107,3 +108,46 @@ def test_an_overloaded_teacher_says_when_to_ask_again() -> None:
         return {chunk.error.code: chunk.error.retry_after_ms for chunk in chunks}
 
     assert asyncio.run(main()) == {"RESOURCE_EXHAUSTED": 1000, "INVALID_ARGUMENT": 0}
+
+
+def parts_of(
+    request_id: str, *parts: bytes, unfinished: bool = False
+) -> list[teacher_pb2.ScoreRequest]:
+    messages = [
+        teacher_pb2.ScoreRequest(request_id=request_id, head_ids=p, more=True) for p in parts
+    ]
+    messages[0].token_ids = bytes(8)
+    messages[-1].more = unfinished
+    return messages
+
+
+def test_parts_are_joined_and_unfinished_ones_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_parts, "MAX_REQUEST_BYTES", 20)
+    seen: dict[str, bytes] = {}
+
+    async def whole(asked: teacher_pb2.ScoreRequest) -> AsyncIterator[teacher_pb2.ScoreChunk]:
+        assert not asked.more
+        seen[asked.request_id] = asked.head_ids
+        yield teacher_pb2.ScoreChunk(request_id=asked.request_id, last=True)
+
+    async def requests() -> AsyncIterator[teacher_pb2.ScoreRequest]:
+        sent = [
+            *parts_of("whole", b"12345678", b"90ab", b"cdef"),
+            *parts_of("cut off", b"1234", b"5678", unfinished=True),
+            *parts_of("next", b"1234"),
+            *parts_of("too large", b"12345678", b"12345678", b"12345678"),
+            *parts_of("at the end", b"1234", unfinished=True),
+        ]
+        for message in sent:
+            yield message
+
+    async def main() -> dict[str, str]:
+        budget = AnswerBudget(100)
+        found = [chunk async for chunk in ScoreStream(requests(), whole, budget).chunks()]
+        assert budget._used == 0
+        return {chunk.request_id: chunk.error.message for chunk in found if chunk.error.code}
+
+    errors = asyncio.run(main())
+    assert seen == {"whole": b"1234567890abcdef", "next": b"1234"}
+    assert sorted(errors) == ["at the end", "cut off", "too large"]
+    assert "24 bytes, but a request holds 20" in errors["too large"]
