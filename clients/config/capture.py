@@ -82,7 +82,7 @@ class CaptureConfig(Table):
     """Directory of the rows; default: `store` in the run directory."""
     max_tokens: Annotated[int, Field(ge=2, lt=2**31)] = 2048
     """Longer sequences are skipped and counted; plain text is packed to this length."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=1e-3)] = 1.0
     """Temperature of the teacher; offline training must use the same temperature."""
     tail_samples: Annotated[int, Field(ge=0, le=256)] = 0
     """Ids per row that the teacher draws from outside the head."""
@@ -91,7 +91,7 @@ class CaptureConfig(Table):
     shard: Annotated[str, Field(pattern=r"^\d{1,6}/\d{1,6}$")] = "0/1"
     """`i/n`: capture part i (from 0) of n; `distill store merge` joins the stores of all parts."""
     shard_bytes: Annotated[int, Field(ge=1, le=1 << 30)] = 64 << 20
-    """Size of one file of the store in bytes: the most that a killed capture loses."""
+    """Most bytes of one file, which a killed capture loses. A small capture has 16 smaller files."""
     ray: RayConfig | None = None
     """The table, even if empty, runs the capture on a Ray cluster ($RAY_ADDRESS)."""
 

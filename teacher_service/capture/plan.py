@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from teacher_service.capture.sequences import TokenSequence
 
 _HEADER_BYTES = 64  # of an entry besides its rows, the codec's header included
+# A small capture has as many files, if it has as many sequences: with fewer, a capture that is
+# divided into parts would have parts without work.
+_FEWEST_FILES = 16
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,14 @@ def make_plan(
     row_bytes: float,
     file_bytes: int,
 ) -> Plan:
-    """Read all sequences and divide them into files of about `file_bytes` bytes.
+    """Read all sequences and divide them into files of at most about `file_bytes` bytes.
 
     The token ids go to an unnamed temporary file in `directory`, which vanishes with this process.
     `row_bytes` is the size of one row before compression. A file ends with the sequence that brings
-    it to `file_bytes`.
+    it to `file_bytes`. If that makes fewer than 16 files, the sequences are also cut into 16 parts
+    of equal numbers of sequences (or as many as there are sequences).
     """
-    offsets, starts, files = [0], [], [0]
+    offsets, starts, ends = [0], [], {0}
     size = 0.0
     with tempfile.TemporaryFile(dir=directory) as stream:
         for sequence in sequences:
@@ -76,12 +80,12 @@ def make_plan(
             starts.append(sequence.start)
             size += sequence.rows * row_bytes + sequence.token_ids.nbytes + _HEADER_BYTES
             if size >= file_bytes:
-                files.append(len(starts))
+                ends.add(len(starts))
                 size = 0.0
         stream.flush()
         mapped = np.memmap(stream, "<i4", "r") if starts else np.empty(0, np.int32)
-    if files[-1] != len(starts):
-        files.append(len(starts))
-    return Plan(
-        np.asarray(mapped), np.array(offsets, np.int64), np.array(starts, np.int32), np.array(files)
-    )
+    ends.add(len(starts))
+    if len(ends) <= _FEWEST_FILES:
+        ends.update(len(starts) * part // _FEWEST_FILES for part in range(1, _FEWEST_FILES))
+    files = np.array(sorted(ends))
+    return Plan(np.asarray(mapped), np.array(offsets, np.int64), np.array(starts, np.int32), files)

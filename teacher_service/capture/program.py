@@ -55,32 +55,30 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
                 " at the same time; start it with --batch-invariant to avoid this"
             )
         files = plan.files_of(*job.method.part)
-        if not files and len(plan):
-            log.warning("shard %s is empty: the data has fewer files than shards", job.method.shard)
         counts = [len(plan.file(number)) for number in files]
         metadata = facts_of(job, teacher, plan, reader)
         progress.expect(sum(counts))
         with StoreWriter(job.method.store_in(run.path), metadata, counts) as writer:
             done = sum(counts[: writer.files])
-            progress.say(PHASE, done)
+            progress.say(PHASE if files else _idle(job, plan), done)
             with closing(MetricsLog(run, attempt=attempt, last_step=done or None)) as metrics:
                 recorder = Recorder(progress, metrics, lambda: writer.bytes, step=done)
                 missing = files[writer.files :]
                 return fill(writer, make_source(plan), plan, missing, recorder, ask.encode)
 
 
+def _idle(job: CaptureJob, plan: Plan) -> str:
+    """Log and return a sentence about a part of the data that has no files."""
+    _, parts = job.method.part
+    count = f"{len(plan)} sequences in {len(plan.files) - 1} files"
+    said = f"shard {job.method.shard} has nothing to do: {count} are divided among {parts} shards"
+    log.warning("%s", said)
+    return said
+
+
 def _check_hub(job: CaptureJob) -> None:
     if not all(Path(name).exists() for key, name in named_files(job) if key != "teacher.model"):
         use_caches_if_away()
-
-
-def _require_model(job: CaptureJob) -> None:
-    if job.teacher.model is None:
-        raise InvalidInput(
-            "missing; a capture on Ray needs a model that each engine loads",
-            field="teacher.model",
-            hint="set it to a Hugging Face directory or a hub id",
-        )
 
 
 def _load_tokenizer(job: CaptureJob) -> Any:
@@ -115,14 +113,16 @@ def _teacher(job: CaptureJob, ask: Ask) -> Iterator[tuple[TeacherFacts, MakeSour
     if job.method.ray is not None:
         from teacher_service.capture.ray_source import RaySource
 
-        _require_model(job)
         source = RaySource(job, ask)
         yield TeacherFacts.of_engine(source.info()), source.of
         return
     if job.teacher.model is None:
         patience, ahead = job.teacher.patience_seconds, job.teacher.prefetch_mib << 20
         with TeacherClient(
-            job.teacher.address, patience_seconds=patience, max_prefetch_bytes=ahead
+            job.teacher.address,
+            patience_seconds=patience,
+            max_prefetch_bytes=ahead,
+            background=True,
         ) as client:
             facts = TeacherFacts.of_service(client)
             yield facts, lambda plan: ServiceSource(client, plan, ask, ahead)

@@ -67,6 +67,10 @@ def job(data: Path, tokenizer: Path, **changes: Any) -> CaptureJob:
     for name, value in changes.items():
         table, key = name.split("__")
         values.setdefault(table, {})[key] = value
+    if values["teacher"]["model"] is None:  # a service scores: keys of an engine are refused
+        del values["teacher"]["engine"], values["teacher"]["max_batch_tokens"]
+    elif "address" in values["teacher"]:
+        raise AssertionError("a capture has a service or loads a model")
     return CaptureJob.model_validate(values)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clients.runs.directory import RunDirectory
 from clients.store.checks import damages, summary_of
 from clients.store.dataset import LogitDataset
 from clients.store.merge import merge
@@ -178,7 +179,6 @@ def test_a_store_of_something_else_is_refused(
         ({"data__tokenizer": None, "teacher__model": None}, InvalidInput, "data.tokenizer", "no "),
         ({"data__path": "none.jsonl"}, InvalidInput, "data.path", "no such file"),
         ({"method__max_tokens": 2}, InvalidInput, "data.path", "no sequence of at most 2"),
-        ({"method__ray": {}, "teacher__model": None}, InvalidInput, "teacher.model", "missing"),
     ],
 )
 def test_what_cannot_be_captured(
@@ -238,6 +238,35 @@ def test_parts_make_the_whole(
     assert merge(tmp_path / "merged", parts) == 100
     assert digests(tmp_path / "merged") == digests(whole)
     assert list(tmp_path.glob(".merged*")) == []
+
+
+@pytest.mark.parametrize("count", [20, 3])
+def test_few_sequences_are_divided(words: Path, tmp_path: Path, count: int) -> None:
+    """All of them fit into one file of 64 MiB, and yet each of two machines has its part."""
+    data = write_pairs(tmp_path / "few.jsonl", [([1], [2, 3])] * count)
+    changes: dict[str, Any] = {"method__shard_bytes": 64 << 20}
+    _, whole = capture_here(tmp_path / "whole", job(data, words, **changes))
+    changes["method__store"] = str(tmp_path / "parts")
+    for index in range(2):
+        config = job(data, words, **changes, method__shard=f"{index}/2")
+        capture_here(tmp_path / f"run-{index}", config)
+    parts = sorted((tmp_path / "parts").iterdir())
+    assert [len(LogitDataset(part)) for part in parts] == [count // 2, count - count // 2]
+    assert merge(tmp_path / "merged", parts) == count
+    assert digests(tmp_path / "merged") == digests(whole)
+
+
+def test_a_part_without_work_says_so(
+    words: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = write_pairs(tmp_path / "few.jsonl", [([1], [2, 3])] * 2)
+    verdict, _ = capture_here(tmp_path / "run", job(data, words, method__shard="0/3"))
+    assert verdict == "succeeded"
+    said = "shard 0/3 has nothing to do: 2 sequences in 2 files are divided among 3 shards"
+    assert said in caplog.messages
+    status = RunDirectory(tmp_path / "run").read_status()
+    assert status is not None
+    assert (status.phase, status.step) == (said, 0)
 
 
 def test_what_cannot_be_merged(data: Path, words: Path, whole: Path, tmp_path: Path) -> None:
