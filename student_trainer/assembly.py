@@ -198,7 +198,7 @@ def _resumed(
 
 
 def _prompts(config: OnPolicyJob, tokenizer: Any) -> tuple[PromptSet, list[Prompt]]:
-    prompts, held_out, too_long = load_prompts(
+    prompts, held_out = load_prompts(
         config.data,
         tokenizer,
         held_out=config.eval.prompts,
@@ -206,8 +206,6 @@ def _prompts(config: OnPolicyJob, tokenizer: Any) -> tuple[PromptSet, list[Promp
         seed=config.seed,
         teachers=config.teachers,
     )
-    if too_long:
-        log.warning("left out %d prompts longer than method.max_prompt_tokens", too_long)
     _check_shares(config, len(held_out))
     return prompts, held_out
 

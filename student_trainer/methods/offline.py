@@ -228,7 +228,7 @@ def load_examined(config: OfflineJob, tokenizer: Any, longest: int) -> list[Prom
         answer_column=config.data.answer_column,
         template=config.data.template,
     )
-    _, examined, _ = load_prompts(
+    _, examined = load_prompts(
         data, tokenizer, held_out=config.eval.prompts, max_tokens=longest, seed=config.seed
     )
     return examined

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,8 +12,6 @@ from clients.config.rl import RLJob
 from clients.data.tokenization import prompt_ids
 from student_trainer.data.prompts import Prompt, load_prompts
 from student_trainer.rewards.reasoning_gym import Task, TaskQuestion, TaskQuestions
-
-log = logging.getLogger(__name__)
 
 
 class PromptSource(Protocol):
@@ -40,7 +37,7 @@ def load_rl_prompts(config: RLJob, tokenizer: Any) -> RLPrompts:
     """
     if config.data is None:
         return _generated(config, tokenizer)
-    training, held_out, too_long = load_prompts(
+    training, held_out = load_prompts(
         config.data,
         tokenizer,
         held_out=config.eval.prompts,
@@ -48,8 +45,6 @@ def load_rl_prompts(config: RLJob, tokenizer: Any) -> RLPrompts:
         seed=config.seed,
         with_fields=True,
     )
-    if too_long:
-        log.warning("left out %d prompts longer than method.max_prompt_tokens", too_long)
     return RLPrompts(training, held_out)
 
 

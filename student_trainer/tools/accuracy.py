@@ -27,7 +27,7 @@ def accuracy(model_path: str, data: DataConfig, *, prompts: int, max_new_tokens:
     student = StudentConfig(model=model_path)
     tokenizer = load_tokenizer(student)
     model = load_model(student).eval().to("cuda" if torch.cuda.is_available() else "cpu")
-    _, chosen, _ = load_prompts(data, tokenizer, held_out=prompts, max_tokens=4096, seed=0)
+    _, chosen = load_prompts(data, tokenizer, held_out=prompts, max_tokens=4096, seed=0)
     rollouts = HuggingFaceRollouts(
         model,
         tokenizer,

@@ -11,7 +11,9 @@ import pyarrow.parquet
 import pytest
 
 from clients.config.common import DataConfig
+from clients.data.tokenization import prompt_ids
 from protos.errors import InvalidInput
+from student_trainer.data.order import permutation
 from student_trainer.data.prompts import Prompt, PromptSet, load_prompts
 from tests.student_trainer import tiny
 
@@ -28,7 +30,7 @@ def data(tmp_path: Path) -> DataConfig:
     return DataConfig(path=write(tmp_path / "data.jsonl", PAIRS))
 
 
-def load(data: DataConfig, words: Any, **changes: int) -> tuple[PromptSet, list[Prompt], int]:
+def load(data: DataConfig, words: Any, **changes: int) -> tuple[PromptSet, list[Prompt]]:
     return load_prompts(data, words, **{"held_out": 5, "max_tokens": 16, "seed": 0, **changes})
 
 
@@ -41,27 +43,27 @@ def texts(words: Any, prompts: list[Prompt]) -> list[str]:
 
 
 def test_an_epoch_visits_each_prompt_once(data: DataConfig, words: Any) -> None:
-    chosen, _, _ = load(data, words)
+    chosen, _ = load(data, words)
     walk = [prompt for step in range(1, 51) for prompt in chosen.of_step(step, 4)]
     epochs = [walk[first : first + 25] for first in range(0, 200, 25)]
     for epoch in epochs:
-        assert {p.answer for p in epoch} == {p.answer for p in chosen.prompts}
+        assert len({p.answer for p in epoch}) == 25
     assert len({tuple(p.answer for p in epoch) for epoch in epochs}) == 8, "in another order"
 
 
 def test_a_step_is_a_pure_function(data: DataConfig, words: Any) -> None:
-    chosen, _, _ = load(data, words)
+    chosen, _ = load(data, words)
     expected = {step: keys(chosen.of_step(step, 7)) for step in range(1, 20)}
-    again, _, _ = load(data, words)
+    again, _ = load(data, words)
     for step in (19, 3, 11, 3, 1):
         assert keys(again.of_step(step, 7)) == expected[step]
-    other, _, _ = load(data, words, seed=1)
+    other, _ = load(data, words, seed=1)
     assert [keys(other.of_step(step, 7)) for step in range(1, 4)] != list(expected.values())[:3]
 
 
 def test_held_out_prompts_are_never_trained_on(data: DataConfig, words: Any) -> None:
-    chosen, held_out, too_long = load(data, words)
-    assert (len(held_out), too_long) == (5, 0)
+    chosen, held_out = load(data, words)
+    assert len(held_out) == 5
     trained = {prompt.answer for step in range(1, 100) for prompt in chosen.of_step(step, 4)}
     apart = {prompt.answer for prompt in held_out}
     assert trained | apart == {pair["answer"] for pair in PAIRS}
@@ -70,22 +72,60 @@ def test_held_out_prompts_are_never_trained_on(data: DataConfig, words: Any) -> 
 
 def test_a_file_of_held_out_prompts(data: DataConfig, words: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "held.jsonl", [{"prompt": f"{n}+9=", "answer": ""} for n in range(9)])
-    chosen, held_out, _ = load(data.model_copy(update={"eval_path": path}), words)
-    assert len(chosen.prompts) == 30
+    chosen, held_out = load(data.model_copy(update={"eval_path": path}), words)
+    assert len({prompt.answer for prompt in chosen.of_step(1, 30)}) == 30
     assert len(held_out) == 5
     assert all(text.endswith("+9=") for text in texts(words, held_out))
 
 
-def test_long_prompts_are_left_out_and_counted(data: DataConfig, words: Any) -> None:
-    chosen, held_out, too_long = load(data, words, max_tokens=4)
-    assert (len(chosen.prompts) + len(held_out), too_long) == (10, 20)
+def test_long_prompts_are_left_out_and_counted(
+    data: DataConfig, words: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """10 of 30 are short enough: 5 are held out, and each epoch has the other 5."""
+    chosen, held_out = load(data, words, max_tokens=4)
+    epochs = [{p.answer for p in chosen.of_step(step, 5)} for step in range(1, 5)]
+    assert all(epoch == epochs[0] for epoch in epochs)
+    assert epochs[0] | {p.answer for p in held_out} == {str(n + 1) for n in range(10)}
+    counts = [int(message.split()[2]) for message in caplog.messages]
+    assert counts == [1, 2, 4, 8, 16], "all 20 have been met"
+    again, _ = load(data, words, max_tokens=4)
+    assert keys(again.of_step(90, 3)) == keys([chosen.of_step(267 + n, 1)[0] for n in (1, 2, 3)])
+
+
+def test_the_order_is_that_of_all_prompts_at_once(data: DataConfig, words: Any) -> None:
+    """By the permutations alone: lazily or not, a step has the same prompts."""
+    everything = [pair["answer"] for pair in PAIRS]
+    mixed = [everything[i] for i in permutation(30, 0, -1)]
+    chosen, held_out = load(data, words)
+    assert [prompt.answer for prompt in held_out] == mixed[:5]
+    order = [mixed[5:][i] for epoch in range(3) for i in permutation(25, 0, epoch)]
+    for step in (8, 1, 2, 10):
+        assert [p.answer for p in chosen.of_step(step, 7)] == order[7 * (step - 1) : 7 * step]
+
+
+def test_only_prompts_that_are_needed_are_tokenized(
+    data: DataConfig, words: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def counted(tokenizer: Any, text: str) -> list[int]:
+        asked.append(text)
+        return prompt_ids(tokenizer, text)
+
+    monkeypatch.setattr("student_trainer.data.prompts.prompt_ids", counted)
+    chosen, _ = load(data, words)
+    assert len(asked) == 6, "5 held out, and one to know that there is a training prompt"
+    for _ in range(2):
+        chosen.of_step(1, 4)
+    chosen.of_step(2, 4)
+    assert len(asked) == len(set(asked)) == 5 + 8
 
 
 def test_template_and_columns(words: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", [{"q": f"{n}", "a": n} for n in range(9)])
     data = DataConfig(path=path, prompt_column="q", answer_column="a", template="1+{prompt}=")
-    chosen, held_out, _ = load(data, words)
-    for prompt in [*chosen.prompts, *held_out]:
+    chosen, held_out = load(data, words)
+    for prompt in [*chosen.of_step(1, 4), *held_out]:
         assert words.decode(prompt.ids) == f"1+{prompt.answer}="
 
 
@@ -95,8 +135,8 @@ def test_a_chat_template_is_used(data: DataConfig) -> None:
         "{% for m in messages %}={{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}+{% endif %}"
     )
-    chosen, _, _ = load(data, chat)
-    for prompt in chosen.prompts:
+    chosen, _ = load(data, chat)
+    for prompt in chosen.of_step(1, 25):
         assert chat.decode(prompt.ids) == f"={int(prompt.answer) - 1}+1=+"
 
 
@@ -108,16 +148,16 @@ def test_an_end_token_does_not_end_a_prompt(data: DataConfig) -> None:
         single="$A <|end|>", special_tokens=[("<|end|>", 0)]
     )
     assert words("1+1=")["input_ids"][-1] == 0
-    chosen, _, _ = load(data, words)
-    assert all(0 not in prompt.ids for prompt in chosen.prompts)
+    chosen, _ = load(data, words)
+    assert all(0 not in prompt.ids for prompt in chosen.of_step(1, 25))
 
 
 def test_parquet(data: DataConfig, words: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "data.parquet")
     pyarrow.parquet.write_table(pa.Table.from_pylist(PAIRS), path)
-    found, found_aside, _ = load(DataConfig(path=path), words)
-    expected, expected_aside, _ = load(data, words)
-    assert keys(found.prompts) == keys(expected.prompts)
+    found, found_aside = load(DataConfig(path=path), words)
+    expected, expected_aside = load(data, words)
+    assert keys(found.of_step(1, 25)) == keys(expected.of_step(1, 25))
     assert keys(found_aside) == keys(expected_aside) != []
 
 

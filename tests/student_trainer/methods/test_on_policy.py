@@ -38,7 +38,7 @@ def trainer(
     config = run.config()
     words = load_tokenizer(config.student)
     model = load_model(config.student)
-    prompts, held_out, _ = load_prompts(
+    prompts, held_out = load_prompts(
         config.data, words, held_out=config.eval.prompts, max_tokens=16, seed=0
     )
     rollouts = HuggingFaceRollouts(
