@@ -92,7 +92,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         metadata = dict(context.invocation_metadata() or ())
         version = self._version_asked_for(metadata)
         sender = Sender(last=metadata.get(TURN_KEY) == LAST_TURN)
-        stream = ScoreStream(request_iterator, partial(self._answer, sender), self._budget)
+        stream = ScoreStream(request_iterator, partial(self._answer, sender=sender), self._budget)
         self._streams.add(stream)
         context.add_done_callback(lambda _: stream.cancel())
         try:
@@ -146,7 +146,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         return info.version
 
     async def _answer(
-        self, sender: Sender, request: teacher_pb2.ScoreRequest
+        self, request: teacher_pb2.ScoreRequest, sender: Sender | None = None
     ) -> AsyncIterator[teacher_pb2.ScoreChunk]:
         with self._metrics.request() as measured:
             if len(request.head_ids) > MAX_MESSAGE_BYTES:
