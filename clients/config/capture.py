@@ -91,7 +91,7 @@ class CaptureConfig(Table):
     shard: Annotated[str, Field(pattern=r"^\d{1,6}/\d{1,6}$")] = "0/1"
     """`i/n`: capture part i (from 0) of n; `distill store merge` joins the stores of all parts."""
     shard_bytes: Annotated[int, Field(ge=1, le=1 << 30)] = 64 << 20
-    """Most bytes of one file, which a killed capture loses. A small capture has 16 smaller files."""
+    """Most bytes of one file, which a killed capture loses; small captures have 16 small files."""
     ray: RayConfig | None = None
     """The table, even if empty, runs the capture on a Ray cluster ($RAY_ADDRESS)."""
 

@@ -155,13 +155,24 @@ class EvalConfig(Table):
     """exact_match: compare final answers (the line after the last '####', or all of it)."""
 
 
+# If the newest checkpoint is damaged, the one before it is needed.
+FEWEST_CHECKPOINTS = 2
+
+
 class CheckpointConfig(Table):
     """Checkpoints. Each is written atomically, and verified before a job resumes from it."""
 
     every: Count = 50
     """Steps between checkpoints."""
-    keep: Annotated[int, Field(ge=2)] = 2
+    keep: Annotated[int, Field(ge=FEWEST_CHECKPOINTS)] = 2
     """Newest checkpoints to keep besides the best one; at least 2, in case one is damaged."""
+
+
+class ExportConfig(Table):
+    """The exported model: a Hugging Face directory, written when the job has succeeded."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of its weights. float32 loses nothing; the others halve it and round small updates."""
 
 
 class TrackerConfig(Table):
@@ -207,6 +218,7 @@ class TrainingJob(Table):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
     track: TrackConfig = TrackConfig()
     resources: ResourcesConfig = ResourcesConfig()
     priority: Priority = 0

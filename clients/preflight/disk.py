@@ -7,6 +7,7 @@ import math
 import shutil
 from pathlib import Path
 
+from clients.config.common import FEWEST_CHECKPOINTS
 from clients.config.kinds import AnyTraining
 from clients.config.rl import RLJob
 from clients.data.regular_file import open_regular, read_document
@@ -43,7 +44,9 @@ def check_space(config: AnyTraining, run: Path) -> None:
             f"the job needs {_gb(needed)} of disk space, but only {_gb(free)} are free: {most}"
             f" checkpoints of {_gb(checkpoint)} at a time, and an export of {_gb(export)}",
             field="checkpoint.keep",
-            hint="lower it, or free disk space",
+            hint="lower it, or free disk space"
+            if config.checkpoint.keep > FEWEST_CHECKPOINTS
+            else "free disk space: checkpoint.keep is at its minimum",
         )
 
 
@@ -62,10 +65,11 @@ def _sizes(config: AnyTraining) -> tuple[int, int]:
     """Return the bytes of a checkpoint and of the export."""
     weights = _FLOAT32 * parameters_of(Path(config.student.model))
     anchored = weights if isinstance(config, RLJob) and config.method.beta else 0
+    export = weights + anchored if config.export.dtype == "float32" else (weights + anchored) // 2
     if config.student.lora is not None:
         # A checkpoint contains only the adapters; the export contains the merged weights.
-        return 0, weights + anchored
-    return _CHECKPOINT_COPIES * weights + anchored, weights + anchored
+        return 0, export
+    return _CHECKPOINT_COPIES * weights + anchored, export
 
 
 def _weight_files(model: Path) -> set[str]:

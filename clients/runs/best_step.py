@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 
 from clients.runs.metrics_follower import Point
@@ -22,3 +23,26 @@ def best_step(points: Iterable[Point], steps: Collection[int]) -> int | None:
         if known:
             return max(known, key=lambda step: (sign * measured[step][metric], step))
     return None
+
+
+def unproven_gain(points: Iterable[Point], step: int) -> str:
+    """Return a sentence if `step` is not clearly better than the first evaluation, otherwise "".
+
+    Clearly: by more than two standard errors of the difference, of evaluations taken as
+    independent. On the same prompts they are not, which makes the difference more certain.
+    """
+    measured = {point.step: point.metrics for point in points}
+    for metric, sign in _JUDGES:
+        known = [at for at in measured if f"{metric}_stderr" in measured[at]]
+        if step not in known or step == known[0]:
+            continue
+        first, best = measured[known[0]], measured[step]
+        error = math.hypot(first[f"{metric}_stderr"], best[f"{metric}_stderr"])
+        if sign * (best[metric] - first[metric]) > 2 * error:
+            return ""
+        return (
+            f"no gain is shown: {metric} is {best[metric]:.4g} at the best step, {step}, and "
+            f"{first[metric]:.4g} at step {known[0]}, which is not better by two standard errors "
+            f"of the difference ({2 * error:.2g}); raise eval.prompts, or train longer"
+        )
+    return ""

@@ -98,9 +98,17 @@ def save_checkpoint(
 
 
 def export_model(
-    path: Path, *, model: Any, tokenizer: Any, anchor: Anchor | None = None, main: bool = True
+    path: Path,
+    *,
+    model: Any,
+    tokenizer: Any,
+    anchor: Anchor | None = None,
+    dtype: torch.dtype = torch.float32,
+    main: bool = True,
 ) -> None:
     """Collective. Write the model as a plain Hugging Face directory; only `main` writes.
+
+    Weights are rounded to `dtype`, except those in `adapter/`.
 
     LoRA adapters are merged into the weights, and also stored alone in `adapter/`. The anchor is
     written the same way into `anchor/`. Raises WrongState if a newer attempt has taken over the
@@ -113,23 +121,32 @@ def export_model(
         anchored = full_tensors(anchor.with_anchor_weights(parameters), keep=main)
 
     def write(partial: Path) -> None:
-        _write_model(partial, model, weights, tokenizer)
+        _write_model(partial, model, weights, tokenizer, dtype)
         if anchor is not None:
-            _write_model(partial / "anchor", model, anchored, tokenizer)
+            _write_model(partial / "anchor", model, anchored, tokenizer, dtype)
 
     if main:
         write_atomically(path, write)
 
 
-def _write_model(path: Path, model: Any, weights: Mapping[str, Tensor], tokenizer: Any) -> None:
+def _write_model(
+    path: Path, model: Any, weights: Mapping[str, Tensor], tokenizer: Any, dtype: torch.dtype
+) -> None:
     adapted = has_adapters(model)
-    model.save_pretrained(path, state_dict=merged(model, weights) if adapted else weights)
+    everything = merged(model, weights) if adapted else weights
+    model.save_pretrained(path, state_dict=_rounded(everything, dtype))
     if adapted:
         save_adapters(path / "adapter", model, {name: weights[name] for name in learned(model)})
-        # save_pretrained takes the dtype from the frozen weights; the merged ones are float32.
-        model.config.dtype = torch.float32
-        model.config.save_pretrained(path)
+    # save_pretrained takes the dtype from the model in memory.
+    model.config.dtype = dtype
+    model.config.save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+def _rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the weights in `dtype`. Names that share a tensor share it in the result too."""
+    found = {id(one): one.to(dtype) if one.is_floating_point() else one for one in weights.values()}
+    return {name: found[id(one)] for name, one in weights.items()}
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:

@@ -21,6 +21,7 @@ from student_trainer.objectives.distillation import (
     DistillationObjective,
     batch_metrics,
     distillation_loss,
+    measured_kl,
 )
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.rewards.rollout_rewards import RolloutRewards
@@ -34,6 +35,8 @@ _MEASURED = {
     "kl/teacher_bound": "eval/kl_bound",
     "cross_entropy": "eval/perplexity",
 }
+# Metrics that select the best checkpoint; each has a standard error, in this order.
+_SELECTING = ("eval/kl", "eval/kl_bound", "eval/reward")
 _HIGHEST_LOG = 700.0  # exp of it is still finite in float64
 
 
@@ -61,11 +64,11 @@ class TaskEvaluation:
         self._matched = matched
         self._judged = judged
 
-    def __call__(self) -> tuple[Tensor, list[dict[str, Any]]]:
+    def __call__(self) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
         """Sample this process's answers; must run inside `student.gathered()`.
 
-        Returns a tensor [2, 2] float64, (sum, number) of right answers and of finite rewards, and
-        the transcripts of the first 8 answers.
+        Returns a tensor [2, 2] float64, (sum, number) of right answers and of finite rewards; the
+        `moments` of the rewards; and the transcripts of the first 8 answers.
         """
         answers = greedy_answers(self._rollouts, self._tokenizer, self._prompts)
         right = [exact_match(text, rollout.answer) for rollout, text in answers if self._matched]
@@ -75,7 +78,8 @@ class TaskEvaluation:
             transcript["reward"] = reward if math.isfinite(reward) else None
         known = rewards[np.isfinite(rewards)]
         sums = [[sum(right), len(right)], [float(known.sum()), len(known)]]
-        return torch.tensor(sums, dtype=torch.float64), transcripts
+        spread = moments(torch.from_numpy(known), torch.ones(len(known), dtype=torch.float64))
+        return torch.tensor(sums, dtype=torch.float64), spread, transcripts
 
     def _rewards(self, rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
         return np.empty(0) if self._judged is None else self._judged(self._prompts, rollouts)
@@ -118,29 +122,41 @@ class Evaluation:
         DistillError of one rank is raised on all ranks.
         """
         student.eval()
-        sums, transcripts = raise_on_all_ranks(self._accelerator, lambda: self._found(student))
-        total = self._accelerator.reduce(sums.to(self._accelerator.device)).tolist()
+        sums, spreads, transcripts = raise_on_all_ranks(
+            self._accelerator, lambda: self._found(student)
+        )
+        device = self._accelerator.device
+        total = self._accelerator.reduce(sums.to(device)).tolist()
+        spread = self._accelerator.reduce(spreads.to(device)).tolist()
         names = [*_MEASURED.values(), "eval/accuracy", "eval/reward"]
-        metrics = {
-            n: found / count for n, (found, count) in zip(names, total, strict=True) if count
-        }
+        counts = dict(zip(names, total, strict=True))
+        metrics = {name: found / count for name, (found, count) in counts.items() if count}
+        for name, of_name in zip(_SELECTING, spread, strict=True):
+            if of_name[-1] > 1:
+                metrics[f"{name}_stderr"] = standard_error(*counts[name], *of_name)
         if "eval/perplexity" in metrics:
             metrics["eval/perplexity"] = math.exp(min(metrics["eval/perplexity"], _HIGHEST_LOG))
         return metrics, transcripts
 
-    def _found(self, student: Student) -> tuple[Tensor, list[dict[str, Any]]]:
-        """Return this process's (sum, number) of each metric, and its transcripts."""
+    def _found(self, student: Student) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
+        """Return this process's sums, moments and transcripts.
+
+        Sums: (sum, number) of each metric, [len(_MEASURED) + 2, 2]. Moments: of each metric in
+        _SELECTING, [3, 4]. Both are float64.
+        """
         sums = torch.zeros(len(_MEASURED) + 2, 2, dtype=torch.float64)
+        spreads = torch.zeros(len(_SELECTING), 4, dtype=torch.float64)
         transcripts: list[dict[str, Any]] = []
-        sums[:-2] = self._measured(student)
+        sums[:-2], spreads[:-1] = self._measured(student)
         if self._examination is not None:
-            sums[-2:], transcripts = self._examination()
-        return sums, transcripts
+            sums[-2:], spreads[-1], transcripts = self._examination()
+        return sums, spreads, transcripts
 
     @torch.no_grad()
-    def _measured(self, student: Student) -> Tensor:
-        """Return (sum, number) of each metric of _MEASURED, [len(_MEASURED), 2] float64."""
+    def _measured(self, student: Student) -> tuple[Tensor, Tensor]:
+        """Return (sum, number) of each metric of _MEASURED, and the moments of the two KLs."""
         sums = torch.zeros(len(_MEASURED), 2, dtype=torch.float64)
+        spreads = torch.zeros(2, 4, dtype=torch.float64)
         objective = self._objective
         for group in micro_batches(self._held_out(), self._most, pack=student.packs):
             scored = [item.wait() for item in group]
@@ -148,7 +164,35 @@ class Evaluation:
             out = student(batch, distillation_loss(batch, objective), objective.temperature)
             found = batch_metrics(batch, out, objective)
             sums += torch.stack([found[name] for name in _MEASURED]).double().cpu()
-        return sums
+            kl, unbiased = measured_kl(batch, out, objective)
+            of_sequence = torch.zeros(2, len(scored), dtype=torch.float64, device=kl.device)
+            of_sequence[0].index_add_(0, batch.sequence, kl.double())
+            of_sequence[1].index_add_(0, batch.sequence, torch.ones_like(kl, dtype=torch.float64))
+            spreads[0 if unbiased else 1] += moments(*of_sequence.cpu())
+        return sums, spreads
+
+
+def moments(sums: Tensor, counts: Tensor) -> Tensor:
+    """Return [4] float64: sum of x^2, of x n, of n^2, and the number of sequences with n > 0.
+
+    `sums` [S]: x, the sum over one sequence. `counts` [S]: n, how much it was summed over.
+    """
+    sequences = (counts > 0).sum().to(sums.dtype)
+    return torch.stack([sums @ sums, sums @ counts, counts @ counts, sequences])
+
+
+def standard_error(
+    total: float, count: float, xx: float, xn: float, nn: float, sequences: float
+) -> float:
+    """Return the standard error of the mean total / count over sequences drawn independently.
+
+    The tokens of a sequence are not independent, so the sequence is the unit: the error is that of
+    a ratio estimator (Cochran, Sampling Techniques, 1977, section 6.4), with S / (S - 1) for the
+    variance of S sequences. `xx` to `sequences`: as `moments` returns them; at least 2 sequences.
+    """
+    mean = total / count
+    squares = max(xx - 2 * mean * xn + mean**2 * nn, 0.0)
+    return math.sqrt(sequences / (sequences - 1) * squares) / count
 
 
 def greedy_answers(

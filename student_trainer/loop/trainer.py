@@ -16,6 +16,7 @@ and finds no line of the step in metrics.jsonl repeats the evaluation and writes
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from clients.config.common import TrainingJob
 from clients.config.rl import RLJob
-from clients.runs.best_step import best_step
+from clients.runs.best_step import best_step, unproven_gain
 from clients.runs.directory import RunDirectory, Verdict, replace_file
 from clients.runs.fence import require_unfenced
 from clients.runs.metrics_follower import read_points
@@ -44,12 +45,15 @@ from student_trainer.loop import checkpoint
 from student_trainer.loop.anchor_watch import StabilityWatch
 from student_trainer.loop.evaluation import Evaluation
 from student_trainer.loop.head_watch import HeadWatch, learns_from_a_head
+from student_trainer.loop.reward_watch import RewardWatch, learns_from_groups
 from student_trainer.loop.schedule import learning_rate
 from student_trainer.loop.step import Objective, Steps
 from student_trainer.parallel.collectives import largest, raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded, full_tensor
 from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.source import PendingRows
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,10 @@ class Trainer:
         self._values = parts.values
         self._facts = parts.facts
         self._of_step = parts.of_step
-        self._watches: list[HeadWatch | StabilityWatch] = []
+        self._watches: list[HeadWatch | StabilityWatch | RewardWatch] = []
+        self._reward_watch = RewardWatch()
+        if learns_from_groups(config):
+            self._watches.append(self._reward_watch)
         if isinstance(config, RLJob) and parts.anchor is not None:
             self._watches.append(StabilityWatch(config, parts.anchor))
         if learns_from_a_head(config):
@@ -134,7 +141,17 @@ class Trainer:
                 self._save(metrics)
             self._evaluate_and_log(metrics)
         self._export()
+        self._warn_of_chance()
         return "succeeded"
+
+    def _warn_of_chance(self) -> None:
+        """Log a warning if the best checkpoint may be the best one by chance."""
+        if self._metrics is None:
+            return
+        points = read_points(self._run.metrics)
+        best = best_step(points, self._run.checkpoint_steps())
+        if best is not None and (sentence := unproven_gain(points, best)):
+            log.warning("%s", sentence)
 
     def _is_due(self, every: int) -> bool:
         return self._step == self._config.max_steps or self._step % every == 0
@@ -291,7 +308,8 @@ class Trainer:
         if self._metrics is not None:
             self._metrics.write(self._step, metrics)
             failpoint("metrics-written")
-        self._progress.say("training", self._step)
+        note = self._reward_watch.note
+        self._progress.say(f"training ({note})" if note else "training", self._step)
 
     def _save(self, metrics: Mapping[str, float] | None = None) -> None:
         """Collective. Write the checkpoint of the last finished step, unless it is written already.
@@ -333,6 +351,7 @@ class Trainer:
             model=self._student.trained.model,
             tokenizer=self._tokenizer,
             anchor=self._anchor,
+            dtype=getattr(torch, self._config.export.dtype),
             main=self._accelerator.is_main_process,
         )
         self._accelerator.wait_for_everyone()

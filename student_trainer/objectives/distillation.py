@@ -96,10 +96,7 @@ def batch_metrics(
     sampling = batch.sampling_logprobs
     written = sampling is not None
     ratio = rows.token_logprobs - (rows.token_logprobs if sampling is None else sampling)
-    sampled = written or batch.sample_ids is not None
-    tail: Tail = "bucket+teacher_samples" if sampled else "bucket"
-    unbiased = DistillationObjective(objective.direction, tail, objective.temperature)
-    kl = distillation_loss(batch, unbiased)(rows, slice(0, len(rows)))
+    kl, sampled = measured_kl(batch, out, objective)
     return {
         "kl/teacher": sum_and_count(kl, sampled),
         "kl/teacher_bound": sum_and_count(kl, not sampled),
@@ -110,6 +107,17 @@ def batch_metrics(
         "topk/teacher_mass": sum_and_count(batch.teacher.head_logprobs.exp().sum(1)),
         **_by_teacher(batch, kl, objective.teachers),
     }
+
+
+@torch.no_grad()
+def measured_kl(
+    batch: Batch, out: FusedLoss, objective: DistillationObjective
+) -> tuple[Tensor, bool]:
+    """Return the KL of each token, [n] in nats, and whether it is unbiased or a lower bound."""
+    sampled = batch.sampling_logprobs is not None or batch.sample_ids is not None
+    tail: Tail = "bucket+teacher_samples" if sampled else "bucket"
+    unbiased = DistillationObjective(objective.direction, tail, objective.temperature)
+    return distillation_loss(batch, unbiased)(out.rows, slice(0, len(out.rows))), sampled
 
 
 def _by_teacher(batch: Batch, kl: Tensor, teachers: Sequence[str]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ time/rollout         seconds to sample the rollouts and request their rows
 time/teacher_wait    seconds that training waited for rows after sampling
 time/optim           seconds to clip the gradient, run AdamW and update the anchor
 eval/kl              kl/teacher on held-out sequences
+eval/kl_stderr       standard error of eval/kl over the held-out sequences
 eval/accuracy        share of the greedy answers to held-out prompts that match the reference
 
 Additional metrics of stored sequences, which have no ratio/mean and no length/truncated:
@@ -24,6 +25,7 @@ Additional metrics of stored sequences, which have no ratio/mean and no length/t
 kl/teacher_bound     lower bound of kl/teacher (bucket tail), if the store has no tail samples
 cross_entropy        mean -log p of the stored tokens, nats per token, at the store's temperature
 eval/kl_bound        kl/teacher_bound on held-out sequences
+eval/kl_bound_stderr standard error of eval/kl_bound over the held-out sequences
 eval/perplexity      exp(cross_entropy) on held-out sequences
 time/rollout         seconds to wait for the disk, and to sample if the job has a live teacher
 
@@ -44,9 +46,12 @@ anchor/version       number of updates of the anchor
 time/reward          seconds to compute the rewards
 time/anchor          seconds to compute the anchor's rows
 eval/reward          mean reward of the greedy answers to held-out prompts
+eval/reward_stderr   standard error of eval/reward over the held-out prompts
 eval/anchor/kl       eval/kl of the anchor in place of the student
+eval/anchor/kl_stderr eval/kl_stderr of the anchor
 eval/anchor/accuracy eval/accuracy of the anchor
 eval/anchor/reward   eval/reward of the anchor
+eval/anchor/reward_stderr eval/reward_stderr of the anchor
 
 If the job has several teachers, kl/teacher/NAME is kl/teacher over the tokens that NAME scored.
 Times are those of the main process. A mean with nothing to count is left out.

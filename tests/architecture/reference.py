@@ -21,11 +21,11 @@ from clients.config.rl import RLJob
 from tests.architecture.command_reference import sections
 
 OFFLINE = """\
-Training from a store (`method.type = "offline"`) has `student`, `train`, `eval`, `checkpoint` and
-`track` as above. Of `data`, `method` and `teacher` these are its own:"""
+Training from a store (`method.type = "offline"`) has `student`, `train`, `eval`, `checkpoint`,
+`export` and `track` as above. Of `data`, `method` and `teacher` these are its own:"""
 RL = """\
 Learning from rewards (`method.type = "rl"`) has `student`, `data`, `teacher` (without `top_k`),
-`train`, `eval`, `checkpoint` and `track` as above. These are its own:"""
+`train`, `eval`, `checkpoint`, `export` and `track` as above. These are its own:"""
 CAPTURE = """\
 A capture (`method.type = "capture"`) has no tables but `student`, `teacher`, `data` and `method`.
 Of their keys these are its own:"""

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from protos.errors import Corrupt, NotFound
 from student_trainer.loop import checkpoint
@@ -182,3 +184,20 @@ def test_old_ones_and_leftovers_go(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {*newest, "notes"}
     checkpoint.delete_after(tmp_path, 11)
     assert {p.name for p in tmp_path.iterdir()} == {"step-000011", "notes"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_export_has_the_dtype_of_the_job(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Files and configuration agree, and the model in memory keeps its weights."""
+    model = tiny.model(seed=6)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    export = tmp_path / "export"
+    checkpoint.export_model(export, model=model, tokenizer=tiny.tokenizer(), dtype=dtype)
+    stored = load_file(export / "model.safetensors")
+    assert stored
+    for name, weight in stored.items():
+        assert torch.equal(weight, before[name].to(dtype))
+        assert weight.dtype == dtype
+    loaded = AutoModelForCausalLM.from_pretrained(export, dtype="auto")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())

@@ -131,8 +131,8 @@ def test_without_samples_there_is_only_a_bound(
         with trainer_of(run) as made:
             evaluated.append(made._evaluate())
     sampled, bound = evaluated
-    assert sampled.keys() == {"eval/kl", "eval/perplexity"}
-    assert bound.keys() == {"eval/kl_bound", "eval/perplexity"}
+    assert sampled.keys() == {"eval/kl", "eval/kl_stderr", "eval/perplexity"}
+    assert bound.keys() == {"eval/kl_bound", "eval/kl_bound_stderr", "eval/perplexity"}
     assert sampled["eval/perplexity"] == bound["eval/perplexity"]
 
 
