@@ -8,7 +8,7 @@ from pathlib import Path
 
 from clients.store.facts import SEQUENCES
 from clients.store.manifest import Manifest, read_manifest
-from clients.store.shards import ShardFacts, open_shard
+from clients.store.shards import ShardFacts, open_shard, require_arrow
 from protos.errors import Corrupt, NotFound
 from protos.rows.codec import decode_rows
 
@@ -38,9 +38,11 @@ def summary_of(path: Path) -> dict[str, str | int | float | bool]:
     """Return the manifest's metadata and counts, ready for JSON.
 
     `tokens` counts all tokens, `rows` the scored ones. `bytes` is the size of all shards. Raises
-    NotFound if there is no store, Corrupt if the manifest or a shard is damaged.
+    NotFound if there is no store, Corrupt if the manifest or a shard is damaged, InvalidInput if
+    pyarrow is not installed.
     """
     manifest = manifest_of(path)
+    require_arrow()
     sequences = tokens = rows = 0
     for facts in manifest.shards:
         try:
@@ -83,12 +85,17 @@ def damages(path: Path) -> Iterator[str]:
 def damage_of(path: Path, facts: ShardFacts, first: int) -> str | None:
     """Describe the damage of a shard, or return None if its sha256 matches.
 
-    `first` is the store-wide number of the shard's first sequence.
+    `first` is the store-wide number of the shard's first sequence. Raises InvalidInput if the
+    sha256 does not match and pyarrow is not installed.
     """
     try:
         with (path / facts.name).open("rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() == facts.sha256:
                 return None
+    except OSError as error:
+        return str(error)
+    require_arrow()
+    try:
         shard = open_shard(path / facts.name, facts)
     except (OSError, ValueError) as error:
         return str(error)

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.store.manifest import read_manifest
-from clients.store.shards import Shard, ShardFacts, StoredRows, open_shard
-from protos.errors import Corrupt, NotFound
+from clients.store.shards import Shard, ShardFacts, StoredRows, open_shard, require_arrow
+from protos.errors import Corrupt, InvalidInput, NotFound
+from protos.extras import install_command
 from protos.rows.codec import RowBlock, decode_rows
 
 
@@ -32,10 +33,11 @@ class LogitDataset:
     - `tail_sample_logprob`: float32 [n], the mean log-prob of the row's tail samples, if any
 
     Raises NotFound if there is no store at `path`, and Corrupt, naming the shard or the sequence,
-    if one is damaged or missing.
+    if one is damaged or missing, and InvalidInput if pyarrow is not installed.
     """
 
     def __init__(self, path: Path | str) -> None:
+        require_arrow()
         self.path = Path(path)
         manifest = read_manifest(self.path)
         if manifest is None:
@@ -113,9 +115,15 @@ class LogitDataset:
         """Return a `datasets.Dataset` of the same items, which can be shuffled and selected.
 
         It holds only indices and reads each item on access: the rows are not copied or converted.
-        Needs the package `datasets`.
+        Raises InvalidInput if the package `datasets` is not installed.
         """
-        import datasets
+        try:
+            import datasets
+        except ImportError as error:
+            raise InvalidInput(
+                "to_hf_dataset needs the package `datasets`, which is not installed",
+                hint=install_command("train"),
+            ) from error
 
         numbers = datasets.Dataset.from_dict({"index": np.arange(len(self))})
         return numbers.with_transform(self._items)

@@ -14,7 +14,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from protos.errors import Corrupt
+from protos.errors import Corrupt, InvalidInput
+from protos.extras import install_command
 from protos.rows.codec import HEADER_BYTES
 from protos.rpc.failpoints import failpoint
 
@@ -83,6 +84,17 @@ class Shard:
         return entry
 
 
+def require_arrow() -> None:
+    """Raise InvalidInput if pyarrow is not installed."""
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise InvalidInput(
+            "reading or writing a store needs pyarrow, which is not installed",
+            hint=install_command("teacher"),
+        ) from error
+
+
 def encode_shard(name: str, entries: Sequence[StoredRows]) -> tuple[bytes, ShardFacts]:
     """Encode sequences as an Arrow IPC file of one batch; return its bytes and manifest record."""
     import pyarrow as pa
@@ -107,6 +119,7 @@ def open_shard(path: Path, facts: ShardFacts) -> Shard:
     """Open a shard by memory map.
 
     Raises OSError if the file cannot be read, ValueError if it differs from its manifest record.
+    The caller checks `require_arrow` first.
     """
     import pyarrow as pa
 

@@ -34,10 +34,10 @@ from clients.store.shards import (
     StoredRows,
     encode_shard,
     open_shard,
+    require_arrow,
     write_synced,
 )
 from protos.errors import Corrupt, InvalidInput, WrongState
-from protos.extras import install_command
 from protos.rpc.failpoints import failpoint
 
 __all__ = ["LogitStore", "StoredRows", "remove_store"]
@@ -59,7 +59,7 @@ class LogitStore:
     def __init__(
         self, path: Path | str, *, write: bool = False, metadata: Mapping[str, str] | None = None
     ) -> None:
-        _require_arrow()
+        require_arrow()
         self.path = Path(path)
         self._lock_fd: int | None = None
         # key -> (shard name, index of the entry in the shard)
@@ -266,13 +266,3 @@ def remove_store(path: Path) -> int:
     finally:
         os.close(lock)
     return count
-
-
-def _require_arrow() -> None:
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise InvalidInput(
-            "reading or writing a store needs pyarrow, which is not installed",
-            hint=install_command("teacher"),
-        ) from error

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from clients import LogitStore
+from clients.store.shards import StoredRows
 from protos import extras
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +52,8 @@ COMMANDS = [
         "--endpoint: an evaluation over an endpoint needs bm25s, httpx,",
     ),
     (["distill-server", "--ray", "http://localhost:1"], "--ray: Ray is not installed"),
+    (["distill", "store", "info", "{place}/store"], "reading or writing a store needs pyarrow"),
+    (["distill", "store", "sample", "{place}/store"], "reading or writing a store needs pyarrow"),
     (["distill", "store", "info", "{place}"], ""),
 ]
 
@@ -83,6 +87,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "job.toml").write_text(
         'student.model = "s"\nteacher.address = "x:1"\ndata.path = "d"\n'
     )
+    with LogitStore(place / "store", write=True) as store:
+        store.append([StoredRows(bytes(32), bytes(4), 0, b"")])
     (place / "capture.toml").write_text('teacher.model = "t"\ndata.path = "d"\n')
     return place
 
