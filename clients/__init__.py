@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from clients.jobs.artifacts import pull_run
     from clients.jobs.client import DistillClient
     from clients.jobs.job import Job, JobEvent, JobState
-    from clients.jobs.record import JobRecord, record_of_run
+    from clients.jobs.record import JobRecord, points_of, record_of_run
     from clients.runs.directory import RunDirectory
     from clients.store.dataset import LogitDataset
     from clients.store.store import LogitStore
@@ -51,6 +51,7 @@ _MODULES = {
     "TeacherClient": "clients.teacher.client",
     "TeacherInfo": "clients.teacher.info",
     "load_job": "clients.config.file",
+    "points_of": "clients.jobs.record",
     "pull_run": "clients.jobs.artifacts",
     "record_of_run": "clients.jobs.record",
 }
@@ -74,13 +75,14 @@ __all__ = [
     "TeacherClient",
     "TeacherInfo",
     "load_job",
+    "points_of",
     "pull_run",
     "record_of_run",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name from its module when it is first used (PEP 562)."""
+    """Import a public name from its module when it is first used (PEP 562)."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)
@@ -89,5 +91,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, so that completion and `dir` show them before they are imported."""
+    """Return the public names too, so that completion shows them before they are imported."""
     return sorted({*globals(), *__all__})

@@ -8,11 +8,7 @@ python -m examples.quickstart JOB.toml [HOST:PORT]
 # %% Connect to the server.
 import sys
 
-from clients.config.file import load_job
-from clients.jobs.client import DistillClient
-from clients.jobs.job import JobState
-from clients.jobs.record import points_of
-from protos.errors import DistillError
+from clients import DistillClient, DistillError, JobState, load_job, points_of
 
 job_file = sys.argv[1] if len(sys.argv) > 1 else "add.toml"
 server = sys.argv[2] if len(sys.argv) > 2 else "localhost:50051"
