@@ -118,6 +118,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The options may not parse, so the format of errors is found by searching for the flags.
     plain = "--no-color" in arguments or bool(os.environ.get("NO_COLOR"))
     output = Output(as_json="--json" in arguments, color=not plain)
+    if "--json" in _options(arguments):
+        # The one global option that is also accepted after the command.
+        arguments.remove("--json")
+        arguments.insert(0, "--json")
     try:
         command = typer.main.get_command(app)
         code = command.main(arguments, prog_name="distill", standalone_mode=False)
@@ -138,6 +142,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what = f"{error.filename}: " if error.filename else ""
         output.fail(InternalFault(f"{what}{error.strerror or error}"))
         return int(ExitCode.JOB_FAILED)
+
+
+def _options(arguments: Sequence[str]) -> Sequence[str]:
+    """Return the arguments before `--`."""
+    return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
 def _usage(error: typer.TyperException, output: Output) -> int:

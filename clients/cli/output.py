@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 def plain(text: str) -> str:
-    """Escape line breaks and control characters, so that text from a job cannot control the
-    terminal.
+    """Return `text` in one line: spaces for line breaks, and escapes for control characters, so
+    that text from a job cannot control the terminal.
     """
+    text = " ".join(line for line in text.splitlines() if line)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -168,7 +168,7 @@ def _parsed(text: str, where: str) -> Mapping[str, Role]:
     return roles
 
 
-def require_token(token: str, where: str) -> None:
+def require_token(token: str, where: str, hint: str = "make one with `distill token`") -> None:
     """Check the length and the characters of a token.
 
     A token must be long enough that nobody can guess it, and must fit in an HTTP header. Raises
@@ -178,7 +178,7 @@ def require_token(token: str, where: str) -> None:
         raise InvalidInput(
             f"{where} has a token that is not {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} characters"
             " of A-Z a-z 0-9 . _ ~ + / = -",
-            hint="make one with `distill token`",
+            hint=hint,
         )
 
 

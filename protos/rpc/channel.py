@@ -24,6 +24,7 @@ from protos.rpc.transport import CHANNEL_OPTIONS, is_loopback
 
 SERVER_TOKEN = "DISTILL_TOKEN"
 TEACHER_TOKEN = "DISTILL_TEACHER_TOKEN"
+_DEFAULT_PORTS = {SERVER_TOKEN: 50051, TEACHER_TOKEN: 50052}
 
 
 def open_channel(address: str, *, token: str, scope: str = "") -> grpc.Channel:
@@ -32,7 +33,7 @@ def open_channel(address: str, *, token: str, scope: str = "") -> grpc.Channel:
     `token` is the name of the environment variable that holds the token. With a `scope`, such as
     "preflight", the channel sends a token derived for it, which can only read from teachers.
 
-    Raises InvalidInput if the address has an unknown scheme, if a file cannot be read, or if the
+    Raises InvalidInput if the address has an unknown scheme or no port, if a file cannot be read, or if the
     token would be sent unencrypted to another machine.
     """
     scheme, _, rest = address.rpartition("://")
@@ -44,6 +45,12 @@ def open_channel(address: str, *, token: str, scope: str = "") -> grpc.Channel:
     if scheme not in ("", "http"):
         raise InvalidInput(
             f"{address} has an unknown scheme", hint="give HOST:PORT, or https://HOST:PORT for TLS"
+        )
+    if not rest.rpartition(":")[2].isdigit():
+        # gRPC would try port 443.
+        port = _DEFAULT_PORTS.get(token, 50051)
+        raise InvalidInput(
+            f"{address!r} has no port", hint=f"give HOST:PORT, such as {rest or 'localhost'}:{port}"
         )
     if not secret:
         return grpc.insecure_channel(rest, options=CHANNEL_OPTIONS)
@@ -78,7 +85,7 @@ def token_of(variable: str) -> str:
         data = read_file(file, f"${variable}_FILE", secret=0o077)
         token = data.decode("utf-8", "replace").strip()
     if token:
-        require_token(token, f"${variable}")
+        require_token(token, f"${variable}", "copy a token of the server's token file")
     return token
 
 

@@ -119,7 +119,9 @@ def _torch() -> Check:
     if importlib.util.find_spec("torch") is None:
         return Check("torch", "not installed; only the teacher and the trainer need it")
     # In a process of its own, so that this process does not import torch.
-    probe = subprocess.run([sys.executable, "-c", TORCH_PROBE], capture_output=True, text=True)
+    probe = subprocess.run(
+        [sys.executable, "-P", "-c", TORCH_PROBE], capture_output=True, text=True
+    )
     if probe.returncode:
         last = (probe.stderr.strip().splitlines() or ["no output"])[-1]
         return Check("torch", "broken", problem=f"the import fails: {last}")
@@ -147,15 +149,27 @@ def _reachable(name: str, address: str) -> Check:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+    from protos.distill_pb2 import ListJobsRequest
+    from protos.distill_pb2_grpc import DistillStub
     from protos.rpc.channel import SERVER_TOKEN, TEACHER_TOKEN, open_channel
+    from protos.teacher_pb2 import GetInfoRequest
+    from protos.teacher_pb2_grpc import TeacherStub
 
     token = SERVER_TOKEN if name == "server" else TEACHER_TOKEN
     try:
         with open_channel(address, token=token) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             answer = health.Check(health_pb2.HealthCheckRequest(), timeout=3.0)
+            # Health checks need no token.
+            if name == "server":
+                DistillStub(channel).ListJobs(ListJobsRequest(limit=1), timeout=3.0)
+            else:
+                TeacherStub(channel).GetInfo(GetInfoRequest(), timeout=3.0)
     except grpc.RpcError as error:
         code = error.code().name
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            unknown = f"{address} does not know the token; set ${token} to one of its token file"
+            return Check(name, address, problem=unknown)
         return Check(name, address, problem=f"{address} does not answer ({code})")
     except DistillError as error:
         return Check(name, address, problem=str(error))

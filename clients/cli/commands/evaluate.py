@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import re
@@ -143,10 +144,23 @@ def _named(models: Sequence[str], *, local: bool) -> dict[str, str]:
                 what = "is given twice" if one in named else "is not a valid name"
                 hint = "name each model: NAME=MODEL"
                 raise InvalidInput(f"{one!r} {what}", field="MODEL", hint=hint)
-            if local and path.startswith(("/", "./", "../")) and not Path(path).is_dir():
-                raise NotFound(f"no such directory: {path}", field="MODEL")
+            if local:
+                _require_model(path)
             named[one] = path
     return named
+
+
+def _require_model(path: str) -> None:
+    """Raise NotFound if `path` is no directory, and no hub id or a misspelt directory."""
+    where = Path(path)
+    if where.is_dir():
+        return
+    others = [other.name for other in where.parent.glob("*/")] if where.parent.is_dir() else []
+    near = difflib.get_close_matches(where.name, others, n=1)
+    # A hub id has at most one slash.
+    if near or path.startswith(("/", "./", "../")) or path.count("/") > 1:
+        hint = f"did you mean {where.parent / near[0]}?" if near else ""
+        raise NotFound(f"no such directory: {path}", field="MODEL", hint=hint)
 
 
 def _tables(reward: str, data: str, sets: Sequence[str]) -> dict[str, Any]:
@@ -226,7 +240,7 @@ def _digest(config: ExamConfig) -> str:
 def _asked(config: ExamConfig, output: Output) -> tuple[int, str]:
     """Run the evaluation program, which may load torch; return its exit code and stdout."""
     program = subprocess.Popen(
-        [sys.executable, "-m", "student_trainer.exam"],
+        [sys.executable, "-P", "-m", "student_trainer.exam"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL if output.quiet else None,

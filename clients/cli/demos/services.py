@@ -79,7 +79,7 @@ class Services:
     def _start(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         with self._log(name).open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
+                [sys.executable, "-P", "-m", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -135,7 +135,7 @@ def test_reasons_do_not_drive_the_terminal(
     monkeypatch.setattr(client, "get", lambda *_: odd)
     for command in (["ls"], ["show", "x"]):
         assert main(command) == 0
-        assert r"one\ntwo\x1b[2J\x9b" in capsys.readouterr().out
+        assert r"one two\x1b[2J\x9b" in capsys.readouterr().out
 
 
 def test_an_empty_server_is_one_sentence(capsys: Capture) -> None:

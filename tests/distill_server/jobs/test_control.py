@@ -73,9 +73,9 @@ def test_directory_that_cannot_be_made_is_unavailable(
     [
         ("Qwen3-0.6B from 4B", "qwen3-0.6b-from-4b"),
         ("../../etc/passwd", "etc-passwd"),
-        ("\x00\n\u4f60\u597d", "job"),
+        ("\x00\n\u4f60\u597d", "0f7256"),
         ("x" * 200, "x" * 40),
-        ("...", "job"),
+        ("...", "ab5df6"),
     ],
 )
 def test_ids_are_safe_names(tmp_path: Path, control: JobControl, name: str, slug: str) -> None:
