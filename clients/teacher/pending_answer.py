@@ -6,16 +6,25 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from clients.teacher.query import ScoreQuery, answer_bytes
 from clients.teacher.row_assembly import ScoreAssembly
 from protos.rows.codec import RowBlock
 
-if TYPE_CHECKING:
-    from clients.teacher.pending_requests import ScoreWindow
-
 _ENTRY_BYTES = 2048  # estimated memory of a request and its future, rows excluded
+
+
+class Window(Protocol):
+    """The queue that holds an answer, see ScoreWindow."""
+
+    def want(self, answer: PendingAnswer) -> None:
+        """Send the request regardless of the prefetch limit, because a caller waits."""
+        ...
+
+    def release(self, answer: PendingAnswer) -> None:
+        """Stop counting the rows of `answer` against the prefetch limit."""
+        ...
 
 
 class _Waiters(list[Any]):
@@ -46,7 +55,7 @@ class PendingAnswer(Future[RowBlock]):
     the other way round.
     """
 
-    def __init__(self, window: ScoreWindow, query: ScoreQuery) -> None:
+    def __init__(self, window: Window, query: ScoreQuery) -> None:
         super().__init__()
         self._window = window
         self.held = 0  # bytes it takes of the prefetch limit now

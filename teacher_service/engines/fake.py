@@ -74,7 +74,7 @@ class FakeEngine:
     def __init__(self, settings: FakeSettings) -> None:
         tokens = tuple(f"t{i}" for i in range(settings.vocab))
         self._settings = settings
-        self._batches = 0
+        self._calls = 0
         # Latency and failing do not change the rows, so they are not part of the fingerprint.
         facts = {"engine": "fake", **asdict(settings), "latency_ms": 0}
         del facts["raise_after"]
@@ -97,8 +97,8 @@ class FakeEngine:
         `crash_token`, and for every batch after the first `raise_after`.
         """
         time.sleep(self._settings.latency_ms / 1000)
-        self._batches += 1
-        if 0 <= self._settings.raise_after < self._batches:
+        self._calls += 1
+        if 0 <= self._settings.raise_after < self._calls:
             raise RuntimeError("the fake engine is set to fail every batch")
         if any(self._settings.crash_token in query.token_ids for query in queries):
             raise RuntimeError("the fake engine is set to crash on a token of this batch")
