@@ -70,13 +70,13 @@ class Output:
     def fail(self, error: DistillError) -> None:
         """Print an error to stderr, with --json as `{"error": {...}}`."""
         if self.as_json:
-            told = {
+            record = {
                 "code": error.code.value,
                 "message": error.message,
                 "field": error.field,
                 "hint": error.hint,
             }
-            print(json.dumps({"error": told}), file=sys.stderr)
+            print(json.dumps({"error": record}), file=sys.stderr)
             return
         red = self.color and sys.stderr.isatty()
         label = "\033[1;31merror:\033[0m" if red else "error:"

@@ -23,7 +23,7 @@ ERROR_DOMAIN = "distill-service"
 _STATUS_DETAILS = "grpc-status-details-bin"
 # Limit of each text (message, field, hint). gRPC drops trailers of more than 8 KiB, which would
 # lose the whole error.
-_TOLD_BYTES = 1000
+_TEXT_BYTES = 1000
 _TLS_REASON = re.compile(r"OPENSSL_internal:(.+?)(: OK)?$")
 TLS_HINT = (
     "check that the server runs and serves TLS; that its certificate is signed by $DISTILL_TLS_CA,"
@@ -150,7 +150,7 @@ async def _abort(
 
 def _cut(text: str) -> str:
     data = text.encode(errors="replace")
-    return text if len(data) <= _TOLD_BYTES else data[:_TOLD_BYTES].decode(errors="ignore") + " ..."
+    return text if len(data) <= _TEXT_BYTES else data[:_TEXT_BYTES].decode(errors="ignore") + " ..."
 
 
 def fault_of(error: grpc.RpcError, server: str) -> DistillError:

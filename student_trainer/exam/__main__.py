@@ -145,13 +145,13 @@ class _Progress:
 
     def __init__(self, name: str, there: int, total: int) -> None:
         self._name, self._done, self._total = name, there, total
-        self._told = time.monotonic()
+        self._printed = time.monotonic()
         self._say()
 
     def step(self) -> None:
         self._done += 1
-        if time.monotonic() - self._told >= _SECONDS_BETWEEN_LINES or self._done == self._total:
-            self._told = time.monotonic()
+        if time.monotonic() - self._printed >= _SECONDS_BETWEEN_LINES or self._done == self._total:
+            self._printed = time.monotonic()
             self._say()
 
     def _say(self) -> None:

@@ -24,17 +24,17 @@ class HeadWatch:
         """`history`: metrics before this attempt; their first head mass is the reference."""
         masses = (point.metrics.get(_MASS) for point in history)
         self._first = next((mass for mass in masses if mass is not None), None)
-        self._told = False
+        self._warned = False
 
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
         """Check topk/student_mass of `step`; does nothing if the metric is missing."""
         mass = metrics.get(_MASS)
-        if mass is None or self._told:
+        if mass is None or self._warned:
             return
         if self._first is None:
             self._first = mass
         if mass < self._first / 2:
-            self._told = True
+            self._warned = True
             log.warning(
                 "step %d: the head holds %.2f of the student's probability, at first it held %.2f: "
                 "a KL over the head alone can push it out; raise top_k, or use the default tail",

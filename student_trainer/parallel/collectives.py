@@ -16,7 +16,7 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from protos.errors import DistillError, error_of
 
-_TOLD_BYTES = 4096  # of an error, sent to the other processes
+_ERROR_BYTES = 4096  # of an error, sent to the other processes
 Found = TypeVar("Found")
 
 
@@ -52,18 +52,18 @@ def raise_on_all_ranks(accelerator: Accelerator, work: Callable[[], Found]) -> F
         fault = error
     if not largest(accelerator, int(fault is not None)):
         return found
-    told = _first_told(accelerator, fault) if accelerator.num_processes > 1 else None
-    raised = fault or told
+    shared = _first_error(accelerator, fault) if accelerator.num_processes > 1 else None
+    raised = fault or shared
     assert raised is not None
     raise raised
 
 
-def _first_told(accelerator: Accelerator, fault: DistillError | None) -> DistillError:
+def _first_error(accelerator: Accelerator, fault: DistillError | None) -> DistillError:
     """Collective. Return the error of the lowest rank that has one."""
     said = () if fault is None else (fault.code, fault.field, fault.hint, fault.message)
-    text = "\0".join(said).encode()[:_TOLD_BYTES].ljust(_TOLD_BYTES, b"\0")
+    text = "\0".join(said).encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
     mine = torch.tensor(list(text), dtype=torch.uint8, device=accelerator.device)
-    everyone = accelerator.gather(mine).reshape(-1, _TOLD_BYTES)
+    everyone = accelerator.gather(mine).reshape(-1, _ERROR_BYTES)
     first = next(line for line in everyone.cpu() if line.any())
     code, field, hint, message = bytes(first.tolist()).decode("utf-8", "ignore").split("\0", 3)
     return error_of(code, message.rstrip("\0"), field=field, hint=hint)

@@ -114,7 +114,7 @@ class FileScorer:
                 faults.append("")
             except DistillError as error:
                 rows.append([])
-                faults.append(_told(error))
+                faults.append(_as_text(error))
         return pa.table({"rows": pa.array(rows, pa.list_(pa.large_binary())), "fault": faults})
 
 
@@ -160,7 +160,7 @@ def _info_or_fault(job: CaptureJob) -> tuple[EngineInfo | None, str | None]:
     try:
         return load_engine(job.teacher).info, None
     except DistillError as error:
-        return None, _told(error)
+        return None, _as_text(error)
 
 
 def _packed(plan: Plan, number: int) -> dict[str, Any]:
@@ -184,10 +184,10 @@ def _unpacked(packed: dict[str, Any]) -> list[TokenSequence]:
     ]
 
 
-def _told(error: DistillError) -> str:
+def _as_text(error: DistillError) -> str:
     return json.dumps([error.code, error.message, error.field, error.hint])
 
 
-def _fault_of(told: str) -> DistillError:
-    code, message, field, hint = json.loads(told)
+def _fault_of(text: str) -> DistillError:
+    code, message, field, hint = json.loads(text)
     return error_of(code, message, field=field, hint=hint)

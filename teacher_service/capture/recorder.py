@@ -32,7 +32,7 @@ class Recorder:
         self._stored = stored
         self._step = step
         self._rows = 0  # since the last line of metrics
-        self._told = self._looked = time.monotonic()
+        self._printed = self._looked = time.monotonic()
 
     def scored(self, rows: int) -> None:
         """Count one sequence with `rows` rows. Raises Stopped if the job was asked to stop."""
@@ -44,7 +44,7 @@ class Recorder:
             self._progress.say(PHASE, self._step)
             if self._progress.stop_wanted():
                 raise Stopped
-        if now - self._told >= _SECONDS_BETWEEN_LINES:
+        if now - self._printed >= _SECONDS_BETWEEN_LINES:
             self.tell()
 
     def tell(self) -> None:
@@ -54,9 +54,9 @@ class Recorder:
         now = time.monotonic()
         values = {
             "tokens": self._rows,
-            "tokens_per_sec": self._rows / max(now - self._told, 1e-9),
+            "tokens_per_sec": self._rows / max(now - self._printed, 1e-9),
             "bytes": self._stored(),
         }
         self._metrics.write(self._step, values)
         self._progress.say(PHASE, self._step)
-        self._rows, self._told = 0, now
+        self._rows, self._printed = 0, now

@@ -93,10 +93,10 @@ def sample(
     from clients.store.sample import sample_of
 
     found = sample_of(store, sequence, rows=rows, head=head, tokenizer=tokenizer)
-    settings_of(context).output.result(found, _told(found))
+    settings_of(context).output.result(found, _as_text(found))
 
 
-def _told(found: Mapping[str, Any]) -> str:
+def _as_text(found: Mapping[str, Any]) -> str:
     lines = [
         f"sequence {found['sequence']}: {found['tokens']} tokens, scored from {found['start']}"
     ]

@@ -67,17 +67,17 @@ class PlainLines:
         self._progress = progress
         self._output = output
         self._next = 0.0
-        self._told: tuple[JobState | None, int, str] = (None, 0, "")
+        self._shown: tuple[JobState | None, int, str] = (None, 0, "")
 
     def show(self, event: JobEvent) -> None:
         """Print a line if one is due."""
         # Changes of phase count before the first step only: later the phase changes with every
         # evaluation and checkpoint.
-        phase = event.phase if event.step == 0 else self._told[-1]
+        phase = event.phase if event.step == 0 else self._shown[-1]
         now = (event.state, event.attempt, phase)
         due = bool(event.metrics) and time.monotonic() >= self._next
-        if now != self._told or due or evaluation(event.metrics):
-            self._told = now
+        if now != self._shown or due or evaluation(event.metrics):
+            self._shown = now
             self._next = time.monotonic() + SECONDS_BETWEEN_LINES
             clock = time.strftime("%H:%M:%S", time.localtime(event.time))
             self._output.say(f"{clock}  {line_of(self._progress, event)}")

@@ -53,7 +53,7 @@ def run_attempt(run: RunDirectory, attempt: int, output: Output) -> tuple[JobVie
             elif not over:
                 time.sleep(SECONDS_BETWEEN_POLLS)
         if not follower.over:
-            last = follower.died(*_obituary(run.log_file(attempt), trainer.returncode, wishes.kill))
+            last = follower.died(*_ending(run.log_file(attempt), trainer.returncode, wishes.kill))
             progress.add(last)
             shown.show(last)
     if wishes.kill:
@@ -124,13 +124,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _obituary(log: Path, returncode: int, killed: bool) -> tuple[str, JobState]:
+def _ending(log: Path, returncode: int, killed: bool) -> tuple[str, JobState]:
     if killed:
         return "killed; it can resume from its last checkpoint", JobState.CANCELLED
-    told = [
+    errors = [
         line for line in log.read_text(errors="replace").splitlines() if line.startswith(_ERROR)
     ]
-    if told and returncode > 0:
-        return told[-1].removeprefix(_ERROR), JobState.FAILED
+    if errors and returncode > 0:
+        return errors[-1].removeprefix(_ERROR), JobState.FAILED
     how = f"by signal {-returncode}" if returncode < 0 else f"with exit code {returncode}"
     return f"the trainer ended {how} and printed no error; read its log", JobState.FAILED

@@ -46,9 +46,9 @@ class RunFollower:
             self._newest = point.step
             yield self._event(self._status, point)
         if status is not None and status.attempt == self._attempt and status != self._status:
-            told = _state(self._status), self._status.phase, self._status.reason
+            previous = _state(self._status), self._status.phase, self._status.reason
             self._status = status
-            if (_state(status), status.phase, status.reason) != told:
+            if (_state(status), status.phase, status.reason) != previous:
                 yield self._event(status)
 
     def died(self, reason: str, state: JobState = JobState.FAILED) -> JobEvent:

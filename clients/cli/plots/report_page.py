@@ -55,8 +55,8 @@ def _verdict(record: JobRecord) -> str:
     phase = f" ({escape(job.phase)})" if job.phase and job.state == "RUNNING" else ""
     reason = f": {escape(job.reason)}" if job.reason else ""
     attempts = f", attempt {job.attempt}" if job.attempt > 1 else ""
-    told = f'<span class="verdict {job.state.lower()}">{job.state}</span>{phase}{reason}'
-    return f"<p>{told}<br>step {job.step} of {job.max_steps}{attempts}</p>"
+    summary = f'<span class="verdict {job.state.lower()}">{job.state}</span>{phase}{reason}'
+    return f"<p>{summary}<br>step {job.step} of {job.max_steps}{attempts}</p>"
 
 
 def _tiles(record: JobRecord) -> Iterator[str]:
