@@ -92,7 +92,7 @@ CASES = {
     "no key": Refusal({"track__wandb": {}}, ("track.wandb: there is no API key", "WANDB_API_KEY")),
     "no room": Refusal(
         {},
-        ("checkpoint.keep: ", "3 checkpoints of 1.2e+07 GB", "an export of 4e+06 GB", "lower it"),
+        ("checkpoint.keep: ", "3 checkpoints of 1.2e+07 GB", "an export of 4e+06 GB", "free disk"),
         WrongState,
         {"rows": 10**12},
     ),
@@ -148,7 +148,7 @@ def test_what_cannot_run_is_refused(
         told = value.format(root=tmp_path) if isinstance(value, str) else value
         asked.setdefault(table, {})[key] = told
     if asked["method"].get("type") == "offline":
-        del asked["teacher"], asked["method"]["max_prompt_tokens"]
+        del asked["teacher"], asked["method"]["max_prompt_tokens"], asked["method"]["max_new_tokens"]
     with checking(tmp_path) as server:
         with pytest.raises(case.category) as caught:
             server.submit(asked)
@@ -161,19 +161,21 @@ def test_what_cannot_run_is_refused(
 
 def test_what_can_run_is_queued(address: str, tmp_path: Path) -> None:
     """With one teacher, several of a name, none; from a directory, and from the hub."""
-    two = {"teachers": {"math": address, "prose": [address, address]}}
+    named = {"teacher": {"top_k": 4}}  # several teachers, and no teacher.address
+    two = {**named, "teachers": {"math": address, "prose": [address, address]}}
     alone = {**job(tmp_path, address), "method": {"type": "rl", "beta": 0.1}}
     del alone["teacher"]
     with checking(tmp_path) as server:
         for asked in (
             job(tmp_path, address),
-            {**job(tmp_path, "127.0.0.1:1"), **two},
+            {**job(tmp_path, address), **two},
             job(tmp_path, address, student__model="Qwen/Qwen3-0.6B", data__path="openai/gsm8k"),
             {**alone, "reward": {"type": "exact_match"}, "method": {"type": "rl"}},
         ):
             assert server.submit(asked) is JobState.QUEUED
         with pytest.raises(Unavailable, match="no teacher answers") as caught:
-            server.submit({**job(tmp_path, address), "teachers": {"a": address, "b": "[::1]:1"}})
+            lost = {"teachers": {"a": address, "b": "[::1]:1"}}
+            server.submit({**job(tmp_path, address), **named, **lost})
     assert caught.value.field == "teachers.b"
 
 
