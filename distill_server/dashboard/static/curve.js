@@ -2,7 +2,7 @@
 
 import {domain, linearTicks, logTicks, share} from "./axes.js";
 import {el, setText, svg} from "./dom.js";
-import {number, percent} from "./figures.js";
+import {number, percent, tickLabels} from "./figures.js";
 
 const HEIGHT = 180;
 const MARGIN = {left: 46, right: 12, top: 10, bottom: 22};
@@ -66,11 +66,13 @@ export class Curve {
     const group = svg("g", {class: "grid"});
     const right = this.width - MARGIN.right;
     const {low, high, log} = this.y;
-    for (const tick of log ? logTicks(low, high) : linearTicks(low, high, 4)) {
+    const ticks = log ? logTicks(low, high) : linearTicks(low, high, 4);
+    const labels = this.spec.percent ? ticks.map(percent) : tickLabels(ticks);
+    for (const [index, tick] of ticks.entries()) {
       const y = this.down(tick);
       group.append(
         svg("line", {x1: MARGIN.left, x2: right, y1: y, y2: y}),
-        svg("text", {x: MARGIN.left - 6, y: y + 4, "text-anchor": "end"}, this.figure(tick)));
+        svg("text", {x: MARGIN.left - 6, y: y + 4, "text-anchor": "end"}, labels[index]));
     }
     for (const tick of linearTicks(this.x.low, this.x.high, Math.max(2, this.width / 110))) {
       if (!Number.isInteger(tick)) continue;

@@ -1,14 +1,24 @@
 // Formats numbers and times for display, in the same formats as the command line.
 
-/** Formats a number with three or four significant digits: `0.741`, `12.3k`; "-" if not finite. */
-export function number(value) {
+/** Formats a number with `digits` significant digits, one less in `12.3k`: `0.7411`; "-" if not
+ *  finite. */
+export function number(value, digits = 4) {
   if (value === undefined || value === null || !Number.isFinite(value)) return "-";
   const size = Math.abs(value);
-  if (size !== 0 && size < 1e-3) return value.toExponential(1);
-  if (size >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
-  if (size >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
+  if (size !== 0 && size < 1e-3) return value.toExponential(digits - 3);
+  if (size >= 1e6) return `${+(value / 1e6).toPrecision(digits - 1)}M`;
+  if (size >= 1e4) return `${+(value / 1e3).toPrecision(digits - 1)}k`;
   if (Number.isInteger(value)) return String(value);
-  return size >= 1000 ? value.toFixed(0) : String(+value.toPrecision(4));
+  return size >= 1000 ? value.toFixed(digits - 4) : String(+value.toPrecision(digits));
+}
+
+/** Formats the ticks of an axis with as few digits as tell them apart. */
+export function tickLabels(ticks) {
+  for (let digits = 4; digits < 12; digits += 1) {
+    const labels = ticks.map((tick) => number(tick, digits));
+    if (new Set(labels).size === labels.length) return labels;
+  }
+  return ticks.map(String);
 }
 
 /** Formats a share from 0 to 1 as `42%`; "-" if not finite. */

@@ -65,6 +65,7 @@ class JobPage {
     this.reason = el("p", {class: "reason"});
     this.progress = el("div", {class: "progress"});
     this.facts = el("div");
+    if (job.step) setText(this.curves.nothing, "Loading the steps ...");
     const config = el("pre", {class: "config", tabindex: 0}, JSON.stringify(job.config, null, 2));
     this.root.append(
       el("p", {class: "crumbs"}, el("a", {href: "#/"}, "Jobs"), " / ", el("code", {}, job.id)),
@@ -125,6 +126,8 @@ class JobPage {
       this.state.replaceChildren(badge(job.state), el("span", {class: "phase"}, job.phase));
       this.actions?.offer(job);
     }
+    this.reason.className = `reason ${job.state.toLowerCase()}`;
+    this.progress.className = `progress ${job.state.toLowerCase()}`;
     document.title = `${job.name} - distill`;
     setText(this.reason, job.reason);
     this.reason.hidden = !job.reason;

@@ -134,7 +134,7 @@ function row(job) {
   const steps = job.max_steps ? `${job.step} / ${job.max_steps}` : String(job.step);
   const cells = [
     [el("a", {href: `#/jobs/${encodeURIComponent(job.id)}`}, job.name), el("small", {}, job.id)],
-    [badge(job.state), el("small", {title: job.reason || job.phase}, job.reason || job.phase)],
+    [badge(job.state), el("small", {}, job.reason || job.phase)],
     [bar(job.step, job.max_steps || 1, `progress of ${job.id}`), el("small", {}, steps)],
     [number(metrics.loss)],
     [number(klOf(metrics))],
@@ -143,7 +143,7 @@ function row(job) {
     [running ? duration(job.seconds_left) : "-"],
     [el("span", {title: moment(job.created_at)}, ago(job.created_at))],
   ];
-  return el("tr", {"data-job": job.id}, cells.map((cell, index) =>
+  return el("tr", {"data-job": job.id, class: job.state.toLowerCase()}, cells.map((cell, index) =>
     el("td", {"data-label": COLUMNS[index], class: cell[0] === "-" ? "none" : null}, cell)));
 }
 

@@ -11,6 +11,7 @@ import pytest
 
 from clients.config.common import DataConfig, StudentConfig, TeacherConfig
 from clients.config.on_policy import OnPolicyJob
+from clients.jobs.client import DistillClient
 from tests.distill_server.conftest import eventually
 from tests.distill_server.dashboard.browser import Browser
 from tests.distill_server.dashboard.site import TOKENS, Site
@@ -147,7 +148,7 @@ def test_cancel_and_resume_with_a_token_only(guarded: Site, browser: Browser) ->
     browser.give_token(TOKENS["submit"])
     eventually(lambda: browser.count(".actions .danger") > 0 and guarded.job(job, "read")["step"])
     browser.click(".actions .buttons button")
-    browser.click(".actions dialog .danger")
+    browser.click(".actions dialog .strong")
     eventually(lambda: browser.text(".title .badge") == "cancelled")
     assert guarded.job(job, "read")["state"] == "CANCELLED"
     browser.click(".actions .buttons button")
@@ -187,6 +188,44 @@ def test_nothing_sticks_out_at_400_pixels(site: Site, browser: Browser) -> None:
         )
         assert wide == [], page
         assert browser.run("return document.documentElement.scrollWidth") == 400, page
+
+
+def test_ticks_are_told_apart(site: Site, browser: Browser) -> None:
+    browser.open(f"{site.url}/#/")
+    for ticks, labels in (
+        ([0.99998, 1, 1.00002], ["0.99998", "1", "1.00002"]),
+        ([123400, 123410, 123420], ["123.40k", "123.41k", "123.42k"]),
+        ([0, 0.5, 1], ["0", "0.5", "1"]),
+    ):
+        found = browser.run(
+            f"return import('/figures.js').then(({{tickLabels}}) => tickLabels({ticks}))"
+        )
+        assert [label.rstrip("k") for label in found] == [
+            str(float(label.rstrip("k"))).removesuffix(".0") for label in labels
+        ]
+
+
+def test_colours_tell_how_a_job_ended(site: Site, browser: Browser) -> None:
+    fill = (
+        "return getComputedStyle(document.querySelector('main progress'))"
+        ".getPropertyValue('--fill')"
+    )
+    fills = set()
+    with DistillClient(site.address) as client:
+        for name, steps, state in (
+            ("fine", 2, "succeeded"),
+            ("fail_at=1", 2, "failed"),
+            ("pause=0.1", 1000, "cancelled"),
+        ):
+            job = site.submit(name=name, max_steps=steps)
+            if state == "cancelled":
+                eventually(lambda job=job: site.job(job)["step"])
+                client.cancel(job)
+            browser.open(f"{site.url}/#/jobs/{job}")
+            eventually(lambda state=state: browser.text(".title .badge") == state)
+            fills.add(browser.run(fill))
+            assert browser.attribute(".reason", "class") == f"reason {state}"
+    assert len(fills) == 3
 
 
 def test_states_and_a_server_that_comes_back(
