@@ -54,6 +54,7 @@ def serve(
     most_queued: options.MostQueuedOption = 10_000,
     retries: options.RetriesOption = 3,
     backoff: options.BackoffOption = 10.0,
+    give_up_after: options.GiveUpAfterOption = 24.0,
     dashboard: options.DashboardPortOption = None,
     database: options.DatabaseOption = None,
     ray: options.RayOption = None,
@@ -78,7 +79,9 @@ def serve(
                 dashboard=None if dashboard is None else _dashboard(dashboard, tls),
                 endpoint=endpoint,
                 runner=_runner(ray),
-                policy=Policy(machine, most_queued, retries, backoff),
+                policy=Policy(
+                    machine, most_queued, retries, backoff, give_up_after=give_up_after * 3600
+                ),
                 preflight=JobPreflight(packages=ray is None),
                 on_ready=lambda bound: print(
                     f"server listening on {endpoint.address(bound)}", flush=True

@@ -47,6 +47,15 @@ BackoffOption = Annotated[
     float,
     typer.Option(help="Seconds before the first retry; doubles with each retry, to 360.", min=0),
 ]
+GiveUpAfterOption = Annotated[
+    float,
+    typer.Option(
+        metavar="HOURS",
+        help="Hours that a job may wait without progress, for a teacher that is away for example,"
+        " before it is FAILED.",
+        min=0,
+    ),
+]
 DatabaseOption = Annotated[
     Path | None,
     typer.Option(

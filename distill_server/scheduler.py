@@ -1,8 +1,8 @@
 """Starts queued jobs, follows running jobs, and retries or ends them.
 
 The scheduler keeps no state that a restarted server needs: jobs are in the store, and the state of
-attempts is in the run directories. A read of a file or of SQLite takes well under a millisecond, so
-the scheduler reads on the event loop.
+attempts is in the run directories. SQLite is read on the event loop (well under a millisecond), the
+run directories in threads: one that does not answer holds up its own job only.
 """
 
 from __future__ import annotations
@@ -10,38 +10,49 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from clients.config.kinds import processes_of
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import Control, RunDirectory, Status, replace_file
-from clients.runs.metrics_follower import MetricsTail, Point
+from clients.runs.metrics_follower import MetricsTail
 from distill_server.jobs.job_file import parse_config
-from distill_server.jobs.progress import progress_changes, status_of
+from distill_server.jobs.observation import observe
+from distill_server.jobs.preflight import Preflight, unchecked
+from distill_server.jobs.progress import progress_changes
+from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import ACTIVE, Attempt, Change, Store
 from distill_server.jobs.verdict import Died, Ended, verdict_of
+from distill_server.jobs.waiting import Waits, clock, given_up
 from distill_server.runners.interface import Runner, Running
 from distill_server.runners.machine import ONE_JOB, Machine, Share
-from protos.errors import InvalidInput
+from protos.errors import InvalidInput, Unavailable
 from protos.rpc.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
 # The pause after an error, before a job is polled again.
 _TROUBLE_SECONDS = 5.0
-_LOG_TAIL_BYTES, _LOG_TAIL_LINES, _LOG_LINE_CHARS = 4096, 5, 200
+# At the end of the server, for reads and starts that have begun.
+_LAST_SECONDS = 3.0
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Policy:
     """Limits and times of the scheduler. Times are in seconds.
 
-    `retries` is the number of automatic retries of a job whose trainer died. `backoff` is the pause
-    before the first retry; it doubles with each further one, up to `longest_backoff`.
+    `retries` is the number of automatic retries of a job whose trainer died, since it last made a
+    step that was new. `backoff` is the pause before the first retry; it doubles with each further
+    one, up to `longest_backoff`. `wait` is the pause before a teacher that was away is asked again;
+    it doubles up to `longest_wait`. A job that makes no new step for `give_up_after`, through no
+    fault of its own, is FAILED.
     `cancel_grace` is the time from a cancel to the kill of the trainer, which writes a checkpoint
     meanwhile; `cancel_now_grace` is the time without a checkpoint. `look_every` is the pause
     between two polls.
@@ -55,17 +66,43 @@ class Policy:
     cancel_grace: float = 60.0
     cancel_now_grace: float = 5.0
     look_every: float = 0.2
+    wait: float = 5.0
+    longest_wait: float = 30.0
+    give_up_after: float = 24 * 3600.0
 
 
 class Scheduler:
     """The task that starts, polls and ends jobs. One instance per server, on the event loop."""
 
-    def __init__(self, store: Store, runs: Path, runner: Runner, policy: Policy) -> None:
+    def __init__(
+        self,
+        store: Store,
+        runs: Path,
+        runner: Runner,
+        policy: Policy,
+        preflight: Preflight = unchecked,
+        files: RunFiles | None = None,
+    ) -> None:
+        """`preflight` says when a job that waits for a teacher can start."""
         self._store = store
         self._runs = runs
         self._runner = runner
         self._policy = policy
+        self._files = files or RunFiles()
         self._awake = asyncio.Event()
+        self.waits = Waits(
+            store,
+            runs,
+            preflight,
+            self.wake,
+            pause=policy.wait,
+            longest_pause=policy.longest_wait,
+            give_up_after=policy.give_up_after,
+        )
+        # By job: one task at a time reads or writes its run directory.
+        self._work: dict[str, asyncio.Task[None]] = {}
+        # Jobs whose run directories do not answer.
+        self._silent: set[str] = set()
         self._tails: dict[tuple[str, int], MetricsTail] = {}
         # The monotonic time until which an attempt waits for its retry. Not stored: a restarted
         # server retries at once.
@@ -81,25 +118,77 @@ class Scheduler:
 
     async def run(self) -> None:
         """Schedule jobs until the task is cancelled. Trainers keep running after that."""
-        while True:
-            self._awake.clear()
-            try:
-                pause = self._policy.look_every if self._look() else None
-            except Exception:
-                log.exception("cannot poll the jobs; retrying in %g s", _TROUBLE_SECONDS)
-                pause = _TROUBLE_SECONDS
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._awake.wait()
+        try:
+            while True:
+                self._awake.clear()
+                try:
+                    pause = self._policy.look_every if await self.look() else None
+                except Exception:
+                    log.exception("cannot poll the jobs; retrying in %g s", _TROUBLE_SECONDS)
+                    pause = _TROUBLE_SECONDS
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._awake.wait()
+        finally:
+            await self._close()
 
-    def _look(self) -> bool:
+    async def look(self) -> bool:
         """Poll all active jobs and start queued ones; return False if there is no job to poll."""
         active = self._store.in_state(*ACTIVE)
         for job in active:
-            if not self._rests(job):
+            if job.id not in self._work and not self._rests(job):
+                self._do(job, self._follow(job))
+        await self._done()
+        self.waits.look()
+        queue = self._start_queued()
+        await self._done()
+        return queue or bool(active)
+
+    def _do(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
+        async def guarded() -> None:
+            try:
                 with self._boundary(job):
-                    self._follow(job)
-        return self._start_queued() or bool(active)
+                    await work
+            finally:
+                del self._work[job.id]
+
+        self._work[job.id] = asyncio.create_task(guarded())
+
+    async def _done(self) -> None:
+        """Wait for the work on all jobs, for a short time, as it goes on by itself."""
+        tasks = [task for job_id, task in self._work.items() if job_id not in self._silent]
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._policy.look_every)
+
+    async def _close(self) -> None:
+        self.waits.close()
+        await self._done()
+        tasks = list(self._work.values())
+        if set(self._work) - self._silent:
+            await asyncio.wait(tasks, timeout=_LAST_SECONDS)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(self, job: Job, call: Callable[[], _T]) -> _T:
+        """Return the result of a call that reads or writes the run directory of a job.
+
+        After a few seconds without a result the job's phase says so. The call is never repeated
+        before it has returned, so that a job keeps one thread at most.
+        """
+        future = self._files.start(call)
+        await asyncio.wait({future}, timeout=self._files.answer_seconds)
+        if not future.done():
+            self._silent.add(job.id)
+            try:
+                phase = f"WAITING run directory: no answer since {clock(self._store.now())}"
+                log.warning("job %s: %s", job.id, phase)
+                with contextlib.suppress(Unavailable):
+                    self._store.change(job.id, Change(phase=phase))
+                await asyncio.wait({future})
+            finally:
+                self._silent.discard(job.id)
+        return future.result()
 
     def _start_queued(self) -> bool:
         """Start jobs in the order of the queue; return False if the queue is empty.
@@ -113,9 +202,11 @@ class Scheduler:
         # Read only as many jobs as can start: the queue may hold ten thousand.
         queued = self._store.in_state(JobState.QUEUED, limit=free and free + self._passed_over())
         for job in queued:
-            if self._rests(job) or job.id in self._too_large:
+            if self._rests(job) or job.id in self._too_large or job.id in self._work:
                 continue
             with self._boundary(job):
+                if self.waits.holds(job):
+                    continue
                 share = self._share(job, held)
                 if share is None:
                     if job.id in self._too_large:
@@ -128,7 +219,7 @@ class Scheduler:
     def _passed_over(self) -> int:
         now = time.monotonic()
         self._resting = {key: until for key, until in self._resting.items() if now < until}
-        return len(self._resting) + len(self._too_large)
+        return len(self._resting) + len(self._too_large) + len(self.waits)
 
     def _share(self, job: Job, held: Sequence[Share]) -> Share | None:
         """Return the job's share, or None if the job must wait.
@@ -153,65 +244,77 @@ class Scheduler:
 
     @contextlib.contextmanager
     def _boundary(self, job: Job) -> Iterator[None]:
-        """Log the errors of one job, so that a defect or a full disk does not stop the others."""
+        """Log the errors of one job, so that a defect or a full disk does not stop the others.
+
+        The metrics that were read and not stored are read again.
+        """
         try:
             yield
         except Exception:
             log.exception("job %s: cannot poll it; retrying in %g s", job.id, _TROUBLE_SECONDS)
             self._resting[job.id, job.attempt] = time.monotonic() + _TROUBLE_SECONDS
+            self._tails.pop((job.id, job.attempt), None)
 
     def _start(self, job: Job, share: Share) -> None:
-        attempt = self._store.attempt(job)
-        run = self._run(job)
         # Write the record before starting the process. A server that dies between the two leaves a
         # job that never started, and the next server queues it again. In the other order, the next
         # server would start the job a second time.
         change = Change(JobState.PREPARING, reason="", phase="starting the trainer")
         job = self._store.begin(job, share, change)
         failpoint("start-stored")
+        self._do(job, self._launch(job, self._store.attempt(job), share))
+
+    async def _launch(self, job: Job, attempt: Attempt, share: Share) -> None:
         try:
-            config = parse_config(job.config_json)
-            if attempt.number == 1:
-                # The directory is not made durably, so a power cut may have removed it.
-                run.path.mkdir(mode=0o700, exist_ok=True)
-            replace_file(run.job_json, config.model_dump_json(indent=2) + "\n")
-            run.write_control(Control())
-            failpoint("job-written")
-            self._runner.start(
-                run,
-                attempt=attempt.number,
-                processes=processes_of(config),
-                from_step=attempt.from_step,
-                share=share,
-            )
-            failpoint("trainer-started")
+            await self._answer(job, partial(self._launch_now, job, attempt, share))
         except (OSError, ValueError) as error:
             # A full disk, no free processes, or a configuration written by an older version. Only
             # `strerror`: users should not see the server's paths.
             why = (isinstance(error, OSError) and error.strerror) or error
             self._died(job, Died(f"the trainer could not be started: {why}", blameless=False))
 
-    def _follow(self, job: Job) -> None:
+    def _launch_now(self, job: Job, attempt: Attempt, share: Share) -> None:
+        """Write the files of an attempt and start it; blocking."""
         run = self._run(job)
-        # Poll the process before reading its files: if it has ended, the files are complete.
-        outcome = self._runner.poll(run, job.attempt)
-        status = status_of(run, job.attempt)
-        points = self._points(job, run, complete=not isinstance(outcome, Running))
-        waits = outcome.phase if isinstance(outcome, Running) else ""
-        changes = progress_changes(job, status, points, waits)
+        config = parse_config(job.config_json)
+        if attempt.number == 1:
+            # The directory is not made durably, so a power cut may have removed it.
+            run.path.mkdir(mode=0o700, exist_ok=True)
+        run.write_control(Control())
+        replace_file(run.job_json, config.model_dump_json(indent=2) + "\n")
+        failpoint("job-written")
+        self._runner.start(
+            run,
+            attempt=attempt.number,
+            processes=processes_of(config),
+            from_step=attempt.from_step,
+            share=share,
+        )
+        failpoint("trainer-started")
+
+    async def _follow(self, job: Job) -> None:
+        run = self._run(job)
+        cancelling = job.state is JobState.CANCELLING
+        look = partial(
+            observe, self._runner, run, job.attempt, self._tail(job, run), cancelling=cancelling
+        )
+        seen = await self._answer(job, look)
+        job = self._store.job(job.id)  # somebody may have cancelled it meanwhile
+        waits = seen.outcome.phase if isinstance(seen.outcome, Running) else ""
+        changes = progress_changes(job, seen.status, seen.points, waits)
         if changes:
             job = self._store.change(job.id, *changes)
             failpoint("progress-stored")
-        if isinstance(outcome, Running):
-            if job.state is JobState.CANCELLING:
-                self._press(job, run)
+        if isinstance(seen.outcome, Running):
+            if cancelling:
+                await self._press(job, run, seen.stop)
             return
-        step = self._reached(job, status)
-        match verdict_of(job.state, step, status, outcome):
+        step = self._reached(job, seen.status)
+        match verdict_of(job.state, step, seen.status, seen.outcome):
             case Ended() as ended:
                 self._end(job, ended, step)
             case Died() as died:
-                self._died(job, died)
+                self._died(job, died, seen.log_end)
         self._forget(job)
 
     def _reached(self, job: Job, status: Status | None) -> int:
@@ -219,22 +322,21 @@ class Scheduler:
         told = status.step if status is not None else 0
         return max(told, self._store.attempt(job).seen_step) if told else job.step
 
-    def _points(self, job: Job, run: RunDirectory, *, complete: bool) -> Sequence[Point]:
+    def _tail(self, job: Job, run: RunDirectory) -> MetricsTail:
         key = (job.id, job.attempt)
         if key not in self._tails:
             seen = self._store.attempt(job).seen_step
             self._tails[key] = MetricsTail(run.metrics, attempt=job.attempt, seen_step=seen)
-        tail = self._tails[key]
-        return tail.read_all() if complete else tail.read()
+        return self._tails[key]
 
-    def _press(self, job: Job, run: RunDirectory) -> None:
+    async def _press(self, job: Job, run: RunDirectory, stop: str) -> None:
         """Kill the trainer of a cancelled job once its grace period is over."""
-        stop = run.read_control().stop
         graces = {"now": self._policy.cancel_now_grace}
         grace = graces.get(stop, self._policy.cancel_grace)
         kill_at = self._kill_at.setdefault((job.id, job.attempt, stop), time.monotonic() + grace)
         if time.monotonic() >= kill_at:
-            self._runner.stop(run, job.attempt, now=stop == "now")
+            end = partial(self._runner.stop, run, job.attempt, now=stop == "now")
+            await self._answer(job, end)
 
     def _end(self, job: Job, ended: Ended, step: int) -> None:
         """Record the end of a job, with the states that a fast trainer passed between two polls."""
@@ -246,30 +348,48 @@ class Scheduler:
         changes.append(Change(ended.state, reason=ended.reason, phase="", step=step))
         failpoint("end-seen")
         self._store.change(job.id, *changes)
+        self.waits.end(job)
         failpoint("end-stored")
 
-    def _died(self, job: Job, died: Died) -> None:
-        """Queue the job again, or fail it if no retries are left."""
-        attempt = self._store.attempt(job)
-        retries = attempt.retries + (0 if died.blameless else 1)
-        if retries > self._policy.retries:
-            tail = _last_lines(self._run(job).log_file(job.attempt))
-            reason = died.reason + (f"; its log ends with:\n{tail}" if tail else "")
-            self._store.change(job.id, Change(JobState.FAILED, reason=reason, phase=""))
+    def _died(self, job: Job, died: Died, log_end: str = "") -> None:
+        """Queue the job again, or fail it if no retries are left or it waited for too long."""
+        job = self._store.job(job.id)
+        if job.state is JobState.CANCELLING:
+            reason = f"cancelled; {died.reason}"
+            self._store.change(job.id, Change(JobState.CANCELLED, reason=reason, phase=""))
             return
-        doubled = self._policy.backoff * 2 ** min(30, max(0, retries - 1))
-        pause = min(self._policy.longest_backoff, doubled)
+        attempt, progressed = self._store.attempt(job), self._store.has_progressed(job)
+        retries = (0 if progressed else attempt.retries) + (not died.blameless)
+        since = (not progressed and attempt.waiting_since) or self._store.now()
+        reason = ""
+        if died.blameless and self.waits.gives_up(since):
+            reason = given_up(died.reason, since)
+        elif retries > self._policy.retries:
+            reason = died.reason + (f"; its log ends with:\n{log_end}" if log_end else "")
+        if reason:
+            self._store.change(job.id, Change(JobState.FAILED, reason=reason, phase=""))
+            self.waits.end(job)
+            return
         # If the attempt made steps, the retry resumes from the newest checkpoint, not from the step
         # that the user asked for.
-        from_step = attempt.from_step if attempt.seen_step < 0 else None
-        self._store.queue_again(
-            job.id,
-            Attempt(job.attempt + 1, retries, from_step),
-            Change(JobState.QUEUED, reason=died.reason, phase=f"retrying in {pause:g} s"),
-            last=False,
+        again = Attempt(
+            job.attempt + 1,
+            retries,
+            attempt.from_step if attempt.seen_step < 0 else None,
+            waiting_since=since if died.blameless else 0.0,
+            waits_for=died.waits_for,
         )
+        if died.waits_for:
+            phase = self.waits.begin(job, again, progressed=progressed)
+        else:
+            self.waits.end(job)
+            doubled = self._policy.backoff * 2 ** min(30, max(0, retries - 1))
+            pause = min(self._policy.longest_backoff, doubled)
+            phase = f"retrying in {pause:g} s"
+            self._resting[job.id, again.number] = time.monotonic() + pause
+        change = Change(JobState.QUEUED, reason=died.reason, phase=phase)
+        self._store.queue_again(job.id, again, change, last=False)
         failpoint("retry-stored")
-        self._resting[job.id, job.attempt + 1] = time.monotonic() + pause
 
     def _forget(self, job: Job) -> None:
         self._tails.pop((job.id, job.attempt), None)
@@ -278,16 +398,3 @@ class Scheduler:
 
     def _run(self, job: Job) -> RunDirectory:
         return RunDirectory(self._runs / job.id)
-
-
-def _last_lines(path: Path) -> str:
-    """Return the last lines of a log, short enough for a job's reason; "" if there is no log."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _LOG_TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    lines = [line.rstrip()[:_LOG_LINE_CHARS] for line in text.splitlines() if line.strip()]
-    return "\n".join(lines[-_LOG_TAIL_LINES:])

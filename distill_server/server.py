@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.database import open_database
 from distill_server.jobs.preflight import Preflight
+from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import Store
 from distill_server.rpc.service import SERVICE, DistillService
 from distill_server.rpc.streams import Streams
@@ -51,12 +53,20 @@ async def run_server(
     bells = ChangeNotifier()
     with open_database(database or runs / "server.sqlite") as connection:
         store = Store(connection, on_change=bells.ring)
-        scheduler = Scheduler(store, runs, runner, policy)
+        files = RunFiles()
+        scheduler = Scheduler(store, runs, runner, policy, preflight, files)
         control = JobControl(
-            store, runs, scheduler.wake, policy.machine, policy.most_queued, preflight
+            store,
+            runs,
+            scheduler.wake,
+            policy.machine,
+            policy.most_queued,
+            preflight,
+            files,
+            partial(runner.stop, now=False),
         )
-        streams = Streams(store, runs, bells)
-        service = DistillService(store, runs, control, streams)
+        streams = Streams(store, runs, bells, files)
+        service = DistillService(store, runs, control, streams, files)
         tasks: list[asyncio.Task[None]] = []
 
         def register(server: grpc.aio.Server) -> str:

@@ -151,6 +151,15 @@ CATEGORIES: tuple[type[DistillError], ...] = (
 )
 
 
+# What fails here is not the job but what it runs on; the same job may succeed later, unchanged.
+_INFRASTRUCTURE = frozenset(error.__name__ for error in (Unavailable, Overloaded, TimedOut))
+
+
+def is_infrastructure(error: str) -> bool:
+    """Return True if a class name names an error of services or machines, not of the job."""
+    return error in _INFRASTRUCTURE
+
+
 def error_of(code: str, message: str, *, field: str = "", hint: str = "") -> DistillError:
     """Return the exception for the name of an ErrorCode; an unknown name makes an InternalFault."""
     category = next((c for c in CATEGORIES if c.code == code), InternalFault)

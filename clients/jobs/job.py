@@ -22,11 +22,13 @@ class JobState(StrEnum):
 TERMINAL = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 
 # Every legal change of state; the tests check all 49 pairs. A job returns to QUEUED when it is
-# resumed, or when a restarted server finds that the attempt's processes are gone.
+# resumed, when its trainer died or was stopped by SIGTERM, and when its teacher is away.
 TRANSITIONS: frozenset[tuple[JobState, JobState]] = frozenset(
     {
         (JobState.QUEUED, JobState.PREPARING),
         (JobState.QUEUED, JobState.CANCELLED),
+        # What the job waits for (a teacher) stayed away for too long.
+        (JobState.QUEUED, JobState.FAILED),
         (JobState.PREPARING, JobState.RUNNING),
         (JobState.PREPARING, JobState.FAILED),
         (JobState.PREPARING, JobState.CANCELLING),

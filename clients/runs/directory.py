@@ -21,6 +21,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ from typing import Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from clients.config.kinds import AnyJob, parse_job
+from clients.data.regular_file import open_regular
 from protos.errors import NotFound, WrongState
 
 Verdict = Literal["running", "succeeded", "failed", "cancelled"]
@@ -216,7 +218,8 @@ def replace_file(path: Path, text: str) -> None:
 
     A reader sees the old content or the new, never a part, even after a crash or power cut.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Threads of one server may write the same file at the same time.
+    partial = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
     with partial.open("w") as file:
         file.write(text)
         file.flush()
@@ -235,11 +238,12 @@ def fsync_directory(path: Path) -> None:
 
 
 def _read_as(kind: TypeAdapter[_T], path: Path) -> _T | None:
-    """Parse a JSON file; return None if it is missing or invalid.
+    """Parse a JSON file; return None if it is missing, invalid or not a regular file.
 
     An invalid file (a broken disk) must not stop the process that follows the run.
     """
     try:
-        return kind.validate_json(path.read_bytes(), strict=True)
+        with open_regular(path) as file:
+            return kind.validate_json(file.read(), strict=True)
     except (OSError, ValueError):
         return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from clients.data.regular_file import open_regular
 from protos.errors import WrongState
 
 VARIABLE = "DISTILL_FENCE"
@@ -61,6 +62,7 @@ def _attempts() -> tuple[int, int]:
 def _newest(path: Path) -> int | None:
     """Return the attempt in the file; None if the file is missing or invalid (a broken disk)."""
     try:
-        return int(path.read_text())
+        with open_regular(path) as file:
+            return int(file.read(64))
     except (OSError, ValueError):
         return None

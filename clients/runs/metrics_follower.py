@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -10,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from clients.data.regular_file import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +64,13 @@ class MetricsTail:
 
     def _new_lines(self) -> Sequence[bytes]:
         try:
-            file = self._path.open("rb")
+            file = open_regular(self._path)
         except FileNotFoundError:
             return []
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # a pipe in its place: the program will replace it
+                return []
+            raise
         with file:
             found = os.fstat(file.fileno())
             if found.st_ino != self._inode or found.st_size < self._offset:
@@ -79,7 +86,8 @@ class MetricsTail:
 def read_points(path: Path) -> list[Point]:
     """Return every complete step in the file, of all attempts; empty if there is no file."""
     try:
-        lines = path.read_bytes().splitlines()
+        with open_regular(path) as file:
+            lines = file.read().splitlines()
     except FileNotFoundError:
         return []
     return [point for line in lines if (point := _point_of(line)) is not None]

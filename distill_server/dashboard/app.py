@@ -5,9 +5,9 @@ Access control is in gate.py, in front of this application.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -154,18 +154,19 @@ class Pages:
     async def sample_steps(self, request: Request) -> Response:
         """GET /api/jobs/JOB/samples: the steps that have transcripts, newest first."""
         run = self._run(request)
-        return JSONResponse({"steps": await asyncio.to_thread(sample_steps, run)})
+        return JSONResponse({"steps": await self.streams.files.within(partial(sample_steps, run))})
 
     async def samples(self, request: Request) -> Response:
         """GET /api/jobs/JOB/samples/STEP: the first transcripts of a step."""
         run = self._run(request)
-        records = await asyncio.to_thread(samples_of, run, request.path_params["step"])
+        read = partial(samples_of, run, request.path_params["step"])
+        records = await self.streams.files.within(read)
         return JSONResponse({"samples": records})
 
     async def cancel(self, request: Request) -> Response:
         """POST /api/jobs/JOB/cancel with {"now": BOOL}: cancel the job and return it."""
         wish = await _wish(request, _Cancel)
-        job = self.control.cancel(request.path_params["job"], now=wish.now)
+        job = await self.control.cancel(request.path_params["job"], now=wish.now)
         return JSONResponse(job_record(job))
 
     async def resume(self, request: Request) -> Response:

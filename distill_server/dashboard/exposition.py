@@ -5,14 +5,12 @@ All numbers are read from the database at each scrape, so they survive a restart
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from clients.jobs.job import JobState
 from distill_server.jobs.store import Store
 
 _PREFIX = "distill_server_"
@@ -36,13 +34,9 @@ class _Jobs(Collector):
         yield GaugeMetricFamily(_PREFIX + "slots", "Jobs that can run at once.", self._slots)
         yield GaugeMetricFamily(
             _PREFIX + "queue_seconds",
-            "Age of the next job in the queue; 0 if the queue is empty.",
-            self._queue_seconds(),
+            "Seconds since the next job in the queue was queued; 0 if the queue is empty.",
+            self._store.oldest_wait(),
         )
-
-    def _queue_seconds(self) -> float:
-        first = self._store.in_state(JobState.QUEUED, limit=1)
-        return max(0.0, time.time() - first[0].created_at) if first else 0.0
 
 
 def exposition(store: Store, slots: int) -> Callable[[], bytes]:

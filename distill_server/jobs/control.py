@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from clients.config.kinds import AnyJob
 from clients.jobs.artifacts import checkpoint_root, require_files
 from clients.jobs.job import Job, JobState
-from clients.runs.directory import Control, RunDirectory
+from clients.runs.directory import RunDirectory
 from clients.runs.run_id import run_ids
 from distill_server.jobs.job_file import parse_config
+from distill_server.jobs.observation import request_stop
 from distill_server.jobs.preflight import Preflight, unchecked
+from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import Attempt, Change, Store
 from distill_server.runners.machine import ONE_JOB, Machine
 from protos.errors import InvalidInput, Overloaded, Unavailable, WrongState
 from protos.rpc.failpoints import failpoint
 
+log = logging.getLogger(__name__)
+
 _KEY_CHARS = 200
 # Far more than any job file needs. The limit keeps parsing and storing short on the event loop.
 _TEXT_CHARS = 256 << 10
+
+# Sends SIGTERM to the trainer of an attempt; blocking.
+StopTrainer: TypeAlias = Callable[[RunDirectory, int], None]
+
+
+def _stop_nothing(run: RunDirectory, attempt: int) -> None:
+    """For tests without trainers."""
 
 
 class JobControl:
@@ -40,10 +54,13 @@ class JobControl:
         machine: Machine = ONE_JOB,
         most_queued: int = 10_000,
         preflight: Preflight = unchecked,
+        files: RunFiles | None = None,
+        stop_trainer: StopTrainer = _stop_nothing,
     ) -> None:
         """`wake` is called when the scheduler has work. `preflight` runs before a job is queued.
 
-        More than `most_queued` queued jobs make `submit` and `resume` raise Overloaded.
+        `stop_trainer` sends SIGTERM to an attempt whose request to stop cannot be written. More
+        than `most_queued` queued jobs make `submit` and `resume` raise Overloaded.
         """
         self._store = store
         self._runs = runs
@@ -51,6 +68,8 @@ class JobControl:
         self._machine = machine
         self._most_queued = most_queued
         self._preflight = preflight
+        self._files = files or RunFiles()
+        self._stop_trainer = stop_trainer
 
     async def check(self, config_json: str) -> None:
         """Raise the errors that `submit_checked` would raise, without queueing the job."""
@@ -83,11 +102,12 @@ class JobControl:
             config, config_text, idempotency_key
         )
 
-    def cancel(self, text: str, *, now: bool) -> Job:
+    async def cancel(self, text: str, *, now: bool) -> Job:
         """Cancel a job. The trainer first writes a checkpoint, unless `now`.
 
-        A repeated call has no further effect. Raises NotFound if there is no such job, WrongState
-        if it has succeeded or failed, Unavailable if the disk refuses the write.
+        A repeated call has no further effect. If the request to stop cannot be written (a full
+        disk), the trainer gets SIGTERM. Raises NotFound if there is no such job, WrongState if it
+        has succeeded or failed, Unavailable if the database refuses the write.
         """
         job = self._store.resolve(text)
         match job.state:
@@ -102,19 +122,21 @@ class JobControl:
                 return self._store.change(
                     job.id, Change(JobState.CANCELLED, reason="cancelled while queued", phase="")
                 )
-        self._tell(job, now=now)
-        failpoint("trainer-told")
+        # Stored first: a trainer that stops before the state changes would be queued again.
         if job.state is not JobState.CANCELLING:
             job = self._store.change(job.id, Change(JobState.CANCELLING))
         failpoint("cancel-stored")
+        await self._tell(job, now=now)
+        failpoint("trainer-told")
         self._wake()
         return job
 
     async def resume_checked(self, text: str, *, max_steps: int, from_step: int) -> Job:
         """Run the preflight, then `resume`. Also raises the preflight's DistillError."""
-        job, config = self._resumable(text, max_steps, from_step)
+        job, config = self._resumable(text, max_steps)
+        await self._files.within(partial(self._require_files, job, from_step))
         await self._preflight(config or parse_config(job.config_json), self._runs / job.id)
-        return self.resume(text, max_steps=max_steps, from_step=from_step)
+        return self._resume(text, max_steps, from_step)
 
     def resume(self, text: str, *, max_steps: int, from_step: int) -> Job:
         """Queue a new attempt of a job that has ended, without a preflight.
@@ -124,7 +146,12 @@ class JobControl:
         job has not ended or has no steps left, InvalidInput if `max_steps` is already reached,
         Overloaded if the queue is full.
         """
-        job, config = self._resumable(text, max_steps, from_step)
+        job, _ = self._resumable(text, max_steps)
+        self._require_files(job, from_step)
+        return self._resume(text, max_steps, from_step)
+
+    def _resume(self, text: str, max_steps: int, from_step: int) -> Job:
+        job, config = self._resumable(text, max_steps)
         resumed = self._store.queue_again(
             job.id,
             Attempt(job.attempt + 1, from_step=from_step or None),
@@ -169,7 +196,7 @@ class JobControl:
         self._wake()
         return job
 
-    def _resumable(self, text: str, max_steps: int, from_step: int) -> tuple[Job, AnyJob | None]:
+    def _resumable(self, text: str, max_steps: int) -> tuple[Job, AnyJob | None]:
         """Return the job and its new configuration, or None if the configuration stays the same."""
         job = self._store.resolve(text)
         if job.state not in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED):
@@ -182,13 +209,16 @@ class JobControl:
                 field="max_steps",
                 hint=f"resume it with max_steps above {job.max_steps}",
             )
-        run = RunDirectory(self._runs / job.id)
-        require_files(job, run)
         config = self._extended(job, max_steps) if max_steps else None
-        if from_step:
-            checkpoint_root(job, run, from_step)
         self._require_place()
         return job, config
+
+    def _require_files(self, job: Job, from_step: int) -> None:
+        """Raise NotFound if the run directory or the checkpoint does not exist; blocking."""
+        run = RunDirectory(self._runs / job.id)
+        require_files(job, run)
+        if from_step:
+            checkpoint_root(job, run, from_step)
 
     def _require_place(self, config: AnyJob | None = None) -> None:
         """Raise if the queue is full, or if `config` needs more than the machine has."""
@@ -213,15 +243,16 @@ class JobControl:
                 durable=False,
             )
 
-    def _tell(self, job: Job, *, now: bool) -> None:
+    async def _tell(self, job: Job, *, now: bool) -> None:
+        """Ask the trainer to stop: by control.json or, if that cannot be written, by SIGTERM."""
         run = RunDirectory(self._runs / job.id)
-        if not run.path.is_dir():
-            # The directory was removed by hand. The scheduler kills the trainer after the grace.
-            return
-        # Never change "now" back to "checkpoint": the trainer may already be stopping.
-        if now or run.read_control().stop != "now":
-            with _disk():
-                run.write_control(Control("now" if now else "checkpoint"))
+        try:
+            await self._files.within(partial(request_stop, run, now=now))
+        except OSError as error:  # also Unavailable: the run directory does not answer
+            log.warning("job %s: cannot write control.json, sending SIGTERM: %s", job.id, error)
+            # The scheduler repeats it, so a failure is no reason to refuse the request.
+            with suppress(OSError):
+                await self._files.within(partial(self._stop_trainer, run, job.attempt))
 
     def _extended(self, job: Job, max_steps: int) -> AnyJob:
         if max_steps <= job.step:

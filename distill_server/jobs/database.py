@@ -67,8 +67,14 @@ CREATE INDEX jobs_by_state ON jobs (state, priority DESC, place);
 ALTER TABLE attempts ADD COLUMN cpus INTEGER NOT NULL DEFAULT 0;  -- threads it was given
 ALTER TABLE attempts ADD COLUMN gpus TEXT;  -- with commas between; NULL: they are not divided
 """
+_WAITS = """
+ALTER TABLE attempts ADD COLUMN waiting_since REAL NOT NULL DEFAULT 0;  -- no progress, blameless
+ALTER TABLE attempts ADD COLUMN waits_for TEXT NOT NULL DEFAULT '';  -- what was away
+ALTER TABLE jobs ADD COLUMN queued_at REAL NOT NULL DEFAULT 0;  -- the last time
+UPDATE jobs SET queued_at = created_at;
+"""
 # Step n migrates schema n - 1 to schema n. Never change a released step: add a new one.
-_STEPS = (_FIRST_SCHEMA, _RESOURCES)
+_STEPS = (_FIRST_SCHEMA, _RESOURCES, _WAITS)
 
 
 @contextmanager

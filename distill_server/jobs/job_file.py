@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any
 
 from pydantic import ValidationError
@@ -39,6 +40,22 @@ def parse_config(config_json: str) -> AnyJob:
             hint="use distill run, which runs the job on your own machine",
         )
     return job
+
+
+def digest_of(config: AnyJob) -> str:
+    """Hash the keys that differ from their defaults, so that new keys do not change old digests."""
+    return sha256(config.model_dump_json(exclude_defaults=True).encode()).hexdigest()
+
+
+def is_same_job(config_json: str, config: AnyJob) -> bool:
+    """Return True if the stored JSON parses to this job.
+
+    Needed for digests of older servers: they covered every key, so an upgrade changed them.
+    """
+    try:
+        return parse_job(config_json) == config
+    except ValidationError:
+        return False
 
 
 def _path(problem: Any) -> str:

@@ -10,14 +10,13 @@ import json
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
-from pydantic import ValidationError
-
-from clients.config.kinds import AnyJob, parse_job
+from clients.config.kinds import AnyJob
 from clients.jobs.job import TERMINAL, TRANSITIONS, Job, JobEvent, JobState
 from distill_server.jobs.database import transaction
+from distill_server.jobs.job_file import digest_of, is_same_job
+from distill_server.jobs.rows import having, job_of, share_of, typed
 from distill_server.jobs.steady_clock import steady_clock
 from distill_server.runners.machine import Share
 from protos.errors import InvalidInput, NotFound, WrongState
@@ -36,12 +35,18 @@ class Attempt:
     `retries` counts the automatic retries since the last submit or resume by a user. `from_step` is
     the step of the checkpoint to start from; None means the newest. `seen_step` is the newest step
     whose metrics are among the job's events; -1 means no step.
+
+    `waiting_since` is the Unix time since which attempts end through no fault of the job and make
+    no new step; 0 if that is not so. `waits_for` names what was away, such as `teacher.address`:
+    the attempt starts when it is back.
     """
 
     number: int
     retries: int = 0
     from_step: int | None = None
     seen_step: int = -1
+    waiting_since: float = 0.0
+    waits_for: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class Store:
         if row is None:
             return None
         job = self.job(row["job_id"])
-        if row["config_sha256"] != _digest(config) and not _means(job.config_json, config):
+        if row["config_sha256"] != digest_of(config) and not is_same_job(job.config_json, config):
             raise InvalidInput(
                 f"this key was already used to submit another job, {job.id}",
                 field="idempotency_key",
@@ -100,20 +105,22 @@ class Store:
         """Add a job at the end of the queue. An empty `idempotency_key` means no key."""
         config_json = config.model_dump_json()
         with transaction(self._db):
+            now = self._now()
             self._db.execute(
                 "INSERT INTO jobs (id, name, kind, config_json, state, reason, phase, attempt,"
-                " step, max_steps, metrics, created_at, started_at, ended_at, last_seq, place,"
-                " priority) VALUES (?, ?, ?, ?, ?, '', '', 1, 0, ?, '{}', ?, 0, 0, 0, ?, ?)",
+                " step, max_steps, metrics, created_at, queued_at, started_at, ended_at, last_seq,"
+                " place, priority)"
+                " VALUES (?, ?, ?, ?, ?, '', '', 1, 0, ?, '{}', ?, ?, 0, 0, 0, ?, ?)",
                 (
                     *(job_id, config.name, config.method.type, config_json, JobState.QUEUED),
-                    *(config.max_steps, self._now(), self._last_place(), config.priority),
+                    *(config.max_steps, now, now, self._last_place(), config.priority),
                 ),
             )
             self._insert_attempt(job_id, Attempt(1))
             if idempotency_key:
                 self._db.execute(
                     "INSERT INTO submissions VALUES (?, ?, ?)",
-                    (idempotency_key, job_id, _digest(config)),
+                    (idempotency_key, job_id, digest_of(config)),
                 )
             self._write(job_id, Change())
         self._on_change(job_id)
@@ -124,7 +131,7 @@ class Store:
         row = self._db.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
         if row is None:
             raise NotFound(f"no job {job_id!r}", field="job_id", hint="distill ls shows all jobs")
-        return _job_of(row)
+        return job_of(row)
 
     def has(self, job_id: str) -> bool:
         """Return True if there is a job with exactly this id."""
@@ -166,20 +173,20 @@ class Store:
         `state`, if given, selects the jobs in that state; `before_id` the jobs submitted before
         that one; `search` the jobs with every word of it in their id, name or state.
         """
-        found, words = _having(search)
+        found, words = having(search)
         rows = self._db.execute(
             f"SELECT * FROM jobs WHERE {found} AND (:state IS NULL OR state = :state) AND"
             " (:before = '' OR number < (SELECT number FROM jobs WHERE id = :before))"
             " ORDER BY number DESC LIMIT :limit",
             {"state": state, "before": before_id, "limit": limit, **words},
         )
-        return [_job_of(row) for row in rows]
+        return [job_of(row) for row in rows]
 
     def counts(self, search: str = "") -> dict[JobState, int]:
         """Return the number of jobs in each of the seven states, restricted as in `page`."""
-        having, words = _having(search)
+        condition, words = having(search)
         rows = self._db.execute(
-            f"SELECT state, count(*) FROM jobs WHERE {having} GROUP BY state", words
+            f"SELECT state, count(*) FROM jobs WHERE {condition} GROUP BY state", words
         )
         found = {JobState(state): count for state, count in rows}
         return {state: found.get(state, 0) for state in JobState}
@@ -200,7 +207,16 @@ class Store:
             " ORDER BY priority DESC, place LIMIT ?",
             (*states, limit),
         )
-        return [_job_of(row) for row in rows]
+        return [job_of(row) for row in rows]
+
+    def oldest_wait(self) -> float:
+        """Return for how many seconds the next job has been QUEUED; 0 if the queue is empty."""
+        row = self._db.execute(
+            "SELECT queued_at FROM jobs INDEXED BY jobs_by_state WHERE state = ?"
+            " ORDER BY priority DESC, place LIMIT 1",
+            (JobState.QUEUED,),
+        ).fetchone()
+        return 0.0 if row is None else max(0.0, self._now() - row["queued_at"])
 
     def queue_length(self) -> int:
         """Return the number of QUEUED jobs."""
@@ -218,7 +234,7 @@ class Store:
             f" ON job_id = id AND attempts.number = attempt WHERE state IN ({marks})",
             ACTIVE,
         )
-        return [_share_of(row) for row in rows]
+        return [share_of(row) for row in rows]
 
     def begin(self, job: Job, share: Share, change: Change) -> Job:
         """Record the share of the newest attempt and apply `change`, which makes the job active."""
@@ -235,11 +251,34 @@ class Store:
     def attempt(self, job: Job) -> Attempt:
         """Return the job's newest attempt."""
         row = self._db.execute(
-            "SELECT number, retries, from_step, seen_step FROM attempts"
+            "SELECT number, retries, from_step, seen_step, waiting_since, waits_for FROM attempts"
             " WHERE job_id = ? AND number = ?",
             (job.id, job.attempt),
         ).fetchone()
         return Attempt(**row)
+
+    def waiting(self) -> Sequence[Job]:
+        """Return the QUEUED jobs that wait for a teacher or another service."""
+        rows = self._db.execute(
+            "SELECT jobs.* FROM jobs INDEXED BY jobs_by_state JOIN attempts"
+            " ON job_id = id AND attempts.number = attempt WHERE state = ? AND waits_for != ''",
+            (JobState.QUEUED,),
+        )
+        return [job_of(row) for row in rows]
+
+    def has_progressed(self, job: Job) -> bool:
+        """Return True if the newest attempt made a step that no earlier attempt has made."""
+        found = self._db.execute(
+            "SELECT coalesce(max(CASE WHEN number = :now THEN seen_step END), -1)"
+            " > coalesce(max(CASE WHEN number < :now THEN seen_step END), -1) AS more"
+            " FROM attempts WHERE job_id = :id",
+            {"id": job.id, "now": job.attempt},
+        ).fetchone()
+        return bool(found["more"])
+
+    def now(self) -> float:
+        """Return the time of an event that is written now, in Unix seconds."""
+        return self._now()
 
     def events(self, job_id: str, after_seq: int, limit: int) -> Sequence[JobEvent]:
         """Return up to `limit` events of a job with `seq` above `after_seq`, in order."""
@@ -247,7 +286,7 @@ class Store:
             f"SELECT {_EVENT_FIELDS} FROM events WHERE job_id = ? AND seq > ? ORDER BY seq LIMIT ?",
             (job_id, after_seq, limit),
         )
-        return [JobEvent(**_typed(row)) for row in rows]
+        return [JobEvent(**typed(row)) for row in rows]
 
     def change(self, job_id: str, *changes: Change) -> Job:
         """Apply the changes in order in one transaction, each with its event.
@@ -309,6 +348,8 @@ class Store:
         }
         assignments = ", ".join(f"{name} = :{name}" for name in values)
         self._db.execute(f"UPDATE jobs SET {assignments} WHERE id = :id", {**values, "id": job_id})
+        if state is JobState.QUEUED and job.state is not JobState.QUEUED:
+            self._db.execute("UPDATE jobs SET queued_at = ? WHERE id = ?", (now, job_id))
         if change.metrics is not None:
             self._db.execute(
                 "UPDATE attempts SET seen_step = ? WHERE job_id = ? AND number = ?",
@@ -325,9 +366,12 @@ class Store:
 
     def _insert_attempt(self, job_id: str, attempt: Attempt) -> None:
         self._db.execute(
-            "INSERT INTO attempts (job_id, number, retries, from_step, seen_step)"
-            " VALUES (?, ?, ?, ?, ?)",
-            (job_id, attempt.number, attempt.retries, attempt.from_step, attempt.seen_step),
+            "INSERT INTO attempts (job_id, number, retries, from_step, seen_step, waiting_since,"
+            " waits_for) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                *(job_id, attempt.number, attempt.retries, attempt.from_step, attempt.seen_step),
+                *(attempt.waiting_since, attempt.waits_for),
+            ),
         )
 
     def _newest_time(self, job: Job) -> float:
@@ -344,46 +388,3 @@ class Store:
     def _last_place(self) -> int:
         place: int = self._db.execute("SELECT coalesce(max(place), 0) + 1 FROM jobs").fetchone()[0]
         return place
-
-
-def _having(search: str) -> tuple[str, dict[str, str]]:
-    """Return an SQL condition on jobs and its parameters; ASCII letters match in both cases."""
-    words = {f"word{number}": word for number, word in enumerate(search.split())}
-    text = "lower(id || ' ' || name || ' ' || state)"
-    return " AND ".join(["1", *(f"instr({text}, lower(:{name}))" for name in words)]), words
-
-
-def _job_of(row: sqlite3.Row) -> Job:
-    values = _typed(row)
-    del values["number"], values["place"], values["priority"]
-    return Job(**values)
-
-
-def _share_of(row: sqlite3.Row) -> Share:
-    gpus = row["gpus"]
-    return Share(row["cpus"], None if gpus is None else tuple(filter(None, gpus.split(","))))
-
-
-def _typed(row: sqlite3.Row) -> dict[str, Any]:
-    values = dict(row)
-    return {
-        **values,
-        "state": JobState(values["state"]),
-        "metrics": json.loads(values["metrics"]),
-    }
-
-
-def _digest(config: AnyJob) -> str:
-    """Hash the keys that differ from their defaults, so that new keys do not change old digests."""
-    return sha256(config.model_dump_json(exclude_defaults=True).encode()).hexdigest()
-
-
-def _means(config_json: str, config: AnyJob) -> bool:
-    """Return True if the stored JSON parses to this job.
-
-    Needed for digests of older servers: they covered every key, so an upgrade changed them.
-    """
-    try:
-        return parse_job(config_json) == config
-    except ValidationError:
-        return False

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from clients.jobs.job import JobState
 from clients.runs.directory import Status
 from distill_server.runners.interface import Exited, Lost
+from protos.errors import is_infrastructure
+
+_FIELD = re.compile(r"([a-z_][\w.-]*): ")
 
 
 @dataclass(frozen=True)
@@ -19,13 +23,16 @@ class Ended:
 
 @dataclass(frozen=True)
 class Died:
-    """The trainer ended without writing a verdict, so the job is a candidate for a retry.
+    """The attempt ended without a result, so the job is a candidate for another attempt.
 
-    `blameless`: the cause was not the job (a reboot, for example), so the retry is not counted.
+    `blameless`: the cause was not the job (a reboot, a preemption, a teacher that is away), so the
+    next attempt costs no retry. `waits_for`, if any, names what was away, usually a key of the job
+    such as `teacher.address`: the job waits until it is back.
     """
 
     reason: str
     blameless: bool
+    waits_for: str = ""
 
 
 def verdict_of(
@@ -35,28 +42,39 @@ def verdict_of(
 
     `step` appears in the reason only.
     """
-    rebooted = isinstance(outcome, Lost) and outcome.blameless
+    lost = isinstance(outcome, Lost) and outcome.blameless
     cancelling = state is JobState.CANCELLING
     verdict = status.verdict if status is not None else "running"
     reason = status.reason if status is not None else ""
     if verdict == "succeeded":
         return Ended(JobState.SUCCEEDED)
-    if verdict == "failed":
-        return Ended(JobState.FAILED, reason or "the trainer gave no reason")
-    # A machine that shuts down sends SIGTERM to all processes; that is no request to cancel.
-    if verdict == "cancelled" and (cancelling or not rebooted):
-        default = "cancelled on request" if cancelling else "the trainer was stopped by SIGTERM"
-        return Ended(JobState.CANCELLED, reason or default)
-    death = f"{_death(outcome)} at step {step}"
-    if cancelling:
-        return Ended(JobState.CANCELLED, f"cancelled; {death}")
-    return Died(death, blameless=rebooted)
+    if verdict == "cancelled" and cancelling:
+        return Ended(JobState.CANCELLED, reason or "cancelled on request")
+    if status is not None and verdict == "failed":
+        if not is_infrastructure(status.error):
+            return Ended(JobState.FAILED, reason or "the trainer gave no reason")
+        died = Died(reason, blameless=True, waits_for=_subject(reason))
+    elif verdict == "cancelled" and not lost:
+        # Nobody asked for it: the machine is drained, or the attempt was preempted.
+        died = Died(reason or "the trainer was stopped by SIGTERM", blameless=True)
+    else:
+        died = Died(f"{_death(outcome)} at step {step}", blameless=lost)
+    return Ended(JobState.CANCELLED, f"cancelled; {died.reason}") if cancelling else died
+
+
+def _subject(reason: str) -> str:
+    """Return the field that a message of a DistillError names, or a general word."""
+    found = _FIELD.match(reason)
+    return found[1] if found else "a service that the job needs"
 
 
 def _death(outcome: Exited | Lost) -> str:
     match outcome:
         case Lost(blameless=True):
-            return "the machine was restarted, or the start of the trainer was interrupted,"
+            return (
+                "the machine or its container was restarted, or the start of the trainer was"
+                " interrupted,"
+            )
         case Lost():
             return "the trainer and its supervisor process disappeared"
         case Exited(code=code) if code < 0:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from clients.jobs.artifacts import require_files
 from clients.jobs.job import Job
 from clients.runs.directory import NOTES, RunDirectory
-from protos.errors import Corrupt, NotFound, WrongState
+from distill_server.jobs.run_files import RunFiles
+from protos.errors import Corrupt, NotFound, Unavailable, WrongState
 from protos.rpc.transport import MAX_CHUNK_BYTES
 
 
@@ -32,36 +33,48 @@ class Piece:
     sha256: str
 
 
-async def pieces_of(root: Path, only: Collection[str] = ()) -> AsyncIterator[Piece]:
+async def pieces_of(
+    root: Path, only: Collection[str] = (), files: RunFiles | None = None
+) -> AsyncIterator[Piece]:
     """Yield the pieces of all files under `root`, sorted by name within each directory.
 
-    `only`, if given, selects entries directly under `root` by name. Raises WrongState if there is a
-    symbolic link, NotFound if a file vanishes, Corrupt if a file changes while it is read.
+    `only`, if given, selects entries directly under `root` by name. All reads are made with
+    `files`. Raises WrongState if there is a symbolic link, NotFound if a file vanishes, Corrupt if
+    a file changes while it is read, Unavailable if the directory does not answer.
     """
-    real_root = root.resolve()
+    files = files or RunFiles()
     try:
-        paths = await asyncio.to_thread(lambda: list(_files(root, only)))
+        paths = await files.within(lambda: list(_files(root, only)))
+    except Unavailable:
+        raise
     except OSError as error:
         raise NotFound(
             "a directory was removed during the download", hint="start the download again"
         ) from error
     for path in paths:
         relative = path.relative_to(root).as_posix()
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError as error:
-            raise NotFound(
-                f"{relative} was removed during the download", hint="start the download again"
-            ) from error
-        with open(descriptor, "rb") as file:
-            # O_NOFOLLOW checks the last component only: a directory above may have become a link.
-            opened = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-            if not opened.is_relative_to(real_root):
-                raise WrongState(
-                    f"{relative} became a symbolic link during the download; links are not followed"
-                )
-            async for piece in _pieces(file, relative):
+        with await files.within(partial(_opened, path, root, relative)) as file:
+            async for piece in _pieces(file, relative, files):
                 yield piece
+
+
+def _opened(path: Path, root: Path, relative: str) -> BinaryIO:
+    try:
+        # O_NONBLOCK: a pipe may have taken the place of the file.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise NotFound(
+            f"{relative} was removed during the download", hint="start the download again"
+        ) from error
+    file = open(descriptor, "rb")  # noqa: SIM115
+    # O_NOFOLLOW checks the last component only: a directory above may have become a link.
+    opened = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+    if not opened.is_relative_to(root.resolve()):
+        file.close()
+        raise WrongState(
+            f"{relative} became a symbolic link during the download; links are not followed"
+        )
+    return file
 
 
 def notes_root(job: Job, run: RunDirectory) -> Path:
@@ -89,13 +102,13 @@ def _files(root: Path, only: Collection[str] = ()) -> Iterator[Path]:
             yield Path(entry.path)
 
 
-async def _pieces(file: BinaryIO, relative: str) -> AsyncIterator[Piece]:
-    size = os.fstat(file.fileno()).st_size
+async def _pieces(file: BinaryIO, relative: str, files: RunFiles) -> AsyncIterator[Piece]:
+    size = (await files.within(partial(os.fstat, file.fileno()))).st_size
     digest = hashlib.sha256()
     offset = 0
     while True:
         # In a thread: reading and hashing gigabytes would block the event loop.
-        data = await asyncio.to_thread(_read_into, file, digest)
+        data = await files.within(partial(_read_into, file, digest))
         end = offset + len(data)
         last = end >= size
         if end > size or (not data and end < size):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -11,6 +13,7 @@ import grpc.aio
 from clients.jobs.artifacts import artifact_root
 from clients.runs.directory import NOTES, RunDirectory
 from distill_server.jobs.control import JobControl
+from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import Store
 from distill_server.rpc.artifacts import notes_root, pieces_of
 from distill_server.rpc.encode import decode_state, encode_event, encode_job
@@ -32,11 +35,14 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     Every `job_id` may be an id, an unambiguous prefix of one, or `@last`.
     """
 
-    def __init__(self, store: Store, runs: Path, control: JobControl, streams: Streams) -> None:
+    def __init__(
+        self, store: Store, runs: Path, control: JobControl, streams: Streams, files: RunFiles
+    ) -> None:
         self._store = store
         self._runs = runs
         self._control = control
         self._streams = streams
+        self._files = files
 
     async def SubmitJob(self, request: pb.SubmitJobRequest, context: _Context) -> pb.Job:
         """Check and queue a job; a repeated idempotency key returns the job of its first use."""
@@ -51,9 +57,16 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         return pb.CheckJobResponse()
 
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.Job:
-        """Return one job with its configuration and the steps of its checkpoints."""
+        """Return one job with its configuration and the steps of its checkpoints.
+
+        The steps are missing if the run directory does not answer; the job's phase says so.
+        """
         job = self._store.resolve(request.job_id)
-        checkpoints = RunDirectory(self._runs / job.id).checkpoint_steps()
+        checkpoints: tuple[int, ...] = ()
+        with suppress(OSError):
+            run = RunDirectory(self._runs / job.id)
+            checkpoints = await self._files.within(run.checkpoint_steps)
+        job = self._store.job(job.id)
         return encode_job(job, with_config=True, checkpoints=checkpoints)
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
@@ -88,7 +101,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
 
     async def CancelJob(self, request: pb.CancelJobRequest, context: _Context) -> pb.Job:
         """Cancel a job, after a last checkpoint unless `now`; repeated calls have no effect."""
-        return encode_job(self._control.cancel(request.job_id, now=request.now))
+        return encode_job(await self._control.cancel(request.job_id, now=request.now))
 
     async def ResumeJob(self, request: pb.ResumeJobRequest, context: _Context) -> pb.Job:
         """Queue a new attempt of a job that has ended."""
@@ -103,11 +116,10 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         """Stream the files of an export, a checkpoint or a store, or the job's notes."""
         job = self._store.resolve(request.job_id)
         run = RunDirectory(self._runs / job.id)
-        if request.notes:
-            pieces = pieces_of(notes_root(job, run), only=NOTES)
-        else:
-            pieces = pieces_of(artifact_root(job, run, request.checkpoint_step or None))
-        async for piece in pieces:
+        step = request.checkpoint_step or None
+        find = notes_root if request.notes else partial(artifact_root, step=step)
+        root = await self._files.within(partial(find, job, run))
+        async for piece in pieces_of(root, NOTES if request.notes else (), self._files):
             yield pb.ArtifactChunk(
                 path=piece.path,
                 offset=piece.offset,

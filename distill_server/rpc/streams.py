@@ -7,13 +7,16 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from clients.data.regular_file import open_regular
 from clients.jobs.artifacts import require_files
 from clients.jobs.job import TERMINAL, Job, JobEvent
 from clients.runs.directory import RunDirectory
 from distill_server.jobs.change_notifier import ChangeNotifier
+from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import Store
 from protos.errors import InvalidInput, NotFound
 
@@ -35,13 +38,17 @@ class LogPiece:
 class Streams:
     """Streams events from the store and logs from the run directories.
 
-    Both streams raise Unavailable if they wait when the server stops.
+    Both streams raise Unavailable if they wait when the server stops, and the log if the run
+    directory does not answer.
     """
 
-    def __init__(self, store: Store, runs: Path, bells: ChangeNotifier) -> None:
+    def __init__(
+        self, store: Store, runs: Path, bells: ChangeNotifier, files: RunFiles | None = None
+    ) -> None:
         self._store = store
         self._runs = runs
         self._bells = bells
+        self.files = files or RunFiles()
 
     async def events(self, text: str, after_seq: int) -> AsyncIterator[JobEvent]:
         """Yield every event after `after_seq`, then new ones until the job has ended.
@@ -87,13 +94,12 @@ class Streams:
                 field="attempt",
             )
         run = RunDirectory(self._runs / job.id)
-        require_files(job, run)
         path = run.log_file(attempt)
         offset = after_offset
+        await self.files.within(partial(require_files, job, run))
         if tail_lines:
-            # In a thread: the last lines may be most of a large file.
-            offset = await asyncio.to_thread(_tail_offset, path, tail_lines)
-        if offset > _size(path):
+            offset = await self.files.within(partial(_tail_offset, path, tail_lines))
+        if offset > await self.files.within(partial(_size, path)):
             raise InvalidInput(
                 "the offset is beyond the end of the log",
                 field="after_offset",
@@ -104,7 +110,7 @@ class Streams:
             # Check this before reading the file, so that the last bytes of an ended attempt are
             # still read.
             over = not follow or _is_over(self._store.job(job.id), attempt)
-            data = _read(path, offset)
+            data = await self.files.within(partial(_read, path, offset))
             offset += len(data)
             if data:
                 yield LogPiece(data, offset, attempt)
@@ -126,19 +132,19 @@ def _size(path: Path) -> int:
 
 def _read(path: Path, offset: int) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(offset)
             return file.read(_LOG_CHUNK_BYTES)
-    except FileNotFoundError:
+    except OSError:
         return b""
 
 
 def _tail_offset(path: Path, lines: int) -> int:
     """Return the offset at which the last `lines` lines start."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return _seek_lines(file, lines)
-    except FileNotFoundError:
+    except OSError:
         return 0
 
 

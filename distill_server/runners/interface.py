@@ -31,7 +31,8 @@ class Exited:
 class Lost:
     """The attempt is not running and its exit code is unknown.
 
-    `blameless`: the attempt never started, or the machine was rebooted.
+    `blameless`: the attempt never started, the machine was rebooted, or the attempt was started by
+    an earlier server and its supervisor disappeared too (a restarted container).
     """
 
     blameless: bool
@@ -43,7 +44,8 @@ Outcome = Running | Exited | Lost
 class Runner(Protocol):
     """Runs attempts in processes that outlive the server.
 
-    The scheduler calls all methods on its event loop, so a method may wait for a disk only.
+    The scheduler calls all methods in threads, because they read the run directory; it makes one
+    call at a time for each run directory. JobControl calls `stop` at any time.
     """
 
     def start(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from clients.jobs.job import Job
 from clients.runs.directory import RunDirectory, Status, Verdict
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.database import open_database
+from distill_server.jobs.preflight import Preflight, unchecked
+from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import Store
 from distill_server.runners.interface import Exited, Lost, Outcome, Running
 from distill_server.runners.local.runner import LocalRunner
@@ -55,17 +61,28 @@ class ScriptedRunner(LocalRunner):
             del self.alive[key]
             self._ended[key] = outcome
 
-    def say(self, runs: Path, job_id: str, verdict: Verdict, step: int = 1) -> None:
+    def say(
+        self, runs: Path, job_id: str, verdict: Verdict, step: int = 1, error: str = ""
+    ) -> None:
         attempt = next(number for job, number in self.alive if job == job_id)
-        status = Status(attempt, verdict, phase="training", step=step, max_steps=5)
+        status = Status(attempt, verdict, "training", step, max_steps=5, error=error)
         RunDirectory(runs / job_id).write_status(status)
 
 
 class SmallServer:
     """Store, control and scheduler of one life of a server, without a port."""
 
-    def __init__(self, runs: Path, runner: ScriptedRunner, policy: Policy) -> None:
-        self.runs, self.runner, self.policy = runs, runner, policy
+    def __init__(
+        self,
+        runs: Path,
+        runner: ScriptedRunner,
+        policy: Policy,
+        preflight: Preflight = unchecked,
+        files: RunFiles | None = None,
+    ) -> None:
+        # A look ends when all threads have, however busy the machine is.
+        self.runs, self.runner, self.policy = runs, runner, replace(policy, look_every=60)
+        self.preflight, self.files = preflight, files or RunFiles()
         runs.mkdir(exist_ok=True)
         self._open = contextlib.ExitStack()
         self.start()
@@ -73,21 +90,49 @@ class SmallServer:
     def start(self) -> None:
         connection = self._open.enter_context(open_database(self.runs / "server.sqlite"))
         connection.execute("PRAGMA synchronous = OFF")
+        self._loop = self._open.enter_context(asyncio.Runner())
         self.store = Store(connection, on_change=lambda job_id: None)
-        self.scheduler = Scheduler(self.store, self.runs, self.runner, self.policy)
+        self.scheduler = Scheduler(
+            self.store, self.runs, self.runner, self.policy, self.preflight, self.files
+        )
         machine, most_queued = self.policy.machine, self.policy.most_queued
-        self.control = JobControl(self.store, self.runs, lambda: None, machine, most_queued)
+        self.control = JobControl(
+            self.store,
+            self.runs,
+            lambda: None,
+            machine,
+            most_queued,
+            files=self.files,
+            stop_trainer=partial(self.runner.stop, now=False),
+        )
 
     def look(self) -> bool:
-        return self.scheduler._look()
+        """One look, with all that it began; and another if a wait is over."""
+
+        async def look() -> bool:
+            self.scheduler._awake.clear()
+            busy = await self.scheduler.look()
+            await self.scheduler.waits.settled()
+            return await self.scheduler.look() if self.scheduler._awake.is_set() else busy
+
+        return self._loop.run(look())
+
+    def cancel(self, job_id: str, *, now: bool) -> Job:
+        return self._loop.run(self.control.cancel(job_id, now=now))
 
     def close(self) -> None:
+        """As if it was killed."""
         self._open.close()
 
 
 @contextlib.contextmanager
-def small_server(runs: Path, policy: Policy) -> Iterator[SmallServer]:
-    server = SmallServer(runs, ScriptedRunner(), policy)
+def small_server(
+    runs: Path,
+    policy: Policy,
+    preflight: Preflight = unchecked,
+    files: RunFiles | None = None,
+) -> Iterator[SmallServer]:
+    server = SmallServer(runs, ScriptedRunner(), policy, preflight, files)
     try:
         yield server
     finally:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clients.data.regular_file import open_regular
+
 MARK = "DISTILL_ATTEMPT_MARK"
 
 
@@ -114,9 +116,10 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in `path`, or None if the file is missing or not a JSON object."""
+    """Return the JSON object in `path`; None if there is no regular file with a JSON object."""
     try:
-        found = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            found = json.loads(file.read())
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -41,12 +42,18 @@ _START_SECONDS = 30.0
 
 
 class LocalRunner:
-    """Runs trainers as processes of this machine. One instance per server; not thread-safe."""
+    """Runs trainers as processes of this machine. One instance per server.
+
+    Thread-safe as long as the calls for one run directory do not overlap, except `stop`.
+    """
 
     def __init__(self, *, command: CommandFactory = trainer_command) -> None:
         self._command = command
         # Shims that this server started. They must be waited for, or they stay zombies.
         self._children: dict[Path, subprocess.Popen[bytes]] = {}
+        self._lock = threading.Lock()  # of the dictionary of children
+        # Read once: `stop` also works while the run directory does not answer.
+        self._cards: dict[Path, Card] = {}
         self._started: set[Path] = set()
         self._claimed_since: dict[Path, float] = {}
 
@@ -67,6 +74,7 @@ class LocalRunner:
         argv = self._command(run.path, attempt=attempt, processes=processes, from_step=from_step)
         shim = [
             sys.executable,
+            "-P",
             "-m",
             "distill_server.runners.local.shim",
             str(log),
@@ -75,7 +83,7 @@ class LocalRunner:
         environment = trainer_environment(os.environ, share, processes)
         environment |= {**teacher_token(run.path.name, attempt), FENCE: fence}
         with log.open("ab") as output:
-            self._children[log.parent] = subprocess.Popen(
+            child = subprocess.Popen(
                 [*shim, "--", *argv],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -84,29 +92,34 @@ class LocalRunner:
                 # A session of its own: Ctrl-C in the server's terminal must not reach the trainers.
                 start_new_session=True,
             )
+        with self._lock:
+            self._children[log.parent] = child
 
     def poll(self, run: RunDirectory, attempt: int) -> Outcome:
         """Return the state of an attempt; polling one that never started claims it for good."""
         directory = run.logs(attempt)
         self._reap()
         if ended := _exit_of(directory):
+            self._cards.pop(directory, None)
             return ended
         card = card_of(directory)
         if card is None:
             return self._starting(directory)
         if identity_of(card.shim.pid) == card.shim:
+            self._cards[directory] = card
             return Running()
+        self._cards.pop(directory, None)
         # The shim may have written exit.json between the first check and its end.
-        return _exit_of(directory) or _abandoned(card)
+        return _exit_of(directory) or self._abandoned(directory, card)
 
     def stop(self, run: RunDirectory, attempt: int, *, now: bool) -> None:
         """Send SIGTERM, and SIGKILL after a grace period; with `now`, only SIGKILL."""
         directory = run.logs(attempt)
         signum = signal.SIGQUIT if now else signal.SIGTERM
-        if card := card_of(directory):
-            send_signal(card.shim, signum)
-        elif child := self._children.get(directory):
+        if child := self._children.get(directory):
             child.send_signal(signum)
+        elif card := self._cards.get(directory) or card_of(directory):
+            send_signal(card.shim, signum)
 
     def _starting(self, directory: Path) -> Outcome:
         """Decide without a readable shim.json whether a shim is still starting."""
@@ -117,20 +130,26 @@ class LocalRunner:
         since = self._claimed_since.setdefault(directory, time.monotonic())
         if directory not in self._started and time.monotonic() - since < _START_SECONDS:
             return Running()
-        return Lost(blameless=False)
+        return self._lost(directory)
+
+    def _abandoned(self, directory: Path, card: Card) -> Lost:
+        """Kill the processes of a dead shim, so that no two trainers share a run directory."""
+        if card.shim.boot_id != boot_id():
+            return Lost(blameless=True)
+        kill_family(card.mark)
+        return self._lost(directory)
+
+    def _lost(self, directory: Path) -> Lost:
+        # Server and shim ended both: their container was restarted, or somebody killed everything.
+        return Lost(blameless=directory not in self._started)
 
     def _reap(self) -> None:
-        self._children = {d: c for d, c in self._children.items() if c.poll() is None}
+        with self._lock:
+            ended = [d for d, c in self._children.items() if c.poll() is not None]
+            for directory in ended:
+                del self._children[directory]
 
 
 def _exit_of(directory: Path) -> Exited | None:
     code = exit_code_of(directory)
     return None if code is None else Exited(code)
-
-
-def _abandoned(card: Card) -> Lost:
-    """Kill the processes of a dead shim, so that no two trainers share a run directory."""
-    if card.shim.boot_id != boot_id():
-        return Lost(blameless=True)
-    kill_family(card.mark)
-    return Lost(blameless=False)

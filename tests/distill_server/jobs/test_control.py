@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -126,7 +127,7 @@ def test_author_s_file_keeps_its_kind(tmp_path: Path, control: JobControl) -> No
 
 def test_resume_checks_max_steps(control: JobControl, connection: sqlite3.Connection) -> None:
     job_id = submit(control, max_steps=50)
-    control.cancel(job_id, now=False)
+    asyncio.run(control.cancel(job_id, now=False))
     connection.execute("UPDATE jobs SET step = 20")
     for steps in (20, 2**31, 2**63):
         with pytest.raises(InvalidInput) as caught:
@@ -146,7 +147,7 @@ def test_wishes_that_cannot_be_read(
     run = RunDirectory(tmp_path / "runs" / job_id)
     (run.path / "control.json").write_text(nonsense)
     assert run.read_control() == Control()
-    assert control.cancel(job_id, now=False).state is JobState.CANCELLING
+    assert asyncio.run(control.cancel(job_id, now=False)).state is JobState.CANCELLING
     assert run.read_control() == Control("checkpoint")
 
 
@@ -156,7 +157,7 @@ def test_files_that_are_gone(
     job_id = submit(control)
     connection.execute("UPDATE jobs SET state = 'RUNNING'")
     shutil.rmtree(tmp_path / "runs" / job_id)
-    assert control.cancel(job_id, now=False).state is JobState.CANCELLING
+    assert asyncio.run(control.cancel(job_id, now=False)).state is JobState.CANCELLING
     connection.execute("UPDATE jobs SET state = 'FAILED'")
     with pytest.raises(NotFound, match=f"the run directory of job {job_id} was removed") as caught:
         control.resume(job_id, max_steps=0, from_step=0)
@@ -192,5 +193,5 @@ def test_texts_are_bounded(control: JobControl) -> None:
 
 
 def test_a_state_that_is_none() -> None:
-    with pytest.raises(InvalidInput, match="no state 99"):
+    with pytest.raises(InvalidInput, match="no job state with number 99"):
         decode_state(99)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from unittest.mock import patch
 
 import pytest
@@ -21,18 +22,19 @@ from hypothesis.stateful import (
     rule,
 )
 
+from clients.config.kinds import AnyJob
 from clients.jobs.job import TERMINAL, JobState
 from clients.runs.directory import Verdict
 from distill_server.runners.interface import Exited, Lost
 from distill_server.runners.machine import Machine
 from distill_server.scheduler import Policy
-from protos.errors import InvalidInput, Overloaded, WrongState
+from protos.errors import InvalidInput, Overloaded, Unavailable, WrongState
 from tests.distill_server.conftest import job_config
 from tests.distill_server.jobs.history import ACTIVE, History
 from tests.distill_server.scripted_runner import ScriptedRunner, SmallServer
 
 MOST_QUEUED, RETRIES, SLOTS = 4, 1, 2
-POLICY = Policy(Machine(slots=SLOTS), MOST_QUEUED, RETRIES, backoff=0.0)
+POLICY = Policy(Machine(slots=SLOTS), MOST_QUEUED, RETRIES, backoff=0.0, wait=0.0, longest_wait=0.0)
 KEYS = st.sampled_from(["a", "b", "c", "d", "e", "f"])
 WHICH = st.integers(0, 5)
 
@@ -46,6 +48,8 @@ class Model:
     state: JobState = JobState.QUEUED
     attempt: int = 1
     retries: int = 0
+    # Its teacher was away, and has not been seen again.
+    waits: bool = False
 
 
 class Jobs(RuleBasedStateMachine):
@@ -57,11 +61,16 @@ class Jobs(RuleBasedStateMachine):
         self._directory = tempfile.TemporaryDirectory()
         self.runs = Path(self._directory.name)
         self.runner = ScriptedRunner()
-        self.server = SmallServer(self.runs, self.runner, POLICY)
+        self.teacher_is_away = False
+        self.server = SmallServer(self.runs, self.runner, POLICY, self.preflight)
         self.models: dict[str, Model] = {}
         self.by_key: dict[str, tuple[str, int]] = {}
         self.places = itertools.count()
         self.history = History()
+
+    async def preflight(self, config: AnyJob, run: Path) -> None:
+        if self.teacher_is_away:
+            raise Unavailable("no teacher answers", field="teacher.address")
 
     def teardown(self) -> None:
         self.history.check(self.runs, SLOTS)
@@ -112,9 +121,9 @@ class Jobs(RuleBasedStateMachine):
         job_id, job = self.pick(which)
         if job.state in (JobState.SUCCEEDED, JobState.FAILED):
             with pytest.raises(WrongState):
-                self.server.control.cancel(job_id, now=now)
+                self.server.cancel(job_id, now=now)
             return
-        self.server.control.cancel(job_id, now=now)
+        self.server.cancel(job_id, now=now)
         if job.state is JobState.QUEUED:
             job.state = JobState.CANCELLED
         elif job.state in ACTIVE:
@@ -134,7 +143,11 @@ class Jobs(RuleBasedStateMachine):
             self.history.resumed(job_id)
             self.server.control.resume(job_id, max_steps=0, from_step=0)
             job.state, job.attempt, job.retries = JobState.QUEUED, job.attempt + 1, 0
-            job.place = next(self.places)
+            job.place, job.waits = next(self.places), False
+
+    @rule(away=st.booleans())
+    def teacher_goes_or_returns(self, away: bool) -> None:
+        self.teacher_is_away = away
 
     @rule()
     def look(self) -> None:
@@ -142,8 +155,15 @@ class Jobs(RuleBasedStateMachine):
         self.start_queued()
 
     def start_queued(self) -> None:
-        queued = self.in_state({JobState.QUEUED})
-        order = sorted(queued.values(), key=lambda job: (-job.priority, job.place))
+        self.start_those_that_wait_for_nothing()
+        if not self.teacher_is_away:
+            for job in self.in_state({JobState.QUEUED}).values():
+                job.waits = False
+        self.start_those_that_wait_for_nothing()
+
+    def start_those_that_wait_for_nothing(self) -> None:
+        queued = [job for job in self.in_state({JobState.QUEUED}).values() if not job.waits]
+        order = sorted(queued, key=lambda job: (-job.priority, job.place))
         for job in order[: max(0, SLOTS - len(self.in_state(ACTIVE)))]:
             job.state = JobState.PREPARING
 
@@ -160,13 +180,16 @@ class Jobs(RuleBasedStateMachine):
     @precondition(lambda self: self.in_state(ACTIVE))
     @rule(
         which=WHICH,
-        verdict=st.sampled_from(["succeeded", "failed", "cancelled", "running", "running"]),
+        verdict=st.sampled_from(["succeeded", "failed", "away", "cancelled", "running", "running"]),
         outcome=st.sampled_from([Exited(0), Exited(1), Exited(-9), Lost(False), Lost(True)]),
     )
-    def trainer_ends(self, which: int, verdict: Verdict, outcome: Exited | Lost) -> None:
-        """With its last word, and its end."""
+    def trainer_ends(
+        self, which: int, verdict: Verdict | Literal["away"], outcome: Exited | Lost
+    ) -> None:
+        """With its last word, and its end; "away": it failed because its teacher was."""
         job_id, job = self.pick_active(which)
-        self.runner.say(self.runs, job_id, verdict)
+        error = "Unavailable" if verdict == "away" else ""
+        self.runner.say(self.runs, job_id, "failed" if verdict == "away" else verdict, error=error)
         self.runner.end(job_id, outcome)
         self.server.look()
         rebooted = outcome == Lost(True)
@@ -174,13 +197,14 @@ class Jobs(RuleBasedStateMachine):
             job.state = JobState.SUCCEEDED
         elif verdict == "failed":
             job.state = JobState.FAILED
-        elif job.state is JobState.CANCELLING or (verdict == "cancelled" and not rebooted):
+        elif job.state is JobState.CANCELLING:
             job.state = JobState.CANCELLED
-        elif job.retries + (not rebooted) > RETRIES:
+        elif job.retries + (costs := verdict == "running" and not rebooted) > RETRIES:
             job.state = JobState.FAILED
         else:
             job.state, job.attempt = JobState.QUEUED, job.attempt + 1
-            job.retries += not rebooted
+            job.retries += costs
+            job.waits = verdict == "away"
         self.start_queued()
 
     @precondition(lambda self: self.in_state(ACTIVE))

@@ -346,7 +346,7 @@ def test_a_resume_is_looked_at_too(
         with listening(teacher) as address:
             server.submit(job(tmp_path, address))
         (made,) = server.store.page(limit=1)
-        server.control.cancel(made.id, now=False)
+        server.run(server.control.cancel(made.id, now=False))
         resume = server.control.resume_checked
         with pytest.raises(Unavailable, match="no teacher answers"):
             server.run(resume(made.id, max_steps=0, from_step=0))

@@ -131,7 +131,8 @@ RUNNING, CANCELLING = JobState.RUNNING, JobState.CANCELLING
         # Its word counts, not what happened while the interpreter shut down.
         (RUNNING, "succeeded", Exited(-11), Ended(JobState.SUCCEEDED)),
         (RUNNING, "failed", Exited(1), Ended(JobState.FAILED, "said so")),
-        (RUNNING, "cancelled", Exited(0), Ended(JobState.CANCELLED, "said so")),
+        # Nobody asked for it: a preemption, or a machine that is drained.
+        (RUNNING, "cancelled", Exited(0), Died("said so", blameless=True)),
         (
             RUNNING,
             "running",
@@ -166,6 +167,20 @@ def test_verdicts(
 ) -> None:
     status = Status(1, verdict, reason="said so") if verdict else None  # type: ignore[arg-type]
     assert verdict_of(state, 37, status, outcome) == expected
+
+
+@pytest.mark.parametrize("error", ["Unavailable", "Overloaded", "TimedOut"])
+def test_what_the_job_runs_on_is_not_its_fault(error: str) -> None:
+    reason = "teachers.math-2: the teacher has not answered for 60 s; start it again"
+    status = Status(1, "failed", reason=reason, error=error)
+    assert verdict_of(RUNNING, 37, status, Exited(4)) == Died(reason, True, "teachers.math-2")
+    assert verdict_of(CANCELLING, 37, status, Exited(4)) == Ended(
+        JobState.CANCELLED, f"cancelled; {reason}"
+    )
+    plain = Status(1, "failed", reason="no answer: none", error=error)
+    assert verdict_of(RUNNING, 37, plain, Exited(4)) == Died(
+        "no answer: none", True, "a service that the job needs"
+    )
 
 
 def test_a_shutdown_of_the_machine_costs_no_retry_and_cancels_nothing() -> None:

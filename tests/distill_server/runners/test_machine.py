@@ -30,7 +30,9 @@ def submit(server: SmallServer, key: str = "", **changes: Any) -> Job:
 
 def running(server: SmallServer) -> dict[str, Share]:
     server.look()
-    return {job_id: share for (job_id, _), share in server.runner.alive.items()}
+    shares = {job_id: share for (job_id, _), share in server.runner.alive.items()}
+    # In the order of submission: threads start them at the same time.
+    return {j.id: shares[j.id] for j in reversed(server.store.page(limit=99)) if j.id in shares}
 
 
 def test_gpus_are_divided_and_given_back(tmp_path: Path) -> None:
@@ -127,7 +129,7 @@ def test_a_full_queue_says_how_many_and_what_to_do(tmp_path: Path) -> None:
         assert "--most-queued" in caught.value.hint
         assert submit(server, key="k1").id == jobs[1].id  # it is in already
         assert len(list(tmp_path.glob("on-policy*"))) == 3
-        server.control.cancel(jobs[0].id, now=False)
+        server.cancel(jobs[0].id, now=False)
         submit(server, key="k3")
         with pytest.raises(Overloaded):
             server.control.resume(jobs[0].id, max_steps=0, from_step=0)

@@ -1,0 +1,82 @@
+"""What the run directory and the runner say about an active job. Blocking: call it in a thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from clients.data.regular_file import open_regular
+from clients.runs.directory import Control, RunDirectory, Status
+from clients.runs.metrics_follower import MetricsTail, Point
+from distill_server.jobs.progress import status_of
+from distill_server.runners.interface import Outcome, Runner, Running
+
+_LOG_TAIL_BYTES, _LOG_TAIL_LINES, _LOG_LINE_CHARS = 4096, 5, 200
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The state of an attempt. `points` are the steps since the last observation.
+
+    `stop` is the request in control.json, if the job is being cancelled. `log_end` holds the last
+    lines of the log, if the attempt has ended.
+    """
+
+    outcome: Outcome
+    status: Status | None
+    points: Sequence[Point]
+    stop: str = ""
+    log_end: str = ""
+
+
+def observe(
+    runner: Runner, run: RunDirectory, attempt: int, tail: MetricsTail, *, cancelling: bool
+) -> Observation:
+    """Poll the runner, then read the files: if the attempt has ended, they are complete.
+
+    If the job is being cancelled and the request is not in control.json, it is written there.
+    """
+    outcome = runner.poll(run, attempt)
+    status = status_of(run, attempt)
+    if isinstance(outcome, Running):
+        stop = _request(runner, run, attempt) if cancelling else ""
+        return Observation(outcome, status, tail.read(), stop)
+    return Observation(outcome, status, tail.read_all(), log_end=_last_lines(run.log_file(attempt)))
+
+
+def request_stop(run: RunDirectory, *, now: bool) -> None:
+    """Write the request to stop to control.json. Raises OSError if the disk refuses it."""
+    if not run.path.is_dir():
+        # The directory was removed by hand. The scheduler kills the trainer after the grace.
+        return
+    # Never change "now" back to "checkpoint": the trainer may already be stopping.
+    if now or run.read_control().stop != "now":
+        run.write_control(Control("now" if now else "checkpoint"))
+
+
+def _request(runner: Runner, run: RunDirectory, attempt: int) -> str:
+    """Return the request in control.json; if there is none, repeat it, or send a signal."""
+    stop = run.read_control().stop
+    if not stop:
+        try:
+            request_stop(run, now=False)
+        except OSError:
+            with suppress(OSError):
+                runner.stop(run, attempt, now=False)
+    return stop
+
+
+def _last_lines(path: Path) -> str:
+    """Return the last lines of a log, short enough for a job's reason; "" if there is no log."""
+    try:
+        with open_regular(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _LOG_TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    lines = [line.rstrip()[:_LOG_LINE_CHARS] for line in text.splitlines() if line.strip()]
+    return "\n".join(lines[-_LOG_TAIL_LINES:])

@@ -1,0 +1,83 @@
+"""Reads and writes run directories in threads, because a network file system may stop answering.
+
+A call that never returns keeps its thread. The event loop gives it up after a time, and the number
+of such threads is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from protos.errors import Unavailable
+
+# After this time a run directory counts as one that does not answer.
+ANSWER_SECONDS = 5.0
+# Of calls that have not returned, each with a thread of its own.
+_MOST_THREADS = 256
+
+_T = TypeVar("_T")
+
+
+class RunFiles:
+    """Calls functions in daemon threads, which do not hold up the end of the server.
+
+    One instance per event loop; call the methods on it.
+    """
+
+    def __init__(self, answer_seconds: float = ANSWER_SECONDS) -> None:
+        self.answer_seconds = answer_seconds
+        self._running = 0
+
+    def start(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
+        """Start the call in a thread and return its future.
+
+        Raises Unavailable if 256 calls have not returned.
+        """
+        if self._running >= _MOST_THREADS:
+            raise _silence(self.answer_seconds)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[_T] = loop.create_future()
+        # Mark the error as retrieved: the caller may have given up by then.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+        def deliver(settle: Callable[[], None]) -> None:
+            self._running -= 1
+            if not future.done():
+                settle()
+
+        def run() -> None:
+            try:
+                result = call()
+            except BaseException as error:
+                reason = error
+                settle: Callable[[], None] = lambda: future.set_exception(reason)  # noqa: E731
+            else:
+                settle = lambda: future.set_result(result)  # noqa: E731
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(deliver, settle)
+
+        self._running += 1
+        threading.Thread(target=run, name="run-files", daemon=True).start()
+        return future
+
+    async def within(self, call: Callable[[], _T]) -> _T:
+        """Return the result of the call. Raises Unavailable if there is none after a few seconds.
+
+        The call itself goes on in its thread.
+        """
+        future = self.start(call)
+        await asyncio.wait({future}, timeout=self.answer_seconds)
+        if not future.done():
+            raise _silence(self.answer_seconds)
+        return future.result()
+
+
+def _silence(seconds: float) -> Unavailable:
+    return Unavailable(
+        f"the run directory has not answered for {seconds:g} s",
+        hint="check the disk or the network file system of the server's --runs",
+    )

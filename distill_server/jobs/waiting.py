@@ -1,0 +1,175 @@
+"""Jobs that wait for a teacher: the preflight is asked again and again until it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from clients.jobs.job import Job, JobState
+from distill_server.jobs.job_file import parse_config
+from distill_server.jobs.preflight import Preflight
+from distill_server.jobs.store import Attempt, Change, Store
+from protos.errors import DistillError, is_infrastructure
+
+log = logging.getLogger(__name__)
+
+# Of preflights at the same time.
+_MOST_ASKED = 16
+
+
+@dataclass
+class _Wait:
+    """The wait of one attempt. `next_at` is the monotonic time of the next try."""
+
+    attempt: Attempt
+    pause: float
+    next_at: float
+    task: asyncio.Task[None] | None = None
+    over: bool = False
+
+
+class Waits:
+    """Decides whether queued attempts must wait. Call all methods on the event loop.
+
+    The first try is after `pause` seconds, which double up to `longest_pause`. A job that has made
+    no step for `give_up_after` seconds is FAILED.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        runs: Path,
+        preflight: Preflight,
+        wake: Callable[[], None],
+        *,
+        pause: float,
+        longest_pause: float,
+        give_up_after: float,
+    ) -> None:
+        self._store = store
+        self._runs = runs
+        self._preflight = preflight
+        self._wake = wake
+        self._pause = pause
+        self._longest_pause = longest_pause
+        self._give_up_after = give_up_after
+        # A restarted server finds what its predecessor stored.
+        self._waits = {job.id: self._fresh(store.attempt(job), 0.0) for job in store.waiting()}
+
+    def __len__(self) -> int:
+        return len(self._waits)
+
+    def begin(self, job: Job, attempt: Attempt, *, progressed: bool) -> str:
+        """Begin the wait of the next attempt of a job and return its phase.
+
+        The pause continues to grow from that of the attempt before, unless that made progress.
+        """
+        before = None if progressed else self._waits.get(job.id)
+        self._waits[job.id] = wait = self._fresh(attempt, before.pause if before else 0.0)
+        return _phase(wait)
+
+    def holds(self, job: Job) -> bool:
+        """Return True if this QUEUED job must wait."""
+        wait = self._waits.get(job.id)
+        return wait is not None and wait.attempt.number == job.attempt and not wait.over
+
+    def end(self, job: Job) -> None:
+        """Forget a job that made progress or has ended."""
+        self._waits.pop(job.id, None)
+
+    def gives_up(self, since: float) -> bool:
+        """Return True if a job without progress since that time is to be FAILED."""
+        return self._store.now() - since > self._give_up_after
+
+    def look(self) -> None:
+        """Ask for each job whose next try is due."""
+        asked = sum(wait.task is not None for wait in self._waits.values())
+        for job_id, wait in list(self._waits.items()):
+            due = not wait.over and wait.task is None and time.monotonic() >= wait.next_at
+            if not due or asked >= _MOST_ASKED:
+                continue
+            job = self._store.job(job_id)
+            if not _is_queued(job, wait):  # it was cancelled
+                del self._waits[job_id]
+                continue
+            asked += 1
+            wait.task = asyncio.create_task(self._ask(job, wait))
+
+    async def settled(self) -> None:
+        """Wait for the end of all tries that have begun."""
+        tasks = [wait.task for wait in self._waits.values() if wait.task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def close(self) -> None:
+        """Cancel all tries."""
+        for wait in self._waits.values():
+            if wait.task is not None:
+                wait.task.cancel()
+
+    async def _ask(self, job: Job, wait: _Wait) -> None:
+        try:
+            trouble = await self._trouble(job)
+            job = self._store.job(job.id)
+            if _is_queued(job, wait):
+                self._judge(job, wait, trouble)
+        except Exception:  # the database is full, for example
+            log.exception("job %s: cannot record what it waits for", job.id)
+            wait.next_at = time.monotonic() + wait.pause
+        finally:
+            wait.task = None
+        if wait.over:
+            self._wake()
+
+    async def _trouble(self, job: Job) -> str:
+        """Return why the job cannot start yet; "" if it can, or if its trainer is to tell why."""
+        try:
+            await self._preflight(parse_config(job.config_json), self._runs / job.id)
+        except DistillError as error:
+            return str(error) if is_infrastructure(type(error).__name__) else ""
+        except Exception:
+            log.exception("job %s: the preflight failed", job.id)
+        return ""
+
+    def _judge(self, job: Job, wait: _Wait, trouble: str) -> None:
+        since = wait.attempt.waiting_since
+        if not trouble:
+            self._store.change(job.id, Change(phase=""))
+            wait.over = True
+        elif self.gives_up(since):
+            reason = given_up(trouble, since)
+            self._store.change(job.id, Change(JobState.FAILED, reason=reason, phase=""))
+            del self._waits[job.id]
+        else:
+            wait.pause = min(self._longest_pause, 2 * wait.pause)
+            wait.next_at = time.monotonic() + wait.pause
+            if job.phase != (phase := _phase(wait)):
+                self._store.change(job.id, Change(phase=phase))
+
+    def _fresh(self, attempt: Attempt, last_pause: float) -> _Wait:
+        pause = min(self._longest_pause, max(self._pause, 2 * last_pause))
+        return _Wait(attempt, pause, time.monotonic() + pause)
+
+
+def given_up(reason: str, since: float) -> str:
+    """Return the reason of a job that is FAILED after it waited for too long."""
+    day = time.strftime("%Y-%m-%d", time.gmtime(since))
+    return f"{reason}; given up: no progress since {day} {clock(since)} (--give-up-after)"
+
+
+def clock(seconds: float) -> str:
+    """Return the time of day of a Unix time, such as `12:03 UTC`."""
+    return time.strftime("%H:%M UTC", time.gmtime(seconds))
+
+
+def _is_queued(job: Job, wait: _Wait) -> bool:
+    return job.state is JobState.QUEUED and job.attempt == wait.attempt.number
+
+
+def _phase(wait: _Wait) -> str:
+    since, subject = clock(wait.attempt.waiting_since), wait.attempt.waits_for
+    return f"WAITING {subject}: no answer since {since}; next try in {wait.pause:g} s"
