@@ -29,11 +29,15 @@ def allowed(environment: Mapping[str, str]) -> dict[str, str]:
 def trainer_environment(
     environment: Mapping[str, str], share: Share, processes: int
 ) -> dict[str, str]:
-    """Return the allowed variables of the server, with the GPUs and threads of `share` set."""
+    """Return the allowed variables of the server, with the GPUs and threads of `share` set.
+
+    PYTHONSAFEPATH is set, so that no Python below the trainer imports from its working directory.
+    """
     seen = allowed(environment)
     if share.gpus is not None:
         seen["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
-    return {**seen, "OMP_NUM_THREADS": str(threads_of(share, processes)), "PYTHONUNBUFFERED": "1"}
+    set_here = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+    return {**seen, "OMP_NUM_THREADS": str(threads_of(share, processes)), **set_here}
 
 
 def threads_of(share: Share, processes: int) -> int:

@@ -50,6 +50,7 @@ class Rank:
         directory.mkdir(exist_ok=True)
         shim = [
             sys.executable,
+            "-P",
             "-m",
             "distill_server.runners.local.shim",
             str(log),

@@ -70,7 +70,7 @@ class RayRunner:
         path = directory / "order.json"
         write_order(path, order)
         # Ray passes the entrypoint to a shell, so it is quoted (shlex.join).
-        entrypoint = [sys.executable, "-m", "distill_server.runners.ray.driver", str(path)]
+        entrypoint = [sys.executable, "-P", "-m", "distill_server.runners.ray.driver", str(path)]
         self._cluster.submit(_name(run, attempt), shlex.join(entrypoint))
 
     def poll(self, run: RunDirectory, attempt: int) -> Outcome:

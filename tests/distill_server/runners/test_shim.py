@@ -250,7 +250,26 @@ def test_environment_is_an_allow_list() -> None:
         "LC_ALL": "C",
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONSAFEPATH": "1",
     }
+
+
+def test_no_code_of_the_working_directory_is_run(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by the shim, nor by a trainer that is started with `-m`, nor by its children."""
+    told = f"import pathlib\npathlib.Path({str(tmp_path / 'executed')!r}).touch()\n"
+    here = tmp_path / "here"
+    for place in (here, run.path):
+        place.mkdir(exist_ok=True)
+        for name in ("random.py", "contextlib.py", "timeit.py", "json.py", "student_trainer.py"):
+            (place / name).write_text(told)
+    monkeypatch.chdir(here)
+    child = "import subprocess, sys\nsubprocess.run([sys.executable, '-m', 'timeit', '-n1', '0'])"
+    runner = start(run, child)
+    eventually(lambda: runner.poll(run, 1) == Exited(0))
+    assert "loop" in run.log_file(1).read_text()
+    assert not (tmp_path / "executed").exists()
 
 
 def test_threads_are_shared_by_the_processes_of_a_job(run: RunDirectory) -> None:
