@@ -78,8 +78,7 @@ def assemble(
     progress.say("loading student", step)
     torch.manual_seed(config.seed)  # new LoRA weights are the same in every attempt
     model = load_model(config.student, saved / "model" if saved else None)
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    accelerator = make_accelerator(time_limit(config, weights))
+    accelerator = make_accelerator(time_limit(config, model.num_parameters()))
     progress.agree = lambda wish: largest(accelerator, wish)
     if accelerator.is_main_process:
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
@@ -94,10 +93,10 @@ def assemble(
     if accelerator.is_main_process:
         write_environment(run, attempt=attempt, processes=accelerator.num_processes)
         metrics = open_metrics(run, attempt=attempt, last_step=step or None, track=config.track)
-    where = f"{config.student.model} on {accelerator.device}"
     sources = [f"teacher {connection.info.model}" for connection in teachers.values()]
     sources += [stores.training.label] if stores else []
-    log.info("%s, %s, step %d", where, ", ".join(sources), step)
+    student_at = f"{config.student.model} on {accelerator.device}"
+    log.info("%s, %s, step %d", student_at, ", ".join(sources), step)
     parts = Parts(
         step=step,
         accelerator=accelerator,
