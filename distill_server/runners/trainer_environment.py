@@ -11,10 +11,17 @@ _ALLOWED = frozenset(
     | {"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "XDG_CACHE_HOME"}
     | {"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"}
     | {"TOKENIZERS_PARALLELISM"}
+    # Where object storage is, and which files hold its credentials; not the keys themselves.
+    | {"AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_CA_BUNDLE"}
+    | {"AWS_ENDPOINT_URL_S3", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"}
     # No tokens: an attempt gets its own, see teacher_token.py.
     | {"DISTILL_TLS_CA", "DISTILL_TLS_CERT", "DISTILL_TLS_KEY"}
 )
-_ALLOWED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "HF_", "TORCH_", "PYTORCH_", "WANDB_")
+_ALLOWED_PREFIXES = (
+    *("LC_", "CUDA_", "NVIDIA_", "NCCL_", "HF_", "TORCH_", "PYTORCH_", "WANDB_"),
+    *("VLLM_", "TRITON_", "GLOO_", "FI_", "UCX_"),
+)
+_REFUSED = frozenset({"VLLM_API_KEY"})
 
 
 def allowed(environment: Mapping[str, str]) -> dict[str, str]:
@@ -22,7 +29,7 @@ def allowed(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name in _ALLOWED or name.startswith(_ALLOWED_PREFIXES)
+        if name in _ALLOWED or (name.startswith(_ALLOWED_PREFIXES) and name not in _REFUSED)
     }
 
 
