@@ -17,9 +17,9 @@ from typing import Any
 import grpc
 from numpy.typing import NDArray
 
-from clients.teacher.connection import CONNECT_SECONDS, SharedIdentity, TeacherLane, lives
+from clients.teacher.connection import CONNECT_SECONDS, SharedIdentity, TeacherConnection, lives
 from clients.teacher.info import TeacherInfo, TeacherLoad, info_of, load_of
-from clients.teacher.pending_requests import ScoreWindow
+from clients.teacher.pending_requests import PendingRequests
 from clients.teacher.push_weights import push_weights
 from clients.teacher.query import ScoreQuery, request_of, tokenizer_fingerprint
 from protos import teacher_pb2
@@ -81,10 +81,10 @@ class TeacherClient:
         self._name = f"{'teachers' if several else 'teacher'} at {', '.join(addresses)}"
         self._field = field
         self._patience_seconds = patience_seconds
-        self._window = ScoreWindow(max_in_flight, max_prefetch_bytes)
+        self._window = PendingRequests(max_in_flight, max_prefetch_bytes)
         self._identity = SharedIdentity(field)
         self._lanes = [
-            TeacherLane(
+            TeacherConnection(
                 one, self._window, self._identity, self._on_wrong_teacher, scope, background
             )
             for one in addresses
@@ -254,7 +254,7 @@ class TeacherClient:
             hint="start the teacher again, then resume the job",
         )
 
-    def _unavailable(self, error: grpc.RpcError, lane: TeacherLane) -> DistillError:
+    def _unavailable(self, error: grpc.RpcError, lane: TeacherConnection) -> DistillError:
         call: Any = error
         if call.code() is grpc.StatusCode.UNIMPLEMENTED:
             return Unavailable(

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from clients.teacher.pending_requests import ScoreWindow
+from clients.teacher.pending_requests import PendingRequests
 from clients.teacher.query import IDENTITY_KEY, LAST_TURN, TURN_KEY, identity_of
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import DistillError, Forbidden, Unauthenticated, WrongState
@@ -82,7 +82,7 @@ class SharedIdentity:
         self._expected = identity_of(fingerprint, version)
 
 
-class TeacherLane:
+class TeacherConnection:
     """Sends requests of a window to one teacher and returns the answers to the window.
 
     A thread keeps the stream open while the window has unfinished requests. When the stream breaks,
@@ -95,7 +95,7 @@ class TeacherLane:
     def __init__(
         self,
         address: str,
-        window: ScoreWindow,
+        window: PendingRequests,
         identity: SharedIdentity,
         on_wrong_teacher: Callable[[DistillError], None],
         scope: str = "",

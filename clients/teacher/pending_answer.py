@@ -9,14 +9,14 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from clients.teacher.query import ScoreQuery, answer_bytes
-from clients.teacher.row_assembly import ScoreAssembly
+from clients.teacher.row_assembly import RowAssembly
 from protos.rows.codec import RowBlock
 
 _ENTRY_BYTES = 2048  # estimated memory of a request and its future, rows excluded
 
 
 class Window(Protocol):
-    """The queue that holds an answer, see ScoreWindow."""
+    """The queue that holds an answer, see PendingRequests."""
 
     def want(self, answer: PendingAnswer) -> None:
         """Send the request regardless of the prefetch limit, because a caller waits."""
@@ -64,7 +64,7 @@ class PendingAnswer(Future[RowBlock]):
         self._waiters = _Waiters(self)
         self.dropped = False
         self.query = query
-        self.assembly = ScoreAssembly(query)
+        self.assembly = RowAssembly(query)
         self.size = answer_bytes(query) + _ENTRY_BYTES
 
     def want(self) -> None:

@@ -32,7 +32,7 @@ _NOT_THE_QUERY = (InternalFault, Unavailable)
 MAX_TRIES = 3
 
 
-class ScoreWindow:
+class PendingRequests:
     """The queue of requests, shared by the caller's threads and the streams of all teachers.
 
     Every method is thread-safe. At most `max_requests` are in flight on one stream. The answers
@@ -48,7 +48,7 @@ class ScoreWindow:
         self._changed = threading.Condition(lock)
         self._owing = threading.Condition(lock)
         self._waiting: deque[PendingAnswer] = deque()
-        self._streams: list[WindowStream] = []
+        self._streams: list[RequestStream] = []
         self._held_bytes = 0
         self._ids = itertools.count()
         self.closed = False
@@ -71,13 +71,13 @@ class ScoreWindow:
             self._changed.notify_all()
         return answer
 
-    def open(self, teacher: str = "", max_request_bytes: int = MAX_REQUEST_BYTES) -> WindowStream:
+    def open(self, teacher: str = "", max_request_bytes: int = MAX_REQUEST_BYTES) -> RequestStream:
         """Register a stream to `teacher`, which takes requests from the queue until its `end`.
 
         A request of more than `max_request_bytes` bytes fails with InvalidInput.
         """
         with self._changed:
-            stream = WindowStream(self, teacher, max_request_bytes)
+            stream = RequestStream(self, teacher, max_request_bytes)
             self._streams.append(stream)
             return stream
 
@@ -200,14 +200,14 @@ class ScoreWindow:
             return taken
 
 
-class WindowStream:
+class RequestStream:
     """The requests in flight on one stream.
 
     A request gets a new wire id each time it is sent, so that late chunks of an abandoned answer
     are recognised and ignored.
     """
 
-    def __init__(self, window: ScoreWindow, teacher: str, max_request_bytes: int) -> None:
+    def __init__(self, window: PendingRequests, teacher: str, max_request_bytes: int) -> None:
         self.teacher = teacher
         self._max_request_bytes = max_request_bytes
         self._window = window

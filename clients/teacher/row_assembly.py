@@ -12,7 +12,7 @@ from protos.errors import Corrupt
 from protos.rows.codec import RowBlock, decode_rows
 
 
-class ScoreAssembly:
+class RowAssembly:
     """The rows of `query` received so far, possibly over several connections. Not thread-safe."""
 
     def __init__(self, query: ScoreQuery) -> None:

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ScoredSequence:
+class EncodedRows:
     """All rows of one query: the codec bytes, and the same rows decoded."""
 
     encoded: bytes
@@ -66,7 +66,7 @@ class RowCache:
         """Return (hits, misses) of each tier by name, since the start of the program."""
         return {tier.name: (tier.counts.hits, tier.counts.misses) for tier in self._tiers}
 
-    async def get(self, key: bytes, query: ScoreQuery) -> ScoredSequence | None:
+    async def get(self, key: bytes, query: ScoreQuery) -> EncodedRows | None:
         """Return the verified rows of `query`, or None if no tier has them.
 
         A corrupt entry is dropped, counted and treated as a miss. A hit is copied into the faster
@@ -80,7 +80,7 @@ class RowCache:
                 return found
         return None
 
-    def put(self, key: bytes, query: ScoreQuery, scored: ScoredSequence) -> ScoredSequence:
+    def put(self, key: bytes, query: ScoreQuery, scored: EncodedRows) -> EncodedRows:
         """Store `scored` in every tier, and return the rows that are stored under `key`.
 
         If another request was first and memory still holds its rows, they are returned and `scored`
@@ -88,12 +88,12 @@ class RowCache:
         """
         earlier = self._memory.peek(key)
         if earlier is not None:
-            return ScoredSequence(earlier, decode_rows(earlier))
+            return EncodedRows(earlier, decode_rows(earlier))
         for tier in self._tiers:
             tier.put(_entry(key, query, scored))
         return scored
 
-    async def _look(self, tier: Tier, key: bytes, query: ScoreQuery) -> ScoredSequence | None:
+    async def _look(self, tier: Tier, key: bytes, query: ScoreQuery) -> EncodedRows | None:
         try:
             encoded = await tier.get(key, most_bytes(query.rows, query.k, query.tail_samples))
             block = None if encoded is None else _verified(encoded, query)
@@ -106,7 +106,7 @@ class RowCache:
             tier.counts.misses += 1
             return None
         tier.counts.hits += 1
-        return ScoredSequence(encoded, block)
+        return EncodedRows(encoded, block)
 
 
 def _verified(encoded: bytes, query: ScoreQuery) -> RowBlock:
@@ -118,5 +118,5 @@ def _verified(encoded: bytes, query: ScoreQuery) -> RowBlock:
     return block
 
 
-def _entry(key: bytes, query: ScoreQuery, scored: ScoredSequence) -> StoredRows:
+def _entry(key: bytes, query: ScoreQuery, scored: EncodedRows) -> StoredRows:
     return StoredRows(key, query.token_ids.tobytes(), query.start, scored.encoded)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from teacher_service.capture.sequences import TokenSequence
+from teacher_service.capture.sequences import CaptureSequence
 
 _HEADER_BYTES = 64  # of an entry besides its rows, the codec's header included
 # A small capture has as many files, if it has as many sequences: with fewer, a capture that is
@@ -38,9 +38,9 @@ class Plan:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def __getitem__(self, index: int) -> TokenSequence:
+    def __getitem__(self, index: int) -> CaptureSequence:
         first, last = self.offsets[index], self.offsets[index + 1]
-        return TokenSequence(self.token_ids[first:last], int(self.starts[index]))
+        return CaptureSequence(self.token_ids[first:last], int(self.starts[index]))
 
     @property
     def rows(self) -> int:
@@ -58,7 +58,7 @@ class Plan:
 
 
 def make_plan(
-    sequences: Iterable[TokenSequence],
+    sequences: Iterable[CaptureSequence],
     *,
     directory: Path,
     row_bytes: float,

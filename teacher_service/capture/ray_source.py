@@ -20,7 +20,7 @@ from clients.config.capture import CaptureJob, RayConfig
 from protos.errors import DistillError, InvalidInput, Unavailable, error_of
 from protos.extras import install_command
 from teacher_service.capture.plan import Plan
-from teacher_service.capture.sequences import TokenSequence
+from teacher_service.capture.sequences import CaptureSequence
 from teacher_service.capture.sources import Ask, Told, score_file
 from teacher_service.capture.teacher import load_engine
 from teacher_service.engines.base import EngineInfo
@@ -175,11 +175,11 @@ def _packed(plan: Plan, number: int) -> dict[str, Any]:
     }
 
 
-def _unpacked(packed: dict[str, Any]) -> list[TokenSequence]:
+def _unpacked(packed: dict[str, Any]) -> list[CaptureSequence]:
     token_ids = np.frombuffer(packed["token_ids"], "<i4")
     ends = accumulate(packed["lengths"])
     return [
-        TokenSequence(token_ids[end - length : end], start)
+        CaptureSequence(token_ids[end - length : end], start)
         for end, length, start in zip(ends, packed["lengths"], packed["starts"], strict=True)
     ]
 

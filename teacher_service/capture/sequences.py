@@ -16,7 +16,7 @@ from protos.errors import InvalidInput
 
 
 @dataclass(frozen=True, eq=False)
-class TokenSequence:
+class CaptureSequence:
     """A sequence of tokens, int32 [T]; positions from `start` (>= 1) on are scored."""
 
     token_ids: NDArray[np.int32]
@@ -43,7 +43,7 @@ class SequenceReader:
         self.too_long = 0
         self.empty = 0
 
-    def __iter__(self) -> Iterator[TokenSequence]:
+    def __iter__(self) -> Iterator[CaptureSequence]:
         """Yield the sequences. Raises InvalidInput at a record that does not fit `data.form`."""
         match self._data.form:
             case "completion":
@@ -59,7 +59,7 @@ class SequenceReader:
             elif len(prompt) + len(completion) > self._max_tokens:
                 self.too_long += 1
             else:
-                yield TokenSequence(np.array(prompt + completion, np.int32), len(prompt))
+                yield CaptureSequence(np.array(prompt + completion, np.int32), len(prompt))
 
     def _records(self, *columns: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for number, record in enumerate(self._source.records(columns), 1):
@@ -99,7 +99,7 @@ class SequenceReader:
             _require_tokens(ids, where)
             yield ids, _ended(plain_ids(tokenizer, whole.removeprefix(prompt)), tokenizer)
 
-    def _packed(self) -> Iterator[TokenSequence]:
+    def _packed(self) -> Iterator[CaptureSequence]:
         """Yield pieces of `max_tokens` tokens of the joined documents, each with an end token."""
         tokenizer, column = self._tokenizer, self._data.text_column
         end = tokenizer.eos_token_id
@@ -117,10 +117,10 @@ class SequenceReader:
             # Some tokenizers start texts with the end token, so a document is never cut at one.
             waiting += ids if ids[-1:] in ([], [end]) else [*ids, end]
             while len(waiting) >= self._max_tokens:
-                yield TokenSequence(np.array(waiting[: self._max_tokens], np.int32), 1)
+                yield CaptureSequence(np.array(waiting[: self._max_tokens], np.int32), 1)
                 del waiting[: self._max_tokens]
         if len(waiting) > 1:
-            yield TokenSequence(np.array(waiting, np.int32), 1)
+            yield CaptureSequence(np.array(waiting, np.int32), 1)
 
 
 def _turns(record: Mapping[str, Any], column: str, where: str) -> list[Mapping[str, str]]:

@@ -14,7 +14,7 @@ from clients.teacher.query import ScoreQuery, answer_bytes
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, compress_rows, encode_rows
 from teacher_service.capture.plan import Plan
-from teacher_service.capture.sequences import TokenSequence
+from teacher_service.capture.sequences import CaptureSequence
 from teacher_service.engines.base import Engine
 
 # Called with the number of rows of each sequence as soon as it is scored.
@@ -53,7 +53,7 @@ class Ask:
             seed=job.seed,
         )
 
-    def query(self, sequence: TokenSequence) -> ScoreQuery:
+    def query(self, sequence: CaptureSequence) -> ScoreQuery:
         """Return the query for the rows of `sequence`."""
         return ScoreQuery(
             sequence.token_ids,
@@ -153,7 +153,7 @@ class ServiceSource:
 def score_file(
     engine: Engine,
     ask: Ask,
-    sequences: Sequence[TokenSequence],
+    sequences: Sequence[CaptureSequence],
     first: int,
     max_batch_tokens: int,
     told: Told = lambda rows: None,

@@ -12,7 +12,7 @@ from clients.teacher.query import ScoreQuery, row_key
 from protos import teacher_pb2
 from protos.rows.codec import HEADER_BYTES, RowBlock, encode_rows
 from protos.rpc.transport import MAX_CHUNK_BYTES
-from teacher_service.cache.row_cache import RowCache, ScoredSequence
+from teacher_service.cache.row_cache import EncodedRows, RowCache
 from teacher_service.engines.base import EngineInfo
 from teacher_service.serving.batcher import Batcher, Sender
 
@@ -23,7 +23,7 @@ _ENVELOPE_BYTES = 1024  # the other fields of a ScoreChunk
 class Answer:
     """The rows of one query, all computed with the weights of `version`."""
 
-    scored: ScoredSequence
+    scored: EncodedRows
     version: int
 
 
@@ -103,11 +103,11 @@ def _key(query: ScoreQuery, by: EngineInfo) -> bytes:
     return row_key(by.fingerprint, by.version, query)
 
 
-def _encoded(block: RowBlock, query: ScoreQuery) -> ScoredSequence:
+def _encoded(block: RowBlock, query: ScoreQuery) -> EncodedRows:
     if query.head_ids is not None:
         # A client that sent head ids already has them.
         block = replace(block, head_ids=None)
-    return ScoredSequence(encode_rows(block, f32=query.f32), block)
+    return EncodedRows(encode_rows(block, f32=query.f32), block)
 
 
 def chunks_of(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from clients.teacher.pending_requests import WindowStream
+from clients.teacher.pending_requests import RequestStream
 from clients.teacher.query import ScoreQuery, request_of
 from protos import teacher_pb2
 
@@ -117,19 +117,19 @@ def asked_by(request: teacher_pb2.ScoreRequest) -> Asked:
 def record(monkeypatch: pytest.MonkeyPatch) -> History:
     """Of every client of this process, from now on."""
     history = History()
-    next_request, receive = WindowStream._next_request, WindowStream.receive
+    next_request, receive = RequestStream._next_request, RequestStream.receive
 
-    def recorded_request(stream: WindowStream) -> teacher_pb2.ScoreRequest | None:
+    def recorded_request(stream: RequestStream) -> teacher_pb2.ScoreRequest | None:
         request = next_request(stream)
         if request is not None:
             history.requested(request)
         return request
 
-    def recorded_chunk(stream: WindowStream, chunk: teacher_pb2.ScoreChunk) -> None:
+    def recorded_chunk(stream: RequestStream, chunk: teacher_pb2.ScoreChunk) -> None:
         if chunk.request_id in stream.sent:  # the client ignores the rest, so does its history
             history.received(chunk)
         receive(stream, chunk)
 
-    monkeypatch.setattr(WindowStream, "_next_request", recorded_request)
-    monkeypatch.setattr(WindowStream, "receive", recorded_chunk)
+    monkeypatch.setattr(RequestStream, "_next_request", recorded_request)
+    monkeypatch.setattr(RequestStream, "receive", recorded_chunk)
     return history

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from clients.teacher.pending_requests import ScoreWindow
+from clients.teacher.pending_requests import PendingRequests
 from clients.teacher.query import ScoreQuery, answer_bytes
 from protos import teacher_pb2
 from protos.errors import Corrupt, InvalidInput, Unavailable
 from protos.rows.codec import RowBlock, encode_rows
-from teacher_service.cache.row_cache import ScoredSequence
+from teacher_service.cache.row_cache import EncodedRows
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.serving.scorer import Answer, chunks_of
 
@@ -26,17 +26,17 @@ K = 32
 QUERY = ScoreQuery(np.random.default_rng(0).integers(0, 64, 12_000).astype(np.int32), 5, top_k=K)
 
 
-def scored(seed: int = 0) -> ScoredSequence:
+def scored(seed: int = 0) -> EncodedRows:
     block = FakeEngine(FakeSettings(vocab=64, max_length=20_000, seed=seed)).score([QUERY])[0]
     assert isinstance(block, RowBlock)
-    return ScoredSequence(encode_rows(block), block)
+    return EncodedRows(encode_rows(block), block)
 
 
 SCORED = scored()
 
 
 def answer(
-    request: teacher_pb2.ScoreRequest, sequence: ScoredSequence = SCORED
+    request: teacher_pb2.ScoreRequest, sequence: EncodedRows = SCORED
 ) -> list[teacher_pb2.ScoreChunk]:
     answer = Answer(sequence, version=0)
     return list(chunks_of(answer, QUERY, request.request_id, request.next_position))
@@ -47,8 +47,8 @@ def assert_whole(rows: RowBlock) -> None:
     assert rows.head_logprobs.flags.writeable
 
 
-def window_of(requests: int, max_bytes: int = 1 << 40) -> ScoreWindow:
-    return ScoreWindow(requests, max_bytes)
+def window_of(requests: int, max_bytes: int = 1 << 40) -> PendingRequests:
+    return PendingRequests(requests, max_bytes)
 
 
 def test_a_resumed_request_asks_for_the_rest_only() -> None:
@@ -153,7 +153,7 @@ def test_the_window_bounds_what_is_sent() -> None:
 class Sender:
     """A stream whose writer is a thread, as gRPC's is: what it sent is answered on demand."""
 
-    def __init__(self, window: ScoreWindow) -> None:
+    def __init__(self, window: PendingRequests) -> None:
         self.sent: list[teacher_pb2.ScoreRequest] = []
         self._stream = window.open()
         self._thread = threading.Thread(target=self._write, daemon=True)

@@ -21,7 +21,7 @@ from clients.teacher.query import ScoreQuery, row_key
 from protos.errors import DistillError, WrongState
 from protos.rows.codec import RowBlock
 from teacher_service.cache.disk_tier import DiskTier
-from teacher_service.cache.row_cache import RowCache, ScoredSequence
+from teacher_service.cache.row_cache import EncodedRows, RowCache
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.scorer import Scorer
@@ -137,7 +137,7 @@ def test_rows_of_another_shape_are_not_served(tmp_path: Path) -> None:
         store.append([StoredRows(key, short.token_ids.tobytes(), 2, scored[0])])
     cache = RowCache(memory_bytes=1 << 20, disk=disk(tmp_path))
 
-    async def main() -> ScoredSequence | None:
+    async def main() -> EncodedRows | None:
         async with cache:
             return await cache.get(key, longer)
 

@@ -22,7 +22,7 @@ from teacher_service.cache.circuit_breaker import Breaker
 from teacher_service.cache.redis_address import RedisAddress
 from teacher_service.cache.redis_tier import MAX_VALUE_BYTES, RedisTier
 from teacher_service.cache.redis_value import name_of, seal
-from teacher_service.cache.row_cache import RowCache, ScoredSequence
+from teacher_service.cache.row_cache import EncodedRows, RowCache
 from teacher_service.cache.settings import CacheSettings, open_redis
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.serving.batcher import Batcher
@@ -184,7 +184,7 @@ def test_what_is_kept_is_found_whatever_its_widest_form(server: RedisServer) -> 
     floats = np.zeros(rows, np.float32)
     heads = np.tile(np.arange(k, dtype=np.int32), (rows, 1))
     block = RowBlock(heads, np.zeros((rows, k), np.float16), floats, floats)
-    scored = ScoredSequence(encode_rows(block), block)
+    scored = EncodedRows(encode_rows(block), block)
     assert most_bytes(rows, k) > MAX_VALUE_BYTES > len(scored.encoded)
 
     async def work(tier: RedisTier) -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from clients.teacher.query import MAX_TAIL_SAMPLES, ScoreQuery
-from clients.teacher.row_assembly import ScoreAssembly
+from clients.teacher.row_assembly import RowAssembly
 from protos.errors import Corrupt
 from protos.rows.codec import RowBlock, decode_rows, encode_rows
 from student_trainer.losses import Rows, exact_kl, rows_from_logits, topk_kl
-from teacher_service.cache.row_cache import ScoredSequence
+from teacher_service.cache.row_cache import EncodedRows
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.engines.hf import HfEngine
 from teacher_service.head.scoring import ScoredRows, score_hidden
@@ -341,13 +341,13 @@ def test_the_same_for_whoever_asks(engine: HfEngine | FakeEngine) -> None:
 def answer(asked: ScoreQuery) -> Answer:
     """By an engine that has just been started."""
     block = sampled(FakeEngine(FakeSettings(vocab=VOCAB_SIZE)), [asked])[0]
-    return Answer(ScoredSequence(encode_rows(block, f32=True), block), version=0)
+    return Answer(EncodedRows(encode_rows(block, f32=True), block), version=0)
 
 
 def test_an_answer_that_breaks_off_goes_on_with_the_same_samples() -> None:
     """Half of it comes from one life of the teacher, half from the next."""
     asked = replace(query(3000, 9, samples=MAX_TAIL_SAMPLES), f32=True)
-    assembly = ScoreAssembly(asked)
+    assembly = RowAssembly(asked)
     first, *lost = chunks_of(answer(asked), asked, "1", 0)
     assert lost
     assert assembly.add(first) is None
@@ -369,7 +369,7 @@ def test_another_number_of_samples_than_asked_for_is_refused(asked: int, sent: i
     """As a teacher of an earlier version sends them: it does not know the field."""
     chunks = chunks_of(answer(query(samples=sent)), query(samples=sent), "1", 0)
     with pytest.raises(Corrupt, match=f"sent {sent} tail samples per row, but {asked} were"):
-        ScoreAssembly(query(samples=asked)).add(next(chunks))
+        RowAssembly(query(samples=asked)).add(next(chunks))
 
 
 def test_the_fake_engine_draws_from_its_tail() -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from clients.teacher.query import ScoreQuery, row_key
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock, encode_rows
-from teacher_service.cache.row_cache import RowCache, ScoredSequence
+from teacher_service.cache.row_cache import EncodedRows, RowCache
 from teacher_service.engines.hf import HfEngine
 
 QUERY = ScoreQuery(np.arange(1, 12, dtype=np.int32), 1, top_k=4)
@@ -125,7 +125,7 @@ def test_every_change_gives_another_fingerprint_and_no_hits(
     async def main() -> None:
         async with RowCache(memory_bytes=1 << 20) as cache:
             key = row_key(teacher.info.fingerprint, 0, QUERY)
-            cache.put(key, QUERY, ScoredSequence(encode_rows(block), block))
+            cache.put(key, QUERY, EncodedRows(encode_rows(block), block))
             assert await cache.get(row_key(same.info.fingerprint, 0, QUERY), QUERY)
             for other in [*fingerprints.values()]:
                 assert await cache.get(row_key(other, 0, QUERY), QUERY) is None

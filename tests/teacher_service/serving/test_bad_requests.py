@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clients.teacher.query import ScoreQuery, request_of
-from clients.teacher.row_assembly import ScoreAssembly
+from clients.teacher.row_assembly import RowAssembly
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
@@ -179,7 +179,7 @@ def test_bad_requests_among_good_ones(
         query = parse_request(good[int(chunk.request_id.split()[1])], LIMITS)
         [expected] = exact.score([query])
         assert isinstance(expected, RowBlock)
-        block = ScoreAssembly(query).add(chunk)
+        block = RowAssembly(query).add(chunk)
         assert block is not None
         half = expected.head_logprobs.astype(np.float16)
         np.testing.assert_array_equal(block.head_logprobs.astype(np.float16), half)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from clients.teacher.query import ScoreQuery, request_of
-from clients.teacher.row_assembly import ScoreAssembly
+from clients.teacher.row_assembly import RowAssembly
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.rows.codec import RowBlock
 from protos.rpc.transport import CHANNEL_OPTIONS
@@ -143,7 +143,7 @@ def test_a_hundred_give_up_among_a_thousand(start_teacher: StartTeacher) -> None
             await asyncio.sleep(0.001 * (number % 97))
             call.cancel()
             return None
-        assembly, block = ScoreAssembly(asked[number]), None
+        assembly, block = RowAssembly(asked[number]), None
         async for chunk in call:
             assert chunk.request_id == str(number)
             block = assembly.add(chunk)

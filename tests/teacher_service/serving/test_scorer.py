@@ -13,7 +13,7 @@ import pytest
 from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt, DistillError
 from protos.rows.codec import RowBlock
-from teacher_service.cache.row_cache import RowCache, ScoredSequence
+from teacher_service.cache.row_cache import EncodedRows, RowCache
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.scorer import Scorer
@@ -130,7 +130,7 @@ class TurningCache(RowCache):
         self._engine = engine
         self._turns = turns
 
-    async def get(self, key: bytes, query: ScoreQuery) -> ScoredSequence | None:
+    async def get(self, key: bytes, query: ScoreQuery) -> EncodedRows | None:
         found = await super().get(key, query)
         if self._turns:
             self._turns -= 1
