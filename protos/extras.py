@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
+import shutil
+import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -39,14 +41,16 @@ def missing_packages(extra: str) -> list[str]:
 def install_command(extra: str) -> str:
     """Return the pip command that installs `extra`.
 
-    The command names the checkout or wheel file that this package was installed from. If that is
-    unknown, it names the packages of the extra.
+    The command names the checkout or wheel file that this package was installed from, with `-e` if
+    the checkout is installed in editable mode. If that is unknown, it names the packages of the
+    extra. The command starts with the pip of this Python's environment.
     """
     source = _source()
     if source is not None:
-        return f"pip install '{source}[{extra}]'"
+        path, editable = source
+        return f"{_pip()} install {'-e ' if editable else ''}'{path}[{extra}]'"
     packages = [f"'{package}'" for package in _requirements(extra)]
-    return " ".join(["pip install", *packages]) if packages else f"pip install '.[{extra}]'"
+    return " ".join([_pip(), "install", *(packages or [f"'.[{extra}]'"])])
 
 
 def require_extra(extra: str, what: str, *, field: str = "") -> None:
@@ -95,14 +99,25 @@ def _installed(name: str) -> bool:
     return True
 
 
-def _source() -> str | None:
-    """Return the checkout or wheel file of the installation (PEP 610), or None if unknown."""
+def _pip() -> str:
+    """Return "pip" if that is the pip of this Python, else its full path."""
+    ours = Path(sys.executable).with_name("pip")
+    found = shutil.which("pip")
+    return "pip" if found is None or Path(found) == ours or not ours.exists() else str(ours)
+
+
+def _source() -> tuple[str, bool] | None:
+    """Return where the package was installed from (PEP 610), and whether it is editable.
+
+    The place is a checkout or a wheel file. Returns None if it is unknown or does not exist.
+    """
     try:
         text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
-        url = urlsplit(json.loads(text)["url"]) if text else None
+        found = json.loads(text) if text else {}
+        url = urlsplit(found["url"])
     except (importlib.metadata.PackageNotFoundError, ValueError, KeyError):
         return None
-    if url is None or url.scheme != "file":
-        return None
     path = unquote(url.path)
-    return path if Path(path).exists() else None
+    if url.scheme != "file" or not Path(path).exists():
+        return None
+    return path, bool(found.get("dir_info", {}).get("editable"))
