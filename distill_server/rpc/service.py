@@ -36,13 +36,18 @@ class DistillService(distill_pb2_grpc.DistillServicer):
     """
 
     def __init__(
-        self, store: Store, runs: Path, control: JobControl, streams: Streams, files: RunFiles
+        self,
+        store: Store,
+        runs: Path,
+        control: JobControl,
+        streams: Streams,
+        files: RunFiles | None = None,
     ) -> None:
         self._store = store
         self._runs = runs
         self._control = control
         self._streams = streams
-        self._files = files
+        self._files = files or RunFiles()
 
     async def SubmitJob(self, request: pb.SubmitJobRequest, context: _Context) -> pb.Job:
         """Check and queue a job; a repeated idempotency key returns the job of its first use."""

@@ -120,7 +120,7 @@ def test_an_order_has_what_the_description_of_the_job_must_not(
     assert name.startswith("on-policy-x-7f3a-")
     assert name.endswith("-1")
     assert shlex.split(entrypoint) == [
-        *(sys.executable, "-m", "distill_server.runners.ray.driver", str(order_file))
+        *(sys.executable, "-P", "-m", "distill_server.runners.ray.driver", str(order_file))
     ]
     assert order_file.stat().st_mode & 0o777 == 0o600
     order = take_order(order_file)
