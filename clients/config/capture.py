@@ -8,7 +8,6 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from clients.config.common import (
-    OF_THE_HUB,
     Count,
     Name,
     Priority,
@@ -18,7 +17,6 @@ from clients.config.common import (
     TeacherConfig,
 )
 from clients.config.unused import refuse_unused
-from clients.data.records import FILE_SUFFIXES
 
 
 class CaptureTeacher(TeacherConfig):
@@ -171,7 +169,6 @@ class CaptureJob(Table):
                     "data.text_column",
                     "it belongs to data.form = 'text'; leave it out, or set this form",
                 ),
-                (not data.path.endswith(FILE_SUFFIXES), "data.name data.split", OF_THE_HUB),
             ],
         )
 

@@ -9,13 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from clients.data.records import FILE_SUFFIXES
-
 # The upper end keeps every count within the integers of messages and of SQLite.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 # Messages of `refuse_unused`.
-OF_THE_HUB = "data.path is a file, which has neither configurations nor splits; leave it out"
 
 Name = Annotated[str, Field(min_length=1)]
 
@@ -114,11 +111,6 @@ class DataConfig(Table):
     """The student's input text; becomes the user's message if there is a chat template."""
     eval_path: str | None = None
     """File of held-out prompts. Default: `eval.prompts` prompts are taken out of `path`."""
-
-    @property
-    def is_file(self) -> bool:
-        """True if no prompts come from a hub data set or a directory."""
-        return all(path.endswith(FILE_SUFFIXES) for path in (self.path, self.eval_path) if path)
 
 
 class TrainConfig(Table):

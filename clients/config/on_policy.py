@@ -7,7 +7,6 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from clients.config.common import (
-    OF_THE_HUB,
     Address,
     Count,
     DataConfig,
@@ -60,7 +59,6 @@ class OnPolicyJob(TrainingJob):
                     "data.answer_column",
                     "answers are only read with eval.metric = 'exact_match'; set it",
                 ),
-                (not self.data.is_file, "data.name data.split", OF_THE_HUB),
             ],
         )
 

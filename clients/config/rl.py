@@ -10,7 +10,6 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from clients.config.common import (
-    OF_THE_HUB,
     Count,
     DataConfig,
     Table,
@@ -240,7 +239,7 @@ class RLJob(TrainingJob):
         return refuse_unused(self, [*self._rules_of_rewards(), *self._rules_of_kls()])
 
     def _rules_of_rewards(self) -> list[Rule]:
-        method, reward, data = self.method, self.reward, self.data
+        method, reward = self.method, self.reward
         rewarded = reward is not None and method.reward_weight > 0
         no_reward = "the student learns from no reward; leave it out, or add the table `reward`"
         return [
@@ -267,7 +266,6 @@ class RLJob(TrainingJob):
                 "answers are only read by rewards and by eval.metric; leave it out",
             ),
             (False, "data.teacher_column", "a job of method rl has one teacher; leave it out"),
-            (data is None or not data.is_file, "data.name data.split", OF_THE_HUB),
             (
                 self.environment is None or self.environment.remote,
                 "environment.timeout_seconds",

@@ -23,8 +23,6 @@ LOADED = CAPTURE + 'teacher.model = "t"\n'
 REFUSED = [
     (ON_POLICY, "data.teacher_column = 'by'", "name them there"),
     (ON_POLICY, "data.answer_column = 'a'", "eval.metric = 'exact_match'"),
-    (ON_POLICY, "data.name = 'main'", "leave it out"),
-    (ON_POLICY, "data.split = 'test'", "leave it out"),
     (ON_POLICY + "teachers.maths = 't:1'\n", "teacher.address = 't:2'", "leave one of them out"),
     (RL, "method.gae_lambda = 0.9", "set method.advantages = 'gae'"),
     (RL, "method.critic_learning_rate = 0.1", "set method.advantages = 'gae'"),
@@ -60,7 +58,6 @@ REFUSED = [
     (LOADED, "teacher.prefetch_mib = 1", "leave one of them out"),
     (LOADED, "data.messages_column = 'm'", "data.form = 'messages'"),
     (LOADED, "data.text_column = 't'", "data.form = 'text'"),
-    (LOADED, "data.split = 'test'", "leave it out"),
     (LOADED + "data.form = 'text'\n", "data.prompt_column = 'q'", "data.form = 'completion'"),
     (LOADED + "data.form = 'text'\n", "data.answer_column = 'q'", "data.form = 'completion'"),
     (LOADED + "data.form = 'text'\n", "data.template = '{prompt}.'", "data.form = 'completion'"),
@@ -69,6 +66,8 @@ REFUSED = [
 USED = [
     ON_POLICY + "teachers.maths = 't:1'\ndata.teacher_column = 'by'\n",
     ON_POLICY + "eval.metric = 'exact_match'\ndata.answer_column = 'a'\n",
+    # A job of a hub data set is tried on a file with --set data.path=FILE.
+    ON_POLICY + "data.name = 'main'\ndata.split = 'test'\n",
     ON_POLICY.replace("d.jsonl", "org/data") + "data.name = 'main'\ndata.split = 'test'\n",
     ON_POLICY + "data.eval_path = 'org/data'\ndata.split = 'test'\n",
     RL + "method.advantages = 'gae'\nmethod.gae_lambda = 0.9\nmethod.critic_learning_rate = 0.1\n",

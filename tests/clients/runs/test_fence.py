@@ -53,7 +53,7 @@ def test_an_old_attempt_publishes_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither when it comes late, nor when it slept while it wrote."""
-    from student_trainer.loop.checkpoint import write_whole
+    from student_trainer.loop.checkpoint import write_atomically
 
     step = tmp_path / "checkpoints" / "step-000004"
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 1))
@@ -64,10 +64,10 @@ def test_an_old_attempt_publishes_no_checkpoint(
 
     for _ in range(2):
         with pytest.raises(WrongState, match="attempt 1 was replaced"):
-            write_whole(step, slow)
+            write_atomically(step, slow)
         assert list(step.parent.iterdir()) == []
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 2))
-    write_whole(step, lambda partial: None)
+    write_atomically(step, lambda partial: None)
     assert step.is_dir()
 
 

@@ -19,7 +19,7 @@ from clients.data.tokenization import tokens_of
 from clients.data.tokenizer_file import tokens_in
 from clients.jobs.job import JobState
 from clients.preflight.disk import check_space
-from clients.teacher import connection as teacher_lane
+from clients.teacher import connection as teacher_connection
 from clients.teacher.query import tokenizer_fingerprint
 from distill_server.jobs import preflight
 from distill_server.jobs.student_tokens import StudentTokens
@@ -38,7 +38,7 @@ from tests.distill_server.jobs.preflight_site import (
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teacher_lane, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(teacher_connection, "CONNECT_SECONDS", 0.5)
 
 
 @pytest.fixture
