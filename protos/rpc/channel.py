@@ -33,8 +33,8 @@ def open_channel(address: str, *, token: str, scope: str = "") -> grpc.Channel:
     `token` is the name of the environment variable that holds the token. With a `scope`, such as
     "preflight", the channel sends a token derived for it, which can only read from teachers.
 
-    Raises InvalidInput if the address has an unknown scheme or no port, if a file cannot be read, or if the
-    token would be sent unencrypted to another machine.
+    Raises InvalidInput if the address has an unknown scheme or no port, if a file cannot be read,
+    or if the token would be sent unencrypted to another machine.
     """
     scheme, _, rest = address.rpartition("://")
     secret = token_of(token)

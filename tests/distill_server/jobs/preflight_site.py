@@ -98,7 +98,8 @@ def job(root: Path, address: object, **changes: Any) -> dict[str, Any]:
     """A job that passes, with `a__b=value` for a.b."""
     if not (root / "student").is_dir():
         write_student(root / "student")
-        (root / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "teacher": "math"}\n')
+        prompt = '{"prompt": "1+1=", "answer": "2", "teacher": "math"}\n'
+        (root / "prompts.jsonl").write_text(prompt)
     values: dict[str, Any] = {
         "student": {"model": str(root / "student")},
         "teacher": {"address": address, "top_k": 4},

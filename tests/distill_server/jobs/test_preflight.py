@@ -148,7 +148,8 @@ def test_what_cannot_run_is_refused(
         told = value.format(root=tmp_path) if isinstance(value, str) else value
         asked.setdefault(table, {})[key] = told
     if asked["method"].get("type") == "offline":
-        del asked["teacher"], asked["method"]["max_prompt_tokens"], asked["method"]["max_new_tokens"]
+        del asked["teacher"]
+        del asked["method"]["max_prompt_tokens"], asked["method"]["max_new_tokens"]
     with checking(tmp_path) as server:
         with pytest.raises(case.category) as caught:
             server.submit(asked)
@@ -173,8 +174,8 @@ def test_what_can_run_is_queued(address: str, tmp_path: Path) -> None:
             {**alone, "reward": {"type": "exact_match"}, "method": {"type": "rl"}},
         ):
             assert server.submit(asked) is JobState.QUEUED
+        lost = {"teachers": {"a": address, "b": "[::1]:1"}}
         with pytest.raises(Unavailable, match="no teacher answers") as caught:
-            lost = {"teachers": {"a": address, "b": "[::1]:1"}}
             server.submit({**job(tmp_path, address), **named, **lost})
     assert caught.value.field == "teachers.b"
 
