@@ -1,4 +1,8 @@
-.PHONY: setup docs demo demo-rl demo-search test test-ray test-track test-vllm soak lint bench bench-offline bench-rl bench-gpu bench-vllm protos clean
+# Folders whose tests mostly run in the test's own process.
+FAST := $(addprefix tests/,protos clients distill_server/jobs distill_server/rpc teacher_service/head \
+  teacher_service/cache $(addprefix student_trainer/,losses data critic model run rewards))
+
+.PHONY: setup docs demo demo-rl demo-search test test-fast test-ray test-track test-vllm soak lint bench bench-offline bench-rl bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 BIN := .venv/bin
 # The tests start hundreds of Python processes, which need the bytecode cache to start fast.
@@ -22,6 +26,10 @@ demo-search: .venv/.demo  ## train a small model to search a directory; takes mi
 
 test: setup  ## run every test that needs no GPU
 	$(BIN)/pytest -n 3 --dist worksteal
+
+test-fast: setup  ## the tests that start no process: the inner loop, under 90 seconds
+	$(BIN)/pytest -n 2 -q --no-processes $(FAST) \
+	  -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
 
 test-vllm: .venv-vllm/.installed  ## test the vLLM engine with a real vLLM, on the CPU
 	$(VLLM)/pytest -n 2 --dist worksteal tests/vllm

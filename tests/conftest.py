@@ -2,6 +2,10 @@
 
 import os
 import shutil
+import sys
+from collections.abc import Iterator
+
+import pytest
 
 import protos  # noqa: F401  # so that gRPC leaves forked processes alone
 
@@ -11,3 +15,33 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton runs in Python where there is no GPU; it decides when it is first imported.
 if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"
+
+_PROCESS_EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
+_running_a_test = False
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--no-processes`, of `make test-fast`."""
+    help_text = "skip every test at the moment it starts a process"
+    parser.addoption("--no-processes", action="store_true", help=help_text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--no-processes"):
+        sys.addaudithook(_refuse_processes)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    global _running_a_test
+    _running_a_test = True
+    try:
+        return (yield)
+    finally:
+        _running_a_test = False
+
+
+def _refuse_processes(event: str, _: object) -> None:
+    # What the test had open stays open: `make test-fast` ignores the warnings of that.
+    if _running_a_test and event in _PROCESS_EVENTS:
+        pytest.skip("starts a process")
