@@ -133,7 +133,7 @@ def examine(job: RLJob, model: Path, questions: Path, retriever: Retriever) -> E
     tokenizer = load_tokenizer(student)
     data = DataConfig(path=str(questions), eval_path=str(questions))
     most = job.method.max_prompt_tokens
-    _, prompts, _ = load_prompts(data, tokenizer, held_out=10**6, max_tokens=most, seed=0)
+    _, prompts = load_prompts(data, tokenizer, held_out=10**6, max_tokens=most, seed=0)
     rollouts = SearchRollouts(
         Sampler(load_model(student).eval(), tokenizer, top_k=0, temperature=1.0),
         tokenizer,

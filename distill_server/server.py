@@ -67,35 +67,44 @@ async def run_server(
         )
         streams = Streams(store, runs, bells, files)
         service = DistillService(store, runs, control, streams, files)
-        tasks: list[asyncio.Task[None]] = []
-
-        def register(server: grpc.aio.Server) -> str:
-            add_DistillServicer_to_server(service, server)
-            return SERVICE
-
-        def ready(bound: int) -> None:
-            # Only once the port is bound: a server that cannot be reached must not start jobs.
-            tasks.append(asyncio.get_running_loop().create_task(scheduler.run()))
-            on_ready(bound)
-            if dashboard is not None:
-                dashboard.on_ready(url)
-
         pages: contextlib.AbstractAsyncContextManager[str] = contextlib.nullcontext("")
         if dashboard is not None:
             slots = policy.machine.slots
             pages = dashboard.serving(endpoint, runs, store, bells, control, streams, slots)
         async with pages as url:
-            await serve(
-                register,
-                endpoint,
-                grace_seconds=_GRACE_SECONDS,
-                on_ready=ready,
-                on_stop=bells.close,
-            )
-        for task in tasks:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+
+            def ready(bound: int) -> None:
+                on_ready(bound)
+                if dashboard is not None:
+                    dashboard.on_ready(url)
+
+            await _serve_and_schedule(service, scheduler, endpoint, ready, bells.close)
+
+
+async def _serve_and_schedule(
+    service: DistillService,
+    scheduler: Scheduler,
+    endpoint: Endpoint,
+    on_ready: Callable[[int], None],
+    on_stop: Callable[[], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT; the scheduler runs as long as the port is bound."""
+    tasks: list[asyncio.Task[None]] = []
+
+    def register(server: grpc.aio.Server) -> str:
+        add_DistillServicer_to_server(service, server)
+        return SERVICE
+
+    def ready(bound: int) -> None:
+        # Only once the port is bound: a server that cannot be reached must not start jobs.
+        tasks.append(asyncio.get_running_loop().create_task(scheduler.run()))
+        on_ready(bound)
+
+    await serve(register, endpoint, grace_seconds=_GRACE_SECONDS, on_ready=ready, on_stop=on_stop)
+    for task in tasks:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 def _directory(runs: Path) -> Path:

@@ -91,8 +91,12 @@ def kl_of(metrics: Mapping[str, float]) -> tuple[str, float] | None:
 
 
 def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the held-out metrics of a step (names that start with `eval/`)."""
-    return {name: value for name, value in metrics.items() if name.startswith("eval/")}
+    """Return the held-out metrics of a step (names that start with `eval/`), no standard errors."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name.startswith("eval/") and not name.endswith("_stderr")
+    }
 
 
 def sparkline(history: Sequence[float], *, width: int = 60, unicode: bool = True) -> str:

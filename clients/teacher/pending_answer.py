@@ -82,6 +82,7 @@ class PendingAnswer(Future[RowBlock]):
         return self.dropped
 
     def result(self, timeout: float | None = None) -> RowBlock:
+        """As in Future; the caller then holds the rows, and they stop counting."""
         self._window.want(self)
         try:
             return super().result(timeout)
@@ -89,6 +90,7 @@ class PendingAnswer(Future[RowBlock]):
             self._release_if_done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As in Future; the rows stop counting once the answer is there."""
         self._window.want(self)
         try:
             return super().exception(timeout)

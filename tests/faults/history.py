@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -119,11 +119,13 @@ def record(monkeypatch: pytest.MonkeyPatch) -> History:
     history = History()
     next_request, receive = RequestStream._next_request, RequestStream.receive
 
-    def recorded_request(stream: RequestStream) -> teacher_pb2.ScoreRequest | None:
-        request = next_request(stream)
-        if request is not None:
-            history.requested(request)
-        return request
+    def recorded_request(stream: RequestStream) -> Iterator[teacher_pb2.ScoreRequest] | None:
+        messages = next_request(stream)
+        if messages is None:
+            return None
+        (request,) = messages  # a query of these tests fits into one message
+        history.requested(request)
+        return iter([request])
 
     def recorded_chunk(stream: RequestStream, chunk: teacher_pb2.ScoreChunk) -> None:
         if chunk.request_id in stream.sent:  # the client ignores the rest, so does its history

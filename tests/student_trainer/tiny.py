@@ -90,7 +90,10 @@ def job(material: Material, address: str = "localhost:1", **changes: Any) -> OnP
         "checkpoint": {"every": 4},
         "track": {"tensorboard": False},
     }
-    return OnPolicyJob.model_validate(_changed(values, changes))
+    values = _changed(values, changes)
+    if "teachers" in values:
+        values["teacher"].pop("address", None)  # refused beside `teachers`
+    return OnPolicyJob.model_validate(values)
 
 
 def offline_job(material: Material, store: Path, **changes: Any) -> OfflineJob:

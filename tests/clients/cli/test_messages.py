@@ -66,7 +66,10 @@ def test_a_reason_of_several_lines_is_one_line() -> None:
 
 
 def test_names_in_any_script_make_readable_ids() -> None:
-    ids = [next(run_ids("on_policy", name)) for name in ("数学", "数学", "读写", "数学 v2")]
+    ids = [
+        next(run_ids("on_policy", name))
+        for name in ("\u6570\u5b66", "\u6570\u5b66", "\u8bfb\u5199", "\u6570\u5b66 v2")
+    ]
     slugs = [one.rsplit("-", 1)[0] for one in ids]
     assert all(one.isascii() for one in ids)
     assert slugs[0] == slugs[1] != slugs[2]

@@ -244,7 +244,7 @@ def test_a_pull_that_is_a_reward_is_clipped_as_one(material: tiny.Material, tmp_
 def test_a_head_of_more_ids_than_there_are(material: tiny.Material, tmp_path: Path) -> None:
     config = tiny.rl_job(material, method__top_k=VOCABULARY + 1)
     with (
-        pytest.raises(InvalidInput, match=f"the student's {VOCABULARY} ids") as caught,
+        pytest.raises(InvalidInput, match=f"the {VOCABULARY} token ids of the student") as caught,
         trainer_of(tmp_path / "run", config),
     ):
         pass
