@@ -26,14 +26,14 @@ _LIMITS = [
     # A killed peer is noticed at once; a frozen one only by pings, every 30 s, with 10 s to reply.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # gRPC sends no keepalive ping while its own bandwidth ping is unanswered, so that ping needs a
-    # timeout too.
-    ("grpc.http2.ping_timeout_ms", 40_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 CHANNEL_OPTIONS = [
     *_LIMITS,
+    # gRPC sends no keepalive ping while its own bandwidth ping is unanswered, so that ping needs a
+    # timeout too.
+    ("grpc.http2.ping_timeout_ms", 40_000),
     # Reconnect to a restarted server within a second; gRPC's default backoff grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Despite its name, this is the timeout of one connection attempt.
@@ -47,6 +47,8 @@ SERVER_OPTIONS = [
     # Most bytes of unread requests that a stream keeps in the server's memory. Without a fixed
     # window gRPC raises it to several MiB, and a client that only sends fills it.
     ("grpc.http2.bdp_probe", 0),
+    # Without bandwidth pings this is the timeout of the keepalive ping.
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.lookahead_bytes", 512 << 10),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     # With port reuse, two servers on one port would each get half of the calls.

@@ -97,7 +97,7 @@ def trainer_of(job_id: str) -> psutil.Process:
     [found] = [
         process
         for process, line in lines.items()
-        if line[1:3] == ["-m", "student_trainer"] and job_id in " ".join(line)
+        if line[1:4] == ["-P", "-m", "student_trainer"] and job_id in " ".join(line)
     ]
     return found
 

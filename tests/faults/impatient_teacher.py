@@ -7,7 +7,7 @@ from protos.rpc import transport
 SCALED = {
     "grpc.keepalive_time_ms": 3_000,
     "grpc.keepalive_timeout_ms": 1_000,
-    "grpc.http2.ping_timeout_ms": 4_000,
+    "grpc.http2.ping_timeout_ms": 1_000,
 }
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def test_a_full_disk(forker: Forker, new_run: NewRun, data: Path, words: Path) -
     """Of a file that does not fit nothing is seen, and with room again the capture goes on."""
     config = job(data, words, teacher__top_k=32, method__shard_bytes=1 << 20)
     limited, free = new_run(config), new_run(config)
-    assert forker.finish(limited, file_bytes=4_000) == ExitCode.JOB_FAILED
+    assert forker.finish(limited, file_bytes=8_000) == ExitCode.JOB_FAILED
     status = limited.read_status()
     assert status is not None
     assert (status.verdict, status.error) == ("failed", "InternalFault")
