@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -53,12 +54,15 @@ def install_command(extra: str) -> str:
     return " ".join([_pip(), "install", *(packages or [f"'.[{extra}]'"])])
 
 
-def require_extra(extra: str, what: str, *, field: str = "") -> None:
+def require_extra(
+    extra: str, what: str, *, field: str = "", only: Collection[str] | None = None
+) -> None:
     """Raise InvalidInput if a package of `extra` is not installed.
 
     `what` is the subject of the message, such as "training"; `field` is the key that needs it.
+    `only` names the packages that are needed, if not all of the extra are.
     """
-    missing = missing_packages(extra)
+    missing = [name for name in missing_packages(extra) if only is None or name in only]
     if missing:
         raise InvalidInput(
             f"{what} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from clients.config.capture import CaptureJob
 from clients.config.common import TrainingJob
 from clients.config.kinds import AnyJob
-from clients.config.reward import GENERATED
+from clients.config.reward import GENERATED, RewardConfig
 from clients.config.rl import RLJob
 from protos.extras import require_extra
 
@@ -22,13 +22,14 @@ def check_packages(config: AnyJob) -> None:
     if isinstance(config, TrainingJob):
         require_extra("train", "training", field="method.type")
     if isinstance(config, RLJob):
-        _check_reward(config)
+        check_reward(config.reward)
+        if config.environment is not None:
+            require_extra("rl", "the search environment", field="environment.type")
 
 
-def _check_reward(config: RLJob) -> None:
-    if config.reward is not None and config.reward.type == "math":
-        require_extra("rl", "the reward math", field="reward.type")
-    if config.reward is not None and config.reward.type.startswith(GENERATED):
-        require_extra("gym", f"the reward {config.reward.type}", field="reward.type")
-    if config.environment is not None:
-        require_extra("rl", "the search environment", field="environment.type")
+def check_reward(reward: RewardConfig | None) -> None:
+    """Raise InvalidInput if a package that `reward` needs is not installed."""
+    if reward is not None and reward.type == "math":
+        require_extra("rl", "the reward math", field="reward.type", only={"math-verify"})
+    if reward is not None and reward.type.startswith(GENERATED):
+        require_extra("gym", f"the reward {reward.type}", field="reward.type")

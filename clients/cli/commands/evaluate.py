@@ -16,6 +16,7 @@ import typer
 
 from clients.cli.output import Output
 from clients.cli.settings import settings_of
+from clients.preflight.packages import check_reward
 from protos.errors import ExitCode, InternalFault, InvalidInput, NotFound, error_of
 from protos.extras import require_extra
 
@@ -117,9 +118,10 @@ def exam(
     }
     config = _checked(values)
     if endpoint:
-        require_extra("rl", "an evaluation over an endpoint", field="--endpoint")
+        require_extra("rl", "an evaluation over an endpoint", field="--endpoint", only={"httpx"})
     else:
         require_extra("train", "the evaluation of a local model", field="MODEL")
+    check_reward(config.reward)
     _require_columns(config)
     if not out:
         config = config.model_copy(update={"out": f"runs/eval-{_digest(config)}"})
