@@ -21,7 +21,7 @@ from clients.cli.listen_options import (
 )
 from clients.cli.version import VersionOption
 from distill_server import options
-from protos.errors import DistillError
+from protos.errors import DistillError, InvalidInput
 
 if TYPE_CHECKING:
     from distill_server.dashboard.serve import Dashboard
@@ -56,6 +56,7 @@ def serve(
     backoff: options.BackoffOption = 10.0,
     give_up_after: options.GiveUpAfterOption = 24.0,
     dashboard: options.DashboardPortOption = None,
+    external_url: options.ExternalUrlOption = "",
     database: options.DatabaseOption = None,
     ray: options.RayOption = None,
     version: VersionOption = False,
@@ -76,7 +77,7 @@ def serve(
             run_server(
                 runs,
                 database=database,
-                dashboard=None if dashboard is None else _dashboard(dashboard, tls),
+                dashboard=_dashboard(dashboard, external_url, tls),
                 endpoint=endpoint,
                 runner=_runner(ray),
                 policy=Policy(
@@ -96,14 +97,19 @@ def serve(
 def _machine(
     slots: int, gpus: int | None, cpus: int, threads_per_job: int, *, on_ray: bool
 ) -> Machine:
-    from distill_server.runners.machine import Machine, gpus_of_cluster, visible_gpus
+    from distill_server.runners.machine import (
+        UNCOUNTED,
+        Machine,
+        gpus_of_cluster,
+        visible_gpus,
+    )
 
     here = 0 if on_ray else (os.cpu_count() or 1) // 2
     names = gpus_of_cluster if on_ray else visible_gpus
     return Machine(
         slots=slots,
         cpus_per_job=threads_per_job or max(1, (cpus or here) // slots),
-        cpus=cpus,
+        cpus=cpus or (UNCOUNTED if on_ray else 0),
         gpus=None if gpus is None else names(gpus),
     )
 
@@ -121,8 +127,19 @@ def _runner(ray: str | None) -> Runner:
     return RayRunner(RayCluster(RayJobs(ray)))
 
 
-def _dashboard(port: int, tls: TlsFiles) -> Dashboard:
+def _dashboard(port: int | None, external_url: str, tls: TlsFiles) -> Dashboard | None:
+    if port is None:
+        if external_url:
+            raise InvalidInput(
+                "is for a server with a dashboard",
+                field="--external-url",
+                hint="add --dashboard PORT, or leave it out",
+            )
+        return None
     # Imported only for --dashboard, so that a server without it does not load the web server.
-    from distill_server.dashboard.serve import Dashboard
+    from distill_server.dashboard.serve import Dashboard, external_host
 
-    return Dashboard(port, tls, on_ready=lambda url: print(f"dashboard at {url}", flush=True))
+    external_host(external_url)
+    return Dashboard(
+        *(port, external_url, tls), on_ready=lambda url: print(f"dashboard at {url}", flush=True)
+    )

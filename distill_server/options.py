@@ -71,6 +71,14 @@ RayOption = Annotated[
         " --cpus limit what all jobs together use of the cluster.",
     ),
 ]
+ExternalUrlOption = Annotated[
+    str,
+    typer.Option(
+        "--external-url",
+        metavar="URL",
+        help="URL of the proxy through which users open the dashboard.",
+    ),
+]
 DashboardPortOption = Annotated[
     int | None,
     typer.Option(

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -45,3 +46,11 @@ def _refuse_processes(event: str, _: object) -> None:
     # What the test had open stays open: `make test-fast` ignores the warnings of that.
     if _running_a_test and event in _PROCESS_EVENTS:
         pytest.skip("starts a process")
+
+
+@pytest.fixture
+def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test starts by `subprocess`, and so on, is forked: see tests/forked_python.py."""
+    from tests.forked_python import ForkedPython
+
+    monkeypatch.setattr(subprocess, "Popen", ForkedPython)

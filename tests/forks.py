@@ -5,25 +5,62 @@ several as one group over gloo.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import sys
 import time
 from collections.abc import Callable
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context, reduction
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 _CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.preloaded", "tests.student_trainer.teachers.anchors"])
+_CONTEXT.set_forkserver_preload(["tests.preloaded"])
 _ROOT = Path(__file__).parents[1]
 
 
 def fork(target: Callable[..., object], *arguments: Any) -> BaseProcess:
     """`target(*arguments)` in a process of its own, started."""
-    process = _CONTEXT.Process(target=target, args=arguments)
+    sys.audit("os.fork")  # which happens elsewhere
+    process = _CONTEXT.Process(target=_run, args=(target, *arguments))
     with contextlib.chdir(_ROOT):  # where `tests` can be imported from
         process.start()
     return process
+
+
+def forking_address() -> str:
+    """Where the process listens from which all are forked."""
+    server: Any = forkserver._forkserver
+    with contextlib.chdir(_ROOT):
+        server.ensure_running()
+    return str(server._forkserver_address)
+
+
+def fork_from(address: str) -> None:
+    """In a forked process: fork its own processes from the same one, and start no other."""
+    server: Any = forkserver._forkserver
+    server._forkserver_address = address
+    server.ensure_running = lambda: None
+
+
+def _run(target: Callable[..., object], *arguments: Any) -> None:
+    gc.freeze()  # to collect around what is shared would be to copy it
+    target(*arguments)
+
+
+class Descriptor:
+    """An open file, which a forked process gets as an argument."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return _received, (reduction.DupFd(self.number),)
+
+
+def _received(sent: Any) -> Descriptor:
+    return Descriptor(sent.detach())
 
 
 class Forks:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
+
+from tests.ports import free_ports
 
 _START_SECONDS = 180.0  # seven on a quiet machine
 
@@ -26,7 +27,7 @@ class Cluster:
         self._cpus = cpus
         # Short: sockets live there, whose names have a limit.
         self._place = Path(f"/tmp/ray-{os.getpid()}")
-        port, self._page, *self._agents = _free_ports(2 + len(cpus))
+        port, self._page, *self._agents = free_ports(2 + len(cpus))
         self._dashboard = dashboard
         self._port = port
         self._nodes: list[subprocess.Popen[bytes]] = []
@@ -88,11 +89,3 @@ class Cluster:
             assert node.poll() is None, self._log.read_text()
             assert time.monotonic() < deadline, self._log.read_text()
             time.sleep(0.1)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        found = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in found:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in found]

@@ -257,7 +257,7 @@ class TeacherClient:
     def _unavailable(self, error: grpc.RpcError, lane: TeacherConnection) -> DistillError:
         call: Any = error
         if call.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return Unavailable(
+            return InvalidInput(
                 f"the server at {lane.address} is not a teacher",
                 field=self._field,
                 hint="give the HOST:PORT that distill-teacher printed",

@@ -189,8 +189,11 @@ class Pages:
         return RunDirectory(self.runs / self.store.resolve(request.path_params["job"]).id)
 
 
-def make_app(pages: Pages, *, tokens: Tokens, host: str) -> ASGIApp:
-    """Build the application with its access control. `host` is the address it listens on."""
+def make_app(pages: Pages, *, tokens: Tokens, host: str, external: str = "") -> ASGIApp:
+    """Build the application with its access control.
+
+    `host` is the address it listens on, `external` the host name of a proxy in front of it.
+    """
     a_job = "/api/jobs/{job}"
     routes = [
         Route("/api/access", pages.access),
@@ -212,7 +215,8 @@ def make_app(pages: Pages, *, tokens: Tokens, host: str) -> ASGIApp:
         HTTPException: _no_page,
         Exception: on_error,
     }
-    return Gate(Starlette(routes=routes, exception_handlers=faults), tokens=tokens, host=host)
+    app = Starlette(routes=routes, exception_handlers=faults)
+    return Gate(app, tokens=tokens, host=host, external=external)
 
 
 async def _no_page(request: Request, error: Exception) -> Response:

@@ -39,11 +39,12 @@ class Gate:
     user opens can send requests to it.
     """
 
-    def __init__(self, app: ASGIApp, *, tokens: Tokens, host: str) -> None:
-        """`host` is the address that the server listens on."""
+    def __init__(self, app: ASGIApp, *, tokens: Tokens, host: str, external: str = "") -> None:
+        """`host` is the address that the server listens on; `external` is a proxy's host name."""
         self._app = app
         self._tokens = tokens
         self._host = host
+        self._external = external
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
@@ -101,8 +102,9 @@ class Gate:
             return
         name = given.rpartition(":")[0] if not given.endswith("]") else given
         name = (name or given).strip("[]")
-        if not is_loopback(name):
+        if not is_loopback(name) and name.lower() != self._external:
             raise Forbidden(
                 f"requests for host {name!r} are refused on loopback",
-                hint=f"use http://{self._host}:PORT",
+                hint=f"use http://{self._host}:PORT; behind a proxy, start the server with"
+                f" --external-url https://{name}",
             )

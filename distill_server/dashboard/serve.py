@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from distill_server.dashboard.app import Pages, make_app
 from distill_server.dashboard.exposition import exposition
@@ -16,6 +17,7 @@ from distill_server.jobs.control import JobControl
 from distill_server.jobs.store import Store
 from distill_server.rpc.streams import Streams
 from protos.auth.tls import TlsFiles
+from protos.errors import InvalidInput
 from protos.rpc.server import Endpoint
 
 
@@ -23,10 +25,12 @@ from protos.rpc.server import Endpoint
 class Dashboard:
     """The settings of the dashboard. It uses the address, tokens and TLS of the gRPC port.
 
-    `port` 0 picks a free port. `on_ready` is called with the URL once the server listens.
+    `port` 0 picks a free port. `external_url` is the URL of a proxy in front of it, if there is
+    one. `on_ready` is called with the URL for users once the server listens.
     """
 
     port: int = 0
+    external_url: str = ""
     tls: TlsFiles = field(default_factory=TlsFiles)
     on_ready: Callable[[str], None] = lambda url: None
 
@@ -57,9 +61,25 @@ class Dashboard:
             exposition=exposition(store, slots),
             has_tokens=bool(endpoint.tokens),
         )
-        app = make_app(pages, tokens=endpoint.tokens, host=endpoint.host)
+        external = external_host(self.external_url)
+        app = make_app(pages, tokens=endpoint.tokens, host=endpoint.host, external=external)
         with bind(endpoint.host, self.port) as sock:
             async with listening(app, sock, self.tls):
                 host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
                 scheme = "https" if endpoint.tls else "http"
-                yield f"{scheme}://{host}:{sock.getsockname()[1]}"
+                yield self.external_url or f"{scheme}://{host}:{sock.getsockname()[1]}"
+
+
+def external_host(url: str) -> str:
+    """Return the lower-case host name of an external URL; "" for "".
+
+    Raises InvalidInput if it is not an http or https URL.
+    """
+    parts = urlsplit(url)
+    if url and (parts.scheme not in ("http", "https") or not parts.hostname):
+        raise InvalidInput(
+            f"{url!r} is not a URL",
+            field="--external-url",
+            hint="give the address that users open, such as https://distill.example/",
+        )
+    return parts.hostname or ""

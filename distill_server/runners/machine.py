@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,8 +27,9 @@ class Machine:
     """The resources for jobs. A job starts when a slot, its CPU threads and its GPUs are free.
 
     `slots` is the number of jobs that run at once. `cpus_per_job` is the number of CPU threads of a
-    job that requests none. `cpus` is the number of all jobs together; 0 means slots * cpus_per_job.
-    `gpus` are names as in CUDA_VISIBLE_DEVICES; None means that GPUs are not divided among jobs.
+    job that requests none; a job has at least one for each of its processes. `cpus` is the number
+    of all jobs together; 0 means slots * cpus_per_job. `gpus` are names as in CUDA_VISIBLE_DEVICES;
+    None means that GPUs are not divided among jobs.
     """
 
     slots: int = 1
@@ -42,6 +44,13 @@ class Machine:
 
     def require_room(self, job: AnyJob) -> None:
         """Raise InvalidInput if the job requests more than the whole machine has."""
+        if (processes := processes_of(job)) > self.all_cpus:
+            raise InvalidInput(
+                f"{processes} processes need {processes} CPU threads, the server has"
+                f" {self.all_cpus} for all jobs",
+                field="train.processes",
+                hint="use fewer processes, or start the server with a larger --cpus",
+            )
         if (cpus := self._cpus_of(job)) > self.all_cpus:
             raise InvalidInput(
                 f"the job asks for {cpus} CPU threads, the server has {self.all_cpus} for all jobs",
@@ -68,7 +77,8 @@ class Machine:
         return Share(cpus, tuple(free[:wanted])) if wanted <= len(free) else None
 
     def _cpus_of(self, job: AnyJob) -> int:
-        return job.resources.cpus or min(self.cpus_per_job, self.all_cpus)
+        asked = job.resources.cpus or min(self.cpus_per_job, self.all_cpus)
+        return max(asked, processes_of(job))  # a process needs at least one
 
     def _gpus_of(self, job: AnyJob) -> int:
         asked = job.resources.gpus
@@ -78,6 +88,8 @@ class Machine:
 
 
 ONE_JOB = Machine()
+# The number of CPU threads where a cluster counts them.
+UNCOUNTED = sys.maxsize
 
 
 def visible_gpus(count: int) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ COMMANDS = [
             "--data",
             "{job}",
         ],
-        "--endpoint: an evaluation over an endpoint needs bm25s, httpx,",
+        "--endpoint: an evaluation over an endpoint needs httpx,",
     ),
     (["distill-server", "--ray", "http://localhost:1"], "--ray: Ray is not installed"),
     (["distill", "store", "info", "{place}/store"], "reading or writing a store needs pyarrow"),

@@ -36,6 +36,7 @@ def write_exercises(path: Path, count: int) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_the_whole_of_it(tmp_path: Path) -> None:
     data = write_exercises(tmp_path / "train.jsonl", 72)
     out, docs, work = (tmp_path / name for name in ("out.json", "docs", "work"))

@@ -21,6 +21,7 @@ from clients.config.rl import RLJob
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_the_whole_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run of one arm is real; what an anchor costs is reckoned from times that are given."""
     timed: list[RLJob] = []

@@ -12,15 +12,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from clients.config.common import DataConfig, StudentConfig
 from clients.config.on_policy import OnPolicyJob
 from clients.jobs.client import DistillClient
 from distill_server.runners.local.process import claim, identity_of, kill_family
+from tests.forked_python import ForkedPython
 
 _COUNTER = itertools.count()
-SCRIPT = Path(__file__).with_name("scripted_server.py")
+SCRIPTED = [sys.executable, "-m", "tests.distill_server.scripted_server"]
 
 
 def job_config(name: str = "test", max_steps: int = 5) -> OnPolicyJob:
@@ -36,7 +38,7 @@ class Server:
     """A server process that can be killed and started again on the same port and directory."""
 
     def __init__(self, runs: Path, slots: int = 1, **options: object) -> None:
-        """`options`: of scripted_server.py."""
+        """`options`: of scripted_server.py. Its process is forked, see tests/forked_python.py."""
         self.runs = runs
         self.slots = slots
         self.options = options
@@ -50,6 +52,10 @@ class Server:
         return f"{self.host}:{self.port}"
 
     def start(self) -> None:
+        if self.port:
+            # To start a program again takes longer than that. By then its clients know that it is
+            # gone, and the shim that it was about to start is there.
+            time.sleep(0.3)
         self.process = self.launch()
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -59,9 +65,7 @@ class Server:
     def launch(self) -> subprocess.Popen[str]:
         where = [str(self.runs), self.host, str(self.port), str(self.slots)]
         where.append(json.dumps(self.options))
-        return subprocess.Popen(
-            [sys.executable, str(SCRIPT), *where], stdout=subprocess.PIPE, text=True
-        )
+        return ForkedPython([*SCRIPTED, *where], stdout=subprocess.PIPE, text=True)
 
     def kill(self, signum: int = signal.SIGKILL) -> int:
         assert self.process is not None
@@ -91,13 +95,22 @@ def end_attempt(directory: Path) -> None:
     card = directory / "shim.json"
     if claim(directory):
         return
-    eventually(lambda: card.exists() or (directory / "exit.json").exists())
+    # A server that found no shim has the claim itself, and then there is nothing to wait for.
+    eventually(
+        lambda: card.exists() or (directory / "exit.json").exists() or not has_shim(directory)
+    )
     if card.exists():
         found = json.loads(card.read_text())
         who = identity_of(found["pid"])
         if who is not None and who.start_time == found["start_time"]:
             os.kill(who.pid, signal.SIGKILL)
         kill_family(found["mark"])
+
+
+def has_shim(directory: Path) -> bool:
+    """Whether a process was told to write its log there."""
+    lines = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
+    return any(str(directory / "rank-0.log") in line for line in lines)
 
 
 def eventually(true: Callable[[], object], seconds: float = 60.0) -> None:

@@ -19,6 +19,7 @@ from clients.config.kinds import AnyJob, processes_of
 from clients.runs.directory import RunDirectory
 from clients.runs.launch import trainer_command
 from tests.distill_server.conftest import Server
+from tests.forked_python import ForkedPython
 
 # A warning in one of our processes is an error there, as it is in this one.
 ENVIRONMENT = {
@@ -110,13 +111,13 @@ def weights(run: RunDirectory) -> str:
 
 
 class RealServer(Server):
-    """`python -m distill_server` with the real trainer."""
+    """`distill-server` in a forked process, with real trainers, which it launches."""
 
     def launch(self) -> subprocess.Popen[str]:
         where = ["--runs", str(self.runs), "--host", self.host, "--port", str(self.port)]
         options = ["--slots", str(self.slots), "--threads-per-job", "1"]
         options += ["--retries", "1", "--backoff", "0.5"]
-        return subprocess.Popen(
+        return ForkedPython(
             [sys.executable, "-m", "distill_server", *where, *options],
             stdout=subprocess.PIPE,
             text=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -15,6 +14,7 @@ import pytest
 from clients.runs.directory import RunDirectory
 from tests.documents import ROOT, blocks
 from tests.end_to_end.processes import ENVIRONMENT, metrics_of
+from tests.ports import free_ports
 
 QUESTIONS = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 # A minute in place of a quarter of an hour.
@@ -35,7 +35,7 @@ SMALLER = {
 def test_distil_on_real_questions(tmp_path: Path) -> None:
     """The lines of docs/operations.md, pasted as they stand."""
     first, then = blocks("docs/operations.md", "gsm8k")
-    port = free_port()
+    port = free_ports(1)[0]
     changes = {
         **SMALLER,
         "path/to/train.jsonl": str(QUESTIONS),
@@ -76,10 +76,3 @@ def pasted(script: str, place: Path) -> str:
         process.wait()
     assert code == 0, err.read_text()
     return out.read_text()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

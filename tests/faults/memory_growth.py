@@ -68,7 +68,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         tiers = ["--cache-dir", f"{directory}/rows", "--cache-memory-mib", "16"]
         limit = ["--cache-disk-gib", "1"]
-        teacher = TeacherProcess([*fake(), *tiers, *limit], log=Path(directory) / "log")
+        log = Path(directory) / "log"
+        teacher = TeacherProcess([*fake(), *tiers, *limit], log=log, launched=True)
         try:
             _watch(teacher, Path(directory) / "rows", options.minutes, options.rate)
         finally:

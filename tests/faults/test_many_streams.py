@@ -91,7 +91,7 @@ def test_a_hundred_slow_readers(start_teacher: StartTeacher) -> None:
     "As ever" is as by a teacher without readers on the same machine, which is asked in turn with
     the other.
     """
-    teacher, idle = start_teacher(*fake()), start_teacher(*fake())
+    teacher, idle = (start_teacher(*fake(), launched=True) for _ in range(2))
     server = psutil.Process(teacher.process.pid)
     p99(teacher, idle)
     resident = server.memory_info().rss
@@ -193,7 +193,7 @@ def test_a_light_client_beside_a_deep_one(start_teacher: StartTeacher) -> None:
 @pytest.mark.slow
 def test_a_thousand_streams(start_teacher: StartTeacher) -> None:
     """Every one ends with its rows or is told to come again, and leaves no descriptor behind."""
-    teacher = start_teacher(*fake())
+    teacher = start_teacher(*fake(), launched=True)
     server = psutil.Process(teacher.process.pid)
     with client_process(teacher, "burst", 10) as few:  # what is opened once, is
         few.communicate(timeout=60)

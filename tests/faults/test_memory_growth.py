@@ -30,7 +30,7 @@ def always_the_same() -> Ask:
 
 
 def growth(start: StartTeacher, ask: Ask, *cache: str, module: str = "teacher_service") -> float:
-    teacher = start(*fake(), *cache, module=module)
+    teacher = start(*fake(), *cache, module=module, launched=True)
     found = bytes_a_query(teacher, ask, rounds=24, each=500)
     print(f"{found:+.0f} bytes a query")
     return found

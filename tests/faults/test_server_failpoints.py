@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +13,9 @@ import pytest
 from clients.jobs.client import DistillClient
 from clients.jobs.job import TERMINAL, JobState
 from protos.errors import Unavailable
-from tests.distill_server.conftest import SCRIPT, Server, end_attempt, eventually, job_config
+from tests.distill_server.conftest import SCRIPTED, Server, end_attempt, eventually, job_config
 from tests.distill_server.jobs.history import History
+from tests.forked_python import ForkedPython
 
 KEY = "the same key"
 # Reached by a job that is submitted and runs to its end.
@@ -49,12 +49,7 @@ class ArmedServer(Server):
         where = [str(self.runs), self.host, str(self.port), str(self.slots)]
         environment = {**os.environ, "DISTILL_FAILPOINT": self.spec}
         self.spec = ""
-        return subprocess.Popen(
-            [sys.executable, str(SCRIPT), *where],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        return ForkedPython([*SCRIPTED, *where], stdout=subprocess.PIPE, text=True, env=environment)
 
     def rise_again(self) -> None:
         """Wait for its death, and start the next."""

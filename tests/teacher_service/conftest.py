@@ -10,7 +10,9 @@ from tests.teacher_service.processes import TeacherProcess
 
 
 class StartTeacher(Protocol):
-    def __call__(self, *args: str, port: int = 0, **options: str) -> TeacherProcess: ...
+    def __call__(
+        self, *args: str, port: int = 0, launched: bool = False, **options: str
+    ) -> TeacherProcess: ...
 
 
 @pytest.fixture
@@ -18,11 +20,12 @@ def start_teacher(tmp_path: Path) -> Iterator[StartTeacher]:
     """Starts teachers; what still runs at the end of the test is killed."""
     started: list[TeacherProcess] = []
 
-    def start(*args: str, port: int = 0, **options: str) -> TeacherProcess:
+    def start(*args: str, port: int = 0, launched: bool = False, **options: str) -> TeacherProcess:
         # No test may read or fill the user's own cache.
         if "--cache-dir" not in args:
             args = (*args, "--no-cache")
-        started.append(TeacherProcess(args, log=tmp_path / "teacher.log", port=port, **options))
+        log = tmp_path / "teacher.log"
+        started.append(TeacherProcess(args, log=log, port=port, launched=launched, **options))
         return started[-1]
 
     yield start

@@ -6,12 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.forked_python import ForkedPython
+
 
 class TeacherProcess:
-    """`python -m teacher_service`, ready when the constructor returns."""
+    """`python -m teacher_service`, ready when the constructor returns.
+
+    It is forked from a process that has imported it, unless it is `launched`: then its memory and
+    its command line are its own.
+    """
 
     def __init__(
         self,
@@ -21,11 +28,14 @@ class TeacherProcess:
         port: int = 0,
         failpoint: str = "",
         module: str = "teacher_service",
+        launched: bool = False,
     ) -> None:
         self.log = log
+        if port and not launched:
+            time.sleep(0.3)  # to start a program again takes longer than that
         command = [sys.executable, "-m", module, *args, "--port", str(port)]
         with log.open("ab") as stderr:
-            self.process = subprocess.Popen(
+            self.process = (subprocess.Popen if launched else ForkedPython)(
                 command,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

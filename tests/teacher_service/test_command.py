@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -13,19 +12,17 @@ import pytest
 
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
+from tests.forked_python import run_forked
 from tests.teacher_service.conftest import StartTeacher
 
 FAKE = ["--engine", "fake", "--model", "vocab=64"]
 
 
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "teacher_service", "--port", "0", *args],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def run(*args: str, launched: bool = False) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "teacher_service", "--port", "0", *args]
+    if launched:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return run_forked(command, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +40,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 )
 def test_a_wrong_setting_is_one_sentence(args: list[str], field: str) -> None:
     began = time.monotonic()
-    done = run(*args)
+    done = run(*args, launched="vocab=x" in args)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith(f"error: {field}: ")
@@ -83,7 +80,7 @@ def test_the_disk_tier_survives_a_restart(start_teacher: StartTeacher, tmp_path:
 
 
 def test_a_real_model_end_to_end(start_teacher: StartTeacher, tiny_model: Path) -> None:
-    teacher = start_teacher("--model", str(tiny_model), "--batch-invariant")
+    teacher = start_teacher("--model", str(tiny_model), "--batch-invariant", launched=True)
     tokens = np.random.default_rng(0).integers(0, 90, (20, 30)).astype(np.int32)
     asked = [ScoreQuery(row, 1, top_k=8) for row in tokens]
     with TeacherClient(teacher.address) as client:

@@ -16,7 +16,6 @@ import typer
 
 from clients.cli.output import Output
 from clients.cli.settings import settings_of
-from clients.preflight.packages import check_reward
 from protos.errors import ExitCode, InternalFault, InvalidInput, NotFound, error_of
 from protos.extras import require_extra
 
@@ -117,16 +116,22 @@ def exam(
         "patience_seconds": patience,
     }
     config = _checked(values)
-    if endpoint:
-        require_extra("rl", "an evaluation over an endpoint", field="--endpoint", only={"httpx"})
-    else:
-        require_extra("train", "the evaluation of a local model", field="MODEL")
-    check_reward(config.reward)
+    _require_packages(config)
     _require_columns(config)
     if not out:
         config = config.model_copy(update={"out": f"runs/eval-{_digest(config)}"})
     output.say(f"answers are stored in {config.out}")
     return _concluded(_asked(config, output), config, output)
+
+
+def _require_packages(config: ExamConfig) -> None:
+    from clients.preflight.packages import check_reward
+
+    if config.endpoint:
+        require_extra("rl", "an evaluation over an endpoint", field="--endpoint", only={"httpx"})
+    else:
+        require_extra("train", "the evaluation of a local model", field="MODEL")
+    check_reward(config.reward)
 
 
 def _named(models: Sequence[str], *, local: bool) -> dict[str, str]:

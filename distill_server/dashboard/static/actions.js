@@ -68,7 +68,7 @@ export class Actions {
   async send(wish, values) {
     this.fault.hidden = true;
     try {
-      this.learn(await post(`/api/jobs/${encodeURIComponent(this.job.id)}/${wish}`, values));
+      this.learn(await post(`api/jobs/${encodeURIComponent(this.job.id)}/${wish}`, values));
     } catch (error) {
       this.fault.textContent = error instanceof Fault ? error.sentence : "the server does not answer";
       this.fault.hidden = false;

@@ -31,13 +31,13 @@ class JobPage {
 
   async open() {
     try {
-      this.job = await get(`/api/jobs/${encodeURIComponent(this.asked)}`);
+      this.job = await get(`api/jobs/${encodeURIComponent(this.asked)}`);
     } catch (error) {
       this.fail(error);
       return;
     }
     if (this.closed) return;
-    const path = `/api/jobs/${encodeURIComponent(this.job.id)}`;
+    const path = `api/jobs/${encodeURIComponent(this.job.id)}`;
     this.log = new LogView(path);
     this.samples = new SamplesView(path);
     this.build();
@@ -103,7 +103,7 @@ class JobPage {
   /** Reads the job again: its start and end times are not in its events. */
   async refresh() {
     try {
-      this.learn(await get(`/api/jobs/${encodeURIComponent(this.job.id)}`));
+      this.learn(await get(`api/jobs/${encodeURIComponent(this.job.id)}`));
     } catch (error) {
       if (error instanceof Fault) this.fail(error);
     }

@@ -52,7 +52,7 @@ class JobsPage {
     const asked = new URLSearchParams({
       state: this.state, before: this.cursors.at(-1), search: this.search.value,
     });
-    this.close = follow(`/api/events?${asked}`, {
+    this.close = follow(`api/events?${asked}`, {
       page: (answer) => this.draw(answer),
       fault: (error) => this.tell(error.sentence),
     });

@@ -30,7 +30,7 @@ async function show() {
   turn += 1;
   const mine = turn;
   try {
-    const access = await get("/api/access");
+    const access = await get("api/access");
     if (mine !== turn) return; // the user has opened another page meanwhile
     tellAccess(access);
     content.replaceChildren();

@@ -14,7 +14,7 @@ export function openTeachers(root) {
     el("p", {class: "hint"}, "The teachers of running jobs and their current load."), cards);
   return repeat(SECONDS, async () => {
     try {
-      const {teachers} = await get("/api/teachers");
+      const {teachers} = await get("api/teachers");
       cards.replaceChildren(...(teachers.length
         ? teachers.map((teacher) => card(teacher, rate(teacher, before)))
         : [el("p", {class: "notice"}, "No running job has a teacher.")]));

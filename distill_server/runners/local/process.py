@@ -2,7 +2,8 @@
 
 A pid is reused, so boot id, pid and start time together identify a process. The processes of one
 attempt carry a mark in their environment. Children inherit it, even if they change their process
-group or session.
+group or session. A process can overwrite its environment (setproctitle does), so the shim also
+follows the descendants of its trainer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,16 +38,8 @@ def boot_id() -> str:
 
 def identity_of(pid: int) -> Identity | None:
     """Return the identity of the process with this pid; None if there is none or it is a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The command's name may contain spaces and parentheses, so split after its last ")". The next
-    # field is the state.
-    fields = stat[stat.rindex(")") + 2 :].split()
-    if fields[0] in "ZX":
-        return None
-    return Identity(boot_id(), pid, int(fields[19]))
+    fields = _stat(pid)
+    return None if fields is None else Identity(boot_id(), pid, int(fields[19]))
 
 
 def send_signal(who: Identity, signum: int) -> bool:
@@ -70,35 +63,86 @@ def send_signal(who: Identity, signum: int) -> bool:
     return True
 
 
-def family(mark: str) -> list[Identity]:
-    """Return the live processes of this user whose environment contains the mark."""
+def family(mark: str, known: Iterable[Identity] = ()) -> list[Identity]:
+    """Return the live processes of an attempt.
+
+    They are the processes of this user whose environment contains the mark, the processes of
+    `known` that are still alive, and the descendants of both. A process that overwrites its
+    environment, as setproctitle does, is found as a descendant or in `known`.
+    """
     wanted = f"{MARK}={mark}".encode()
-    found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
+    living, parents = _processes()
+    found = {pid for pid, who in living.items() if who in set(known)}
+    for pid in living.keys() - found:
         try:
-            environment = Path(f"/proc/{name}/environ").read_bytes()
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             continue  # the process is gone, or belongs to another user
-        if wanted in environment.split(b"\0") and (who := identity_of(int(name))):
-            found.append(who)
-    return found
+        if wanted in environment.split(b"\0"):
+            found.add(pid)
+    return [living[pid] for pid in sorted(found | _below(found, parents))]
 
 
-def kill_family(mark: str, patience_seconds: float = 10.0) -> bool:
-    """Send SIGKILL to all processes with the mark, repeatedly, until none is left.
+def descendants(pid: int) -> list[Identity]:
+    """Return the live processes below the process `pid`, without itself."""
+    living, parents = _processes()
+    return [living[below] for below in sorted(_below({pid}, parents) - {pid})]
 
+
+def kill_family(
+    mark: str, patience_seconds: float = 10.0, *, known: Iterable[Identity] = (), under: int = 0
+) -> bool:
+    """Send SIGKILL to all processes of an attempt, repeatedly, until none is left.
+
+    The processes are those of `family(mark, known)` and the descendants of the process `under`.
     Returns False if some are still alive after `patience_seconds`.
     """
+    known = set(known)
     deadline = time.monotonic() + patience_seconds
-    while members := family(mark):
+    while members := {*family(mark, known), *(descendants(under) if under else ())}:
         if time.monotonic() > deadline:
             return False
         for who in members:
             send_signal(who, signal.SIGKILL)
+        known |= members
         time.sleep(0.01)
     return True
+
+
+def _processes() -> tuple[dict[int, Identity], dict[int, int]]:
+    """Return all live processes by pid, and the parent of each."""
+    boot = boot_id()
+    living, parents = {}, {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (fields := _stat(int(name))):
+            living[int(name)] = Identity(boot, int(name), int(fields[19]))
+            parents[int(name)] = int(fields[1])
+    return living, parents
+
+
+def _below(roots: Iterable[int], parents: Mapping[int, int]) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    found, waiting = set(), list(roots)
+    while waiting:
+        for child in children.get(waiting.pop(), ()):
+            if child not in found:
+                found.add(child)
+                waiting.append(child)
+    return found
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Return the fields of /proc/PID/stat from the state on; None for a zombie or no process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command's name may contain spaces and parentheses, so split after its last ")". The next
+    # field is the state.
+    fields = stat[stat.rindex(")") + 2 :].split()
+    return None if fields[0] in "ZX" else fields
 
 
 # The shim and the server share the following functions. They do not use clients.runs.directory,

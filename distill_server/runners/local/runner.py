@@ -29,10 +29,14 @@ from distill_server.runners.local.process import (
     boot_id,
     claim,
     identity_of,
-    kill_family,
     send_signal,
 )
-from distill_server.runners.local.shim_files import Card, card_of, exit_code_of
+from distill_server.runners.local.shim_files import (
+    Card,
+    card_of,
+    exit_code_of,
+    kill_processes,
+)
 from distill_server.runners.machine import Share
 from distill_server.runners.teacher_token import teacher_token
 from distill_server.runners.trainer_environment import trainer_environment
@@ -136,7 +140,7 @@ class LocalRunner:
         """Kill the processes of a dead shim, so that no two trainers share a run directory."""
         if card.shim.boot_id != boot_id():
             return Lost(blameless=True)
-        kill_family(card.mark)
+        kill_processes(directory, card)
         return self._lost(directory)
 
     def _lost(self, directory: Path) -> Lost:

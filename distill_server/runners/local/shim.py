@@ -2,8 +2,9 @@
 
     python -m distill_server.runners.local.shim LOG_FILE GRACE_SECONDS [--rank DIRECTORY] -- argv...
 
-Beside the log, the shim writes shim.json (its own and the trainer's process), touches `heartbeat`
-every second, and at the end writes exit.json (the exit code). On SIGTERM it sends SIGTERM to the
+Beside the log, the shim writes shim.json (its own and the trainer's process), every second touches
+`heartbeat` and writes processes.json (the processes of the attempt, if they have changed), and at
+the end writes exit.json (the exit code). On SIGTERM it sends SIGTERM to the
 trainer's process group, and SIGKILL after the grace period. On SIGQUIT, or if a newer attempt has
 started, it sends SIGKILL.
 
@@ -14,6 +15,7 @@ process when the other end of its stdin is closed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import select
@@ -25,8 +27,10 @@ from pathlib import Path
 from clients.runs.fence import is_fenced
 from distill_server.runners.local.process import (
     MARK,
+    Identity,
     boot_id,
     claim,
+    descendants,
     identity_of,
     kill_family,
     write_json,
@@ -34,6 +38,7 @@ from distill_server.runners.local.process import (
 
 _WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGQUIT}
 _HEARTBEAT_SECONDS = 1.0
+_PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 # The exit code of a shell for a command that it cannot run.
 _CANNOT_RUN = 127
 
@@ -58,6 +63,8 @@ def main() -> None:
 
 def _run(directory: Path, log: Path, grace_seconds: float, argv: list[str], *, owned: bool) -> None:
     mark = secrets.token_hex(16)
+    # Orphans of the trainer become children of this process, so that none is out of its sight.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         child = _spawn(log, mark, argv)
     except OSError as error:
@@ -66,10 +73,10 @@ def _run(directory: Path, log: Path, grace_seconds: float, argv: list[str], *, o
         return
     try:
         _introduce(directory, mark, child)
-        code = _follow(child, mark, directory / "heartbeat", grace_seconds, owned=owned)
+        code = _follow(child, mark, directory, grace_seconds, owned=owned)
     finally:
         # Remaining ranks and workers would keep memory, ports and the lock of the run directory.
-        kill_family(mark)
+        kill_family(mark, under=os.getpid())
     _write_exit(directory, code)
 
 
@@ -112,17 +119,20 @@ def _introduce(directory: Path, mark: str, child: int) -> None:
     write_json(directory / "shim.json", card)
 
 
-def _follow(child: int, mark: str, heartbeat: Path, grace_seconds: float, *, owned: bool) -> int:
+def _follow(child: int, mark: str, directory: Path, grace_seconds: float, *, owned: bool) -> int:
     """Wait for the trainer's end and return its exit code; -N means that signal N killed it.
 
     `owned`: also kill the trainer when the other end of stdin is closed.
     """
     kill_at, unwanted = float("inf"), False
+    written: list[Identity] = []
     while True:
         with contextlib.suppress(OSError):
-            heartbeat.touch()
+            (directory / "heartbeat").touch()
+            written = _write_processes(directory, written)
         pause = min(_HEARTBEAT_SECONDS, max(0.0, kill_at - time.monotonic()))
         event = signal.sigtimedwait(_WATCHED, pause)
+        _reap_orphans(child)
         # WNOWAIT keeps the ended trainer a zombie, so its pid and process group are not reused.
         ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         told = event.si_signo if event is not None else 0
@@ -135,9 +145,29 @@ def _follow(child: int, mark: str, heartbeat: Path, grace_seconds: float, *, own
         killed = told == signal.SIGQUIT or time.monotonic() >= kill_at or still_unwanted
         if ended or killed:
             _signal_group(child, signal.SIGKILL)
-            kill_family(mark)
+            kill_family(mark, under=os.getpid())
         if ended:
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _write_processes(directory: Path, written: list[Identity]) -> list[Identity]:
+    """Write processes.json if the attempt's processes are not `written`; return what it has now.
+
+    If the shim is killed, the server kills these processes.
+    """
+    found = descendants(os.getpid())
+    if found != written:
+        pairs = [[who.pid, who.start_time] for who in found]
+        write_json(directory / "processes.json", {"boot_id": boot_id(), "processes": pairs})
+    return found
+
+
+def _reap_orphans(trainer: int) -> None:
+    """Wait for the ended children of this process, up to the trainer if it has ended."""
+    while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if ended.si_pid == trainer:
+            return
+        os.waitpid(ended.si_pid, 0)
 
 
 def _hung_up() -> bool:

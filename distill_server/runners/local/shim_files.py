@@ -1,6 +1,7 @@
-"""Reads the files of a shim: shim.json (its identity and mark) and exit.json (the exit code).
+"""Reads the files of a shim: shim.json, processes.json and exit.json.
 
-Between writing the two, a shim touches the file `heartbeat` every second.
+They have the shim's identity and mark, the processes of its attempt, and the exit code. Until it
+writes the last, a shim touches the file `heartbeat` every second.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from distill_server.runners.local.process import Identity, read_json
+from distill_server.runners.local.process import Identity, kill_family, read_json
 
 
 @dataclass(frozen=True)
@@ -32,3 +33,16 @@ def exit_code_of(directory: Path) -> int | None:
     """Read the exit code from exit.json; -N for signal N, None if the file is missing."""
     code = (read_json(directory / "exit.json") or {}).get("code")
     return code if isinstance(code, int) else None
+
+
+def kill_processes(directory: Path, card: Card) -> None:
+    """Kill the processes of the attempt in `directory`, after the death of its shim."""
+    kill_family(card.mark, known=_processes_of(directory))
+
+
+def _processes_of(directory: Path) -> list[Identity]:
+    match read_json(directory / "processes.json"):
+        case {"boot_id": str(boot), "processes": list(pairs)}:
+            found = [pair for pair in pairs if isinstance(pair, list) and len(pair) == 2]
+            return [Identity(boot, pid, start) for pid, start in found]
+    return []

@@ -13,8 +13,8 @@ from pathlib import Path
 import ray
 
 from distill_server.runners.interface import KILL_GRACE_SECONDS
-from distill_server.runners.local.process import kill_family, send_signal
-from distill_server.runners.local.shim_files import card_of, exit_code_of
+from distill_server.runners.local.process import send_signal
+from distill_server.runners.local.shim_files import card_of, exit_code_of, kill_processes
 from distill_server.runners.ray.places import Place
 from distill_server.runners.trainer_environment import allowed
 
@@ -73,7 +73,7 @@ class Rank:
             ours.recv(1)  # blocks until the shim ends; it never sends data
         code = exit_code_of(directory)
         if code is None and (card := card_of(directory)):
-            kill_family(card.mark)  # the shim was killed, so its processes may still run
+            kill_processes(directory, card)  # the shim was killed, so its processes may still run
         return -signal.SIGKILL if code is None else code
 
     def stop(self, directory: Path, *, now: bool) -> None:

@@ -269,6 +269,21 @@ def test_something_else_there() -> None:
         assert time.monotonic() - began < 10
 
 
+def test_a_server_that_is_not_a_teacher_is_no_outage() -> None:
+    """The user must change the address, so nobody waits for it."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with TeacherClient(f"127.0.0.1:{port}", patience_seconds=60.0) as client:
+            with pytest.raises(InvalidInput, match="is not a teacher"):
+                client.info()
+            failed = client.submit(queries(1)[0]).exception(WAIT)
+            assert isinstance(failed, InvalidInput), failed
+    finally:
+        server.stop(None)
+
+
 class BrokenTeacher(teacher_pb2_grpc.TeacherServicer):
     """Every call fails, with details that a program of ours would not write."""
 

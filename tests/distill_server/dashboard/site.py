@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from clients.config.on_policy import OnPolicyJob
 from clients.jobs.client import DistillClient
 from tests.distill_server.conftest import end_attempt, job_config
+from tests.forked_python import ForkedPython
 
 ROOT = Path(__file__).parents[3]
 TOKENS = {role: role[0] * 43 for role in ("read", "submit", "admin")}
@@ -44,7 +45,7 @@ class Site:
         self.log = runs.with_suffix(".log")
         words = [str(runs), str(patience), str(port)]
         with self.log.open("ab") as stderr:
-            self.process = subprocess.Popen(
+            self.process = ForkedPython(
                 [sys.executable, "-m", "tests.distill_server.dashboard.scripted_site", *words],
                 stdout=subprocess.PIPE,
                 stderr=stderr,

@@ -66,6 +66,14 @@ def test_threads_bound_what_runs(tmp_path: Path) -> None:
         assert list(running(server)) == [jobs[1], jobs[2], jobs[3]]
 
 
+def test_each_process_has_a_thread(tmp_path: Path) -> None:
+    with small_server(tmp_path, Policy(Machine(slots=9, cpus=8))) as server:
+        jobs = [submit(server, train={"processes": n}).id for n in (6, 2, 1)]
+        assert [share.cpus for share in running(server).values()] == [6, 2]
+        server.runner.end(jobs[0], Exited(1))
+        assert jobs[2] in running(server)
+
+
 def test_what_is_never_there_is_refused(tmp_path: Path) -> None:
     with small_server(tmp_path, Policy(EIGHT)) as server:
         with pytest.raises(InvalidInput, match="asks for 9 GPUs, the server has 8") as caught:
@@ -73,6 +81,9 @@ def test_what_is_never_there_is_refused(tmp_path: Path) -> None:
         assert caught.value.field == "resources.gpus"
         with pytest.raises(InvalidInput, match="asks for 17 CPU threads, the server has 16"):
             submit(server, resources={"cpus": 17})
+        with pytest.raises(InvalidInput, match="17 processes need 17 CPU threads") as caught:
+            submit(server, train={"processes": 17}, resources={"gpus": 0})
+        assert caught.value.field == "train.processes"
         assert list(tmp_path.glob("on-policy*")) == []
 
 

@@ -164,6 +164,49 @@ def test_leftovers_are_killed_when_the_trainer_ends(run: RunDirectory) -> None:
     assert family(str(card_of(run)["mark"])) == []
 
 
+# In a session of its own, an orphan, and without the mark: as vLLM's processes, which are renamed.
+HIDDEN = (
+    "import subprocess, time\n"
+    "subprocess.run(['sh', '-c', 'env -i setsid sleep 98765 & echo $!'])\n"
+    "print('up', flush=True)\n"
+)
+
+
+def hidden(run: RunDirectory) -> int:
+    log = run.log_file(1)
+    eventually(lambda: log.exists() and log.read_text().endswith("up\n"))
+    return int(log.read_text().split()[0])
+
+
+def test_a_process_without_the_mark_ends_with_its_trainer(run: RunDirectory) -> None:
+    runner = start(run, HIDDEN)
+    pid = hidden(run)
+    eventually(lambda: runner.poll(run, 1) == Exited(0))
+    assert identity_of(pid) is None
+
+
+def test_a_process_without_the_mark_ends_with_its_shim(run: RunDirectory) -> None:
+    runner = start(run, HIDDEN + "time.sleep(99)")
+    who = identity_of(hidden(run))
+    assert who is not None
+    assert who not in family(str(card_of(run)["mark"]))
+    processes = run.logs(1) / "processes.json"
+    eventually(lambda: processes.exists() and str(who.pid) in processes.read_text())
+    os.kill(int(str(card_of(run)["pid"])), signal.SIGKILL)
+    eventually(lambda: runner.poll(run, 1) == Lost(blameless=False))
+    assert identity_of(who.pid) is None
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE)
+def test_a_list_of_processes_that_is_nonsense(run: RunDirectory, nonsense: str) -> None:
+    runner = start(run, "import time; time.sleep(99)")
+    card = card_of(run)
+    os.kill(int(str(card["pid"])), signal.SIGKILL)
+    (run.logs(1) / "processes.json").write_text(nonsense)
+    eventually(lambda: runner.poll(run, 1) == Lost(blameless=False))
+    assert family(str(card["mark"])) == []
+
+
 def test_trainer_ignoring_sigterm_is_killed_after_the_grace(run: RunDirectory) -> None:
     directory = run.logs(1)
     directory.mkdir(parents=True)

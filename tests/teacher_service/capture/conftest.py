@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.teacher_service.capture.forking import Forker
 from tests.teacher_service.capture.material import capture_here, job, pairs, save_words, write_pairs
 
 
@@ -25,10 +23,3 @@ def whole(words: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """A store that nobody disturbed and nobody may change."""
     _, store = capture_here(tmp_path_factory.mktemp("whole") / "run", job(data, words))
     return store
-
-
-@pytest.fixture(scope="session")
-def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forker]:
-    made = Forker(tmp_path_factory.mktemp("forker") / "log")
-    yield made
-    made.close()

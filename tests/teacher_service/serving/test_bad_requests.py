@@ -146,7 +146,7 @@ def changed(message: Any, rng: np.random.Generator) -> bytes:
 
 @pytest.fixture
 def teacher(start_teacher: StartTeacher) -> TeacherProcess:
-    return start_teacher(*FAKE)
+    return start_teacher(*FAKE, launched=True)
 
 
 @pytest.fixture

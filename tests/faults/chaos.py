@@ -1,0 +1,400 @@
+"""Injects faults into a whole installation for some minutes, and checks that no job notices.
+
+    python -m tests.faults.chaos --minutes 30 [--seed 0] [--every 10]
+
+One server, two teachers, a Redis and twelve jobs of three methods. Every few seconds one fault: a
+process is killed or asked to end, both teachers are away, the database's disk is full, the run
+directories do not answer, Redis is frozen. A supervisor starts server, teachers and Redis again,
+as systemd would; nobody helps a job. At the end every job must have SUCCEEDED, with each event
+once and with the weights of an undisturbed run.
+
+It needs root, for a small disk (tmpfs), and bindfs, for directories that stop answering; without
+bindfs this one fault is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from clients.config.kinds import AnyJob
+from clients.jobs.client import DistillClient
+from clients.jobs.job import TERMINAL, JobState
+from clients.runs.directory import RunDirectory
+from distill_server.runners.local.process import MARK
+from protos.errors import DistillError
+from tests.end_to_end.processes import metrics_of, weights
+from tests.ports import free_ports
+from tests.student_trainer.tiny import curve
+from tests.teacher_service.cache.redis_server import redis_binary
+
+if TYPE_CHECKING:
+    from tests.student_trainer.tiny import Material
+
+JOBS = 12
+SLOTS = 3
+STEPS = {"on_policy": 400, "rl": 60, "offline": 400}
+DISK_BYTES = 32 << 20
+FULL_SECONDS = HUNG_SECONDS = FROZEN_SECONDS = 15.0
+# After the last fault, every job must end within this time.
+END_SECONDS = 1200.0
+
+
+class Service:
+    """A process that is started again one second after it has ended, unless it is held back."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+        self.name, self._command, self._log = name, list(command), log
+        self._held, self._closed = threading.Event(), False
+        self.starts = 0
+        self.process = self._start()
+        self._thread = threading.Thread(target=self._supervise, daemon=True)
+        self._thread.start()
+
+    def away(self, seconds: float) -> None:
+        """End the process, and start no other before some seconds have passed."""
+        self._held.set()
+        self.process.kill()
+        time.sleep(seconds)
+        self._held.clear()
+
+    def close(self) -> None:
+        self._closed = True
+        self._thread.join()
+        with suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.starts += 1
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with self._log.open("ab") as log:
+            return subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
+
+    def _supervise(self) -> None:
+        while not self._closed:
+            if self.process.poll() is not None and not self._held.is_set():
+                time.sleep(1.0)
+                self.process = self._start()
+            time.sleep(0.1)
+
+
+@dataclass
+class Installation:
+    """Where everything is, and the services by name."""
+
+    root: Path
+    runs: Path
+    disk: Path
+    server: Service
+    teachers: list[Service]
+    redis: Service
+    address: str
+    teacher_addresses: list[str]
+    hung: subprocess.Popen[bytes] | None
+
+    def trainers(self) -> list[psutil.Process]:
+        """Every process of every attempt, and their shims."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                line = process.cmdline()
+                ours = any(str(self.runs) in word for word in line)
+                if ours and (MARK in process.environ() or any("shim" in word for word in line)):
+                    found.append(process)
+        return found
+
+
+@dataclass
+class Chaos:
+    """The faults. Each returns once it is over."""
+
+    place: Installation
+    random: random.Random
+    away_seconds: float
+    told: Callable[[str], None] = print
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def inject(self) -> None:
+        faults = [
+            *[self.kill_trainer, self.kill_service] * 3,
+            *(self.teachers_away, self.disk_full, self.redis_frozen),
+        ]
+        if self.place.hung is not None:
+            faults.append(self.directories_hung)
+        self.random.choice(faults)()
+
+    def kill_trainer(self) -> None:
+        if victims := self.place.trainers():
+            victim, signum = self.random.choice(victims), self._signal()
+            with suppress(psutil.Error):
+                shim = any("shim" in word for word in victim.cmdline())
+                victim.send_signal(signum)
+                self._tell(f"{signum.name} to {'a shim' if shim else 'a trainer'}")
+
+    def kill_service(self) -> None:
+        victim = self.random.choice([self.place.server, *self.place.teachers, self.place.redis])
+        signum = self._signal()
+        victim.process.send_signal(signum)
+        self._tell(f"{signum.name} to {victim.name.rstrip('12')}")
+
+    def teachers_away(self) -> None:
+        self._tell("both teachers away")
+        first, second = self.place.teachers
+        thread = threading.Thread(target=first.away, args=[self.away_seconds])
+        thread.start()
+        second.away(self.away_seconds)
+        thread.join()
+
+    def disk_full(self) -> None:
+        self._tell("database disk full")
+        ballast = self.place.disk / "ballast"
+        with suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        time.sleep(FULL_SECONDS)
+        ballast.unlink()
+
+    def redis_frozen(self) -> None:
+        self._tell("Redis frozen")
+        self._freeze(self.place.redis.process, FROZEN_SECONDS)
+
+    def directories_hung(self) -> None:
+        self._tell("run directories hung")
+        assert self.place.hung is not None
+        self._freeze(self.place.hung, HUNG_SECONDS)
+
+    def _freeze(self, process: subprocess.Popen[bytes], seconds: float) -> None:
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        process.send_signal(signal.SIGCONT)
+
+    def _signal(self) -> signal.Signals:
+        return self.random.choice([signal.SIGKILL, signal.SIGTERM])
+
+    def _tell(self, fault: str) -> None:
+        self.counts[fault] += 1
+        self.told(fault)
+
+
+@contextmanager
+def installed(root: Path, material: Material) -> Iterator[Installation]:
+    """All services, running; at the end all are killed."""
+    with ExitStack() as stack:
+        disk, runs, behind = root / "disk", root / "runs", root / "behind"
+        for directory in (disk, runs, behind):
+            directory.mkdir()
+        _do("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk))
+        stack.callback(_do, "umount", "-l", str(disk))
+        hung = None
+        if shutil.which("bindfs"):
+            hung = subprocess.Popen(["bindfs", "-f", str(behind), str(runs)])
+            stack.callback(_unmount, hung, runs)
+            _until(lambda: os.path.ismount(runs))
+        server_port, redis_port, *teacher_ports = free_ports(4)
+
+        def service(name: str, *command: str) -> Service:
+            made = Service(name, command, root / f"{name}.log")
+            stack.callback(made.close)
+            return made
+
+        python = [sys.executable, "-m"]
+        redis = service(
+            "redis", redis_binary(), "--port", str(redis_port), "--save", "", "--dir", str(root)
+        )
+        teachers = [
+            service(
+                f"teacher{number}",
+                *(*python, "teacher_service", "--model", str(material.teacher)),
+                *("--batch-invariant", "--redis", f"redis://127.0.0.1:{redis_port}/0"),
+                *("--cache-dir", str(root / f"cache{number}"), "--port", str(port)),
+            )
+            for number, port in enumerate(teacher_ports, 1)
+        ]
+        server = service(
+            "server",
+            *(*python, "distill_server", "--runs", str(runs), "--port", str(server_port)),
+            *("--database", str(disk / "server.db"), "--slots", str(SLOTS)),
+            *("--threads-per-job", "1", "--backoff", "0.5"),
+        )
+        addresses = [f"127.0.0.1:{port}" for port in teacher_ports]
+        yield Installation(
+            *(root, runs, disk, server, teachers, redis),
+            *(f"127.0.0.1:{server_port}", addresses, hung),
+        )
+
+
+def jobs_of(place: Path, material: Material, store: Path, teachers: list[str]) -> list[AnyJob]:
+    """One job of each method. A patience of seconds: a longer outage is for the server."""
+    from tests.student_trainer.tiny import job, offline_job, rl_job
+
+    every: dict[str, Any] = {"checkpoint__every": 20, "eval__every": 50}
+    return [
+        job(
+            material,
+            teachers,  # type: ignore[arg-type]
+            max_steps=STEPS["on_policy"],
+            teacher__patience_seconds=5,
+            **every,
+        ),
+        rl_job(material, max_steps=STEPS["rl"], checkpoint__every=5, eval__every=20),
+        offline_job(material, store, max_steps=STEPS["offline"], **every),
+    ]
+
+
+def captured(root: Path, material: Material) -> Path:
+    """A store of the teacher's rows for 200 prompts."""
+    from clients.config.capture import CaptureJob
+    from tests.teacher_service.capture.material import capture_here
+
+    lines = material.prompts.read_text().splitlines(keepends=True)
+    (root / "data.jsonl").write_text("".join(lines[:200]))
+    config = CaptureJob.model_validate(
+        {
+            "data": {"path": str(root / "data.jsonl")},
+            "teacher": {"model": str(material.teacher), "top_k": 4, "max_batch_tokens": 256},
+            "method": {"type": "capture", "store": str(root / "store"), "tail_samples": 4},
+        }
+    )
+    verdict, _ = capture_here(root / "capture", config)
+    assert verdict == "succeeded"
+    return root / "store"
+
+
+def persistently(call: Callable[[], Any], seconds: float = 300.0) -> Any:
+    """Call until the server answers; it may be away."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return call()
+        except DistillError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+
+
+def run(minutes: float, *, seed: int = 0, every: float = 10.0, away_seconds: float = 90.0) -> None:
+    """Raise AssertionError if a job suffers."""
+    from tests.student_trainer.tiny import save_material
+
+    began = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - began:7.1f} s  {line}", flush=True)
+
+    root = Path(tempfile.mkdtemp(prefix="chaos-"))
+    material = save_material(root / "material")
+    store = captured(root, material)
+    with installed(root, material) as place, DistillClient(place.address, timeout=20) as client:
+        kinds = jobs_of(root, material, store, place.teacher_addresses)
+        say("undisturbed runs, one of each method")
+        first = [persistently(lambda kind=kind: client.submit(kind)).id for kind in kinds]
+        undisturbed = [_ended(place, client, job_id) for job_id in first]
+        say("the faults begin")
+        chaos = Chaos(place, random.Random(seed), away_seconds, say)
+        jobs: dict[str, int] = {}
+        deadline = time.monotonic() + 60 * minutes
+        next_fault = time.monotonic() + every
+        while time.monotonic() < deadline:
+            listed = persistently(client.list)
+            states = {job.id: job.state for job in listed}
+            going = [one for one in jobs if states.get(one) not in TERMINAL]
+            for _ in range(JOBS - len(going)):
+                number = len(jobs)
+                job_id = persistently(
+                    lambda n=number: client.submit(kinds[n % 3], idempotency_key=f"{n}")
+                ).id
+                jobs[job_id] = number % 3
+            time.sleep(max(0.0, next_fault - time.monotonic()))
+            chaos.inject()
+            next_fault = time.monotonic() + every
+        say(f"the faults are over: {dict(chaos.counts)}")
+        wrong = []
+        for job_id, kind in jobs.items():
+            wrong += _differences(place, client, job_id, kinds[kind], undisturbed[kind])
+        attempts = [persistently(lambda one=one: client.get(one)).attempt for one in jobs]
+        say(f"{len(jobs)} jobs, {sum(attempts)} attempts, {sum(chaos.counts.values())} faults")
+        _until(lambda: not place.trainers(), 60)
+    assert not wrong, "\n".join([*wrong, f"see {root}"])
+    shutil.rmtree(root)
+    say("every job SUCCEEDED, each event once, all weights as undisturbed; nothing is left over")
+
+
+def _ended(place: Installation, client: DistillClient, job_id: str) -> RunDirectory:
+    deadline = time.monotonic() + END_SECONDS
+    while (job := persistently(lambda: client.get(job_id))).state not in TERMINAL:
+        assert time.monotonic() < deadline, f"{job_id} is {job.state} ({job.phase}) for ever"
+        time.sleep(0.5)
+    assert job.state is JobState.SUCCEEDED, f"{job_id} is {job.state}: {job.reason}"
+    return RunDirectory(place.runs / job_id)
+
+
+def _differences(
+    place: Installation, client: DistillClient, job_id: str, config: AnyJob, model: RunDirectory
+) -> list[str]:
+    """What is wrong with a job, as sentences."""
+    try:
+        found = _ended(place, client, job_id)
+    except AssertionError as error:
+        return [str(error)]
+    events = persistently(lambda: list(client.watch(job_id)))
+    wrong = []
+    if [event.seq for event in events] != list(range(1, len(events) + 1)):
+        wrong.append(f"{job_id}: events are lost or doubled")
+    if [e.step for e in events if e.metrics] != list(range(config.max_steps + 1)):
+        wrong.append(f"{job_id}: steps are lost or doubled")
+    if curve(metrics_of(found)) != curve(metrics_of(model)):
+        wrong.append(f"{job_id}: metrics differ from the undisturbed run's")
+    if weights(found) != weights(model):
+        wrong.append(f"{job_id}: weights differ from the undisturbed run's")
+    return wrong
+
+
+def _do(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
+def _unmount(process: subprocess.Popen[bytes], place: Path) -> None:
+    process.send_signal(signal.SIGCONT)
+    subprocess.run(["umount", "-l", str(place)], check=False)
+    process.terminate()
+    process.wait()
+
+
+def _until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between faults")
+    parser.add_argument("--away", type=float, default=90.0, help="seconds without a teacher")
+    options = parser.parse_args()
+    run(options.minutes, seed=options.seed, every=options.every, away_seconds=options.away)
+
+
+if __name__ == "__main__":
+    main()
