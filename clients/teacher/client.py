@@ -17,7 +17,13 @@ from typing import Any
 import grpc
 from numpy.typing import NDArray
 
-from clients.teacher.connection import CONNECT_SECONDS, SharedIdentity, TeacherConnection, lives
+from clients.teacher.connection import (
+    CONNECT_SECONDS,
+    SharedIdentity,
+    TeacherConnection,
+    lives,
+    not_a_teacher,
+)
 from clients.teacher.info import TeacherInfo, TeacherLoad, info_of, load_of
 from clients.teacher.pending_requests import PendingRequests
 from clients.teacher.push_weights import push_weights
@@ -255,13 +261,8 @@ class TeacherClient:
         )
 
     def _unavailable(self, error: grpc.RpcError, lane: TeacherConnection) -> DistillError:
-        call: Any = error
-        if call.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return InvalidInput(
-                f"the server at {lane.address} is not a teacher",
-                field=self._field,
-                hint="give the HOST:PORT that distill-teacher printed",
-            )
+        if wrong := not_a_teacher(error, lane.address, self._field):
+            return wrong
         fault = fault_of(error, lane.name)
         if not isinstance(fault, Unavailable | TimedOut):
             return fault

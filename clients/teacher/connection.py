@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from clients.teacher.pending_requests import PendingRequests
 from clients.teacher.query import IDENTITY_KEY, LAST_TURN, TURN_KEY, identity_of
 from protos import teacher_pb2, teacher_pb2_grpc
-from protos.errors import DistillError, Forbidden, Unauthenticated, WrongState
+from protos.errors import DistillError, Forbidden, InvalidInput, Unauthenticated, WrongState
 from protos.rpc.channel import TEACHER_TOKEN, open_channel
 from protos.rpc.statuses import fault_of
 from protos.rpc.transport import MAX_MESSAGE_BYTES
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
 _MAX_BACKOFF_SECONDS = 2.0
 # Errors that reconnecting does not fix.
-_LASTING = (WrongState, Unauthenticated, Forbidden)
+_LASTING = (InvalidInput, WrongState, Unauthenticated, Forbidden)
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
@@ -80,6 +80,18 @@ class SharedIdentity:
     def adopt(self, fingerprint: str, version: int) -> None:
         """Set the expected identity after a weight update. Call it inside `changing`."""
         self._expected = identity_of(fingerprint, version)
+
+
+def not_a_teacher(error: grpc.RpcError, address: str, field: str = "") -> InvalidInput | None:
+    """Return the error for a server without the teacher's methods; None for another error."""
+    call: Any = error
+    if call.code() is not grpc.StatusCode.UNIMPLEMENTED:
+        return None
+    return InvalidInput(
+        f"the server at {address} is not a teacher",
+        field=field,
+        hint="give the HOST:PORT that distill-teacher printed",
+    )
 
 
 class TeacherConnection:
@@ -175,7 +187,7 @@ class TeacherConnection:
         try:
             self._carry(self.get_info())
         except grpc.RpcError as error:
-            return fault_of(error, self.name)
+            return not_a_teacher(error, self.address) or fault_of(error, self.name)
         except WrongState as fault:
             return fault
         except ValueError:
