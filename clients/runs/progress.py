@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import logging
 import sys
 import time
@@ -10,7 +12,7 @@ from collections.abc import Callable
 
 from clients.runs.directory import RunDirectory, Status, Verdict
 from clients.runs.fence import require_unfenced
-from protos.errors import DistillError, ExitCode
+from protos.errors import DistillError, ExitCode, Unavailable
 
 _SECONDS_BETWEEN_WRITES = 0.5
 
@@ -88,20 +90,45 @@ class Progress:
             self._run.write_status(status)
 
 
+# Errors of a disk that is full, over its quota, broken, or on a server that is away.
+_DISK_FAULTS = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT)
+)
+
+
 def run_to_verdict(progress: Progress, attempt: Callable[[], Verdict]) -> int:
     """Run an attempt, write its verdict, and return the exit code of the program.
 
-    A DistillError yields its own exit code; any other exception is logged and yields JOB_FAILED.
+    A DistillError yields its own exit code, and so does a disk that is full or does not answer: it
+    counts as Unavailable. Any other exception is logged and yields JOB_FAILED.
     """
     try:
         verdict = attempt()
+        progress.end(verdict)
     except DistillError as error:
-        progress.end("failed", str(error), type(error).__name__)
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return _fail(progress, error)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _DISK_FAULTS:
+            logging.exception("the disk failed")
+            return _fail(progress, _disk_fault(error))
         logging.exception("the program failed")
         progress.end("failed", f"{type(error).__name__}: {error}")
         return ExitCode.JOB_FAILED
-    progress.end(verdict)
     return ExitCode.OK
+
+
+def _fail(progress: Progress, error: DistillError) -> int:
+    # Where the status cannot be written, the server decides by the exit code.
+    with contextlib.suppress(OSError):
+        progress.end("failed", str(error), type(error).__name__)
+    print(f"error: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+def _disk_fault(error: OSError) -> Unavailable:
+    place = f": {error.filename}" if error.filename else ""
+    return Unavailable(
+        f"{(error.strerror or str(error)).lower()}{place}",
+        field="disk",
+        hint="free some space; a job of a server then continues by itself",
+    )

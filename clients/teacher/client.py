@@ -124,11 +124,13 @@ class TeacherClient:
         """
         found: TeacherInfo | None = None
         faults: list[DistillError] = []
-        for lane in self._lanes:
+        # All at the same time, so that two that are away take 5 s and not 10.
+        asked = [lane.ask_later() for lane in self._lanes]
+        for lane, call in zip(self._lanes, asked, strict=True):
             try:
                 # Pins the identity: the caller checks its student against this teacher, so a
                 # teacher with another identity is refused from now on.
-                found = info_of(lane.get_info())
+                found = info_of(lane.get_info(call))
             except grpc.RpcError as error:
                 faults.append(self._unavailable(error, lane))
         if found is None:

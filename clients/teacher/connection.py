@@ -144,19 +144,24 @@ class TeacherConnection:
         if self._call is not None:
             self._call.cancel()
 
-    def get_info(self) -> teacher_pb2.TeacherInfo:
-        """Return the teacher's info and check its identity.
+    def get_info(self, asked: Any = None) -> teacher_pb2.TeacherInfo:
+        """Return the teacher's info, or that of the call `asked`, and check its identity.
 
         Raises RpcError if it does not answer within 5 s, WrongState if its identity differs from
         that of the other teachers.
         """
-        message = self.ask()
+        message: teacher_pb2.TeacherInfo = (asked or self.ask_later()).result()
         self._identity.require(message, self.name)
         return message
 
     def ask(self) -> teacher_pb2.TeacherInfo:
         """Return the teacher's info unchecked. Raises RpcError if it does not answer within 5 s."""
-        return self.stub.GetInfo(
+        message: teacher_pb2.TeacherInfo = self.ask_later().result()
+        return message
+
+    def ask_later(self) -> Any:
+        """Start a call for the teacher's info, with a deadline of 5 s, and return the call."""
+        return self.stub.GetInfo.future(
             teacher_pb2.GetInfoRequest(), timeout=CONNECT_SECONDS, wait_for_ready=True
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from clients.jobs.job import JobState
 from clients.runs.directory import Status
 from distill_server.runners.interface import Exited, Lost
-from protos.errors import is_infrastructure
+from protos.errors import ExitCode, is_infrastructure
 
 _FIELD = re.compile(r"([a-z_][\w.-]*): ")
 
@@ -57,6 +57,10 @@ def verdict_of(
     elif verdict == "cancelled" and not lost:
         # Nobody asked for it: the machine is drained, or the attempt was preempted.
         died = Died(reason or "the trainer was stopped by SIGTERM", blameless=True)
+    elif outcome == Exited(ExitCode.UNREACHABLE):
+        # The trainer could not write its verdict, most likely because the disk is full.
+        reason = "the trainer could not write its verdict; see its log"
+        died = Died(reason, blameless=True, waits_for="disk")
     else:
         died = Died(f"{_death(outcome)} at step {step}", blameless=lost)
     return Ended(JobState.CANCELLED, f"cancelled; {died.reason}") if cancelling else died

@@ -16,11 +16,13 @@ are older checkpoints deleted. A run resumes from the newest checkpoint that mat
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,8 @@ from student_trainer.teachers.anchor import Anchor
 
 log = logging.getLogger(__name__)
 
+# A disk with less than this free counts as full.
+_FULL_BYTES = 1 << 20
 _ANCHOR = "anchor.safetensors"
 _CRITIC = "critic.safetensors"
 
@@ -168,11 +172,14 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         _seal(partial)
         failpoint("checkpoint-sealed")
         require_unfenced()
-    except BaseException:  # most likely the disk is full, so free the space
+    except BaseException as error:  # most likely the disk is full, so free the space
+        full = shutil.disk_usage(path.parent).free < _FULL_BYTES
         shutil.rmtree(partial, ignore_errors=True)
+        if full and isinstance(error, Exception):  # libraries raise errors of their own
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         raise
     if path.exists():  # left by an earlier attempt that resumed from another step
-        shutil.rmtree(path)
+        _delete(path)
         failpoint("checkpoint-replaced")
     partial.rename(path)
     failpoint("checkpoint-renamed")
@@ -201,10 +208,10 @@ def delete_old(root: Path, keep: int, *, best: int | None = None) -> None:
     for path in _by_step(root)[:-keep]:
         if _step(path) == best:
             continue
-        shutil.rmtree(path)
+        _delete(path)
         failpoint("old-checkpoint-deleted")
     for leftover in root.glob(".step-*.tmp"):
-        shutil.rmtree(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def delete_after(root: Path, step: int) -> None:
@@ -215,7 +222,18 @@ def delete_after(root: Path, step: int) -> None:
     require_unfenced()
     for path in _by_step(root):
         if _step(path) > step:
-            shutil.rmtree(path)
+            _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """Delete a directory: rename it to a temporary name, then remove what can be removed.
+
+    On a network file system a file that some process still has open leaves its directory behind.
+    The next `delete_old` tries again.
+    """
+    aside = path.with_name(f".{path.name}.{time.time_ns()}.tmp")
+    path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def newest_checkpoint(root: Path, from_step: int | None = None) -> tuple[int, Path] | None:

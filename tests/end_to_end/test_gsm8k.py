@@ -20,10 +20,10 @@ QUESTIONS = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 # A minute in place of a quarter of an hour.
 SMALLER = {
     "--batch 16": "--batch 8 --max-tokens 128",
-    "--layers 3 --width 128 --steps 700": "--layers 2 --width 64 --steps 150",
+    "--layers 3 --width 128 --steps 700": "--layers 2 --width 64 --steps 90",
     "--steps 100": "--steps 10",
-    "max_steps=400": "max_steps=90",
-    "eval.prompts=64": "eval.prompts=32 --set eval.every=30",
+    "max_steps=400": "max_steps=70",
+    "eval.prompts=64": "eval.prompts=16 --set eval.every=70",
     "max_new_tokens=64": "max_new_tokens=32",
     "prompts_per_step=16": "prompts_per_step=8",
     "learning_rate=3e-3": "learning_rate=5e-3",

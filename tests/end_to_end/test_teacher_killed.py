@@ -100,7 +100,7 @@ def test_a_teacher_that_stays_away_from_an_evaluation(
     from tests.student_trainer.tiny import job
 
     # A second of evaluation, in which to kill.
-    changes = {"max_steps": 8, "eval__every": 4, "eval__prompts": 600, "checkpoint__every": every}
+    changes = {"max_steps": 8, "eval__every": 4, "eval__prompts": 250, "checkpoint__every": every}
     expected = finish(new_run(tmp_path / "straight", job(material, teacher, **changes)))
     config = job(material, mortal.address, **changes, teacher__patience_seconds=PATIENCE)
     run = new_run(tmp_path / "run", config)

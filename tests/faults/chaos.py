@@ -223,7 +223,7 @@ def installed(root: Path, material: Material) -> Iterator[Installation]:
             service(
                 f"teacher{number}",
                 *(*python, "teacher_service", "--model", str(material.teacher)),
-                *("--batch-invariant", "--redis", f"redis://127.0.0.1:{redis_port}/0"),
+                *("--batch-invariant", "--redis-url", f"redis://127.0.0.1:{redis_port}/0"),
                 *("--cache-dir", str(root / f"cache{number}"), "--port", str(port)),
             )
             for number, port in enumerate(teacher_ports, 1)
@@ -311,20 +311,13 @@ def run(minutes: float, *, seed: int = 0, every: float = 10.0, away_seconds: flo
         chaos = Chaos(place, random.Random(seed), away_seconds, say)
         jobs: dict[str, int] = {}
         deadline = time.monotonic() + 60 * minutes
-        next_fault = time.monotonic() + every
+        submitter = threading.Thread(target=_keep_busy, args=[client, kinds, jobs, deadline])
+        submitter.start()
         while time.monotonic() < deadline:
-            listed = persistently(client.list)
-            states = {job.id: job.state for job in listed}
-            going = [one for one in jobs if states.get(one) not in TERMINAL]
-            for _ in range(JOBS - len(going)):
-                number = len(jobs)
-                job_id = persistently(
-                    lambda n=number: client.submit(kinds[n % 3], idempotency_key=f"{n}")
-                ).id
-                jobs[job_id] = number % 3
-            time.sleep(max(0.0, next_fault - time.monotonic()))
-            chaos.inject()
             next_fault = time.monotonic() + every
+            chaos.inject()
+            time.sleep(max(0.0, next_fault - time.monotonic()))
+        submitter.join()
         say(f"the faults are over: {dict(chaos.counts)}")
         wrong = []
         for job_id, kind in jobs.items():
@@ -335,6 +328,24 @@ def run(minutes: float, *, seed: int = 0, every: float = 10.0, away_seconds: flo
     assert not wrong, "\n".join([*wrong, f"see {root}"])
     shutil.rmtree(root)
     say("every job SUCCEEDED, each event once, all weights as undisturbed; nothing is left over")
+
+
+def _keep_busy(
+    client: DistillClient, kinds: Sequence[AnyJob], jobs: dict[str, int], deadline: float
+) -> None:
+    """Submit jobs until `deadline` so that twelve are queued or running; `jobs` gets their kinds.
+
+    A submit that fails is repeated with the same key, so that no job is queued twice.
+    """
+    while time.monotonic() < deadline:
+        with suppress(DistillError):
+            states = {job.id: job.state for job in client.list()}
+            if sum(states.get(one) not in TERMINAL for one in jobs) < JOBS:
+                number = len(jobs)
+                job = client.submit(kinds[number % 3], idempotency_key=f"{number}")
+                jobs[job.id] = number % 3
+                continue
+        time.sleep(0.5)
 
 
 def _ended(place: Installation, client: DistillClient, job_id: str) -> RunDirectory:

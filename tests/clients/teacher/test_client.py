@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import threading
@@ -267,6 +268,16 @@ def test_something_else_there() -> None:
             with pytest.raises(Unavailable):
                 client.info()
         assert time.monotonic() - began < 10
+
+
+def test_three_that_are_away_take_as_long_as_one() -> None:
+    with contextlib.ExitStack() as silent:
+        listeners = [silent.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in "abc"]
+        addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in listeners]
+        began = time.monotonic()
+        with TeacherClient(addresses) as client, pytest.raises(Unavailable):
+            client.info()
+        assert 4.5 < time.monotonic() - began < 9.5
 
 
 def test_a_server_that_is_not_a_teacher_is_no_outage() -> None:
