@@ -16,6 +16,7 @@ from clients.jobs.job import JobState
 from clients.teacher.query import tokenizer_fingerprint
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.preflight import JobPreflight
+from distill_server.runners.machine import Machine
 from distill_server.scheduler import Policy
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.rpc.transport import CHANNEL_OPTIONS
@@ -129,5 +130,5 @@ class Site:
 
 @contextmanager
 def checking(root: Path) -> Iterator[Site]:
-    with small_server(root / "runs", Policy()) as server, asyncio.Runner() as loop:
+    with small_server(root / "runs", Policy(Machine(cpus=256))) as server, asyncio.Runner() as loop:
         yield Site(server, loop)
