@@ -2,8 +2,11 @@
 FAST := $(addprefix tests/,protos clients distill_server/jobs distill_server/rpc teacher_service/head \
   teacher_service/cache $(addprefix student_trainer/,losses data critic model run rewards))
 
-.PHONY: setup docs demo demo-rl demo-search test test-fast test-ray test-track test-vllm soak lint bench bench-offline bench-rl bench-gpu bench-vllm protos clean
+.PHONY: setup docs demo demo-rl demo-search test test-fast test-ray test-track test-vllm soak chaos lint bench bench-offline bench-rl bench-gpu bench-vllm protos clean
 PYTHON ?= python3
+# Of faults in `make chaos`; CHAOS: its other options.
+MINUTES ?= 30
+CHAOS ?=
 BIN := .venv/bin
 # The tests start hundreds of Python processes, which need the bytecode cache to start fast.
 export PYTHONDONTWRITEBYTECODE :=
@@ -36,6 +39,9 @@ test-vllm: .venv-vllm/.installed  ## test the vLLM engine with a real vLLM, on t
 
 soak: setup  ## repeat fault injection and request fuzzing 15 times as often as `make test`; takes an hour
 	DISTILL_REPEATS=300 $(BIN)/pytest -n 2 --timeout 7200 tests/faults tests/teacher_service/serving/test_bad_requests.py
+
+chaos: setup  ## inject faults into a whole installation for MINUTES=30; needs root, and bindfs for hanging directories
+	$(BIN)/python -m tests.faults.chaos --minutes $(MINUTES) $(CHAOS)
 
 test-ray: setup  ## test captures and jobs on a local Ray cluster; installs Ray, which `make test` does not
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[ray]'

@@ -124,22 +124,32 @@ class Installation:
 
 @dataclass
 class Chaos:
-    """The faults. Each returns once it is over."""
+    """The faults. Each function returns once the fault is over."""
 
     place: Installation
     random: random.Random
     away_seconds: float
     told: Callable[[str], None] = print
     counts: Counter[str] = field(default_factory=Counter)
+    _going: dict[str, threading.Thread] = field(default_factory=dict)
 
     def inject(self) -> None:
+        """Begin one fault that is not going on. Long ones go on in a thread, beside the next."""
         faults = [
             *[self.kill_trainer, self.kill_service] * 3,
             *(self.teachers_away, self.disk_full, self.redis_frozen),
         ]
         if self.place.hung is not None:
             faults.append(self.directories_hung)
-        self.random.choice(faults)()
+        self._going = {name: thread for name, thread in self._going.items() if thread.is_alive()}
+        fault = self.random.choice([one for one in faults if one.__name__ not in self._going])
+        self._going[fault.__name__] = thread = threading.Thread(target=fault)
+        thread.start()
+
+    def finish(self) -> None:
+        """Wait for the end of the faults that have begun."""
+        for thread in self._going.values():
+            thread.join()
 
     def kill_trainer(self) -> None:
         if victims := self.place.trainers():
@@ -317,6 +327,7 @@ def run(minutes: float, *, seed: int = 0, every: float = 10.0, away_seconds: flo
             next_fault = time.monotonic() + every
             chaos.inject()
             time.sleep(max(0.0, next_fault - time.monotonic()))
+        chaos.finish()
         submitter.join()
         say(f"the faults are over: {dict(chaos.counts)}")
         wrong = []
