@@ -91,6 +91,7 @@ class TeacherInfo(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     MAX_TAIL_SAMPLES_FIELD_NUMBER: _builtins.int
     MAX_REQUEST_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_TAIL_DRAWS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     """sha256 of everything that determines the rows: weights, config, dtype, engine. Each weight update changes it."""
@@ -110,6 +111,8 @@ class TeacherInfo(_message.Message):
     max_tail_samples: _builtins.int
     max_request_bytes: _builtins.int
     """Most bytes of one request, in however many messages; 0: it must fit into one message of 4 MiB."""
+    max_tail_draws: _builtins.int
+    """most draw_ids per row; 0: this teacher knows none"""
     @_builtins.property
     def load(self) -> Global___TeacherLoad: ...
     def __init__(
@@ -128,10 +131,11 @@ class TeacherInfo(_message.Message):
         load: Global___TeacherLoad | None = ...,
         max_tail_samples: _builtins.int = ...,
         max_request_bytes: _builtins.int = ...,
+        max_tail_draws: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "load", b"load", "max_length", b"max_length", "max_request_bytes", b"max_request_bytes", "max_tail_samples", b"max_tail_samples", "max_top_k", b"max_top_k", "model", b"model", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "load", b"load", "max_length", b"max_length", "max_request_bytes", b"max_request_bytes", "max_tail_draws", b"max_tail_draws", "max_tail_samples", b"max_tail_samples", "max_top_k", b"max_top_k", "model", b"model", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -256,6 +260,7 @@ class ScoreRequest(_message.Message):
     TAIL_SAMPLES_FIELD_NUMBER: _builtins.int
     SAMPLE_SEED_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
+    DRAW_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """unique within the stream"""
     token_ids: _builtins.bytes
@@ -276,8 +281,13 @@ class ScoreRequest(_message.Message):
     sample_seed: _builtins.int
     """The draw depends only on this seed and the tokens before the row's token, so a repeated request gets the same ids."""
     more: _builtins.bool
-    """The next message of the stream has the same request_id and further head_ids of this request, and no other field.
+    """The next message of the stream has the same request_id and further head_ids or draw_ids of this request, and no
+    other field.
     Sent only to a teacher with max_request_bytes > 0, if the request does not fit into one message.
+    """
+    draw_ids: _builtins.bytes
+    """Ids that the student drew for each row from the tail of its own distribution, little-endian int32
+    [length - start, M]. Their log-probs are answered beside the head, and count in no mass. Not with tail_samples.
     """
     def __init__(
         self,
@@ -293,10 +303,11 @@ class ScoreRequest(_message.Message):
         tail_samples: _builtins.int = ...,
         sample_seed: _builtins.int = ...,
         more: _builtins.bool = ...,
+        draw_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "head_ids", b"head_ids", "top_k", b"top_k"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "head_ids", b"head_ids", "logprob_format", b"logprob_format", "more", b"more", "next_position", b"next_position", "request_id", b"request_id", "sample_seed", b"sample_seed", "start", b"start", "tail_samples", b"tail_samples", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw_ids", b"draw_ids", "head", b"head", "head_ids", b"head_ids", "logprob_format", b"logprob_format", "more", b"more", "next_position", b"next_position", "request_id", b"request_id", "sample_seed", b"sample_seed", "start", b"start", "tail_samples", b"tail_samples", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_head: _TypeAlias = _typing.Literal["top_k", "head_ids"]  # noqa: Y015
     _WhichOneofArgType_head: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015

@@ -34,6 +34,8 @@ class TeacherInfo:
     """True if the rows of a sequence do not depend on other sequences in the same batch."""
     max_tail_samples: int
     """Largest `tail_samples` of a query."""
+    max_tail_draws: int = 0
+    """Most `draw_ids` of a row; 0: the teacher is older than tail draws."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def info_of(message: teacher_pb2.TeacherInfo) -> TeacherInfo:
         engine=message.engine,
         batch_invariant=message.batch_invariant,
         max_tail_samples=message.max_tail_samples,
+        max_tail_draws=message.max_tail_draws,
     )
 
 

@@ -26,6 +26,7 @@ TURN_KEY, LAST_TURN = "distill-turn", "last"
 MIN_TEMPERATURE = 1e-3
 # More is of no use: the standard deviation of a loss falls with the square root of their number.
 MAX_TAIL_SAMPLES = 256
+MAX_TAIL_DRAWS = 256
 REQUEST_ENVELOPE_BYTES = 1024  # the other fields of a request
 
 
@@ -43,6 +44,8 @@ class ScoreQuery:
     - `tail_samples`: ids per row that the teacher samples, with replacement, from outside the head
     - `seed`: 0 <= seed < 2**64; the tail samples of a row are a function of it and of the tokens
       before the row
+    - `draw_ids`: int32 [T - start, M], ids that the student drew from its own tail; the teacher
+      returns their log-probs. Not together with `tail_samples`.
 
     Raises InvalidInput unless exactly one of `top_k` and `head_ids` is given and the temperature
     is finite and large enough.
@@ -56,6 +59,7 @@ class ScoreQuery:
     f32: bool = False
     tail_samples: int = 0
     seed: int = 0
+    draw_ids: NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
         if (self.top_k is None) == (self.head_ids is None):
@@ -63,6 +67,12 @@ class ScoreQuery:
                 "a query needs exactly one of top_k and head_ids",
                 field="head_ids",
                 hint="give top_k for the teacher's own head, head_ids for the student's",
+            )
+        if self.draw_ids is not None and self.tail_samples:
+            raise InvalidInput(
+                "a query has either draw_ids or tail_samples",
+                field="draw_ids",
+                hint="leave one of them out",
             )
         if not MIN_TEMPERATURE <= self.temperature < math.inf:
             raise InvalidInput(
@@ -85,16 +95,23 @@ class ScoreQuery:
         return self.top_k
 
     @property
+    def tail_draws(self) -> int:
+        """Number of tail draws per row."""
+        return 0 if self.draw_ids is None else int(self.draw_ids.shape[1])
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the query's own arrays."""
-        return self.token_ids.nbytes + (0 if self.head_ids is None else self.head_ids.nbytes)
+        chosen = (ids for ids in (self.head_ids, self.draw_ids) if ids is not None)
+        return self.token_ids.nbytes + sum(ids.nbytes for ids in chosen)
 
 
 def answer_bytes(query: ScoreQuery) -> int:
     """Bytes of memory that the rows of `query` take, head ids given in the query excluded."""
-    a_candidate = (4 if query.head_ids is None else 0) + (4 if query.f32 else 2)
+    logprob = 4 if query.f32 else 2
+    a_candidate = (4 if query.head_ids is None else 0) + logprob
     samples = 4 * query.tail_samples + 4 if query.tail_samples else 0
-    return query.rows * (query.k * a_candidate + samples + 8)
+    return query.rows * (query.k * a_candidate + query.tail_draws * logprob + samples + 8)
 
 
 def request_of(
@@ -116,6 +133,8 @@ def request_of(
         request.head_ids = np.asarray(query.head_ids, dtype="<i4").tobytes()
     else:
         request.top_k = query.k
+    if query.draw_ids is not None:
+        request.draw_ids = np.asarray(query.draw_ids, dtype="<i4").tobytes()
     return request
 
 
@@ -127,14 +146,18 @@ def requests_of(
     if request.ByteSize() <= MAX_MESSAGE_BYTES - REQUEST_ENVELOPE_BYTES:
         yield request
         return
-    ids = request.head_ids
-    request.head_ids, request.more = ids[:MAX_CHUNK_BYTES], True
+    parts = [
+        (name, getattr(request, name)[at : at + MAX_CHUNK_BYTES])
+        for name in ("head_ids", "draw_ids")
+        for at in range(0, len(getattr(request, name)), MAX_CHUNK_BYTES)
+    ]
+    request.ClearField("draw_ids")
+    if query.head_ids is not None:
+        request.head_ids = b""  # its parts follow
+    request.more = True
     yield request
-    for at in range(MAX_CHUNK_BYTES, len(ids), MAX_CHUNK_BYTES):
-        end = at + MAX_CHUNK_BYTES
-        yield teacher_pb2.ScoreRequest(
-            request_id=request_id, head_ids=ids[at:end], more=end < len(ids)
-        )
+    for left, (name, part) in zip(range(len(parts) - 1, -1, -1), parts, strict=True):
+        yield teacher_pb2.ScoreRequest(request_id=request_id, more=left > 0, **{name: part})
 
 
 def identity_of(fingerprint: str, version: int) -> str:
@@ -161,10 +184,14 @@ def row_key(fingerprint: str, version: int, query: ScoreQuery) -> bytes:
     ]
     if query.tail_samples:
         facts += [query.tail_samples, query.seed]
+    if query.draw_ids is not None:
+        facts += ["draw_ids", query.tail_draws]
     hasher = hashlib.sha256(json.dumps(facts).encode() + b"\n")
     hasher.update(np.asarray(query.token_ids, dtype="<i4").tobytes())
     if query.head_ids is not None:
         hasher.update(np.asarray(query.head_ids, dtype="<i4").tobytes())
+    if query.draw_ids is not None:
+        hasher.update(np.asarray(query.draw_ids, dtype="<i4").tobytes())
     return hasher.digest()
 
 

@@ -59,10 +59,10 @@ class RowAssembly:
                 f"the teacher sent rows {with_ids} head ids and with k = {block.k}, but the query"
                 f" has k = {query.k}"
             )
-        if block.tail_samples != query.tail_samples:
+        if (block.tail_samples, block.tail_draws) != (query.tail_samples, query.tail_draws):
             raise Corrupt(
-                f"the teacher sent {block.tail_samples} tail samples per row, but"
-                f" {query.tail_samples} were requested"
+                f"the teacher sent {block.tail_samples} tail samples and {block.tail_draws} tail"
+                f" draws per row, but {query.tail_samples} and {query.tail_draws} were requested"
             )
         if len(block) != chunk.count or chunk.last != (len(block) == left):
             raise Corrupt(
@@ -95,12 +95,14 @@ class RowAssembly:
 
 def _empty(query: ScoreQuery) -> RowBlock:
     shape = (query.rows, query.k)
-    sampled = query.tail_samples > 0
+    sampled, draws = query.tail_samples > 0, (query.rows, query.tail_draws)
+    logprob = np.float32 if query.f32 else np.float16
     return RowBlock(
         head_ids=np.empty(shape, np.int32) if query.head_ids is None else query.head_ids,
-        head_logprobs=np.empty(shape, np.float32 if query.f32 else np.float16),
+        head_logprobs=np.empty(shape, logprob),
         tail_logmass=np.empty(query.rows, np.float32),
         token_logprobs=np.empty(query.rows, np.float32),
         tail_sample_ids=np.empty((query.rows, query.tail_samples), np.int32) if sampled else None,
         tail_sample_logprob=np.empty(query.rows, np.float32) if sampled else None,
+        draw_logprobs=np.empty(draws, logprob) if query.tail_draws else None,
     )

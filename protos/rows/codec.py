@@ -17,10 +17,12 @@ Layout, little-endian:
     tail     f32 [n]   log of the tail mass; -inf if the head is the whole vocabulary
     token    f32 [n]   log-prob of the sampled token
     samples  ids [n*M] as above, then f32 [n], the mean of their log-probs; nothing if M = 0
+    draws    instead of samples, with flag DRAWS: f16 [n*M] or f32 log-probs of the reader's ids
 
 Size: 2.25 k + 2 k + 8 bytes per row with f16 and 18-bit ids, which is 280 at k = 64; 2.25 k less if
-the reader has the ids. Tail samples add 2.25 M + 4 bytes: 39 per row at k = 0, M = 12. With the
-flag ZSTD the payload is compressed (`compression.py`).
+the reader has the ids. Tail samples add 2.25 M + 4 bytes: 39 per row at k = 0, M = 12; tail draws
+add 2 M bytes. With the flag ZSTD the payload is compressed (`compression.py`). Blocks with draws
+have version 2, all others version 1, so that programs from before tail draws can read them.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from protos.rows.compression import Plane
 
 MAGIC = b"DRow"
 VERSION = 1
+_DRAWS_VERSION = 2
 MAX_18_BIT_ID = (1 << 18) - 1
 
 _PREFIX = struct.Struct("<4sBBHII")
@@ -47,7 +50,7 @@ _DIGEST_BYTES = 16
 HEADER_BYTES = _PREFIX.size + _DIGEST_BYTES
 
 _FLAGS_AT = 5
-_HAS_IDS, _WIDE_IDS, _F32, _ZSTD = 1, 2, 4, 8
+_HAS_IDS, _WIDE_IDS, _F32, _ZSTD, _DRAWS = 1, 2, 4, 8, 16
 # Maps each byte of the 2-bit plane to the high bits of its four ids, already shifted by 16.
 _HIGH_BITS = (np.arange(256)[:, None] >> 2 * np.arange(4) & 3).astype(np.int32) << 16
 
@@ -64,6 +67,8 @@ class RowBlock:
     token_logprobs [n] float32, of the sampled tokens
     tail_sample_ids [n, M] int32, drawn with replacement from the distribution outside the head
     tail_sample_logprob [n] float32, the mean of their log-probs; both are None without samples
+    draw_logprobs [n, M] float16 or float32, of the ids that the student drew from its own tail and
+    keeps itself; None without draws
     """
 
     head_ids: NDArray[np.int32] | None
@@ -72,6 +77,7 @@ class RowBlock:
     token_logprobs: NDArray[np.float32]
     tail_sample_ids: NDArray[np.int32] | None = None
     tail_sample_logprob: NDArray[np.float32] | None = None
+    draw_logprobs: NDArray[np.floating[Any]] | None = None
 
     def __len__(self) -> int:
         return len(self.tail_logmass)
@@ -85,6 +91,11 @@ class RowBlock:
     def tail_samples(self) -> int:
         """Number of tail samples per row (M); 0 if none were drawn."""
         return 0 if self.tail_sample_ids is None else int(self.tail_sample_ids.shape[1])
+
+    @property
+    def tail_draws(self) -> int:
+        """Number of tail draws per row (M); 0 if there are none."""
+        return 0 if self.draw_logprobs is None else int(self.draw_logprobs.shape[1])
 
     def slice(self, first: int, last: int) -> RowBlock:
         """Return rows [first, last) as views of the same arrays."""
@@ -115,13 +126,15 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def encode_rows(block: RowBlock, *, f32: bool = False) -> bytes:
-    """Encode a block. Head log-probs are rounded to float16 unless `f32` is true.
+    """Encode a block. Log-probs of head and draws are rounded to float16 unless `f32` is true.
 
     A log-prob below the range of float16 (-65,504) becomes -inf. Raises ValueError if an id is
-    negative.
+    negative, or if the block has both tail samples and tail draws.
     """
     n, k = block.head_logprobs.shape
-    flags = _F32 if f32 else 0
+    flags, logprob = (_F32, "<f4") if f32 else (0, "<f2")
+    if block.tail_samples and block.tail_draws:
+        raise ValueError("a block has tail samples or tail draws, not both")
     heads = _flat(block.head_ids)
     samples = _flat(block.tail_sample_ids)
     if heads is not None:
@@ -132,13 +145,17 @@ def encode_rows(block: RowBlock, *, f32: bool = False) -> bytes:
     if heads is not None:
         planes.extend(_pack_ids(heads, flags))
     with np.errstate(over="ignore"):
-        planes.append(block.head_logprobs.astype("<f4" if f32 else "<f2").tobytes())
+        planes.append(block.head_logprobs.astype(logprob).tobytes())
     planes.append(block.tail_logmass.astype("<f4").tobytes())
     planes.append(block.token_logprobs.astype("<f4").tobytes())
     if samples is not None and block.tail_sample_logprob is not None:
         planes.extend(_pack_ids(samples, flags))
         planes.append(block.tail_sample_logprob.astype("<f4").tobytes())
-    return _seal(_Header(flags, block.tail_samples, k, n), b"".join(planes))
+    if block.draw_logprobs is not None and block.tail_draws:
+        flags |= _DRAWS
+        with np.errstate(over="ignore"):
+            planes.append(block.draw_logprobs.astype(logprob).tobytes())
+    return _seal(_Header(flags, block.tail_samples or block.tail_draws, k, n), b"".join(planes))
 
 
 def compress_rows(data: bytes) -> bytes:
@@ -197,13 +214,16 @@ def decode_rows(data: bytes | memoryview) -> RowBlock:
     at += token.nbytes
     if not samples:
         return RowBlock(heads, logprobs, tail, token)
+    if flags & _DRAWS:
+        of_draws = np.frombuffer(payload, logprobs.dtype, n * samples, at).reshape(n, samples)
+        return RowBlock(heads, logprobs, tail, token, draw_logprobs=of_draws)
     drawn = _unpack_ids(payload[at:], n * samples, flags).reshape(n, samples)
     mean = np.frombuffer(payload, "<f4", n, at + _ids_bytes(n * samples, flags))
     return RowBlock(heads, logprobs, tail, token, drawn, mean)
 
 
 def most_bytes(n: int, k: int, samples: int = 0) -> int:
-    """Return the largest encoded size of n rows with k head ids and `samples` tail samples."""
+    """Return the largest encoded size of n rows with k head ids and `samples` samples or draws."""
     return HEADER_BYTES + _Header(_HAS_IDS | _WIDE_IDS | _F32, samples, k, n).payload_bytes
 
 
@@ -216,7 +236,8 @@ class _Header(NamedTuple):
     n: int
 
     def __str__(self) -> str:
-        drawn = f" and {self.samples} samples" if self.samples else ""
+        what = "draws" if self.flags & _DRAWS else "samples"
+        drawn = f" and {self.samples} {what}" if self.samples else ""
         return f"{self.n} rows with k = {self.k}{drawn}"
 
     def with_flags(self, flags: int) -> _Header:
@@ -230,17 +251,21 @@ class _Header(NamedTuple):
     def planes(self) -> list[Plane]:
         """Return the planes of the uncompressed payload, in order."""
         flags, samples, k, n = self
-        planes = [Plane(n, k, 4 if flags & _F32 else 2, steps=True), Plane(2, n, 4)]
+        width = 4 if flags & _F32 else 2
+        planes = [Plane(n, k, width, steps=True), Plane(2, n, 4)]
         if flags & _HAS_IDS:
             planes = [*_id_planes(n, k, flags), *planes]
-        if samples:
+        if flags & _DRAWS:
+            planes.append(Plane(n, samples, width))
+        elif samples:
             planes += [*_id_planes(n, samples, flags), Plane(1, n, 4)]
         return planes
 
 
 def _seal(header: _Header, payload: bytes) -> bytes:
     flags, samples, k, n = header
-    prefix = _PREFIX.pack(MAGIC, VERSION, flags, samples, k, n)
+    version = _DRAWS_VERSION if flags & _DRAWS else VERSION
+    prefix = _PREFIX.pack(MAGIC, version, flags, samples, k, n)
     return prefix + _digest(prefix, payload) + payload
 
 
@@ -254,9 +279,12 @@ def _open(data: bytes | memoryview) -> tuple[_Header, memoryview]:
     magic, version, *rest = _PREFIX.unpack(view[: _PREFIX.size])
     if magic != MAGIC:
         raise Corrupt("these bytes are not a block of rows")
-    if version != VERSION:
-        raise Corrupt(f"rows of codec version {version}; this program reads version {VERSION}")
     header = _Header(*rest)
+    if version != (_DRAWS_VERSION if header.flags & _DRAWS else VERSION):
+        raise Corrupt(
+            f"rows of codec version {version}; this program reads versions {VERSION} and"
+            f" {_DRAWS_VERSION}"
+        )
     payload = view[HEADER_BYTES:]
     expected = header.payload_bytes
     if len(payload) != expected and not header.flags & _ZSTD:

@@ -95,7 +95,7 @@ class RowCache:
 
     async def _look(self, tier: Tier, key: bytes, query: ScoreQuery) -> EncodedRows | None:
         try:
-            encoded = await tier.get(key, most_bytes(query.rows, query.k, query.tail_samples))
+            encoded = await tier.get(key, _most_bytes(query))
             block = None if encoded is None else _verified(encoded, query)
         except Corrupt as error:
             log.warning("cache: dropped entry %s of tier %s: %s", key.hex()[:16], tier.name, error)
@@ -109,12 +109,16 @@ class RowCache:
         return EncodedRows(encoded, block)
 
 
+def _most_bytes(query: ScoreQuery) -> int:
+    return most_bytes(query.rows, query.k, query.tail_samples or query.tail_draws)
+
+
 def _verified(encoded: bytes, query: ScoreQuery) -> RowBlock:
     block = decode_rows(encoded)
-    found = len(block), block.k, block.tail_samples
-    asked = query.rows, query.k, query.tail_samples
+    found = len(block), block.k, block.tail_samples, block.tail_draws
+    asked = query.rows, query.k, query.tail_samples, query.tail_draws
     if found != asked:
-        raise Corrupt(f"(rows, k, tail samples) are {found}, expected {asked}")
+        raise Corrupt(f"(rows, k, tail samples, tail draws) are {found}, expected {asked}")
     return block
 
 

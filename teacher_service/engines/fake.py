@@ -117,8 +117,11 @@ class FakeEngine:
             heads = None
             if query.head_ids is not None:
                 heads = query.head_ids[first - query.start : last - query.start]
+            draws = None
+            if query.draw_ids is not None:
+                draws = query.draw_ids[first - query.start : last - query.start]
             levels = uniforms[first - query.start : last - query.start]
-            parts.append(_rows(logits, heads, query.k, query.token_ids[first:last], levels))
+            parts.append(_rows(logits, heads, query.k, query.token_ids[first:last], levels, draws))
         return concatenate(parts)
 
     def _logits(self, token_ids: NDArray[np.int32], first: int, last: int) -> NDArray[np.float64]:
@@ -143,17 +146,21 @@ def _rows(
     k: int,
     token_ids: NDArray[np.int32],
     uniforms: NDArray[np.float64],
+    draws: NDArray[np.int32] | None,
 ) -> RowBlock:
     if heads is None:
         heads = np.argsort(-logits, axis=1, kind="stable")[:, :k].astype(np.int32)
     logprobs = logits - _logsumexp(logits)[:, None]
     head = np.take_along_axis(logprobs, heads, axis=1)
     token = np.take_along_axis(logprobs, token_ids[:, None], axis=1)[:, 0]
+    of_draws = None if draws is None else np.take_along_axis(logprobs, draws, axis=1)
     np.put_along_axis(logprobs, heads, -np.inf, axis=1)
     tail = _logsumexp(logprobs)
     rows = RowBlock(
         heads, head.astype(np.float32), tail.astype(np.float32), token.astype(np.float32)
     )
+    if of_draws is not None:
+        rows = replace(rows, draw_logprobs=of_draws.astype(np.float32))
     if not uniforms.shape[1]:
         return rows
     drawn = _drawn(np.exp(logprobs), uniforms)

@@ -9,21 +9,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError, error_of
 from protos.rows.codec import RowBlock, decode_rows, encode_rows
 
+# The ids of a query that the student chose, per row.
+_CHOSEN = ("head_ids", "draw_ids")
+
 
 def encode_query(query: ScoreQuery) -> dict[str, Any]:
     """Encode `query` as plain values and bytes, which is all that a vLLM request can carry."""
-    head_ids = query.head_ids
     return {
         "token_ids": query.token_ids.astype("<i4").tobytes(),
         "start": query.start,
         "top_k": query.top_k,
-        "head_ids": None if head_ids is None else head_ids.astype("<i4").tobytes(),
+        "head_ids": _encoded(query.head_ids),
+        "draw_ids": _encoded(query.draw_ids),
         "temperature": query.temperature,
         "tail_samples": query.tail_samples,
         "seed": query.seed,
@@ -33,20 +37,25 @@ def encode_query(query: ScoreQuery) -> dict[str, Any]:
 def decode_query(fields: Mapping[str, Any]) -> ScoreQuery:
     """Return the query that `encode_query` encoded."""
     token_ids = np.frombuffer(fields["token_ids"], "<i4")
-    head_ids = None
-    if fields["head_ids"] is not None:
-        rows = len(token_ids) - fields["start"]
-        head_ids = np.frombuffer(fields["head_ids"], "<i4").reshape(rows, -1)
-    others = {name: fields[name] for name in fields.keys() - {"token_ids", "head_ids"}}
-    return ScoreQuery(token_ids, head_ids=head_ids, **others)
+    rows = len(token_ids) - fields["start"]
+    chosen: dict[str, Any] = {
+        name: np.frombuffer(fields[name], "<i4").reshape(rows, -1)
+        for name in _CHOSEN
+        if fields[name] is not None
+    }
+    others = {name: fields[name] for name in fields.keys() - {"token_ids", *_CHOSEN}}
+    return ScoreQuery(token_ids, **chosen, **others)
 
 
 def part_of(query: ScoreQuery, first: int, end: int) -> ScoreQuery:
     """Return a query for rows [first, end) of `query`; both are positions in the sequence."""
-    head_ids = query.head_ids
-    if head_ids is not None:
-        head_ids = head_ids[first - query.start : end - query.start]
-    return replace(query, token_ids=query.token_ids[:end], start=first, head_ids=head_ids)
+    rows = slice(first - query.start, end - query.start)
+    chosen = {name: ids[rows] for name in _CHOSEN if (ids := getattr(query, name)) is not None}
+    return replace(query, token_ids=query.token_ids[:end], start=first, **chosen)
+
+
+def _encoded(ids: NDArray[np.int32] | None) -> bytes | None:
+    return None if ids is None else ids.astype("<i4").tobytes()
 
 
 def encode_answer(answer: RowBlock | DistillError) -> Tensor:

@@ -72,6 +72,7 @@ class Head:
         """Return the concatenated rows of queries with the same settings."""
         targets = np.concatenate([query.token_ids[query.start :] for query in queries])
         chosen = [query.head_ids for query in queries if query.head_ids is not None]
+        draws = [query.draw_ids for query in queries if query.draw_ids is not None]
         uniforms = None
         if queries[0].tail_samples:
             drawn = np.concatenate([uniforms_of(query) for query in queries])
@@ -86,6 +87,7 @@ class Head:
             head_ids=self._long(np.concatenate(chosen)) if chosen else None,
             temperature=queries[0].temperature,
             uniforms=uniforms,
+            draw_ids=self._long(np.concatenate(draws)) if draws else None,
             first_position=queries[0].start,
         )
         return RowBlock(
@@ -95,6 +97,7 @@ class Head:
             token_logprobs=scored.token_logprobs.cpu().numpy(),
             tail_sample_ids=_numpy(scored.sample_ids, torch.int32),
             tail_sample_logprob=_numpy(scored.sample_logprob, torch.float32),
+            draw_logprobs=_numpy(scored.draw_logprobs, torch.float32),
         )
 
     def _long(self, ids: np.ndarray[Any, Any]) -> Tensor:
@@ -106,9 +109,10 @@ def _numpy(column: Tensor | None, dtype: torch.dtype) -> NDArray[Any] | None:
 
 
 def _alike(queries: Sequence[ScoreQuery]) -> list[list[int]]:
-    """Group the indices of queries that differ only in tokens, head ids and seeds."""
+    """Group the indices of queries that differ only in tokens, chosen ids and seeds."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, query in enumerate(queries):
-        kind = (query.k, query.head_ids is None, query.temperature, query.tail_samples)
+        ids = (query.k, query.head_ids is None, query.tail_draws)
+        kind = (*ids, query.temperature, query.tail_samples)
         groups.setdefault(kind, []).append(index)
     return list(groups.values())

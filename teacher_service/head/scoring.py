@@ -27,7 +27,8 @@ class ScoredRows:
 
     head_ids int64 [N, K]; head_logprobs [N, K]; tail_logmass [N]; token_logprobs [N]. With tail
     samples also sample_ids int64 [N, M] and sample_logprob [N], the mean log-prob of a row's
-    samples; otherwise both are None.
+    samples; otherwise both are None. draw_logprobs [N, D]: of the ids that the student drew, or
+    None.
     """
 
     head_ids: Tensor
@@ -36,6 +37,7 @@ class ScoredRows:
     token_logprobs: Tensor
     sample_ids: Tensor | None = None
     sample_logprob: Tensor | None = None
+    draw_logprobs: Tensor | None = None
 
 
 def score_hidden(
@@ -49,6 +51,7 @@ def score_hidden(
     head_ids: Tensor | None,
     temperature: float,
     uniforms: Tensor | None = None,
+    draw_ids: Tensor | None = None,
     chunk_rows: int | None = None,
     first_position: int = 0,
 ) -> ScoredRows:
@@ -57,7 +60,8 @@ def score_hidden(
     hidden [N, H], weight [V, H], bias [V], token_ids int64 [N]. Give either top_k, or head_ids
     int64 [N, K] without duplicates in a row. `product` is an optional faster hidden @ weight.T.
     Each uniform of `uniforms`, float64 [N, M] in [0, 1), draws one id from the tail. If a tail has
-    no mass, its sample ids are meaningless and their log-prob is -inf.
+    no mass, its sample ids are meaningless and their log-prob is -inf. draw_ids int64 [N, D]: ids
+    whose log-probs are also returned.
 
     Raises Corrupt, naming position `first_position` + row, if a row of logits has a NaN, a +inf or
     no finite entry. Logits of -inf (masked vocabulary) are valid.
@@ -71,12 +75,14 @@ def score_hidden(
     # Allocate the results first: small tensors that stay between large ones that are freed would
     # fragment the memory.
     k = top_k if head_ids is None else head_ids.shape[1]
-    rows, normalisers = _empty(hidden, k, 0 if uniforms is None else uniforms.shape[1])
+    samples, draws = (0 if one is None else one.shape[1] for one in (uniforms, draw_ids))
+    rows, normalisers = _empty(hidden, k, samples, draws)
     at = 0
     for first in range(0, len(hidden), size):
         these = slice(first, first + size)
         heads = None if head_ids is None else head_ids[these]
         levels = None if uniforms is None else uniforms[these]
+        drawn = None if draw_ids is None else draw_ids[these]
         # The logits have no name here: a variable would keep them while the next chunk is computed.
         for block, lse in select(
             _logits(product(hidden[these]), bias, temperature),
@@ -84,6 +90,7 @@ def score_hidden(
             top_k,
             heads,
             levels,
+            drawn,
         ):
             into = slice(at, at + len(lse))
             for column in fields(ScoredRows):
@@ -96,7 +103,7 @@ def score_hidden(
     return rows
 
 
-def _empty(hidden: Tensor, k: int | None, samples: int) -> tuple[ScoredRows, Tensor]:
+def _empty(hidden: Tensor, k: int | None, samples: int, draws: int) -> tuple[ScoredRows, Tensor]:
     """Allocate the rows of `hidden` and their normalisers [N]."""
     assert k is not None, "a query has either top_k or head_ids"
     n, device = len(hidden), hidden.device
@@ -107,6 +114,9 @@ def _empty(hidden: Tensor, k: int | None, samples: int) -> tuple[ScoredRows, Ten
     if samples:
         drawn = torch.empty(n, samples, dtype=torch.int64, device=device)
         rows = replace(rows, sample_ids=drawn, sample_logprob=torch.empty_like(tail))
+    if draws:
+        of_draws = torch.empty(n, draws, dtype=torch.float32, device=device)
+        rows = replace(rows, draw_logprobs=of_draws)
     return rows, normalisers
 
 
@@ -116,10 +126,12 @@ def select(
     top_k: int | None,
     head_ids: Tensor | None,
     uniforms: Tensor | None = None,
+    draw_ids: Tensor | None = None,
 ) -> Iterator[tuple[ScoredRows, Tensor]]:
     """Yield rows and their normalisers [n], block by block, from logits `chunk` [N, V].
 
-    Overwrites `chunk`. token_ids int64 [N]; give either top_k, or head_ids int64 [N, K]. The
+    Overwrites `chunk`. token_ids int64 [N]; give either top_k, or head_ids int64 [N, K]; draw_ids
+    int64 [N, D]. The
     normaliser of a row is the logsumexp of its logits; it is not finite if the logits are invalid.
     """
     at = 0
@@ -127,7 +139,8 @@ def select(
         rows = slice(at, at + len(logits))
         heads = _top(logits, top_k) if head_ids is None else head_ids[rows]
         levels = None if uniforms is None else uniforms[rows]
-        yield _score_block(logits, heads, token_ids[rows], levels)
+        drawn = None if draw_ids is None else draw_ids[rows]
+        yield _score_block(logits, heads, token_ids[rows], levels, drawn)
         at = rows.stop
 
 
@@ -173,7 +186,11 @@ def _top(logits: Tensor, top_k: int | None) -> Tensor:
 
 
 def _score_block(
-    logits: Tensor, heads: Tensor, token_ids: Tensor, uniforms: Tensor | None
+    logits: Tensor,
+    heads: Tensor,
+    token_ids: Tensor,
+    uniforms: Tensor | None,
+    draw_ids: Tensor | None,
 ) -> tuple[ScoredRows, Tensor]:
     """Return the rows of one block and the normaliser of each row. Overwrites `logits`.
 
@@ -181,11 +198,14 @@ def _score_block(
     """
     head = logits.gather(-1, heads)
     token = logits.gather(-1, token_ids[:, None]).squeeze(-1)
+    of_draws = None if draw_ids is None else logits.gather(-1, draw_ids)
     # Not log(1 - sum of the head): for a small tail, all digits would cancel.
     largest = _exp_in_place(logits.scatter_(-1, heads, -torch.inf))
     tail = logits.sum(-1).log_().add_(largest)
     lse = torch.logaddexp(torch.logsumexp(head, dim=-1), tail)
     rows = ScoredRows(heads, head - lse[:, None], tail - lse, token - lse)
+    if of_draws is not None:
+        rows = replace(rows, draw_logprobs=of_draws - lse[:, None])
     if uniforms is not None:
         drawn = draw(logits, uniforms)
         mean = logits.gather(-1, drawn).log_().mean(-1).add_(largest - lse)

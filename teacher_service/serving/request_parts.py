@@ -1,11 +1,16 @@
-"""Joins the messages of requests whose head ids do not fit into one message."""
+"""Joins the messages of requests whose chosen ids do not fit into one message."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from protos import teacher_pb2
 from protos.errors import InvalidInput
 from protos.rpc.transport import MAX_REQUEST_BYTES
 from teacher_service.serving.answer_budget import BudgetShare
+
+# The fields of a request that may be in several messages.
+_FIELDS: tuple[Literal["head_ids"], Literal["draw_ids"]] = ("head_ids", "draw_ids")
 
 Request = tuple[teacher_pb2.ScoreRequest, InvalidInput | None]
 
@@ -13,13 +18,14 @@ Request = tuple[teacher_pb2.ScoreRequest, InvalidInput | None]
 class RequestParts:
     """The messages of one unfinished request of a stream; their bytes count in `share`.
 
-    A message with `more` is followed by further head ids of its request, see protos/teacher.proto.
+    A message with `more` is followed by further head ids or draw ids of its request, see
+    protos/teacher.proto.
     """
 
     def __init__(self, share: BudgetShare) -> None:
         self._share = share
         self._first: teacher_pb2.ScoreRequest | None = None
-        self._ids: list[bytes] = []
+        self._ids: dict[str, list[bytes]] = {name: [] for name in _FIELDS}
         self._bytes = 0
 
     def add(self, message: teacher_pb2.ScoreRequest) -> list[Request]:
@@ -31,7 +37,8 @@ class RequestParts:
             if not message.more:
                 return [*found, (message, None)]
             self._first = message
-        self._keep(message.head_ids)
+        for name in _FIELDS:
+            self._keep(name, getattr(message, name))
         if not message.more:
             found.append(self._joined())
         return found
@@ -41,23 +48,27 @@ class RequestParts:
         if self._first is None:
             return []
         request, _ = self._joined()
-        return [(request, _refused("the messages with its other head ids are missing"))]
+        return [(request, _refused("the messages with its other ids are missing"))]
 
-    def _keep(self, ids: bytes) -> None:
+    def _keep(self, name: str, ids: bytes) -> None:
         self._bytes += len(ids)
-        if self._bytes <= MAX_REQUEST_BYTES:
-            self._ids.append(ids)
+        if ids and self._bytes <= MAX_REQUEST_BYTES:
+            self._ids[name].append(ids)
             self._share.take(len(ids))
 
     def _joined(self) -> Request:
         assert self._first is not None
-        request, size = self._first, self._bytes
-        request.head_ids, request.more = b"".join(self._ids), False
-        self._share.give_back(sum(map(len, self._ids)))
-        self._first, self._ids, self._bytes = None, [], 0
+        request, size, found = self._first, self._bytes, self._ids
+        request.more = False
+        for name, ids in found.items():
+            self._share.give_back(sum(map(len, ids)))
+            if ids:
+                setattr(request, name, b"".join(ids))
+        self._first, self._ids, self._bytes = None, {name: [] for name in _FIELDS}, 0
         if size <= MAX_REQUEST_BYTES:
             return request, None
-        request.ClearField("head_ids")
+        for name in _FIELDS:
+            request.ClearField(name)
         return request, _refused(f"{size} bytes, but a request holds {MAX_REQUEST_BYTES}")
 
 

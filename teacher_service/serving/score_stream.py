@@ -154,6 +154,7 @@ def _answer_bytes(request: teacher_pb2.ScoreRequest) -> int:
     """Return the estimated memory of the answer in bytes; `request` is not validated yet."""
     rows = max(0, len(request.token_ids) // 4 - request.start)
     ids = len(request.head_ids) // 4 or rows * request.top_k
+    ids += len(request.draw_ids) // 4
     return _HEAD_ID_BYTES * ids + (_ROW_BYTES + _SAMPLE_BYTES * request.tail_samples) * rows
 
 

@@ -7,7 +7,14 @@ from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
 
-from clients.teacher.query import IDENTITY_KEY, LAST_TURN, MAX_TAIL_SAMPLES, TURN_KEY, identity_of
+from clients.teacher.query import (
+    IDENTITY_KEY,
+    LAST_TURN,
+    MAX_TAIL_DRAWS,
+    MAX_TAIL_SAMPLES,
+    TURN_KEY,
+    identity_of,
+)
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import Unavailable, WrongState
 from protos.rpc.failpoints import failpoint
@@ -65,6 +72,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
             batch_invariant=info.batch_invariant,
             load=self._load(),
             max_tail_samples=MAX_TAIL_SAMPLES,
+            max_tail_draws=MAX_TAIL_DRAWS,
             max_request_bytes=MAX_REQUEST_BYTES,
         )
 

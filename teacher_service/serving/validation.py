@@ -8,7 +8,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.teacher.query import MAX_TAIL_SAMPLES, ScoreQuery
+from clients.teacher.query import MAX_TAIL_DRAWS, MAX_TAIL_SAMPLES, ScoreQuery
 from protos import teacher_pb2
 from protos.errors import InvalidInput
 
@@ -77,6 +77,7 @@ def parse_request(request: teacher_pb2.ScoreRequest, limits: Limits) -> ScoreQue
         f32,
         request.tail_samples,
         request.sample_seed,
+        _draws(request, length - start, limits),
     )
 
 
@@ -102,6 +103,21 @@ def _head(
             return None, head_ids
         case _:
             _refuse("top_k", "neither top_k nor head_ids is given", "set one of them")
+
+
+def _draws(
+    request: teacher_pb2.ScoreRequest, rows: int, limits: Limits
+) -> NDArray[np.int32] | None:
+    if not request.draw_ids:
+        return None
+    flat = _ids(request.draw_ids, "draw_ids", limits)
+    if flat.size % rows or not 1 <= flat.size // rows <= MAX_TAIL_DRAWS:
+        _refuse(
+            "draw_ids",
+            f"{flat.size} ids for {rows} rows",
+            f"send [length - start, M] ids, M from 1 to {MAX_TAIL_DRAWS}, the same for every row",
+        )
+    return flat.reshape(rows, -1)
 
 
 def _ids(data: bytes, field: str, limits: Limits) -> NDArray[np.int32]:

@@ -28,7 +28,14 @@ from protos.rows.codec import (
 
 
 def make_block(
-    n: int, k: int, *, top_id: int = 1000, ids: bool = True, samples: int = 0, seed: int = 0
+    n: int,
+    k: int,
+    *,
+    top_id: int = 1000,
+    ids: bool = True,
+    samples: int = 0,
+    draws: int = 0,
+    seed: int = 0,
 ) -> RowBlock:
     rng = np.random.default_rng(seed)
     drawn = rng.integers(0, top_id + 1, (n, samples)).astype(np.int32)
@@ -39,6 +46,7 @@ def make_block(
         token_logprobs=-rng.exponential(4, n).astype(np.float32),
         tail_sample_ids=drawn if samples else None,
         tail_sample_logprob=-rng.exponential(4, n).astype(np.float32) if samples else None,
+        draw_logprobs=-rng.exponential(9, (n, draws)).astype(np.float32) if draws else None,
     )
 
 
@@ -47,9 +55,13 @@ def assert_same(actual: RowBlock, expected: RowBlock, *, f32: bool) -> None:
         column = getattr(expected, name)
         assert (getattr(actual, name) is None) == (column is None)
         np.testing.assert_array_equal(getattr(actual, name), column)
-    logprobs = expected.head_logprobs.astype(np.float32 if f32 else np.float16)
-    np.testing.assert_array_equal(actual.head_logprobs, logprobs)
-    assert actual.head_logprobs.dtype == logprobs.dtype
+    for name in ("head_logprobs", "draw_logprobs"):
+        column = getattr(expected, name)
+        assert (getattr(actual, name) is None) == (column is None)
+        if column is not None:
+            logprobs = column.astype(np.float32 if f32 else np.float16)
+            np.testing.assert_array_equal(getattr(actual, name), logprobs)
+            assert getattr(actual, name).dtype == logprobs.dtype
     np.testing.assert_array_equal(actual.tail_logmass, expected.tail_logmass)
     np.testing.assert_array_equal(actual.token_logprobs, expected.token_logprobs)
 
@@ -62,19 +74,23 @@ def assert_same(actual: RowBlock, expected: RowBlock, *, f32: bool) -> None:
     ids=st.booleans(),
     f32=st.booleans(),
     samples=st.integers(0, 5),
+    draws=st.booleans(),
     seed=st.integers(0, 2**16),
 )
 def test_round_trip(
-    n: int, k: int, top_id: int, ids: bool, f32: bool, samples: int, seed: int
+    n: int, k: int, top_id: int, ids: bool, f32: bool, samples: int, draws: bool, seed: int
 ) -> None:
-    block = make_block(n, k, top_id=top_id, ids=ids, samples=samples, seed=seed)
+    """`draws`: the samples are those of the student."""
+    m, samples = (samples, 0) if draws else (0, samples)
+    block = make_block(n, k, top_id=top_id, ids=ids, samples=samples, draws=m, seed=seed)
     encoded = encode_rows(block, f32=f32)
-    most = most_bytes(n, k, samples)
+    most = most_bytes(n, k, samples or m)
     assert len(encoded) <= most
     compressed = compress_rows(encoded)
     for data in (encoded, compressed):
         decoded = decode_rows(data)
-        assert (len(decoded), decoded.k, decoded.tail_samples) == (n, k, samples)
+        assert (len(decoded), decoded.k) == (n, k)
+        assert (decoded.tail_samples, decoded.tail_draws) == (samples, m)
         assert_same(decoded, block, f32=f32)
         assert expand_rows(data, most) == encoded
         assert compress_rows(data) == compressed
@@ -112,6 +128,26 @@ def test_rows_from_before_there_were_samples_are_read() -> None:
     assert (block.tail_logmass.tolist(), block.token_logprobs.tolist()) == ([-2.0], [-0.5])
     assert block.tail_sample_ids is None
     assert block.tail_sample_logprob is None
+
+
+def test_draws_cost_two_bytes_each_and_have_a_version_of_their_own() -> None:
+    """A program that knows none says that the version is another; other blocks are as before."""
+    block = make_block(1000, 8, ids=False, draws=16)
+    data = encode_rows(block)
+    assert len(data) == 1000 * (2 * (8 + 16) + 8) + HEADER_BYTES
+    assert data[4] == 2
+    plain = make_block(1000, 8, ids=False)
+    assert encode_rows(plain)[4] == VERSION == 1
+    for version in (1, 3):
+        with pytest.raises(Corrupt, match=rf"codec version {version}; this program reads"):
+            decode_rows(data[:4] + bytes([version]) + data[5:])
+    with pytest.raises(Corrupt, match="codec version 2"):
+        decode_rows(b"DRow\2" + encode_rows(plain)[5:])
+
+
+def test_samples_and_draws_in_one_block_are_refused() -> None:
+    with pytest.raises(ValueError, match="not both"):
+        encode_rows(make_block(2, 2, samples=1, draws=1))
 
 
 def test_negative_ids_are_refused() -> None:
@@ -171,9 +207,10 @@ def test_a_frame_that_promises_too_much_takes_no_memory() -> None:
         encode_rows(make_block(3, 5, ids=False)),
         encode_rows(make_block(3, 0, samples=4)),
         encode_rows(make_block(3, 2, ids=False, samples=3, top_id=2**31 - 1)),
+        encode_rows(make_block(3, 2, ids=False, draws=3)),
         compress_rows(encode_rows(alike(30, 4))),
     ],
-    ids=["f16", "f32", "no ids", "samples only", "wide samples", "zstd"],
+    ids=["f16", "f32", "no ids", "samples only", "wide samples", "draws", "zstd"],
 )
 def test_every_flipped_bit_is_seen(data: bytes) -> None:
     for bit in range(8 * len(data)):
@@ -194,8 +231,8 @@ def test_every_truncation_and_extension_is_seen(zstd: bool) -> None:
         decode_rows(data + b"\0")
 
 
-@pytest.mark.parametrize("samples", [0, 3])
-def test_slices_put_together_are_the_whole(samples: int) -> None:
-    block = decode_rows(encode_rows(make_block(10, 4, samples=samples)))
+@pytest.mark.parametrize(("samples", "draws"), [(0, 0), (3, 0), (0, 3)])
+def test_slices_put_together_are_the_whole(samples: int, draws: int) -> None:
+    block = decode_rows(encode_rows(make_block(10, 4, samples=samples, draws=draws)))
     parts = [decode_rows(encode_rows(block.slice(a, b))) for a, b in ((0, 3), (3, 4), (4, 10))]
     assert encode_rows(concatenate(parts)) == encode_rows(block)

@@ -105,7 +105,7 @@ def score(
         for row in range(len(logits))
     ]
     columns = [[getattr(row, column.name) for row in rows] for column in fields(ScoredRows)]
-    return ScoredRows(*map(torch.cat, columns))
+    return ScoredRows(*(None if one[0] is None else torch.cat(one) for one in columns))
 
 
 def grid(rows: int, count: int) -> Tensor:
@@ -361,14 +361,14 @@ def test_an_answer_that_breaks_off_goes_on_with_the_same_samples() -> None:
     for column in fields(RowBlock):
         found, expected = getattr(whole, column.name), getattr(undisturbed, column.name)
         np.testing.assert_array_equal(found, expected)
-        assert found.flags.writeable
+        assert found is None or found.flags.writeable
 
 
 @pytest.mark.parametrize(("asked", "sent"), [(12, 0), (12, 11), (0, 12)])
 def test_another_number_of_samples_than_asked_for_is_refused(asked: int, sent: int) -> None:
     """As a teacher of an earlier version sends them: it does not know the field."""
     chunks = chunks_of(answer(query(samples=sent)), query(samples=sent), "1", 0)
-    with pytest.raises(Corrupt, match=f"sent {sent} tail samples per row, but {asked} were"):
+    with pytest.raises(Corrupt, match=f"sent {sent} tail samples .* but {asked} and 0"):
         RowAssembly(query(samples=asked)).add(next(chunks))
 
 
