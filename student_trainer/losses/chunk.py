@@ -84,7 +84,7 @@ class Chunk:
         """
         assert self.sample_ids is not None
         assert self.sample_in_head is not None
-        ids = self.sample_ids
+        ids = self.sample_ids.contiguous()
         place = torch.searchsorted(ids.sort(1).values, ids)  # equal for equal ids
         total = torch.zeros_like(samples).scatter_add_(1, place, samples).gather(1, place)
         placed = self.sample_in_head | (ids == self.token_ids[:, None])
