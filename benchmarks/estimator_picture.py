@@ -12,6 +12,7 @@ COLORS = {
     "published": "#d93025",
     "sampled": "#f9ab00",
     "bucket+sampled": "#1a73e8",
+    "bucket+draws": "#9334e6",
     "bucket+teacher_samples": "#188038",
 }
 PANELS = (

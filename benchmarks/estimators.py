@@ -45,6 +45,10 @@ A standard deviation averages out over tokens, with the root of their number; a 
 - `bucket+sampled`, the default, has no bias at any k, and {published} times the standard
   deviation of `published`.
 - `sampled` has no bias, and {sampled} times the standard deviation of `bucket+sampled`.
+- `bucket+draws` has no bias, and with one draw a row {draws} times the standard deviation of
+  `bucket+sampled`: its sample is always in the tail, the sampled token only at times. M independent
+  draws divide its standard deviation by the root of M, stratified draws by more. The figures for
+  forward KL hold if the teacher's head is known when the student draws.
 - `bucket+teacher_samples` (here one sample a row; M samples divide its standard deviation by the
   root of M) needs no token that the student sampled, and has {teacher_samples} times the standard
   deviation of `bucket+sampled`. It is the mode for stored rows.
@@ -93,11 +97,12 @@ def measure(vocab: int, k: int, direction: Direction) -> list[dict[str, Any]]:
     size = true_gradient.norm()
     rows = []
     for tail in TAILS:
+        if tail == "bucket+teacher_samples" and direction == "reverse":
+            continue  # there is no such estimator
         weights = p
-        if tail == "bucket+teacher_samples":
-            if direction == "reverse":
-                continue  # there is no such estimator
-            weights = teacher.index_fill(0, head, -torch.inf).softmax(0)
+        if tail in ("bucket+draws", "bucket+teacher_samples"):
+            drawer = student if tail == "bucket+draws" else teacher
+            weights = drawer.index_fill(0, head, -torch.inf).softmax(0)
         values, gradients = by_token(student, teacher, head, direction, tail)
         mean = weights @ gradients
         bias = mean - true_gradient
@@ -136,8 +141,10 @@ def exact(student: Tensor, teacher: Tensor, direction: Direction) -> tuple[Tenso
 def by_token(
     student: Tensor, teacher: Tensor, head: Tensor, direction: Direction, tail: Tail
 ) -> tuple[Tensor, Tensor]:
-    """Values [V] and gradients [V, V] in the logits: row y is the estimate when y was sampled, by
-    the student or, for "bucket+teacher_samples", by the teacher.
+    """Values [V] and gradients [V, V] in the logits: row y is the estimate when y was sampled.
+
+    By the student; for "bucket+draws" from its tail; for "bucket+teacher_samples" by the teacher
+    from its tail.
     """
     vocab = len(student)
     leaf = student.repeat(vocab, 1).requires_grad_()
@@ -161,6 +168,7 @@ def page(result: dict[str, Any]) -> str:
         vocabulary=result["vocabulary"],
         published=_spreads(rows, "bucket+sampled", "published"),
         sampled=_spreads(rows, "sampled", "bucket+sampled"),
+        draws=_spreads(rows, "bucket+draws", "bucket+sampled"),
         teacher_samples=_spreads(rows, "bucket+teacher_samples", "bucket+sampled"),
         head_mass_distance=max(row[name] for row in rows if name in row),
         table="\n".join(_line(row) for row in rows),

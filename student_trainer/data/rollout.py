@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from student_trainer.data.sequence import TokenSequence
+
+
+@dataclass(frozen=True)
+class TailDraws:
+    """M ids for each of L tokens, drawn by the sampling policy mu from its tail, outside the head.
+
+    ids [L, M] int32. logprobs [L, M]: log-prob in nats with which each id was drawn, log mu(z)
+    minus the log of mu's tail mass; +inf: a placeholder, to be ignored, because the tail was empty
+    or an environment wrote the token. float32 in a rollout.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+
+    def __getitem__(self, index: slice | Tensor) -> TailDraws:
+        return TailDraws(self.ids[index], self.logprobs[index])
+
+    @classmethod
+    def joined(cls, parts: Sequence[TailDraws]) -> TailDraws:
+        """Return the draws of all parts, in order; there is at least one."""
+        return cls(
+            torch.cat([one.ids for one in parts]), torch.cat([one.logprobs for one in parts])
+        )
 
 
 @dataclass(frozen=True)
@@ -18,7 +42,8 @@ class Rollout(TokenSequence):
     head_ids [T - start, k] int64: the top-k ids of the sampling policy. token_logprobs [T - start]
     float32: its log-probs of the tokens, in nats. own [T - start] bool: True for tokens that the
     student sampled; None if it sampled all. Tokens that an environment wrote are read but not
-    learned, and their head ids and log-probs are placeholders.
+    learned, and their head ids and log-probs are placeholders. draws: L = T - start; None if the
+    sampler drew none.
     """
 
     head_ids: Tensor
@@ -27,6 +52,7 @@ class Rollout(TokenSequence):
     answer: str  # the reference answer
     teacher: str = ""  # the name of its teacher, if the job has several
     own: Tensor | None = None
+    draws: TailDraws | None = None
     concluded: str | None = None  # the answer according to an environment; None: all own tokens
     queries: int = 0  # number of queries to the environment
     failed: bool = False  # the environment failed, not the student

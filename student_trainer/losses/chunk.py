@@ -1,12 +1,12 @@
 """One chunk of rows between the matrix products: logits to rows, and row derivatives to d(logits).
 
 Let a loss be a function of the head log-probs l_i, the tail log-mass T, the token log-prob l_y and
-the log-probs of tail samples, which are treated like l_y. Let g_i, g_T and g_y be its derivatives,
-G their sum, and z the logits divided by the temperature. Then
+the log-probs of samples of the tail, which are treated like l_y. Let g_i, g_T and g_y be its
+derivatives, G their sum, and z the logits divided by the temperature. Then
 
     dL/dz_j = p_j ([j not in S] g_T / P_t - G) + [j in S] g_i + [j = y] g_y:
 
-a scalar per row times the softmax, plus one scattered entry per head id, token and tail sample.
+a scalar per row times the softmax, plus one scattered entry per head id, token and sample.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Chunk:
     temperature: float
     top: Tensor
     token_ahead: Tensor
+    sample_ahead: Tensor
+    sample_in_head: Tensor | None
     head_share: Tensor
     tail_share: Tensor
     tail_sum: Tensor
@@ -70,10 +72,25 @@ class Chunk:
         )
         for ids, values in (self.head_ids, of_head), (self.token_ids[:, None], of_token[:, None]):
             buffer.scatter_(1, ids, (values / self.temperature).to(buffer.dtype))
-        if samples is not None and self.sample_ids is not None:
-            of_samples = (samples / self.temperature).to(buffer.dtype)
-            buffer.scatter_add_(1, self.sample_ids, of_samples)
+        if samples is not None:
+            self._place_samples(buffer, samples, scale)
         return buffer
+
+    def _place_samples(self, buffer: Tensor, samples: Tensor, scale: Tensor) -> None:
+        """Write the entries of the samples, whose derivatives are `samples` [n, M].
+
+        An id may be sampled several times, and may be the token. Like the token's entry, each one
+        is summed in float32 first.
+        """
+        assert self.sample_ids is not None
+        assert self.sample_in_head is not None
+        ids = self.sample_ids.contiguous()
+        place = torch.searchsorted(ids.sort(1).values, ids)  # equal for equal ids
+        total = torch.zeros_like(samples).scatter_add_(1, place, samples).gather(1, place)
+        placed = self.sample_in_head | (ids == self.token_ids[:, None])
+        of_tail = scale[:, None] * self.sample_ahead.exp() / self.temperature
+        before = torch.where(placed, buffer.gather(1, ids), of_tail)
+        buffer.scatter_(1, ids, (before + total / self.temperature).to(buffer.dtype))
 
 
 def make_chunk(
@@ -92,6 +109,7 @@ def make_chunk(
     head = buffer.gather(1, head_ids).to(wide) / temperature
     picked = buffer.gather(1, _beside(token_ids, sample_ids)).to(wide) / temperature
     buffer.scatter_(1, head_ids, -torch.inf)
+    in_head = None if sample_ids is None else buffer.gather(1, sample_ids) == -torch.inf
     top, tail_sum, tail_weighted = _passes(buffer).tail_statistics(buffer, temperature)
     # One maximum for head and tail, so that the shares below sum to one to the last bit.
     common = torch.maximum(top, head.amax(1)) if head.shape[1] else top
@@ -115,6 +133,8 @@ def make_chunk(
         temperature=temperature,
         top=top,
         token_ahead=picked[:, 0] - top,
+        sample_ahead=picked[:, 1:] - top[:, None],
+        sample_in_head=in_head,
         head_share=head_exp / mass[:, None],
         tail_share=tail_sum * tail_exp / mass,
         tail_sum=tail_sum,

@@ -12,6 +12,7 @@ q(y)/p(y), s the importance weight, sg = stop-gradient.
     sampled          s m r (-log w)     | s m sg(w) log w                 value and gradient
     bucket           P_t log(P_t/Q_t)   | Q_t log(Q_t/P_t)                a lower bound
     bucket+sampled   bucket + s m R, the default                          value and gradient
+    bucket+draws     bucket + sum_i v_i R(z_i), z_i drawn by the student   value and gradient
     bucket+teacher_samples          | bucket + (Q_t/M) sum_i [log q~(y_i) - log p~(y_i)]
                      forward only, y_i drawn by the teacher from its tail  value and gradient
 
@@ -25,10 +26,18 @@ zero again:
     forward  R = sg(w (log q~(y) - log p~(y))) - sg(w - Q_t/P_t) (log p~(y) - sg(log p~(y)))
 
 Q_t/P_t is a control variate: the mean of its term is zero.
+
+`bucket+draws` has the same R at M ids z_i outside S, so it does not depend on whether y is in S.
+Let M g(z) be the expected number of times that z is drawn; then v_i = sg(p(z_i) / (M g(z_i))), and
+the mean of the sum is the sum over the tail of p(z) R(z), whatever g is, if g(z) > 0 on the tail.
+It holds for independent and for stratified draws. g = p~, the student's own tail, gives
+v_i = sg(P_t)/M; if another policy mu drew from its own tail, g = mu/mu_t. docs/methods.md has the
+derivation.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal, assert_never
 
 import torch
@@ -37,7 +46,15 @@ from torch import Tensor
 from student_trainer.losses.rows import HIGHEST_LOG_RATIO, LOWEST_LOGPROB, Rows
 
 Direction = Literal["reverse", "forward"]
-Tail = Literal["none", "published", "sampled", "bucket", "bucket+sampled", "bucket+teacher_samples"]
+Tail = Literal[
+    "none",
+    "published",
+    "sampled",
+    "bucket",
+    "bucket+sampled",
+    "bucket+draws",
+    "bucket+teacher_samples",
+]
 
 
 def topk_kl(
@@ -48,6 +65,7 @@ def topk_kl(
     direction: Direction,
     tail: Tail,
     importance: Tensor | None = None,
+    draw_logprobs: Tensor | None = None,
 ) -> Tensor:
     """Return the Top-k KL of each token, [N] in nats; the gradient flows through `student` only.
 
@@ -55,8 +73,13 @@ def topk_kl(
     sampled token y is one of the head ids. `importance` [N]: the detached p(y)/mu(y) if another
     policy mu sampled y; it multiplies the sampled part. None: 1. `tail`: see the table above.
 
-    `bucket+teacher_samples` reads `sample_logprobs` of both rows, and ignores `token_in_head` and
-    `importance`. Raises ValueError if either has none, or if the direction is "reverse".
+    `bucket+draws` and `bucket+teacher_samples` read `sample_logprobs` of both rows, and ignore
+    `token_in_head` and `importance`. `draw_logprobs` [N, M], for `bucket+draws` only: log g(z_i),
+    the log-prob in nats with which each id was drawn; +inf: the id is ignored. None: the current
+    student drew all of them from its tail; rows without a tail are ignored.
+
+    Raises ValueError if rows lack the samples of their tail mode, or if the direction of
+    `bucket+teacher_samples` is "reverse".
     """
     p = _finite(student)
     q = _finite(teacher.detach())
@@ -67,6 +90,8 @@ def topk_kl(
         head = head + _divergence(p.tail_logmass, q.tail_logmass, direction)
     if tail == "bucket":
         return head
+    if tail == "bucket+draws":
+        return head + _draws(p, q, draw_logprobs, direction)
     if tail == "bucket+teacher_samples":
         return head + _teacher_samples(p, q, direction)
     # Replace the inputs of tokens in the head, instead of multiplying by zero: 0 * inf is NaN.
@@ -81,7 +106,9 @@ def topk_kl(
         case "sampled":
             sampled = _sampled(log_p, log_q, direction)
         case "bucket+sampled":
-            sampled = _within_tail(log_p, log_q, log_p_tail, log_q_tail, direction)
+            sampled = _within_tail(
+                log_p, log_q, log_p_tail, log_q_tail, torch.zeros_like(log_p), direction
+            )
         case _:
             assert_never(tail)
     sampled = torch.where(outside, sampled, torch.zeros_like(sampled))
@@ -129,13 +156,35 @@ def _teacher_samples(p: Rows, q: Rows, direction: Direction) -> Tensor:
     return q.tail_logmass.exp() * (log_q_within - log_p_within)
 
 
+def _draws(p: Rows, q: Rows, draw_logprobs: Tensor | None, direction: Direction) -> Tensor:
+    """Estimate the KL within the tail by the student's draws from it: sum_i v_i R(z_i)."""
+    log_p, log_q = p.sample_logprobs, q.sample_logprobs
+    if log_p is None or log_q is None or log_p.shape != log_q.shape or not log_p.shape[1]:
+        raise ValueError(
+            "bucket+draws needs rows of student and teacher with the log-prob of each draw; "
+            "use tail='bucket+sampled'"
+        )
+    log_p_tail, log_q_tail = p.tail_logmass[:, None], q.tail_logmass[:, None]
+    if draw_logprobs is None:
+        draw_logprobs = torch.where(log_p_tail > LOWEST_LOGPROB, log_p - log_p_tail, torch.inf)
+    log_v = log_p - draw_logprobs - math.log(log_p.shape[1])
+    return _within_tail(log_p, log_q, log_p_tail, log_q_tail, log_v, direction).sum(1)
+
+
 def _within_tail(
-    log_p: Tensor, log_q: Tensor, log_p_tail: Tensor, log_q_tail: Tensor, direction: Direction
+    log_p: Tensor,
+    log_q: Tensor,
+    log_p_tail: Tensor,
+    log_q_tail: Tensor,
+    log_v: Tensor,
+    direction: Direction,
 ) -> Tensor:
+    """Return R of each sample, times the detached exp(log_v)."""
     gap = ((log_p - log_p_tail) - (log_q - log_q_tail)).detach()
     if direction == "reverse":
-        return (log_p - log_p.detach()).exp() * gap
-    w = _ratio(log_q - log_p)
+        return _ratio(log_v) * (log_p - log_p.detach()).exp() * gap
+    # One exponential for v w: the product of two large ones could overflow.
+    w = _ratio(log_v + log_q - log_p)
     log_p_within = log_p - log_p_tail
-    control = w - _ratio(log_q_tail - log_p_tail)
+    control = w - _ratio(log_v + log_q_tail - log_p_tail)
     return -w * gap - control * (log_p_within - log_p_within.detach())

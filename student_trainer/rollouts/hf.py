@@ -28,15 +28,19 @@ class HuggingFaceRollouts:
         temperature: float,
         max_new_tokens: int,
         batch_tokens: int,
+        draws: int = 0,
         bf16: bool = False,
     ) -> None:
         """Set up the sampler.
 
         `model`: a transformers causal LM. `top_k`: head ids to record per token, may be 0.
         `max_new_tokens`: limit of a completion. `batch_tokens`: tokens of a batch at most, with
-        padding. `bf16`: compute in bfloat16.
+        padding. `draws`: ids per token to draw from the tail; greedy rollouts have none. `bf16`:
+        compute in bfloat16.
         """
-        self._sampler = Sampler(model, tokenizer, top_k=top_k, temperature=temperature, bf16=bf16)
+        self._sampler = Sampler(
+            model, tokenizer, top_k=top_k, temperature=temperature, draws=draws, bf16=bf16
+        )
         self._max_new_tokens = max_new_tokens
         self._batch_tokens = batch_tokens
 
@@ -46,9 +50,13 @@ class HuggingFaceRollouts:
         """Yield one rollout per prompt; see `Rollouts.generate`."""
         most = self._max_new_tokens
         for part in batches(prompts, most, self._batch_tokens):
-            noise = None if greedy else [noise_of(n, seed, most) for n in numbers[part]]
+            noise = draw_noise = None
+            if not greedy:
+                noise = [noise_of(n, seed, most) for n in numbers[part]]
+                draw_noise = [noise_of(n, seed, most, draws=True) for n in numbers[part]]
             before = [torch.from_numpy(prompt.ids).long() for prompt in prompts[part]]
-            written = self._sampler.write(before, [most] * len(before), noise)
+            limits = [most] * len(before)
+            written = self._sampler.write(before, limits, noise, draw_noise=draw_noise)
             yield [_rollout(*pair) for pair in zip(prompts[part], written, strict=True)]
 
 
@@ -69,6 +77,7 @@ def _rollout(prompt: Prompt, written: SampledTokens) -> Rollout:
         head_ids=written.head_ids,
         token_logprobs=written.token_logprobs,
         truncated=not written.ended,
+        draws=written.draws,
         answer=prompt.answer,
         teacher=prompt.teacher,
         fields=prompt.fields,

@@ -1,4 +1,4 @@
-"""Sample completions with `model.generate`, and record head ids and log-probs."""
+"""Sample completions with `model.generate`; record head ids, log-probs and draws of the tail."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -16,6 +17,13 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from student_trainer.data.rollout import TailDraws
+from student_trainer.rollouts.tail_draws import draw_tail
+
+# Added to the seed of the random numbers that draw from the tail. It flips the highest of the 32
+# bits that the generator uses, so that no other rollout of a job has these numbers.
+_DRAW_STREAM = 1 << 31
+
 
 @dataclass(frozen=True)
 class SampledTokens:
@@ -23,7 +31,7 @@ class SampledTokens:
 
     token_ids [L] int64. head_ids [L, k] int64: the top-k ids of the policy. token_logprobs [L]
     float32: its log-probs of the tokens, in nats. ended: the last token is an end token. closed:
-    the last token completes a mark.
+    the last token completes a mark. draws: of L tokens; None if there are none.
     """
 
     token_ids: Tensor
@@ -31,6 +39,7 @@ class SampledTokens:
     token_logprobs: Tensor
     ended: bool
     closed: bool
+    draws: TailDraws | None = None
 
 
 class Marks:
@@ -78,18 +87,21 @@ class Sampler:
         top_k: int,
         temperature: float,
         top_p: float = 1.0,
+        draws: int = 0,
         bf16: bool = False,
     ) -> None:
         """Set up the sampler of `model`, a transformers causal LM.
 
         `top_k`: head ids to record per token, may be 0. `top_p`: draw from the most likely tokens
-        with this total probability (nucleus sampling). Head ids and log-probs are of the policy
-        before `top_p`: softmax(logits / temperature). `bf16`: compute in bfloat16.
+        with this total probability (nucleus sampling). `draws`: number of ids per token to draw
+        from the tail, the ids outside the head. All records are of the policy before `top_p`:
+        softmax(logits / temperature). `bf16`: compute in bfloat16.
         """
         self._model = model
         self._top_k = top_k
         self._temperature = temperature
         self._top_p = top_p
+        self._draws = draws
         self._bf16 = bf16
         self._ends = end_ids(model, tokenizer)
         self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
@@ -101,13 +113,14 @@ class Sampler:
         limits: Sequence[int],
         noise: Sequence[Tensor] | None,
         marks: Marks | None = None,
+        draw_noise: Sequence[Tensor] | None = None,
     ) -> list[SampledTokens]:
         """Sample tokens after each of the sequences before[i], [T_i] int64; not thread-safe.
 
         A completion has at most limits[i] tokens and stops at an end token or one of `marks`.
         noise[i] [limits[i]] float64: uniform random numbers in [0, 1), one per token; None takes
-        the most likely token. While it runs, the model has another `generation_config`. No
-        gradient.
+        the most likely token. draw_noise[i]: likewise, for the draws of the tail; None draws none.
+        While it runs, the model has another `generation_config`. No gradient.
         """
         device = self._model.device
         width = max(map(len, before))
@@ -116,10 +129,13 @@ class Sampler:
         for row, tokens in enumerate(before):
             ids[row, width - len(tokens) :] = tokens
             mask[row, width - len(tokens) :] = 1
-        levels = None
-        if noise is not None:
-            levels = torch.nn.utils.rnn.pad_sequence(list(noise), batch_first=True).to(device)
-        recorder = _SamplingRecorder(self._top_k, self._temperature, self._top_p, levels)
+        levels, draw_levels = (
+            None if numbers is None else pad_sequence(list(numbers), batch_first=True).to(device)
+            for numbers in (noise, draw_noise if self._draws else None)
+        )
+        recorder = _SamplingRecorder(
+            self._top_k, self._temperature, self._top_p, levels, self._draws, draw_levels
+        )
         stop = _Stop(width, torch.tensor(limits, device=device), marks)
         own, self._model.generation_config = self._model.generation_config, self._config(limits)
         try:
@@ -147,22 +163,34 @@ class Sampler:
         )
 
     def _cut(
-        self, tokens: Tensor, head: Tensor, logprobs: Tensor, limit: int, marks: Marks | None
+        self,
+        tokens: Tensor,
+        head: Tensor,
+        logprobs: Tensor,
+        draws: TailDraws | None,
+        limit: int,
+        marks: Marks | None,
     ) -> SampledTokens:
         """Return the tokens up to the first end; `generate` pads sequences that end early."""
         tokens = tokens[:limit]
         ends = torch.isin(tokens, torch.tensor(self._ends, dtype=torch.long)).nonzero()
-        ended = len(ends) > 0
+        ended, closed = len(ends) > 0, False
         length = int(ends[0]) + 1 if ended else len(tokens)
         candidates = marks.may_close(tokens[:length]).nonzero().flatten().tolist() if marks else []
         for last in candidates:
             assert marks is not None
             if marks.closed_by(tokens[: last + 1]):
-                part = slice(0, last + 1)
-                return SampledTokens(
-                    tokens[part], head[part], logprobs[part], ended=False, closed=True
-                )
-        return SampledTokens(tokens[:length], head[:length], logprobs[:length], ended, closed=False)
+                length, ended, closed = last + 1, False, True
+                break
+        part = slice(0, length)
+        return SampledTokens(
+            tokens[part],
+            head[part],
+            logprobs[part],
+            ended,
+            closed,
+            None if draws is None else draws[part],
+        )
 
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]
@@ -192,34 +220,57 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
     It leaves only the sampled token a finite logit, so that a greedy `generate` takes it.
     """
 
-    def __init__(self, top_k: int, temperature: float, top_p: float, noise: Tensor | None) -> None:
+    def __init__(
+        self,
+        top_k: int,
+        temperature: float,
+        top_p: float,
+        noise: Tensor | None,
+        draws: int,
+        draw_noise: Tensor | None,
+    ) -> None:
         self._top_k = top_k
         self._temperature = temperature
         self._top_p = top_p
         self._noise = noise  # [B, tokens] uniform; None: greedy
+        self._count = draws
+        self._draw_noise = draw_noise  # [B, tokens] uniform; None: no draws
         self._heads: list[Tensor] = []
         self._logprobs: list[Tensor] = []
+        self._draws: list[TailDraws] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logprobs = (scores.float() / self._temperature).log_softmax(1)
+        head = logprobs.topk(self._top_k, dim=1).indices
+        place = len(self._heads)
         if self._noise is None:
             chosen = logprobs.argmax(1, keepdim=True)
         else:
             # float64: over a vocabulary of 150k, a float32 sum loses the unlikely tokens.
             probabilities = logprobs.double().exp()
-            if self._top_p < 1:
-                probabilities = nucleus(probabilities, self._top_p)
-            cumulative = probabilities.cumsum(1)
-            level = self._noise[:, len(self._heads), None] * cumulative[:, -1:]
+            likely = nucleus(probabilities, self._top_p) if self._top_p < 1 else probabilities
+            cumulative = likely.cumsum(1)
+            level = self._noise[:, place, None] * cumulative[:, -1:]
             chosen = torch.searchsorted(cumulative, level, right=True)
             chosen = chosen.clamp(max=scores.shape[1] - 1)
-        self._heads.append(logprobs.topk(self._top_k, dim=1).indices)
+            if self._draw_noise is not None:
+                levels = self._draw_noise[:, place]
+                self._draws.append(draw_tail(probabilities, head, levels, self._count))
+        self._heads.append(head)
         self._logprobs.append(logprobs.gather(1, chosen).squeeze(1))
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
 
-    def recorded(self) -> tuple[Tensor, Tensor]:
-        """Return head ids [B, L, k] and log-probs of the sampled tokens [B, L], on the CPU."""
-        return torch.stack(self._heads, 1).cpu(), torch.stack(self._logprobs, 1).cpu()
+    def recorded(self) -> tuple[Tensor, Tensor, Sequence[TailDraws | None]]:
+        """Return head ids [B, L, k], log-probs of the tokens [B, L] and draws of B sequences.
+
+        On the CPU. L: the number of tokens of the longest completion.
+        """
+        heads, logprobs = torch.stack(self._heads, 1).cpu(), torch.stack(self._logprobs, 1).cpu()
+        if not self._draws:
+            return heads, logprobs, [None] * len(heads)
+        ids = torch.stack([draws.ids for draws in self._draws], 1).cpu()
+        drawn = torch.stack([draws.logprobs for draws in self._draws], 1).float().cpu()
+        return heads, logprobs, [TailDraws(*pair) for pair in zip(ids, drawn, strict=True)]
 
 
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
@@ -233,12 +284,14 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(probabilities).scatter_(1, ids, ordered * (likelier < top_p))
 
 
-def noise_of(number: int, seed: int, tokens: int) -> Tensor:
+def noise_of(number: int, seed: int, tokens: int, *, draws: bool = False) -> Tensor:
     """Return the uniform random numbers of a rollout, [tokens] float64 in [0, 1).
 
-    They are a pure function of the rollout's `number` and the seed.
+    They are a pure function of the rollout's `number` and the seed. `draws`: the numbers that draw
+    from the tail, instead of those that sample the tokens.
     """
-    generator = torch.Generator().manual_seed(seed * 1_000_000_007 + number)
+    stream = _DRAW_STREAM if draws else 0
+    generator = torch.Generator().manual_seed(seed * 1_000_000_007 + number + stream)
     return torch.rand(tokens, generator=generator, dtype=torch.float64)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clients.config.environment import SearchConfig
 from student_trainer.data.prompts import Prompt
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.environments.retriever import Retriever, as_text
 from student_trainer.rollouts.hf import batches
 from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, noise_of
@@ -62,7 +62,10 @@ class SearchRollouts:
         """Yield one rollout per prompt; see `Rollouts.generate`."""
         most = self._max_new_tokens
         for part in batches(prompts, most, self._batch_tokens):
-            noise = [None if greedy else noise_of(n, seed, most) for n in numbers[part]]
+            noise = [
+                None if greedy else (noise_of(n, seed, most), noise_of(n, seed, most, draws=True))
+                for n in numbers[part]
+            ]
             talks = [_Talk(*pair) for pair in zip(prompts[part], noise, strict=True)]
             while going_on := [talk for talk in talks if not talk.over]:
                 self._turn(going_on)
@@ -72,11 +75,13 @@ class SearchRollouts:
         """Sample one turn of each conversation; add passages for queries, finish the others."""
         limits = [self._max_new_tokens - talk.length for talk in talks]
         noise = [talk.noise_left(limit) for talk, limit in zip(talks, limits, strict=True)]
+        given = [pair for pair in noise if pair is not None]
         written = self._sampler.write(
             [talk.tokens for talk in talks],
             limits,
-            None if noise[0] is None else [n for n in noise if n is not None],
+            [of_tokens for of_tokens, _ in given] or None,
             self._marks,
+            [of_draws for _, of_draws in given] or None,
         )
         asking: list[tuple[_Talk, str]] = []
         for talk, turn in zip(talks, written, strict=True):
@@ -133,14 +138,15 @@ def action(turn: str) -> tuple[str | None, str]:
 class _Talk:
     """The conversation of one rollout while it is sampled.
 
-    noise [max_new_tokens] float64: its random numbers; None: greedy.
+    noise: its random numbers, [max_new_tokens] float64, for tokens and for draws; None: greedy.
     """
 
     prompt: Prompt
-    noise: Tensor | None
+    noise: tuple[Tensor, Tensor] | None
     parts: list[Tensor] = field(default_factory=list)  # turns and passages, in order
     heads: list[Tensor] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
+    draws: list[TailDraws] = field(default_factory=list)  # empty if the sampler draws none
     own: list[Tensor] = field(default_factory=list)
     queries: int = 0
     over: bool = False
@@ -157,19 +163,24 @@ class _Talk:
         """Number of tokens after the prompt."""
         return sum(map(len, self.parts))
 
-    def noise_left(self, limit: int) -> Tensor | None:
-        """Return the next `limit` random numbers; each sampled token has used one."""
+    def noise_left(self, limit: int) -> tuple[Tensor, Tensor] | None:
+        """Return the next `limit` random numbers of each kind; a sampled token uses one of each."""
+        if self.noise is None:
+            return None
         used = sum(int(part.sum()) for part in self.own)
-        return None if self.noise is None else self.noise[used : used + limit]
+        of_tokens, of_draws = self.noise
+        return of_tokens[used : used + limit], of_draws[used : used + limit]
 
     def add(self, turn: SampledTokens) -> None:
         self.parts.append(turn.token_ids)
         self.heads.append(turn.head_ids)
         self.logprobs.append(turn.token_logprobs)
+        if turn.draws is not None:
+            self.draws.append(turn.draws)
         self.own.append(torch.ones(len(turn.token_ids), dtype=torch.bool))
 
     def read(self, information: Tensor) -> None:
-        """Add passages. Their head ids and log-probs are placeholders.
+        """Add passages. Their head ids, log-probs and draws are placeholders.
 
         The head ids of a row must be distinct: a teacher checks that.
         """
@@ -177,6 +188,9 @@ class _Talk:
         self.parts.append(information)
         self.heads.append(torch.arange(k).repeat(len(information), 1))
         self.logprobs.append(torch.zeros(len(information)))
+        if self.draws:
+            ids = self.draws[0].ids.new_zeros(len(information), self.draws[0].ids.shape[1])
+            self.draws.append(TailDraws(ids, torch.full(ids.shape, torch.inf)))
         self.own.append(torch.zeros(len(information), dtype=torch.bool))
 
     def rollout(self) -> Rollout:
@@ -189,6 +203,7 @@ class _Talk:
             answer=self.prompt.answer,
             teacher=self.prompt.teacher,
             own=torch.cat(self.own),
+            draws=TailDraws.joined(self.draws) if self.draws else None,
             concluded=self.concluded,
             queries=self.queries,
             failed=self.failed,

@@ -53,6 +53,10 @@ def make_loss(name, head, tokens, teacher: Rows, weights):
     old = teacher.token_logprobs
 
     advantages = torch.linspace(-1, 1, len(old), dtype=old.dtype)
+    # Some policy's log-probs of the draws; the first draw of every row is to be ignored.
+    drawn = torch.linspace(-6, -1, teacher.sample_logprobs.numel(), dtype=old.dtype)
+    drawn = drawn.to(old.device).view_as(teacher.sample_logprobs).clone()
+    drawn[:, 0] = torch.inf
 
     def surrogate(rows: Rows, index, more=0.0):
         log_ratio = token_log_ratio(rows.token_logprobs, old[index])
@@ -79,6 +83,15 @@ def make_loss(name, head, tokens, teacher: Rows, weights):
                 values = -rows.token_logprobs
             case ["sampled", kind]:
                 values = sampled_kl(rows.token_logprobs, old[index], kind)
+            case [direction, "bucket+draws", "importance"]:
+                values = topk_kl(
+                    rows,
+                    teacher[index],
+                    member[index],
+                    direction=direction,
+                    tail="bucket+draws",
+                    draw_logprobs=drawn[index],
+                )
             case [direction, tail]:
                 values = topk_kl(
                     rows, teacher[index], member[index], direction=direction, tail=tail
@@ -91,6 +104,8 @@ def make_loss(name, head, tokens, teacher: Rows, weights):
 LOSSES = [
     *[f"{direction}/{tail}" for direction in ("reverse", "forward") for tail in TAILS],
     "forward/bucket+teacher_samples",
+    *[f"{direction}/bucket+draws" for direction in ("reverse", "forward")],
+    *[f"{direction}/bucket+draws/importance" for direction in ("reverse", "forward")],
     *[f"sampled/{kind}" for kind in ("k1", "k2", "k3", "k3++", "k4", "k5")],
     "grpo",
     "grpo+kl/reverse",
@@ -120,7 +135,7 @@ def compare(
     # The reference is reckoned in float64: two float32 results may each be half the bound away.
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     logits = exact[0] @ exact[1].T + (exact[2] if with_bias else 0)
-    samples = samples_of(head, vocab) if "teacher_samples" in name else None
+    samples = samples_of(head, vocab) if "teacher_samples" in name or "draws" in name else None
     rows = rows_from_logits(logits, head, tokens, sample_ids=samples, temperature=temperature)
     exact_teacher = teacher.map(torch.Tensor.double)
     reference = make_loss(name, head, tokens, exact_teacher, weights.double())

@@ -102,6 +102,30 @@ def test_certain_tokens_keep_their_gradient_in_half_precision(monkeypatch, size)
         assert (ours - true).norm() <= 1e-2 * true.norm()
 
 
+@pytest.mark.parametrize("size", [0, 4])
+def test_repeated_draws_keep_their_gradient_in_half_precision(monkeypatch, size):
+    """Of 64 draws, 60 are the likeliest id of the tail; the others are the token, and unlikely."""
+    monkeypatch.setattr(chunk, "reads_narrow", lambda tensor: tensor.dtype != torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20, 3000, generator=generator)
+    likely = torch.randint(3000, (20,), generator=generator)
+    logits[torch.arange(20), likely] = torch.linspace(8, 18, 20)
+    logits = logits.bfloat16().to(DEVICE)
+    head = logits.float().topk(size + 1).indices[:, 1:]  # all but the likeliest
+    tokens = torch.randint(3000, (20,), generator=generator).to(DEVICE)
+    drawn = torch.randint(3000, (20, 64), generator=generator).to(DEVICE)
+    drawn[:, 2:62], drawn[:, 62] = likely.to(DEVICE)[:, None], tokens
+    made = chunk.make_chunk(logits.clone(), head, tokens, drawn, 1.3)
+    weights = torch.linspace(0.5, 1.5, 64).expand(20, -1).to(DEVICE) / 64
+    zero = made.rows.map(torch.zeros_like)
+    found = made.gradient(dataclasses.replace(zero, sample_logprobs=-weights))
+    exact = logits.double().requires_grad_()
+    (-weights * (exact / 1.3).log_softmax(1).gather(1, drawn)).sum().backward()
+    for ours, true in zip(found.double(), exact.grad, strict=True):
+        assert (ours - true).norm() <= 3e-3 * true.norm()
+        assert ((ours - true).abs() <= 1e-2 * true.abs() + 1e-9).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", LOSSES)

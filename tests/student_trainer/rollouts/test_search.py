@@ -15,8 +15,9 @@ from student_trainer.data.batch import make_batch
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.model.student import Student
-from student_trainer.rollouts.sampler import Marks, Sampler
+from student_trainer.rollouts.sampler import Marks, Sampler, noise_of
 from student_trainer.rollouts.search import SearchRollouts, action
+from student_trainer.rollouts.tail_draws import draw_tail
 from student_trainer.teachers.source import PendingRows
 from student_trainer.tools.pretrain import Text, _parser, train
 from tests.student_trainer import tiny
@@ -269,3 +270,29 @@ def test_a_mark_is_found_whatever_its_tokens(text: str) -> None:
     ]
     first = expected.index(True) + 1 if True in expected else len(ids)
     assert closed[:first] == expected[:first]
+
+
+def test_draws_of_passages_are_placeholders(student: Any, found: list[Rollout]) -> None:
+    """The draws of own tokens use one random number a token; tokens are as without draws."""
+    sampler = Sampler(student, WORDS, top_k=4, temperature=1.0, draws=3)
+    rollouts = SearchRollouts(
+        sampler,
+        WORDS,
+        Facts(),
+        SearchConfig(retriever="corpus.jsonl", max_turns=2),
+        max_new_tokens=200,
+        batch_tokens=100_000,
+    )
+    drawn = talks(rollouts, range(60))
+    for number, (rollout, plain) in enumerate(zip(drawn, found, strict=True)):
+        assert torch.equal(rollout.token_ids, plain.token_ids)
+        assert plain.draws is None
+        assert rollout.draws is not None
+        assert rollout.draws.ids.shape == (len(rollout.completion), 3)
+        kept = own(rollout)
+        assert (rollout.draws.logprobs[~kept] == torch.inf).all()
+        assert not rollout.draws.ids[~kept].any()
+        levels = noise_of(number, 3, 200, draws=True)
+        exact = completion_logprobs(student, rollout)[kept]
+        wanted = draw_tail(exact.exp(), rollout.head_ids[kept], levels[: len(exact)], 3)
+        assert torch.equal(rollout.draws[kept].ids, wanted.ids)
