@@ -34,6 +34,10 @@ Address = Annotated[
 ]
 
 
+Tail = Literal["none", "published", "sampled", "bucket", "bucket+sampled", "bucket+draws"]
+TailDraws = Annotated[int, Field(ge=1, le=256)]
+
+
 class Table(BaseModel):
     """Base class of all tables of a job file. Frozen; unknown keys are refused."""
 
@@ -90,6 +94,8 @@ class TeacherConfig(TeacherLink):
 
     top_k: Count = 64
     """Head ids per row: the likeliest tokens of the student (reverse KL) or teacher (forward)."""
+    tail_draws: TailDraws = 16
+    """Ids per row that the student draws from its own tail, for `method.tail = "bucket+draws"`."""
 
 
 class DataConfig(Table):

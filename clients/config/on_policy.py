@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from clients.config.common import (
     Address,
@@ -12,6 +12,7 @@ from clients.config.common import (
     DataConfig,
     Name,
     Table,
+    Tail,
     TeacherConfig,
     TrainingJob,
 )
@@ -25,8 +26,8 @@ class OnPolicyConfig(Table):
     """The method."""
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
     """reverse_kl: KL(student||teacher). forward_kl: KL(teacher||student)."""
-    tail: Literal["none", "published", "sampled", "bucket", "bucket+sampled"] = "bucket+sampled"
-    """Estimate of the KL over the tail; the default is unbiased with the least variance."""
+    tail: Tail = "bucket+sampled"
+    """Estimate of the KL over the tail; unbiased: bucket+draws (least variance), bucket+sampled."""
     rollouts_per_prompt: Count = 1
     """Answers sampled per prompt."""
     max_prompt_tokens: Count = 512
@@ -35,6 +36,16 @@ class OnPolicyConfig(Table):
     """Maximum number of tokens of an answer."""
     temperature: Annotated[float, Field(ge=1e-3)] = 1.0
     """Temperature of sampling, and of student and teacher in the loss."""
+
+    @field_validator("tail")
+    @classmethod
+    def _can_be_drawn(cls, tail: str, info: ValidationInfo) -> str:
+        if tail == "bucket+draws" and info.data.get("divergence") == "forward_kl":
+            raise ValueError(
+                "'bucket+draws' needs reverse_kl: with forward KL the teacher chooses the head;"
+                " choose reverse_kl, or 'bucket+sampled'"
+            )
+        return tail
 
 
 class OnPolicyJob(TrainingJob):
@@ -53,6 +64,11 @@ class OnPolicyJob(TrainingJob):
             self,
             [
                 (not named, "teacher.address", "the job has `teachers`; leave one of them out"),
+                (
+                    self.method.tail == "bucket+draws",
+                    "teacher.tail_draws",
+                    "the student draws none; leave it out, or set method.tail = 'bucket+draws'",
+                ),
                 (named, "data.teacher_column", "the job has no `teachers`; name them there"),
                 (
                     examined,
@@ -61,6 +77,11 @@ class OnPolicyJob(TrainingJob):
                 ),
             ],
         )
+
+    @property
+    def draws(self) -> int:
+        """Ids per row that the student draws from its own tail; 0: the loss reads none."""
+        return self.teacher.tail_draws if self.method.tail == "bucket+draws" else 0
 
     @property
     def teacher_addresses(self) -> dict[str, str | list[str]]:

@@ -13,6 +13,8 @@ from clients.config.common import (
     Count,
     DataConfig,
     Table,
+    Tail,
+    TailDraws,
     TeacherLink,
     TrainingJob,
 )
@@ -71,8 +73,10 @@ class RLConfig(Table):
     """reverse_kl: KL(student||anchor). forward_kl: KL(anchor||student). Same for a teacher."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 32
     """Head ids per row, as `teacher.top_k` of `on_policy`. 0: rows of the sampled token only."""
-    tail: Literal["none", "published", "sampled", "bucket", "bucket+sampled"] = "bucket+sampled"
-    """Estimate of the KL over the tail; the default is unbiased with the least variance."""
+    tail: Tail = "bucket+sampled"
+    """Estimate of the KL over the tail; unbiased: bucket+draws (least variance), bucket+sampled."""
+    tail_draws: TailDraws = 16
+    """Ids per row that the student draws from its own tail, for `tail = "bucket+draws"`."""
     estimator: Annotated[
         Literal["k1", "k2", "k3", "k3++", "k4", "k5"] | None, Field(validate_default=True)
     ] = None
@@ -96,6 +100,16 @@ class RLConfig(Table):
             if info.data["divergence"] != meant:
                 raise ValueError(f"estimates the other KL; set divergence = '{meant}'")
         return estimator
+
+    @field_validator("tail")
+    @classmethod
+    def _can_be_drawn(cls, tail: str, info: ValidationInfo) -> str:
+        if tail == "bucket+draws" and info.data.get("divergence") == "forward_kl":
+            raise ValueError(
+                "'bucket+draws' needs reverse_kl: with forward KL the teacher chooses the head;"
+                " choose reverse_kl, or 'bucket+sampled'"
+            )
+        return tail
 
     @field_validator("tail", "estimator", "importance_clip")
     @classmethod
@@ -291,6 +305,11 @@ class RLJob(TrainingJob):
                 "with method.top_k = 0 there is no head and no tail; set method.estimator instead",
             ),
             (
+                self.draws > 0,
+                "method.tail_draws",
+                "the student draws none; leave it out, or set method.tail = 'bucket+draws'",
+            ),
+            (
                 method.beta > 0,
                 "anchor.tau anchor.update_period",
                 "with method.beta = 0 there is no anchor; leave it out, or raise method.beta",
@@ -301,6 +320,14 @@ class RLJob(TrainingJob):
                 "with anchor.tau = 1 the anchor never moves; leave it out, or lower anchor.tau",
             ),
         ]
+
+    @property
+    def draws(self) -> int:
+        """Ids per row that the student draws from its own tail; 0: the loss reads none."""
+        method = self.method
+        pulled = method.beta > 0 or (self.teacher is not None and method.teacher_beta > 0)
+        wanted = method.tail == "bucket+draws" and method.top_k > 0 and pulled
+        return method.tail_draws if wanted else 0
 
     @property
     def teacher_addresses(self) -> dict[str, str | list[str]]:

@@ -119,6 +119,12 @@ def _check_scorer(
     """Check `top_k`, which the job has under `key`, and the sequence length."""
     remedy = f"lower it to {info.max_top_k}, or start the teacher with a larger --max-top-k"
     _check_head(info, label, top_k, key, remedy)
+    if config.draws > info.max_tail_draws:
+        raise InvalidInput(
+            f"the {label} scores {info.max_tail_draws} tail draws per row, not {config.draws}",
+            field="method.tail",
+            hint="install the same version on the teacher's machine, or use 'bucket+sampled'",
+        )
     longest = config.method.max_prompt_tokens + config.method.max_new_tokens
     check_length(longest, label, info.max_length)
     # For the reverse KL each query carries the student's head ids, four bytes each.

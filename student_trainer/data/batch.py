@@ -17,7 +17,7 @@ from torch import Tensor
 
 from protos.rows.codec import RowBlock
 from student_trainer.data.packing import places
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.losses import Rows
 
@@ -37,13 +37,17 @@ class NumberedSequence(ScoredSequence):
     number: int
 
 
-def placeholder_rows(head_ids: NDArray[np.int32]) -> RowBlock:
-    """Return placeholder rows: the given head ids [n, k], no head log-probs, other log-probs 0.
+def placeholder_rows(
+    head_ids: NDArray[np.int32], draw_ids: NDArray[np.int32] | None = None
+) -> RowBlock:
+    """Return placeholder rows: the given head ids [n, k] and draws [n, M], log-probs 0.
 
-    For code that needs rows but reads only their head ids. The head log-probs are float32 [n, 0].
+    For code that needs rows but reads only their ids. The head log-probs are float32 [n, 0].
     """
     none = np.zeros(len(head_ids), np.float32)
-    return RowBlock(head_ids, np.zeros((len(head_ids), 0), np.float32), none, none)
+    of_draws = None if draw_ids is None else none
+    head = np.zeros((len(head_ids), 0), np.float32)
+    return RowBlock(head_ids, head, none, none, draw_ids, of_draws)
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,10 @@ class Batch:
     input_ids [B, T] int64: padded at the end. position_ids [B, T] int64: None unless a line has
     several sequences. line, position [N] int64: where the token of each row is. sequence [N] int64:
     the index of its sequence. token_ids [N] int64. head_ids [N, K] int64. teacher: Rows of N.
-    sample_ids [N, M] int64: the teacher's tail samples, if any. sampling_logprobs [N] float32:
-    log-probs in nats under the policy that sampled the tokens; None for stored sequences. teachers:
-    the name of the teacher of each sequence, "" if the job has one teacher.
+    sample_ids [N, M] int64: the teacher's tail samples, or the student's draws, if any.
+    draw_logprobs [N, M] float32: of the draws, as `TailDraws.logprobs`. sampling_logprobs [N]
+    float32: log-probs in nats under the policy that sampled the tokens; None for stored sequences.
+    teachers: the name of the teacher of each sequence, "" if the job has one teacher.
     """
 
     input_ids: Tensor
@@ -67,6 +72,7 @@ class Batch:
     head_ids: Tensor
     teacher: Rows
     sample_ids: Tensor | None
+    draw_logprobs: Tensor | None
     sampling_logprobs: Tensor | None
     teachers: tuple[str, ...]
 
@@ -124,6 +130,7 @@ def make_batch(
         positions[line, last:] = torch.arange(width - last)
     counts = torch.tensor([text.learned for text in texts])
     position = [first + text.places for text, (_, first) in zip(texts, placed, strict=True)]
+    draws = _draws(texts)
     lines = torch.tensor([line for line, _ in placed]).repeat_interleave(counts)
     at = torch.cat(position)
     return Batch(
@@ -135,26 +142,42 @@ def make_batch(
         token_ids=ids[lines, at].to(device),
         head_ids=_ids([block.head_ids for block in blocks if block.head_ids is not None], device),
         teacher=teacher_rows(blocks, device),
-        sample_ids=_sample_ids(blocks, device),
+        sample_ids=_sample_ids(blocks, device) if draws is None else draws.ids.to(device).long(),
+        draw_logprobs=None if draws is None else draws.logprobs.to(device),
         sampling_logprobs=_sampling_logprobs(texts, device),
         teachers=tuple(t.teacher if isinstance(t, Rollout) else "" for t in texts),
     )
 
 
 def teacher_rows(blocks: Sequence[RowBlock], device: torch.device) -> Rows:
-    """Join blocks into Rows of N, float32 on `device`; the mean of tail samples becomes [N, 1]."""
-    samples = [b.tail_sample_logprob for b in blocks if b.tail_sample_logprob is not None]
+    """Join blocks into Rows of N, float32 on `device`.
+
+    sample_logprobs are those of the draws [N, M], or the mean [N, 1] of the tail samples, if any.
+    """
+    draws = [block.draw_logprobs for block in blocks if block.draw_logprobs is not None]
+    means = [b.tail_sample_logprob for b in blocks if b.tail_sample_logprob is not None]
+    samples = _floats(draws, device) if draws else None
     return Rows(
         _floats([block.head_logprobs for block in blocks], device),
         _floats([block.tail_logmass for block in blocks], device),
         _floats([block.token_logprobs for block in blocks], device),
-        _floats(samples, device)[:, None] if samples else None,
+        _floats(means, device)[:, None] if means else samples,
     )
 
 
 def _sample_ids(blocks: Sequence[RowBlock], device: torch.device) -> Tensor | None:
     samples = [block.tail_sample_ids for block in blocks if block.tail_sample_ids is not None]
     return _ids(samples, device) if samples else None
+
+
+def _draws(texts: Sequence[TokenSequence]) -> TailDraws | None:
+    """Return the draws of the learned tokens of all rollouts; None if there are none."""
+    found = [
+        text.draws[text.places - text.start]
+        for text in texts
+        if isinstance(text, Rollout) and text.draws is not None
+    ]
+    return TailDraws.joined(found) if found else None
 
 
 def _sampling_logprobs(texts: Sequence[TokenSequence], device: torch.device) -> Tensor | None:

@@ -49,16 +49,19 @@ def plain_rollouts(
     *,
     top_k: int,
     temperature: float,
+    draws: int = 0,
 ) -> HuggingFaceRollouts:
     """Return the sampler of single-turn rollouts of the student.
 
-    `top_k`: head ids to record for each sampled token; 0 records none.
+    `top_k`: head ids to record for each sampled token; 0 records none. `draws`: ids to draw from
+    the tail of each token.
     """
     return HuggingFaceRollouts(
         student.full.model,
         tokenizer,
         top_k=top_k,
         temperature=temperature,
+        draws=draws,
         max_new_tokens=config.method.max_new_tokens,
         # Sampling keeps no activations, so its batches can be larger than those of training.
         batch_tokens=4 * config.train.tokens_per_micro_batch,

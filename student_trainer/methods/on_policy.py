@@ -10,7 +10,9 @@ One step, in order:
 3. Rows. `ScoredRollouts` (`teachers/scored_rollouts.py`) sends each batch of rollouts to the
    teacher service (`teachers/remote.py`) while the next batch is sampled: `Rollout` ->
    `PendingRows` (`teachers/source.py`). With reverse KL the teacher scores the student's top-k
-   ids, which the sampler recorded; with forward KL it scores its own top-k ids.
+   ids, which the sampler recorded; with forward KL it scores its own top-k ids. With
+   `method.tail = "bucket+draws"` it also scores ids that the sampler drew from the student's tail
+   (`rollouts/tail_draws.py`).
 4. Micro-batches. The trainer (`loop/trainer.py`) groups the sequences (`data/packing.py`), waits
    for the rows of one group (`PendingRows` -> `ScoredSequence`) and makes its tensors
    (`ScoredSequence` -> `Batch`, both in `data/batch.py`).
@@ -107,6 +109,7 @@ def on_policy_method(
         tokenizer,
         top_k=config.teacher.top_k if student_head else 0,
         temperature=objective.temperature,
+        draws=config.draws,
     )
     remote = {
         name: RemoteTeacher(

@@ -314,7 +314,12 @@ def _make_rollouts(config: RLJob, material: RLMaterial, student: Replicated | Sh
     top_k = max(method.top_k, 1)
     if config.environment is None:
         return plain_rollouts(
-            config, student, material.tokenizer, top_k=top_k, temperature=method.temperature
+            config,
+            student,
+            material.tokenizer,
+            top_k=top_k,
+            temperature=method.temperature,
+            draws=config.draws,
         )
     assert material.retriever is not None, "the environment has one"
     return SearchRollouts(
@@ -323,6 +328,7 @@ def _make_rollouts(config: RLJob, material: RLMaterial, student: Replicated | Sh
             material.tokenizer,
             top_k=top_k,
             temperature=method.temperature,
+            draws=config.draws,
             bf16=config.student.dtype == "bfloat16",
         ),
         material.tokenizer,

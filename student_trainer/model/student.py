@@ -81,18 +81,31 @@ class Student(nn.Module):
         """Return (head ids [N, K] int64, Rows of N) without a gradient.
 
         `top_k`: use the `top_k` most likely ids of each row; None: use the head ids of the batch.
+        The rows have `sample_logprobs` if the batch has sample ids.
         """
         ids = batch.head_ids
         if not self._linear_head:
             logits = self._logits(batch)
             ids = ids if top_k is None else logits.topk(top_k, 1).indices
-            return ids, rows_from_logits(logits, ids, batch.token_ids, temperature=temperature)
+            return ids, rows_from_logits(
+                logits,
+                ids,
+                batch.token_ids,
+                sample_ids=batch.sample_ids,
+                temperature=temperature,
+            )
         with self._precision():
             hidden, weight, bias = self._to_head(batch)
             if top_k is not None:
                 ids = fused_linear_top_ids(hidden, weight, top_k, bias=bias)
             rows, _ = fused_linear_rows(
-                hidden, weight, ids, batch.token_ids, bias=bias, temperature=temperature
+                hidden,
+                weight,
+                ids,
+                batch.token_ids,
+                sample_ids=batch.sample_ids,
+                bias=bias,
+                temperature=temperature,
             )
         return ids, rows
 

@@ -64,7 +64,7 @@ class DistillationObjective:
 def distillation_loss(batch: Batch, objective: DistillationObjective) -> LossFunction:
     """Return the loss of the batch: a function from rows to one term per token, [n] in nats."""
     in_head = batch.token_in_head
-    tail = objective.tail_of(batch)
+    tail, draws = objective.tail_of(batch), batch.draw_logprobs
     # The student's own samples are no targets: the cross-entropy is for stored tokens.
     weight = objective.cross_entropy if batch.sampling_logprobs is None else 0.0
 
@@ -75,6 +75,7 @@ def distillation_loss(batch: Batch, objective: DistillationObjective) -> LossFun
             in_head[index],
             direction=objective.direction,
             tail=tail,
+            draw_logprobs=None if draws is None else draws[index],
         )
         return kl - weight * rows.token_logprobs if weight else kl
 
@@ -116,6 +117,8 @@ def measured_kl(
     """Return the KL of each token, [n] in nats, and whether it is unbiased or a lower bound."""
     sampled = batch.sampling_logprobs is not None or batch.sample_ids is not None
     tail: Tail = "bucket+teacher_samples" if sampled else "bucket"
+    if batch.draw_logprobs is not None:
+        tail = "bucket+draws"
     unbiased = DistillationObjective(objective.direction, tail, objective.temperature)
     return distillation_loss(batch, unbiased)(out.rows, slice(0, len(out.rows))), sampled
 

@@ -144,7 +144,7 @@ class RLObjective:
                 terms.append(self._policy_gradient(rows, batch, index))
             if self.method.kl_in == "loss":
                 for term, theirs in zip(self.kl_terms, _rows_of_terms(batch), strict=False):
-                    kl = self._kl(rows, theirs[index], in_head[index], batch.sampled[index])
+                    kl = self._kl(rows, theirs[index], in_head[index], batch, index)
                     terms.append(term.weight * kl)
             return torch.stack(terms).sum(0) * batch.weights[index]
 
@@ -154,9 +154,9 @@ class RLObjective:
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
         """Return (sum, number) of each metric, with the same names for all batches.
 
-        `kl/NAME`, for each KL term, is an estimate of the KL in nats with tail `bucket+sampled`,
-        whatever the tail mode of the loss. It is unbiased unless `method.importance_clip` clips its
-        weights. No gradient.
+        `kl/NAME`, for each KL term, is an estimate of the KL in nats with tail `bucket+draws`, or
+        `bucket+sampled` if there are no draws, whatever the tail mode of the loss. It is unbiased
+        unless `method.importance_clip` clips its weights. No gradient.
         """
         assert isinstance(batch, RLBatch)
         rows, everything = out.rows, slice(0, len(batch))
@@ -175,8 +175,9 @@ class RLObjective:
                 theirs,
                 batch.token_in_head,
                 direction=self.method.direction,
-                tail="bucket+sampled",
+                tail="bucket+sampled" if batch.draw_logprobs is None else "bucket+draws",
                 importance=self._importance(rows, batch.sampled),
+                draw_logprobs=batch.draw_logprobs,
             )
             found[f"kl/{term.name}"] = sum_and_count(kl)
             found[f"topk/{term.name}_mass"] = sum_and_count(theirs.head_logprobs.exp().sum(1))
@@ -207,9 +208,11 @@ class RLObjective:
             return token_log_ratio(rows.token_logprobs, batch.sampled[index])
         return sequence_log_ratio(rows.token_logprobs, batch.sampled, batch.sequence)
 
-    def _kl(self, rows: Rows, theirs: Rows, in_head: Tensor, sampled: Tensor) -> Tensor:
-        method = self.method
-        importance = self._importance(rows, sampled)
+    def _kl(
+        self, rows: Rows, theirs: Rows, in_head: Tensor, batch: RLBatch, index: slice
+    ) -> Tensor:
+        method, draws = self.method, batch.draw_logprobs
+        importance = self._importance(rows, batch.sampled[index])
         if method.top_k:
             return topk_kl(
                 rows,
@@ -218,6 +221,7 @@ class RLObjective:
                 direction=method.direction,
                 tail=method.tail,
                 importance=importance,
+                draw_logprobs=None if draws is None else draws[index],
             )
         kind = method.estimator or ("k4" if method.direction == "reverse" else "k5")
         kl = sampled_kl(rows.token_logprobs, theirs.token_logprobs, kind)

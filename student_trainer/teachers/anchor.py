@@ -204,7 +204,10 @@ class AnchorTeacher:
         return NumberedSequence(
             # A TokenSequence has rows for the environment's tokens too, like any teacher's rows.
             TokenSequence(torch.cat([prompt, rollout.completion]), len(prompt)),
-            placeholder_rows(rollout.head_ids.numpy().astype(np.int32)),
+            placeholder_rows(
+                rollout.head_ids.numpy().astype(np.int32),
+                None if rollout.draws is None else rollout.draws.ids.numpy(),
+            ),
             number,
         )
 
@@ -217,6 +220,9 @@ class AnchorTeacher:
             rows.head_logprobs.cpu().numpy(),
             rows.tail_logmass.cpu().numpy(),
             rows.token_logprobs.cpu().numpy(),
+            draw_logprobs=(
+                None if rows.sample_logprobs is None else rows.sample_logprobs.cpu().numpy()
+            ),
         )
         ends = np.cumsum([item.sequence.learned for item in group])
         return {

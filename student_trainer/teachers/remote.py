@@ -47,6 +47,7 @@ class RemoteTeacher:
             head_ids=head,
             temperature=self._temperature,
             f32=self._f32,
+            draw_ids=None if rollout.draws is None else rollout.draws.ids.numpy(),
         )
         return self._client.submit(query)
 

@@ -118,7 +118,10 @@ class Site:
 
     def __init__(self, server: SmallServer, loop: asyncio.Runner) -> None:
         self.store, self.runs = server.store, server.runs
-        self.control = JobControl(server.store, server.runs, lambda: None, preflight=JobPreflight())
+        machine = Machine(cpus=256)
+        self.control = JobControl(
+            *(server.store, server.runs, lambda: None, machine), preflight=JobPreflight()
+        )
         self._loop = loop
 
     def run(self, asked: Coroutine[Any, Any, T]) -> T:
@@ -130,5 +133,5 @@ class Site:
 
 @contextmanager
 def checking(root: Path) -> Iterator[Site]:
-    with small_server(root / "runs", Policy(Machine(cpus=256))) as server, asyncio.Runner() as loop:
+    with small_server(root / "runs", Policy()) as server, asyncio.Runner() as loop:
         yield Site(server, loop)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from clients.config.common import LoraConfig, StudentConfig
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
+from student_trainer.data.rollout import TailDraws
 from student_trainer.loop import checkpoint
 from student_trainer.losses import fused_linear_top_ids
 from student_trainer.model.loading import load_model
@@ -26,7 +27,7 @@ from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.privileged import privileged_prompt
 from tests.student_trainer import tiny
 from tests.student_trainer.model.test_student import soft_capped, untied
-from tests.student_trainer.model_teacher import ModelTeacher
+from tests.student_trainer.model_teacher import ModelTeacher, completion_logprobs
 from tests.student_trainer.teachers.anchors import (
     TEMPERATURE,
     move,
@@ -187,6 +188,30 @@ def test_rows_are_those_of_the_averaged_model(
         written, rows_of(teacher_of(anchor, student, top_k=top_k), written), strict=True
     ):
         assert_rows(block, oracle.score(rollout).result())
+
+
+@pytest.mark.parametrize("make", [tiny.model, soft_capped])
+def test_draws_are_scored_beside_the_head(make: Callable[[], Any]) -> None:
+    """Against a log_softmax in float64; all else of the rows is as without draws."""
+    student, anchor = anchored(make())
+    move(student, anchor, 1)
+    model, plain = model_in_place(anchor, student), rollouts()
+    generator = torch.Generator().manual_seed(1)
+    written = []
+    for rollout in plain:
+        ids = torch.randint(13, (len(rollout.completion), 6), generator=generator)
+        draws = TailDraws(ids.int(), torch.zeros(ids.shape))
+        written.append(replace(rollout, draws=draws))
+    teacher = teacher_of(anchor, student)
+    for rollout, block, bare in zip(
+        written, rows_of(teacher, written), rows_of(teacher, plain), strict=True
+    ):
+        assert_rows(block, bare)
+        assert rollout.draws is not None
+        assert block.draw_logprobs is not None
+        exact = completion_logprobs(model, rollout, TEMPERATURE).gather(1, rollout.draws.ids.long())
+        np.testing.assert_allclose(block.draw_logprobs, exact.numpy(), rtol=1e-4, atol=2e-5)
+        assert bare.draw_logprobs is None
 
 
 def assert_rows(found: RowBlock, expected: RowBlock) -> None:
