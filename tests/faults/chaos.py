@@ -47,9 +47,10 @@ from tests.teacher_service.cache.redis_server import redis_binary
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-JOBS = 12
 SLOTS = 3
 STEPS = {"on_policy": 400, "rl": 60, "offline": 400}
+# A trainer dies here every half minute, so some die several times without a new step.
+RETRIES = 20
 DISK_BYTES = 32 << 20
 FULL_SECONDS = HUNG_SECONDS = FROZEN_SECONDS = 15.0
 # After the last fault, every job must end within this time.
@@ -242,7 +243,7 @@ def installed(root: Path, material: Material) -> Iterator[Installation]:
             "server",
             *(*python, "distill_server", "--runs", str(runs), "--port", str(server_port)),
             *("--database", str(disk / "server.db"), "--slots", str(SLOTS)),
-            *("--threads-per-job", "1", "--backoff", "0.5"),
+            *("--threads-per-job", "1", "--backoff", "0.5", "--retries", str(RETRIES)),
         )
         addresses = [f"127.0.0.1:{port}" for port in teacher_ports]
         yield Installation(
@@ -300,7 +301,14 @@ def persistently(call: Callable[[], Any], seconds: float = 300.0) -> Any:
             time.sleep(0.5)
 
 
-def run(minutes: float, *, seed: int = 0, every: float = 10.0, away_seconds: float = 90.0) -> None:
+def run(
+    minutes: float,
+    *,
+    seed: int = 0,
+    every: float = 10.0,
+    away_seconds: float = 90.0,
+    jobs_at_once: int = 12,
+) -> None:
     """Raise AssertionError if a job suffers."""
     from tests.student_trainer.tiny import save_material
 
@@ -321,7 +329,9 @@ def run(minutes: float, *, seed: int = 0, every: float = 10.0, away_seconds: flo
         chaos = Chaos(place, random.Random(seed), away_seconds, say)
         jobs: dict[str, int] = {}
         deadline = time.monotonic() + 60 * minutes
-        submitter = threading.Thread(target=_keep_busy, args=[client, kinds, jobs, deadline])
+        submitter = threading.Thread(
+            target=_keep_busy, args=[client, kinds, jobs, jobs_at_once, deadline]
+        )
         submitter.start()
         while time.monotonic() < deadline:
             next_fault = time.monotonic() + every
@@ -342,16 +352,16 @@ def run(minutes: float, *, seed: int = 0, every: float = 10.0, away_seconds: flo
 
 
 def _keep_busy(
-    client: DistillClient, kinds: Sequence[AnyJob], jobs: dict[str, int], deadline: float
+    client: DistillClient, kinds: Sequence[AnyJob], jobs: dict[str, int], most: int, deadline: float
 ) -> None:
-    """Submit jobs until `deadline` so that twelve are queued or running; `jobs` gets their kinds.
+    """Submit jobs until `deadline` so that `most` are queued or running; `jobs` gets their kinds.
 
     A submit that fails is repeated with the same key, so that no job is queued twice.
     """
     while time.monotonic() < deadline:
         with suppress(DistillError):
             states = {job.id: job.state for job in client.list()}
-            if sum(states.get(one) not in TERMINAL for one in jobs) < JOBS:
+            if sum(states.get(one) not in TERMINAL for one in jobs) < most:
                 number = len(jobs)
                 job = client.submit(kinds[number % 3], idempotency_key=f"{number}")
                 jobs[job.id] = number % 3
@@ -414,8 +424,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between faults")
     parser.add_argument("--away", type=float, default=90.0, help="seconds without a teacher")
-    options = parser.parse_args()
-    run(options.minutes, seed=options.seed, every=options.every, away_seconds=options.away)
+    parser.add_argument("--jobs", type=int, default=12, help="jobs at the same time")
+    given = parser.parse_args()
+    run(
+        given.minutes,
+        seed=given.seed,
+        every=given.every,
+        away_seconds=given.away,
+        jobs_at_once=given.jobs,
+    )
 
 
 if __name__ == "__main__":
