@@ -66,15 +66,33 @@ class Machine:
 
     def share(self, job: AnyJob, held: Sequence[Share]) -> Share | None:
         """Return the job's share beside the shares already held; None if too little is free."""
-        cpus = self._cpus_of(job)
-        if len(held) >= self.slots or sum(other.cpus for other in held) + cpus > self.all_cpus:
+        if self.lack(job, held):
             return None
+        cpus = self._cpus_of(job)
         if self.gpus is None:
             return Share(cpus)
+        return Share(cpus, tuple(self._free_gpus(held)[: self._gpus_of(job)]))
+
+    def lack(self, job: AnyJob, held: Sequence[Share]) -> str:
+        """Return what the job must wait for beside the shares already held; "" if for nothing."""
+        if len(held) >= self.slots:
+            return (
+                "the only slot is in use"
+                if self.slots == 1
+                else (f"all {self.slots} slots are in use")
+            )
+        cpus, free = self._cpus_of(job), self.all_cpus - sum(other.cpus for other in held)
+        if cpus > free:
+            return f"it needs {cpus} CPU threads; {free} of {self.all_cpus} are free"
+        if self.gpus is not None and (wanted := self._gpus_of(job)) > len(self._free_gpus(held)):
+            return (
+                f"it needs {wanted} GPUs; {len(self._free_gpus(held))} of {len(self.gpus)} are free"
+            )
+        return ""
+
+    def _free_gpus(self, held: Sequence[Share]) -> list[str]:
         taken = {gpu for other in held for gpu in other.gpus or ()}
-        free = [gpu for gpu in self.gpus if gpu not in taken]
-        wanted = self._gpus_of(job)
-        return Share(cpus, tuple(free[:wanted])) if wanted <= len(free) else None
+        return [gpu for gpu in self.gpus or () if gpu not in taken]
 
     def _cpus_of(self, job: AnyJob) -> int:
         asked = job.resources.cpus or min(self.cpus_per_job, self.all_cpus)
