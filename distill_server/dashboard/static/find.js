@@ -25,15 +25,19 @@ export class Find {
 
   /** Searches again after the text has changed; the match that is shown stays the same. */
   refresh() {
-    if (this.field.value) this.search(this.matches[this.at]);
+    if (this.field.value && !this.typing) this.search(this.matches[this.at]);
   }
 
   searchSoon() {
     clearTimeout(this.typing);
-    this.typing = setTimeout(() => {
-      this.search();
-      this.move(0);
-    }, MS_BEFORE_SEARCH);
+    this.typing = setTimeout(() => this.searchNow(), MS_BEFORE_SEARCH);
+  }
+
+  searchNow() {
+    clearTimeout(this.typing);
+    this.typing = 0;
+    this.search();
+    this.move(0);
   }
 
   search(kept) {
@@ -51,7 +55,8 @@ export class Find {
   onKey(event) {
     if (event.key !== "Enter") return;
     event.preventDefault();
-    this.move(event.shiftKey ? -1 : 1);
+    if (this.typing) this.searchNow();
+    else this.move(event.shiftKey ? -1 : 1);
   }
 
   /** Shows the next match, or the previous one for -1; after the last follows the first. */
