@@ -6,7 +6,6 @@ import {get} from "./server.js";
 
 // The length of the time line, in its own unit.
 const LENGTH = 1000;
-const ENDS = {"": "goes on", INTERRUPTED: "interrupted, queued again"};
 
 /** The section with the time line. */
 export class AttemptsView {
@@ -38,12 +37,13 @@ export class AttemptsView {
 function row(attempt, place, now) {
   const {queued_at: queued, started_at: started, ended_at: ended, end, reason, step} = attempt;
   const over = ended || now;
-  const ran = started ? `ran ${duration(over - started)} to step ${step}` : "did not start";
-  const waited = `waited ${duration((started || over) - queued)}`;
-  const state = end && end !== "INTERRUPTED" ? badge(end) : el("span", {class: "hint"}, ENDS[end]);
+  const waited = duration((started || over) - queued);
+  const ran = started ? `waited ${waited}, ran ${duration(over - started)} to step ${step}`
+    : `waited ${waited}${end ? ", did not start" : ""}`;
   return el("li", {},
-    el("p", {}, el("b", {}, `attempt ${attempt.attempt}`), " ", state, " ",
-      el("span", {class: "hint", title: `queued ${moment(queued)}`}, `${waited}, ${ran}`)),
+    el("p", {}, el("b", {}, `attempt ${attempt.attempt}`), " ",
+      badge(end || (started ? "RUNNING" : "QUEUED")), " ",
+      el("span", {class: "hint", title: `queued ${moment(queued)}`}, ran)),
     svg("svg", {class: `span ${end.toLowerCase()}`, viewBox: `0 0 ${LENGTH} 10`, height: 10,
       preserveAspectRatio: "none", "aria-hidden": "true"},
     part("waited", place(queued), place(started || over)),

@@ -8,7 +8,7 @@ import {Fault, get} from "./server.js";
 export class CheckpointsView {
   constructor(path) {
     this.path = path;
-    this.list = el("div");
+    this.list = el("div", {class: "checkpoints-list"});
     this.element = el("details", {class: "checkpoints", toggle: () => this.refresh()},
       el("summary", {}, "Checkpoints"), this.list);
   }

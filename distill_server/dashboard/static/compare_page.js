@@ -41,9 +41,9 @@ class ComparePage {
     this.root.append(
       el("p", {class: "crumbs"}, el("a", {href: "#/"}, "Jobs"), " / compare"),
       el("h1", {}, `${jobs.length} jobs`), this.table(),
+      el("h2", {}, "Differences of configuration"), differences(this.runs),
       el("h2", {}, "Curves"), this.curves.view.element, this.curves.nothing, this.curves.main,
-      this.curves.others,
-      el("h2", {}, "Configuration"), differences(this.runs));
+      this.curves.others);
     this.show();
     for (const run of this.runs) {
       this.closers.push(follow(`api/jobs/${encodeURIComponent(run.job.id)}/events`, {

@@ -6,6 +6,8 @@ import {el} from "./dom.js";
 
 const rest = (prefix) => (name) => name.slice(prefix.length);
 const one = (...names) => (name) => names.includes(name);
+// A standard error is no value of its chart: on the log axis of the KL it would hide the curves.
+const isError = (name) => name.endsWith("_stderr");
 // `eval/anchor/...` are the metrics of the anchor, evaluated in place of the student.
 const evaluated = (name) => name.slice("eval/".length).replace("anchor/", "anchor's ");
 
@@ -15,7 +17,7 @@ const CHARTS = [
     title: "KL",
     unit: "nats a token, log axis",
     log: true,
-    holds: (name) => /^(eval\/(anchor\/)?)?kl/.test(name),
+    holds: (name) => /^(eval\/(anchor\/)?)?kl/.test(name) && !isError(name),
     label: (name) => (name.startsWith("eval/") ? `held-out ${evaluated(name)}` : `to ${rest("kl/")(name)}`),
   },
   {
@@ -27,7 +29,7 @@ const CHARTS = [
   {
     title: "Held out",
     unit: "accuracy and reward",
-    holds: (name) => /^eval\/(anchor\/)?(accuracy|reward|pass)/.test(name),
+    holds: (name) => /^eval\/(anchor\/)?(accuracy|reward|pass)/.test(name) && !isError(name),
     label: evaluated,
   },
   {

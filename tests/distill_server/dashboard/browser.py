@@ -140,10 +140,10 @@ class Browser:
         """What the console said since the last look."""
         return [entry["message"] for entry in self._driver.get_log("browser")]
 
-    def picture(self, path: Path) -> None:
-        """The whole page, however long."""
+    def picture(self, path: Path, most: int = 100_000) -> None:
+        """The whole page, up to `most` pixels from its top."""
         width, height = self.run("return [innerWidth, document.documentElement.scrollHeight]")
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        clip = {"x": 0, "y": 0, "width": width, "height": min(most, height), "scale": 1}
         wanted = {"captureBeyondViewport": True, "clip": clip}
         found = self._command("Page.captureScreenshot", wanted)
         path.write_bytes(base64.b64decode(found["data"]))
