@@ -83,7 +83,8 @@ class Machine:
             )
         cpus, free = self._cpus_of(job), self.all_cpus - sum(other.cpus for other in held)
         if cpus > free:
-            return f"it needs {cpus} CPU threads; {free} of {self.all_cpus} are free"
+            threads = "CPU thread" if cpus == 1 else "CPU threads"
+            return f"it needs {cpus} {threads}; {free} of {self.all_cpus} are free"
         if self.gpus is not None and (wanted := self._gpus_of(job)) > len(self._free_gpus(held)):
             return (
                 f"it needs {wanted} GPUs; {len(self._free_gpus(held))} of {len(self.gpus)} are free"
