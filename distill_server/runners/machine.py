@@ -76,19 +76,14 @@ class Machine:
     def lack(self, job: AnyJob, held: Sequence[Share]) -> str:
         """Return what the job must wait for beside the shares already held; "" if for nothing."""
         if len(held) >= self.slots:
-            return (
-                "the only slot is in use"
-                if self.slots == 1
-                else (f"all {self.slots} slots are in use")
-            )
+            slots = f"all {self.slots} slots are" if self.slots > 1 else "the only slot is"
+            return f"{slots} in use"
         cpus, free = self._cpus_of(job), self.all_cpus - sum(other.cpus for other in held)
         if cpus > free:
-            threads = "CPU thread" if cpus == 1 else "CPU threads"
-            return f"it needs {cpus} {threads}; {free} of {self.all_cpus} are free"
-        if self.gpus is not None and (wanted := self._gpus_of(job)) > len(self._free_gpus(held)):
-            return (
-                f"it needs {wanted} GPUs; {len(self._free_gpus(held))} of {len(self.gpus)} are free"
-            )
+            return f"it needs {_counted(cpus, 'CPU thread')}; {free} of {self.all_cpus} are free"
+        gpus, left = self._gpus_of(job), len(self._free_gpus(held))
+        if self.gpus is not None and gpus > left:
+            return f"it needs {_counted(gpus, 'GPU')}; {left} of {len(self.gpus)} are free"
         return ""
 
     def _free_gpus(self, held: Sequence[Share]) -> list[str]:
@@ -109,6 +104,10 @@ class Machine:
 ONE_JOB = Machine()
 # The number of CPU threads where a cluster counts them.
 UNCOUNTED = sys.maxsize
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def visible_gpus(count: int) -> tuple[str, ...]:

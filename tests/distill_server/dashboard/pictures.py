@@ -25,6 +25,8 @@ LOOKS = {
 }
 # Keeps small spots of another colour, which the default merges with their surroundings.
 FEW_COLOURS = Image.Quantize.FASTOCTREE
+# In pixels; what follows is more of the same.
+TALLEST = {"compare": 1560}
 # Width in pixels, and whether the system's mode is dark.
 KINDS = {"light": (1100, False), "dark": (1100, True), "narrow": (390, False)}
 # Some sections of a job's page are open, so that one picture shows them.
@@ -51,7 +53,7 @@ def take(path: Path, url: str, token: str, jobs: Sequence[str]) -> None:
                 ".forEach(f => f.dispatchEvent(new Event('input')))"
             )
             time.sleep(1.0)
-        browser.picture(path)
+        browser.picture(path, most=TALLEST.get(name, 10_000))
     # A screen of flat colours needs no more of them.
     Image.open(path).convert("RGB").quantize(method=FEW_COLOURS).save(path, optimize=True)
 
