@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import base64
 import shutil
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import pytest
 
+from tests.distill_server.conftest import eventually as patient
+
+# Each look asks the browser, which costs more than the wait.
+eventually = partial(patient, pause=0.1)
 IN_BROWSER = [
     pytest.mark.skipif(
         shutil.which("chromium") is None or shutil.which("chromedriver") is None,

@@ -11,8 +11,7 @@ import pytest
 from clients.config.common import DataConfig, StudentConfig, TeacherConfig
 from clients.config.on_policy import OnPolicyJob
 from clients.jobs.client import DistillClient
-from tests.distill_server.conftest import eventually
-from tests.distill_server.dashboard.browser import IN_BROWSER, Browser
+from tests.distill_server.dashboard.browser import IN_BROWSER, Browser, eventually
 from tests.distill_server.dashboard.site import TOKENS, Site
 
 pytestmark = IN_BROWSER

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from clients.cli.plots.panels import smoothed
-from tests.distill_server.conftest import eventually
-from tests.distill_server.dashboard.browser import IN_BROWSER, Browser
+from tests.distill_server.dashboard.browser import IN_BROWSER, Browser, eventually
 from tests.distill_server.dashboard.proxy import PREFIX, proxy
 from tests.distill_server.dashboard.site import TOKENS, Site
 
