@@ -136,7 +136,7 @@ class Scheduler:
         """Poll all active jobs and start queued ones; return False if there is no job to poll."""
         active = self._store.in_state(*ACTIVE)
         for job in active:
-            if job.id not in self._work and not self._rests(job):
+            if job.id not in self._work and not self.rest(job):
                 self._do(job, self._follow(job))
         await self._done()
         self.waits.look()
@@ -202,7 +202,7 @@ class Scheduler:
         # Read only as many jobs as can start: the queue may hold ten thousand.
         queued = self._store.in_state(JobState.QUEUED, limit=free and free + self._passed_over())
         for job in queued:
-            if self._rests(job) or job.id in self._too_large or job.id in self._work:
+            if self.rest(job) or job.id in self._too_large or job.id in self._work:
                 continue
             with self._boundary(job):
                 if self.waits.holds(job):
@@ -239,8 +239,9 @@ class Scheduler:
             return None
         return self._policy.machine.share(config, held)
 
-    def _rests(self, job: Job) -> bool:
-        return time.monotonic() < self._resting.get((job.id, job.attempt), 0.0)
+    def rest(self, job: Job) -> float:
+        """Return for how many seconds a job is left alone after a failure; 0 if it is not."""
+        return max(0.0, self._resting.get((job.id, job.attempt), 0.0) - time.monotonic())
 
     @contextlib.contextmanager
     def _boundary(self, job: Job) -> Iterator[None]:
@@ -331,8 +332,7 @@ class Scheduler:
 
     async def _press(self, job: Job, run: RunDirectory, stop: str) -> None:
         """Kill the trainer of a cancelled job once its grace period is over."""
-        graces = {"now": self._policy.cancel_now_grace}
-        grace = graces.get(stop, self._policy.cancel_grace)
+        grace = self._policy.cancel_now_grace if stop == "now" else self._policy.cancel_grace
         kill_at = self._kill_at.setdefault((job.id, job.attempt, stop), time.monotonic() + grace)
         if time.monotonic() >= kill_at:
             end = partial(self._runner.stop, run, job.attempt, now=stop == "now")

@@ -67,16 +67,17 @@ async def run_server(
         )
         streams = Streams(store, runs, bells, files)
         service = DistillService(store, runs, control, streams, files)
-        pages: contextlib.AbstractAsyncContextManager[str] = contextlib.nullcontext("")
+        pages: contextlib.AbstractAsyncContextManager[Callable[[int], None]]
+        pages = contextlib.nullcontext(lambda bound: None)
         if dashboard is not None:
-            slots = policy.machine.slots
-            pages = dashboard.serving(endpoint, runs, store, bells, control, streams, slots)
-        async with pages as url:
+            pages = dashboard.serving(
+                endpoint, runs, store, bells, control, streams, scheduler, policy.machine
+            )
+        async with pages as announce:
 
             def ready(bound: int) -> None:
                 on_ready(bound)
-                if dashboard is not None:
-                    dashboard.on_ready(url)
+                announce(bound)
 
             await _serve_and_schedule(service, scheduler, endpoint, ready, bells.close)
 

@@ -5,8 +5,9 @@ Access control is in gate.py, in front of this application.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -23,8 +24,12 @@ from starlette.types import ASGIApp
 from clients.jobs.job import Job, JobState
 from clients.jobs.view import WINDOW, JobView
 from clients.runs.directory import RunDirectory
+from distill_server.dashboard.attempts import attempts_of
+from distill_server.dashboard.checkpoints import checkpoints_of
 from distill_server.dashboard.feeds import Turns, feed, job_messages, list_messages, log_messages
 from distill_server.dashboard.gate import STATIC, Gate
+from distill_server.dashboard.looks import Looks
+from distill_server.dashboard.places import Places
 from distill_server.dashboard.responses import job_record, on_error
 from distill_server.dashboard.samples import sample_steps, samples_of
 from distill_server.dashboard.teachers import Teachers
@@ -32,8 +37,13 @@ from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.store import Store
 from distill_server.rpc.streams import Streams
+from distill_server.runners.local.usage import usage_of
+from distill_server.runners.machine import Machine
+from distill_server.scheduler import Scheduler
 from protos.auth.access import Role, Tokens
 from protos.errors import DistillError, InvalidInput, NotFound
+from protos.rpc.server import Endpoint
+from protos.rpc.transport import is_loopback
 
 _PAGE_JOBS = 50
 _LOG_LINES = 500
@@ -57,12 +67,13 @@ class _Resume(_Wish):
     from_step: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pages:
     """The request handlers: starlette endpoints, which take a request and return a response.
 
-    They raise DistillError, which the application turns into an HTTP error. `has_tokens`: the
-    server requires tokens. `exposition` returns the Prometheus metrics.
+    They raise DistillError, which the application turns into an HTTP error. `endpoint` is that of
+    the gRPC server and `grpc_port` its port, 0 until it is bound. `exposition` returns the
+    Prometheus metrics.
     """
 
     store: Store
@@ -71,20 +82,35 @@ class Pages:
     control: JobControl
     streams: Streams
     teachers: Teachers
+    scheduler: Scheduler
+    machine: Machine
+    endpoint: Endpoint
     exposition: Callable[[], bytes]
-    has_tokens: bool
+    looks: Looks
+    grpc_port: int = 0
     turns: Turns = field(default_factory=Turns)
 
     async def access(self, request: Request) -> Response:
-        """GET /api/access: the caller's role, and whether it may cancel and resume jobs."""
+        """GET /api/access: the caller's role, and whether it may cancel and resume jobs.
+
+        `server` is the address of the gRPC server for the command line.
+        """
         role: Role = request.scope["role"]
         return JSONResponse(
             {
-                "asks_tokens": self.has_tokens,
+                "asks_tokens": bool(self.endpoint.tokens),
                 "role": role.name.lower(),
                 "may_act": role >= Role.SUBMIT,
+                "server": self._grpc_address(request),
             }
         )
+
+    def _grpc_address(self, request: Request) -> str:
+        """Return the gRPC address: on loopback as it is, else under the name that the user used."""
+        if is_loopback(self.endpoint.host):
+            return self.endpoint.address(self.grpc_port)
+        seen = replace(self.endpoint, host=request.url.hostname or self.endpoint.host)
+        return seen.address(self.grpc_port)
 
     async def jobs(self, request: Request) -> Response:
         """GET /api/jobs: one page of jobs and the counts by state, as JSON."""
@@ -106,23 +132,60 @@ class Pages:
 
         def page() -> Mapping[str, Any]:
             jobs = self.store.page(state=state, limit=_PAGE_JOBS, before_id=before, search=search)
-            counts = self.store.counts(search)
-            return {"jobs": [self._row(job) for job in jobs], "counts": counts, "page": _PAGE_JOBS}
+            places = self._places()
+            return {
+                "jobs": [self._row(job, places) for job in jobs],
+                "counts": self.store.counts(search),
+                "page": _PAGE_JOBS,
+                "capacity": places.capacity(),
+            }
 
         return page
 
-    def _row(self, job: Job) -> Mapping[str, Any]:
-        """Return a job's record with the remaining time, computed as in `distill watch`."""
+    def _places(self) -> Places:
+        return Places(self.store, self.scheduler, self.machine)
+
+    def _row(self, job: Job, places: Places) -> Mapping[str, Any]:
+        """Return a job's record with its place in the queue and the remaining time.
+
+        The time is computed as in `distill watch`.
+        """
         progress = JobView(job.id, attempt=job.attempt, max_steps=job.max_steps)
         if job.state is JobState.RUNNING:
             for event in self.store.events(job.id, max(0, job.last_seq - WINDOW), WINDOW):
                 progress.add(event)
-        return {**job_record(job), "seconds_left": progress.seconds_left}
+        return {**job_record(job), **places.of(job), "seconds_left": progress.seconds_left}
 
     async def job(self, request: Request) -> Response:
-        """GET /api/jobs/JOB: one job with its configuration."""
+        """GET /api/jobs/JOB: one job with its configuration and its place in the queue."""
         job = self.store.resolve(request.path_params["job"])
-        return JSONResponse(job_record(job, with_config=True))
+        place = self._places().of(job) if job.state is JobState.QUEUED else {}
+        return JSONResponse({**job_record(job, with_config=True), **place})
+
+    async def attempts(self, request: Request) -> Response:
+        """GET /api/jobs/JOB/attempts: when the newest 50 attempts ran, and how each ended."""
+        job = self.store.resolve(request.path_params["job"])
+        return JSONResponse({"attempts": attempts_of(self.store, job)})
+
+    async def checkpoints(self, request: Request) -> Response:
+        """GET /api/jobs/JOB/checkpoints: the newest 100 checkpoints with their sizes."""
+        run = self._run(request)
+        found = await self.looks.look(("checkpoints", run.path.name), partial(checkpoints_of, run))
+        return JSONResponse({"checkpoints": found})
+
+    async def usage(self, request: Request) -> Response:
+        """GET /api/jobs/JOB/usage: CPU time, memory and GPUs of the trainer's processes.
+
+        `usage` is null if they are not on this machine or have ended.
+        """
+        job = self.store.resolve(request.path_params["job"])
+        logs = RunDirectory(self.runs / job.id).logs(job.attempt)
+
+        def sample() -> Mapping[str, Any] | None:
+            usage = usage_of(logs)
+            return None if usage is None else {**asdict(usage), "at": time.time()}
+
+        return JSONResponse({"usage": await self.looks.look(("usage", str(logs)), sample)})
 
     async def events(self, request: Request) -> Response:
         """GET /api/jobs/JOB/events: a stream of the job's events after `Last-Event-ID`."""
@@ -202,6 +265,9 @@ def make_app(pages: Pages, *, tokens: Tokens, host: str, external: str = "") -> 
         Route(a_job, pages.job),
         Route(f"{a_job}/events", pages.events),
         Route(f"{a_job}/log", pages.log),
+        Route(f"{a_job}/attempts", pages.attempts),
+        Route(f"{a_job}/checkpoints", pages.checkpoints),
+        Route(f"{a_job}/usage", pages.usage),
         Route(f"{a_job}/samples", pages.sample_steps),
         Route(f"{a_job}/samples/{{step:int}}", pages.samples),
         Route(f"{a_job}/cancel", pages.cancel, methods=["POST"]),

@@ -102,7 +102,7 @@ class Gate:
             return
         name = given.rpartition(":")[0] if not given.endswith("]") else given
         name = (name or given).strip("[]")
-        if not is_loopback(name) and name.lower() != self._external:
+        if not is_loopback(name) and (not name or name.lower() != self._external):
             raise Forbidden(
                 f"requests for host {name!r} are refused on loopback",
                 hint=f"use http://{self._host}:PORT; behind a proxy, start the server with"

@@ -11,11 +11,14 @@ from urllib.parse import urlsplit
 from distill_server.dashboard.app import Pages, make_app
 from distill_server.dashboard.exposition import exposition
 from distill_server.dashboard.listen import bind, listening
+from distill_server.dashboard.looks import Looks
 from distill_server.dashboard.teachers import Teachers
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.store import Store
 from distill_server.rpc.streams import Streams
+from distill_server.runners.machine import Machine
+from distill_server.scheduler import Scheduler
 from protos.auth.tls import TlsFiles
 from protos.errors import InvalidInput
 from protos.rpc.server import Endpoint
@@ -43,12 +46,14 @@ class Dashboard:
         bells: ChangeNotifier,
         control: JobControl,
         streams: Streams,
-        slots: int,
-    ) -> AsyncIterator[str]:
-        """Serve the dashboard within the block and yield its URL.
+        scheduler: Scheduler,
+        machine: Machine,
+    ) -> AsyncIterator[Callable[[int], None]]:
+        """Serve the dashboard within the block.
 
-        Raises InvalidInput if the port is taken, or if other machines can reach the address without
-        tokens and TLS (unless the endpoint is `insecure`).
+        Yields the function to call with the port of the gRPC server, once it is bound. Raises
+        InvalidInput if the port is taken, or if other machines can reach the address without tokens
+        and TLS (unless the endpoint is `insecure`).
         """
         endpoint.require_usable()
         pages = Pages(
@@ -58,8 +63,11 @@ class Dashboard:
             control=control,
             streams=streams,
             teachers=Teachers(store),
-            exposition=exposition(store, slots),
-            has_tokens=bool(endpoint.tokens),
+            scheduler=scheduler,
+            machine=machine,
+            endpoint=endpoint,
+            exposition=exposition(store, machine.slots),
+            looks=Looks(streams.files),
         )
         external = external_host(self.external_url)
         app = make_app(pages, tokens=endpoint.tokens, host=endpoint.host, external=external)
@@ -67,7 +75,13 @@ class Dashboard:
             async with listening(app, sock, self.tls):
                 host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
                 scheme = "https" if endpoint.tls else "http"
-                yield self.external_url or f"{scheme}://{host}:{sock.getsockname()[1]}"
+                url = self.external_url or f"{scheme}://{host}:{sock.getsockname()[1]}"
+
+                def announce(bound: int) -> None:
+                    pages.grpc_port = bound
+                    self.on_ready(url)
+
+                yield announce
 
 
 def external_host(url: str) -> str:

@@ -69,7 +69,10 @@ class RunFiles:
 
         The call itself goes on in its thread.
         """
-        future = self.start(call)
+        return await self.result(self.start(call))
+
+    async def result(self, future: asyncio.Future[_T]) -> _T:
+        """Return the result of a call that was started, within the same time as `within`."""
         await asyncio.wait({future}, timeout=self.answer_seconds)
         if not future.done():
             raise _silence(self.answer_seconds)

@@ -218,6 +218,15 @@ class Store:
         ).fetchone()
         return 0.0 if row is None else max(0.0, self._now() - row["queued_at"])
 
+    def queue(self) -> Sequence[str]:
+        """Return the ids of all QUEUED jobs in the order of the queue."""
+        rows = self._db.execute(
+            "SELECT id FROM jobs INDEXED BY jobs_by_state WHERE state = ?"
+            " ORDER BY priority DESC, place",
+            (JobState.QUEUED,),
+        )
+        return [row["id"] for row in rows]
+
     def queue_length(self) -> int:
         """Return the number of QUEUED jobs."""
         found = self._db.execute(

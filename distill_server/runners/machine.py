@@ -66,15 +66,29 @@ class Machine:
 
     def share(self, job: AnyJob, held: Sequence[Share]) -> Share | None:
         """Return the job's share beside the shares already held; None if too little is free."""
-        cpus = self._cpus_of(job)
-        if len(held) >= self.slots or sum(other.cpus for other in held) + cpus > self.all_cpus:
+        if self.lack(job, held):
             return None
+        cpus = self._cpus_of(job)
         if self.gpus is None:
             return Share(cpus)
+        return Share(cpus, tuple(self._free_gpus(held)[: self._gpus_of(job)]))
+
+    def lack(self, job: AnyJob, held: Sequence[Share]) -> str:
+        """Return what the job must wait for beside the shares already held; "" if for nothing."""
+        if len(held) >= self.slots:
+            slots = f"all {self.slots} slots are" if self.slots > 1 else "the only slot is"
+            return f"{slots} in use"
+        cpus, free = self._cpus_of(job), self.all_cpus - sum(other.cpus for other in held)
+        if cpus > free:
+            return f"it needs {_counted(cpus, 'CPU thread')}; {free} of {self.all_cpus} are free"
+        gpus, left = self._gpus_of(job), len(self._free_gpus(held))
+        if self.gpus is not None and gpus > left:
+            return f"it needs {_counted(gpus, 'GPU')}; {left} of {len(self.gpus)} are free"
+        return ""
+
+    def _free_gpus(self, held: Sequence[Share]) -> list[str]:
         taken = {gpu for other in held for gpu in other.gpus or ()}
-        free = [gpu for gpu in self.gpus if gpu not in taken]
-        wanted = self._gpus_of(job)
-        return Share(cpus, tuple(free[:wanted])) if wanted <= len(free) else None
+        return [gpu for gpu in self.gpus or () if gpu not in taken]
 
     def _cpus_of(self, job: AnyJob) -> int:
         asked = job.resources.cpus or min(self.cpus_per_job, self.all_cpus)
@@ -90,6 +104,10 @@ class Machine:
 ONE_JOB = Machine()
 # The number of CPU threads where a cluster counts them.
 UNCOUNTED = sys.maxsize
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def visible_gpus(count: int) -> tuple[str, ...]:

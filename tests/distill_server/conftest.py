@@ -113,12 +113,12 @@ def has_shim(directory: Path) -> bool:
     return any(str(directory / "rank-0.log") in line for line in lines)
 
 
-def eventually(true: Callable[[], object], seconds: float = 60.0) -> None:
+def eventually(true: Callable[[], object], seconds: float = 60.0, pause: float = 0.02) -> None:
     """Wait until it holds; the time is only for machines that are very busy."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.02)
+        time.sleep(pause)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ What it does is told in the job's name, as `key=value` words:
     deaf=1             ignore SIGTERM
     orphan=1           leave a process in a session of its own
     tells_gpus=1       print which GPUs it may use
+    tokens=N           of a step, told among its metrics
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ class Trainer:
                 line = {"attempt": self.attempt, "step": self.step, "loss": 1 / self.step}
                 if "best" in self.script and not self.step % 5 and self.step < self.max_steps:
                     line["eval/kl"] = abs(self.step - self.number("best", 0))
+                if "tokens" in self.script:
+                    line["tokens"] = int(self.script["tokens"])
                 metrics.write(json.dumps(line) + "\n")
                 print(f"step {self.step}", flush=True)
                 self.say("running", "training")

@@ -1,6 +1,7 @@
 // Axes: the values of ticks, the range of an axis, and the position of a value on it.
 
 const MOST_TICKS = 6;
+const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
 
 /** Returns about `count` round numbers from `low` to `high`. */
 export function linearTicks(low, high, count) {
@@ -11,6 +12,16 @@ export function linearTicks(low, high, count) {
   for (let index = Math.ceil(low / step); index * step <= high * (1 + 1e-12); index += 1) {
     ticks.push(+(index * step).toPrecision(12));
   }
+  return ticks;
+}
+
+/** Returns about `count` round numbers of seconds, minutes, hours or days. */
+export function timeTicks(low, high, count) {
+  const rough = (high - low) / count;
+  if (rough <= 1) return linearTicks(low, high, count);
+  const step = SECONDS.find((size) => size >= rough) ?? Math.ceil(rough / 86400) * 86400;
+  const ticks = [];
+  for (let tick = Math.ceil(low / step) * step; tick <= high; tick += step) ticks.push(tick);
   return ticks;
 }
 
@@ -63,4 +74,16 @@ function widened(low, high) {
 /** Returns the position of a value on an axis: 0 at its low end, 1 at its high end. */
 export function share(value, {low, high, log}) {
   return log ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low);
+}
+
+/** Returns the index of the nearest value, by binary search in the ascending list. */
+export function nearest(xs, wanted) {
+  let low = 0;
+  let high = xs.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] < wanted) low = middle;
+    else high = middle;
+  }
+  return wanted - xs[low] < xs[high] - wanted ? low : high;
 }

@@ -1,6 +1,7 @@
-// A line chart of metrics over steps. Pointer and arrow keys select the step whose values it shows.
+// A line chart of metrics. Pointer and arrow keys select the point whose values it shows; dragging
+// and the keys + and - zoom.
 
-import {domain, linearTicks, logTicks, share} from "./axes.js";
+import {domain, linearTicks, logTicks, nearest, share} from "./axes.js";
 import {el, setText, svg} from "./dom.js";
 import {number, percent, tickLabels} from "./figures.js";
 
@@ -9,13 +10,16 @@ const MARGIN = {left: 46, right: 12, top: 10, bottom: 22};
 const MOST_COLOURS = 6;
 // Lines with at most this many points also get dots, so that rare evaluations are visible.
 const FEW_POINTS = 60;
+// A shorter drag is a click.
+const DRAG_PIXELS = 6;
 
 /** One chart with its legend. */
 export class Curve {
-  /** `spec` has title and unit, and may have label(name), log, zero and percent; `holds(name)`
-   *  selects the metrics of the chart. See curves.js. */
-  constructor(spec) {
+  /** `spec` has title and unit, and may have log, zero and percent; see curves.js. `view` is the
+   *  ChartView of the page. */
+  constructor(spec, view) {
     this.spec = spec;
+    this.view = view;
     this.lines = [];
     this.cursor = null;
     this.drawing = svg("svg", {
@@ -23,8 +27,12 @@ export class Curve {
       height: HEIGHT,
       role: "img",
       tabindex: 0,
+      pointerdown: (event) => this.press(event),
       pointermove: (event) => this.point(event),
+      pointerup: (event) => this.release(event),
+      pointercancel: () => this.drop(),
       pointerleave: () => this.moveTo(null),
+      dblclick: () => this.view.zoom(null),
       blur: () => this.moveTo(null),
       keydown: (event) => this.onKey(event),
     });
@@ -34,28 +42,45 @@ export class Curve {
       this.drawing, this.legend);
   }
 
-  /** Draws the chart's metrics of a History. All charts have the same range of steps. A chart
-   *  without data is hidden. */
-  draw(history) {
-    const names = [...history.series.keys()].filter(this.spec.holds).sort(evaluationsLast);
-    this.lines = names.map((name) => ({name, ...history.series.get(name)}))
-      .filter((line) => line.steps.length);
+  /** Draws lines `{label, colour, held, steps, times, tokens, values}` over the range `{low, high}`.
+   *  `held`: never smoothed. A chart without points is hidden. */
+  draw(lines, {low, high}) {
+    const {axis} = this.view;
+    this.lines = lines.filter((line) => line.values.length).map((line) => ({...line, xs: line[axis]}));
     this.element.hidden = !this.lines.length;
     if (this.element.hidden) return;
     this.width = Math.max(200, this.element.clientWidth - 2);
-    const {low, high} = history.steps;
-    this.x = {low, high: Math.max(high, low + 1), log: false};
-    this.y = domain(this.lines.flatMap((line) => line.values), this.spec);
+    this.x = {low, high: high > low ? high : low + 1, log: false};
+    for (const line of this.lines) this.cut(line);
+    this.y = domain(this.lines.flatMap((line) => line.seen), this.spec);
     this.drawing.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
     this.drawing.setAttribute("width", this.width);
     this.mark = svg("g", {class: "mark"});
-    this.drawing.replaceChildren(this.grid(), ...this.lines.map((_, i) => this.line(i)), this.mark);
+    const [left, right] = [MARGIN.left - 4, this.width - MARGIN.right + 4];
+    // A nested drawing cuts off what is outside of the zoomed range.
+    const inner = {x: left, y: 0, width: right - left, height: HEIGHT};
+    this.drawing.replaceChildren(this.grid(),
+      svg("svg", {...inner, viewBox: `${left} 0 ${right - left} ${HEIGHT}`},
+        this.lines.map((line) => this.line(line))), this.mark);
     this.drawLegend();
     this.moveTo(this.cursor);
   }
 
-  across(step) {
-    return MARGIN.left + share(step, this.x) * (this.width - MARGIN.left - MARGIN.right);
+  /** Keeps the points of a line in the range, and one on each side, to which its ends lead. */
+  cut(line) {
+    const {xs, values} = line;
+    const smooth = line.held ? values : this.view.smooth(values);
+    let [first, end] = [0, xs.length];
+    while (first + 1 < end && xs[first + 1] < this.x.low) first += 1;
+    while (end - 1 > first && xs[end - 2] > this.x.high) end -= 1;
+    line.raw = {xs: xs.slice(first, end), values: values.slice(first, end)};
+    line.smooth = smooth === values ? null : {xs: line.raw.xs, values: smooth.slice(first, end)};
+    const inside = line.raw.values.filter((_, i) => this.x.low <= line.raw.xs[i] && line.raw.xs[i] <= this.x.high);
+    line.seen = inside.length ? inside : line.raw.values;
+  }
+
+  across(x) {
+    return MARGIN.left + share(x, this.x) * (this.width - MARGIN.left - MARGIN.right);
   }
 
   down(value) {
@@ -74,34 +99,34 @@ export class Curve {
         svg("line", {x1: MARGIN.left, x2: right, y1: y, y2: y}),
         svg("text", {x: MARGIN.left - 6, y: y + 4, "text-anchor": "end"}, labels[index]));
     }
-    for (const tick of linearTicks(this.x.low, this.x.high, Math.max(2, this.width / 110))) {
-      if (!Number.isInteger(tick)) continue;
+    const {unit} = this.view;
+    for (const tick of unit.ticks(this.x.low, this.x.high, Math.max(2, this.width / 110))) {
       const x = this.across(tick);
       const anchor = x > right - 12 ? "end" : "middle";
       group.append(svg("text",
-        {x: anchor === "end" ? this.width - 4 : x, y: HEIGHT - 5, "text-anchor": anchor}, number(tick)));
+        {x: anchor === "end" ? this.width - 4 : x, y: HEIGHT - 5, "text-anchor": anchor}, unit.tick(tick)));
     }
     return group;
   }
 
-  line(index) {
-    const points = this.points(this.lines[index]);
-    const group = svg("g", {class: `line line-${index % MOST_COLOURS}`});
-    const path = points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`);
-    group.append(svg("path", {d: path.join("")}));
-    if (points.length > FEW_POINTS) return group;
+  line({colour, raw, smooth}) {
+    const group = svg("g", {class: `line line-${colour % MOST_COLOURS}`});
+    const points = this.points(raw);
+    group.append(svg("path", {d: path(points), class: smooth && "raw"}));
+    if (smooth) group.append(svg("path", {d: path(this.points(smooth))}));
+    if (points.length > FEW_POINTS || smooth) return group;
     group.append(...points.map(([x, y]) => svg("circle", {cx: x, cy: y, r: 2})));
     return group;
   }
 
-  /** Returns the points of a line in pixels; if several steps share a pixel column, only the lowest
-   *  and the highest value. */
-  points({steps, values}) {
+  /** Returns the points of a line in pixels; if several share a pixel column, only the lowest and the
+   *  highest value. */
+  points({xs, values}) {
     const columns = new Map();
-    for (let i = 0; i < steps.length; i += 1) {
+    for (let i = 0; i < xs.length; i += 1) {
       if (this.y.log && values[i] <= 0) continue;
-      const [x, y] = [this.across(steps[i]), this.down(values[i])];
-      const column = steps.length > 2 * this.width ? Math.round(x) : i;
+      const [x, y] = [this.across(xs[i]), this.down(values[i])];
+      const column = xs.length > 2 * this.width ? Math.round(x) : i;
       const known = columns.get(column);
       if (!known) columns.set(column, {x, low: y, high: y});
       else Object.assign(known, {low: Math.max(known.low, y), high: Math.min(known.high, y)});
@@ -113,9 +138,8 @@ export class Curve {
   drawLegend() {
     this.readings = this.lines.map(() => el("b"));
     this.legend.replaceChildren(...this.lines.map((line, index) =>
-      el("li", {class: `line-${index % MOST_COLOURS}`},
-        el("i", {"aria-hidden": "true"}), `${this.label(line.name)} `, this.readings[index],
-        this.hidden(line))));
+      el("li", {class: `line-${line.colour % MOST_COLOURS}`},
+        el("i", {"aria-hidden": "true"}), `${line.label} `, this.readings[index], this.hidden(line))));
   }
 
   hidden({values}) {
@@ -123,70 +147,97 @@ export class Curve {
     return count ? el("small", {}, ` (${count} at or below 0 not drawn)`) : null;
   }
 
-  label(name) {
-    return (this.spec.label ? this.spec.label(name) : name).replaceAll("_", " ");
-  }
-
   figure(value) {
     return this.spec.percent ? percent(value) : number(value);
   }
 
-  point(event) {
+  /** Returns the x value under the pointer, within the range. */
+  under(event) {
     const box = this.drawing.getBoundingClientRect();
     const inner = this.width - MARGIN.left - MARGIN.right;
     const way = ((event.clientX - box.left) * (this.width / box.width) - MARGIN.left) / inner;
-    this.moveTo(this.x.low + Math.min(1, Math.max(0, way)) * (this.x.high - this.x.low));
+    return this.x.low + Math.min(1, Math.max(0, way)) * (this.x.high - this.x.low);
+  }
+
+  press(event) {
+    if (event.button !== 0) return;
+    this.from = {x: this.under(event), pixel: event.clientX};
+    this.drawing.setPointerCapture(event.pointerId);
+  }
+
+  point(event) {
+    const x = this.under(event);
+    this.moveTo(x);
+    if (!this.from) return;
+    const [left, right] = [this.across(this.from.x), this.across(x)].sort((one, other) => one - other);
+    this.mark.prepend(svg("rect", {x: left, y: MARGIN.top, width: right - left,
+      height: HEIGHT - MARGIN.top - MARGIN.bottom}));
+  }
+
+  release(event) {
+    const {from} = this;
+    this.from = null;
+    if (!from || Math.abs(event.clientX - from.pixel) < DRAG_PIXELS) return;
+    const [low, high] = [from.x, this.under(event)].sort((one, other) => one - other);
+    if (high > low) this.view.zoom({low, high});
+  }
+
+  drop() {
+    this.from = null;
+    this.moveTo(null);
   }
 
   onKey(event) {
-    const {steps} = longest(this.lines);
-    const at = this.cursor === null ? steps.length - 1 : nearest(steps, this.cursor);
-    const moves = {ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: steps.length - 1};
-    if (!(event.key in moves)) return;
+    const {xs} = longest(this.lines);
+    const at = this.cursor === null ? xs.length - 1 : nearest(xs, this.cursor);
+    const moves = {ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: xs.length - 1};
+    const zooms = {"+": 0.25, "-": 1, Escape: Infinity};
+    if (event.key in moves) this.moveTo(xs[Math.min(xs.length - 1, Math.max(0, moves[event.key]))]);
+    else if (event.key in zooms) this.zoomAround(xs[at], zooms[event.key]);
+    else return;
     event.preventDefault();
-    this.moveTo(steps[Math.min(steps.length - 1, Math.max(0, moves[event.key]))]);
   }
 
-  /** Shows the values of all lines at the step nearest to `step`; null means the last step. */
-  moveTo(step) {
-    this.cursor = step;
+  /** Zooms to `reach` times the width of the range on each side of `x`; Infinity shows everything. */
+  zoomAround(x, reach) {
+    const side = (this.x.high - this.x.low) * reach;
+    this.view.zoom(Number.isFinite(side) ? {low: x - side, high: x + side} : null);
+  }
+
+  /** Shows the values of all lines at the point nearest to `x`; null means the last one. */
+  moveTo(x) {
+    this.cursor = x;
     const told = this.lines.map((line, index) => {
-      const at = step === null ? line.steps.length - 1 : nearest(line.steps, step);
-      setText(this.readings[index], this.figure(line.values[at]));
-      return `${this.label(line.name)} ${this.figure(line.values[at])}`;
+      const figure = this.figure(valueAt(line, x));
+      setText(this.readings[index], figure);
+      return `${line.label} ${figure}`;
     });
-    const {steps} = longest(this.lines);
-    const shown = step === null ? steps.at(-1) : steps[nearest(steps, step)];
-    const sentence = `${this.spec.title} at step ${shown}: ${told.join(", ")}`;
-    this.drawing.setAttribute("aria-label", sentence);
+    const {xs} = longest(this.lines);
+    const shown = x === null ? xs.at(-1) : xs[nearest(xs, x)];
+    const label = this.view.unit.label(shown);
+    this.drawing.setAttribute("aria-label", `${this.spec.title} at ${label}: ${told.join(", ")}`);
     this.mark.replaceChildren();
-    if (step === null) return;
-    const x = this.across(shown);
-    const left = x > this.width - 90;
+    if (x === null || shown < this.x.low || shown > this.x.high) return;
+    const at = this.across(shown);
+    const left = at > this.width - 90;
     this.mark.append(
-      svg("line", {x1: x, x2: x, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom}),
-      svg("text", {x: left ? x - 5 : x + 5, y: MARGIN.top + 9, "text-anchor": left ? "end" : "start"},
-        `step ${shown}`));
+      svg("line", {x1: at, x2: at, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom}),
+      svg("text", {x: left ? at - 5 : at + 5, y: MARGIN.top + 9, "text-anchor": left ? "end" : "start"},
+        label));
   }
 }
 
-function evaluationsLast(one, other) {
-  const late = (name) => Number(name.startsWith("eval/"));
-  return late(one) - late(other) || (one < other ? -1 : 1);
+function path(points) {
+  return points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 }
 
 function longest(lines) {
-  return lines.reduce((most, line) => (line.steps.length > most.steps.length ? line : most));
+  return lines.reduce((most, line) => (line.xs.length > most.xs.length ? line : most));
 }
 
-/** Returns the index of the nearest step, by binary search in the ascending list. */
-function nearest(steps, wanted) {
-  let low = 0;
-  let high = steps.length - 1;
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (steps[middle] < wanted) low = middle;
-    else high = middle;
-  }
-  return wanted - steps[low] < steps[high] - wanted ? low : high;
+/** Returns the value nearest to `x`; of a job among several, none outside of its points. */
+function valueAt({xs, values, alone}, x) {
+  if (x === null) return values.at(-1);
+  if (!alone && (x < xs[0] || x > xs.at(-1))) return undefined;
+  return values[nearest(xs, x)];
 }

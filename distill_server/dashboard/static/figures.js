@@ -37,6 +37,23 @@ export function duration(seconds) {
   return `${Math.floor(whole / 86400)}d${two(Math.floor(whole / 3600) % 24)}h`;
 }
 
+/** Formats seconds as `duration` does, without a last part that is zero: `5m`; `1.5s`. */
+export function shortDuration(seconds) {
+  if (seconds < 60) return `${+seconds.toPrecision(3)}s`;
+  return duration(seconds).replace(/([mhd])00[smh]$/, "$1");
+}
+
+/** Formats a number of bytes as `512 B`, `1.2 MiB` or `340 GiB`. */
+export function bytes(count) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let power = 0;
+  while (count >= 1024 && power < units.length - 1) {
+    count /= 1024;
+    power += 1;
+  }
+  return `${count < 1000 ? +count.toPrecision(3) : Math.round(count)} ${units[power]}`;
+}
+
 /** Formats a Unix time as `3m ago`; never negative, because the server's clock may be ahead. */
 export function ago(time) {
   if (!time) return "-";
@@ -49,6 +66,13 @@ export function ago(time) {
 /** Formats a Unix time as date and time in the browser's locale and time zone. */
 export function moment(time) {
   return time ? new Date(time * 1000).toLocaleString() : "-";
+}
+
+/** Returns a QUEUED job's place in the queue and why it waits; "" for a job in another state. */
+export function whyQueued({state, place, why, retry_at: retryAt}) {
+  if (state !== "QUEUED" || !place) return "";
+  const rest = retryAt ? `, retries in ${duration(retryAt - Date.now() / 1000)}` : "";
+  return `place ${place} in the queue: ${why}${rest}`;
 }
 
 /** Returns the KL to the teacher, or else its lower bound, or else the KL to the anchor. */

@@ -4,9 +4,13 @@ const CLOCK_STEPS = 40;
 
 /** The metrics of one job over its steps. */
 export class History {
-  constructor() {
-    /** `{steps, values}` by metric: two arrays of equal length, with steps ascending. */
+  /** `began` is the Unix time from which the job's time counts; 0: from its first step. */
+  constructor(began = 0) {
+    this.began = began;
+    /** `{steps, times, tokens, values}` by metric: arrays of equal length, all but the last
+     *  ascending. Times are seconds since `began`, tokens all learned tokens up to the step. */
     this.series = new Map();
+    this.tokens = [];
     this.metrics = {};
     this.last = null;
     this.clock = [];
@@ -18,6 +22,9 @@ export class History {
     this.last = record;
     if (!Object.keys(record.metrics).length) return;
     this.forget(record.step);
+    this.began ||= record.time;
+    this.time = record.time - this.began;
+    this.count(record);
     Object.assign(this.metrics, record.metrics);
     this.clock.push([record.step, record.time]);
     if (this.clock.length > CLOCK_STEPS) this.clock.shift();
@@ -27,28 +34,38 @@ export class History {
   }
 
   put(name, step, value) {
-    if (!this.series.has(name)) this.series.set(name, {steps: [], values: []});
-    const {steps, values} = this.series.get(name);
-    steps.push(step);
-    values.push(value);
+    if (!this.series.has(name)) this.series.set(name, {steps: [], times: [], tokens: [], values: []});
+    const found = this.series.get(name);
+    found.steps.push(step);
+    found.times.push(this.time);
+    found.tokens.push(this.learned);
+    found.values.push(value);
   }
 
-  /** The first and the last step that have a metric: `{low, high}`. */
-  get steps() {
-    const ends = [...this.series.values()].filter(({steps}) => steps.length)
-      .map(({steps}) => [steps[0], steps.at(-1)]);
-    return {
-      low: Math.min(...ends.map(([first]) => first)),
-      high: Math.max(...ends.map(([, last]) => last)),
-    };
+  /** Adds a step's tokens. A step that stands for several has the mean of theirs. */
+  count({step, metrics}) {
+    const [lastStep, before] = this.tokens.at(-1) ?? [step - 1, 0];
+    this.learned = before + (metrics.tokens ?? 0) * (step - lastStep);
+    this.tokens.push([step, this.learned]);
+  }
+
+  /** The first and the last value of an axis, `steps`, `times` or `tokens`: `{low, high}`. */
+  range(axis) {
+    let [low, high] = [Infinity, -Infinity];
+    for (const {[axis]: xs} of this.series.values()) {
+      if (!xs.length) continue;
+      low = Math.min(low, xs[0]);
+      high = Math.max(high, xs.at(-1));
+    }
+    return {low, high};
   }
 
   /** Removes the values from `step` on: a resumed attempt repeats the steps after its checkpoint. */
   forget(step) {
-    for (const {steps, values} of this.series.values()) {
-      while (steps.length && steps.at(-1) >= step) {
-        steps.pop();
-        values.pop();
+    while (this.tokens.length && this.tokens.at(-1)[0] >= step) this.tokens.pop();
+    for (const found of this.series.values()) {
+      while (found.steps.length && found.steps.at(-1) >= step) {
+        for (const list of Object.values(found)) list.pop();
       }
     }
   }

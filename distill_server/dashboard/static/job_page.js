@@ -1,16 +1,22 @@
 // The page of one job: progress, live curves, samples, log and configuration.
 
 import {Actions} from "./actions.js";
+import {AttemptsView} from "./attempts_view.js";
+import {CheckpointsView} from "./checkpoints_view.js";
+import {CommandsView} from "./commands_view.js";
 import {Curves} from "./curves.js";
 import {badge, bar, el, setText} from "./dom.js";
-import {ago, duration, klOf, number, percent, waitOf} from "./figures.js";
+import {ago, duration, klOf, number, percent, waitOf, whyQueued} from "./figures.js";
 import {History} from "./history.js";
 import {LogView} from "./log_view.js";
 import {SamplesView} from "./samples_view.js";
-import {Fault, follow, get} from "./server.js";
+import {Fault, follow, get, repeat} from "./server.js";
 import {facts} from "./teachers_page.js";
+import {UsageView} from "./usage_view.js";
 
 const MS_BETWEEN_DRAWINGS = 200;
+// A job's place in the queue, its checkpoints and the length of its attempts change without events.
+const SECONDS_BETWEEN_LOOKS = 5;
 
 /** Shows a job in `root`; returns the function that closes the page. */
 export function openJob(root, id, access) {
@@ -23,7 +29,7 @@ class JobPage {
   constructor(root, id, access) {
     this.root = root;
     this.asked = id;
-    this.history = new History();
+    this.server = access.server;
     this.curves = new Curves();
     this.actions = access.may_act ? new Actions((job) => this.learn(job)) : null;
     this.closers = [];
@@ -38,8 +44,12 @@ class JobPage {
     }
     if (this.closed) return;
     const path = `api/jobs/${encodeURIComponent(this.job.id)}`;
+    this.history = new History(this.job.started_at);
     this.log = new LogView(path);
     this.samples = new SamplesView(path);
+    this.attempts = new AttemptsView(path);
+    this.checkpoints = new CheckpointsView(path);
+    this.usage = new UsageView(path);
     this.build();
     this.show();
     this.closers.push(follow(`${path}/events`, {
@@ -49,8 +59,8 @@ class JobPage {
     const redraw = new ResizeObserver(() => this.draw());
     redraw.observe(this.curves.main);
     const clock = setInterval(() => this.show(), 1000);
-    this.closers.push(() => redraw.disconnect(), () => clearInterval(clock));
-    this.curves.others.addEventListener("toggle", () => this.draw());
+    this.closers.push(() => redraw.disconnect(), () => clearInterval(clock), () => this.usage.close(),
+      repeat(SECONDS_BETWEEN_LOOKS, () => this.look()));
   }
 
   close() {
@@ -71,8 +81,10 @@ class JobPage {
       el("p", {class: "crumbs"}, el("a", {href: "#/"}, "Jobs"), " / ", el("code", {}, job.id)),
       el("div", {class: "title"}, el("h1", {}, job.name), this.state, this.actions?.element ?? null),
       this.reason, this.progress, this.facts,
-      el("h2", {}, "Curves"), this.curves.nothing, this.curves.main, this.curves.others,
-      this.samples.element, this.log.element,
+      el("div", {class: "cards"}, this.attempts.element, this.usage.element),
+      el("h2", {}, "Curves"), this.curves.view.element, this.curves.nothing, this.curves.main,
+      this.curves.others, this.samples.element, this.checkpoints.element, this.log.element,
+      new CommandsView(job.id, this.server).element,
       el("details", {}, el("summary", {}, "Configuration"), config));
   }
 
@@ -92,7 +104,10 @@ class JobPage {
       max_steps: newest.max_steps || this.job.max_steps,
     });
     this.show();
-    if (moved) this.refresh();
+    if (moved) {
+      this.refresh();
+      this.attempts.refresh();
+    }
     // Many events may arrive at once, so draw only after a short delay.
     this.drawing ??= setTimeout(() => {
       this.drawing = null;
@@ -109,21 +124,31 @@ class JobPage {
     }
   }
 
+  /** Updates what changes without events; of a job that has ended nothing does. */
+  async look() {
+    const {state} = this.job;
+    if (state === "QUEUED") await this.refresh();
+    if (this.looked && this.job.ended_at) return;
+    this.looked = true;
+    await Promise.all([this.attempts.refresh(), this.checkpoints.refresh()]);
+  }
+
   learn(job) {
     Object.assign(this.job, job);
     this.show();
   }
 
   draw() {
-    if (!this.closed) this.curves.draw(this.history);
+    if (!this.closed) this.curves.draw([{label: this.job.name, history: this.history}]);
   }
 
   show() {
     const {job} = this;
-    const label = `${job.state} ${job.phase}`;
+    const phase = whyQueued(job) || job.phase;
+    const label = `${job.state} ${phase}`;
     if (this.shown !== label) {
       this.shown = label;
-      this.state.replaceChildren(badge(job.state), el("span", {class: "phase"}, job.phase));
+      this.state.replaceChildren(badge(job.state), el("span", {class: "phase"}, phase));
       this.actions?.offer(job);
     }
     this.reason.className = `reason ${job.state.toLowerCase()}`;
@@ -134,6 +159,7 @@ class JobPage {
     this.showProgress();
     this.facts.replaceChildren(facts(this.figures()));
     this.log.follow(job.attempt);
+    this.usage.follow(job.state);
   }
 
   showProgress() {

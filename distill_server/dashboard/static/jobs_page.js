@@ -1,7 +1,8 @@
 // The list of jobs, newest first, with pages, a filter by state and a search; updated live.
 
 import {badge, bar, el, setText} from "./dom.js";
-import {ago, duration, klOf, moment, number, percent, waitOf} from "./figures.js";
+import {MOST_COMPARED} from "./compare_page.js";
+import {ago, duration, klOf, moment, number, percent, waitOf, whyQueued} from "./figures.js";
 import {follow} from "./server.js";
 
 // The delay after the last keystroke before a search starts.
@@ -28,6 +29,11 @@ class JobsPage {
     this.close = () => {};
     // The `before` ids of this page and all newer pages, for the button "Newer".
     this.cursors = [""];
+    // The ids to compare; they stay selected on other pages of the list.
+    this.chosen = new Set();
+    this.rows = new Map();
+    this.compare = el("button", {type: "button", hidden: true, click: () => this.openCompare()});
+    this.capacity = el("p", {class: "capacity hint", role: "status"});
     this.filters = el("div", {class: "filters", role: "group", "aria-label": "Jobs by state"});
     this.body = el("tbody");
     this.table = el("table", {class: "jobs"},
@@ -42,8 +48,8 @@ class JobsPage {
       spellcheck: "false", autocomplete: "off", input: () => this.searchSoon(),
     });
     root.append(
-      el("div", {class: "title"}, el("h1", {}, "Jobs"), this.search),
-      this.filters, this.note, this.table,
+      el("div", {class: "title"}, el("h1", {}, "Jobs"), this.compare, this.search),
+      this.capacity, this.filters, this.note, this.table,
       el("div", {class: "pager"}, this.newer, this.place, this.older));
   }
 
@@ -79,8 +85,9 @@ class JobsPage {
   }
 
   draw(answer) {
-    const {jobs, counts, page} = answer;
+    const {jobs, counts, page, capacity} = answer;
     this.answer = answer;
+    setText(this.capacity, capacityText(capacity));
     this.drawFilters(counts);
     this.drawRows(jobs);
     this.last = jobs.at(-1)?.id;
@@ -110,9 +117,41 @@ class JobsPage {
   }
 
   drawRows(jobs) {
-    const focused = document.activeElement?.closest?.("tr")?.dataset.job;
-    this.body.replaceChildren(...jobs.map(row));
-    if (focused) this.body.querySelector(`[data-job="${CSS.escape(focused)}"] a`)?.focus();
+    const before = [...this.rows.keys()].join();
+    const kept = this.rows;
+    this.rows = new Map(jobs.map((job) => [job.id, kept.get(job.id) ?? this.newRow(job)]));
+    for (const job of jobs) fillRow(this.rows.get(job.id), job);
+    if ([...this.rows.keys()].join() === before) return;
+    // A row that is moved loses the focus.
+    const focused = document.activeElement;
+    this.body.replaceChildren(...this.rows.values());
+    if (this.body.contains(focused)) focused.focus();
+  }
+
+  /** Creates a row with its first cell, which is never replaced: a click takes a moment. */
+  newRow(job) {
+    const box = el("input", {type: "checkbox", "aria-label": `Compare ${job.name}`, value: job.id,
+      change: () => this.select(job.id, box.checked)});
+    box.checked = this.chosen.has(job.id);
+    const link = el("a", {href: `#/jobs/${encodeURIComponent(job.id)}`}, job.name);
+    return el("tr", {"data-job": job.id},
+      el("td", {"data-label": COLUMNS[0]},
+        el("div", {class: "pick"}, box, el("div", {}, link, el("small", {}, job.id)))));
+  }
+
+  /** Selects a job for the comparison, of at most four. */
+  select(id, chosen) {
+    if (chosen) this.chosen.add(id);
+    else this.chosen.delete(id);
+    const count = this.chosen.size;
+    this.compare.hidden = !count;
+    this.compare.disabled = count < 2 || count > MOST_COMPARED;
+    setText(this.compare, count < 2 ? "Select another job to compare"
+      : this.compare.disabled ? `Compare at most ${MOST_COMPARED} jobs` : `Compare ${count} jobs`);
+  }
+
+  openCompare() {
+    location.hash = `#/compare/${[...this.chosen].map(encodeURIComponent).join()}`;
   }
 
   emptyNote() {
@@ -128,13 +167,13 @@ class JobsPage {
   }
 }
 
-function row(job) {
+/** Replaces all cells of a row but the first. */
+function fillRow(row, job) {
   const {metrics} = job;
   const running = job.state === "RUNNING";
   const steps = job.max_steps ? `${job.step} / ${job.max_steps}` : String(job.step);
   const cells = [
-    [el("a", {href: `#/jobs/${encodeURIComponent(job.id)}`}, job.name), el("small", {}, job.id)],
-    [badge(job.state), el("small", {}, job.reason || job.phase)],
+    [badge(job.state), ...stateTexts(job).map((text) => el("small", {}, text))],
     [bar(job.step, job.max_steps || 1, `progress of ${job.id}`), el("small", {}, steps)],
     [number(metrics.loss)],
     [number(klOf(metrics))],
@@ -143,8 +182,21 @@ function row(job) {
     [running ? duration(job.seconds_left) : "-"],
     [el("span", {title: moment(job.created_at)}, ago(job.created_at))],
   ];
-  return el("tr", {"data-job": job.id, class: job.state.toLowerCase()}, cells.map((cell, index) =>
-    el("td", {"data-label": COLUMNS[index], class: cell[0] === "-" ? "none" : null}, cell)));
+  row.className = job.state.toLowerCase();
+  while (row.children.length > 1) row.lastChild.remove();
+  row.append(...cells.map((cell, index) =>
+    el("td", {"data-label": COLUMNS[index + 1], class: cell[0] === "-" ? "none" : null}, cell)));
+}
+
+function stateTexts(job) {
+  if (job.state !== "QUEUED") return [job.reason || job.phase];
+  return [whyQueued(job), job.reason && `after: ${job.reason}`].filter(Boolean);
+}
+
+function capacityText({slots, cpus, gpus, queued}) {
+  const parts = [["slots", slots], ["GPUs", gpus], ["CPU threads", cpus]].filter(([, counts]) => counts)
+    .map(([name, [used, all]]) => `${used} of ${all} ${name}`);
+  return `In use: ${parts.join(", ")}. In the queue: ${queued} ${queued === 1 ? "job" : "jobs"}.`;
 }
 
 function sum(counts) {

@@ -1,6 +1,7 @@
 // The log of an attempt, which is followed while the section is open and the tab is visible.
 
 import {el} from "./dom.js";
+import {Find} from "./find.js";
 import {follow} from "./server.js";
 
 // Older text is removed from the page; `distill logs` shows the whole log.
@@ -12,11 +13,13 @@ export class LogView {
     this.path = path;
     this.attempt = 0;
     this.end = () => {};
-    this.text = el("pre", {class: "log", tabindex: 0, "aria-label": "Log"});
+    this.node = document.createTextNode("");
+    this.text = el("pre", {class: "log", tabindex: 0, "aria-label": "Log"}, this.node);
+    this.find = new Find(this.node, this.text);
     this.attempts = el("select", {"aria-label": "Attempt", hidden: true,
       change: () => this.start(Number(this.attempts.value))});
     this.element = el("details", {toggle: () => this.toggle()},
-      el("summary", {}, "Log"), this.attempts, this.text);
+      el("summary", {}, "Log"), el("div", {class: "log-bar"}, this.attempts, this.find.element), this.text);
   }
 
   /** Switches to the job's newest attempt. */
@@ -38,7 +41,7 @@ export class LogView {
   start(attempt) {
     this.end();
     this.attempts.value = String(attempt);
-    this.text.replaceChildren();
+    this.node.data = "";
     this.end = follow(`${this.path}/log?attempt=${attempt}`, {
       text: (piece) => this.add(piece),
       fault: (error) => this.add(`(${error.sentence})\n`),
@@ -46,13 +49,12 @@ export class LogView {
   }
 
   add(piece) {
-    const {text} = this;
+    const {node, text} = this;
     const atEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 20;
-    text.append(piece);
-    if (text.textContent.length > MOST_CHARACTERS) {
-      text.textContent = text.textContent.slice(-MOST_CHARACTERS / 2);
-    }
+    node.appendData(piece);
+    if (node.length > MOST_CHARACTERS) node.data = node.data.slice(-MOST_CHARACTERS / 2);
     if (atEnd) text.scrollTop = text.scrollHeight;
+    this.find.refresh();
   }
 
   close() {

@@ -1,5 +1,6 @@
 // Selects the page by the URL's fragment, updates the header and asks for the token.
 
+import {openCompare} from "./compare_page.js";
 import {el, setText} from "./dom.js";
 import {openJob} from "./job_page.js";
 import {openJobs} from "./jobs_page.js";
@@ -13,10 +14,13 @@ const dialog = document.getElementById("token");
 let close = () => {};
 let turn = 0;
 
-/** Returns the function that opens the page of `#/`, `#/teachers` or `#/jobs/ID`. */
+/** Returns the function that opens the page of `#/`, `#/teachers`, `#/jobs/ID` or `#/compare/ID,ID`. */
 function pageOf(hash) {
   const [, first, second] = hash.split("/");
   if (first === "teachers") return openTeachers;
+  if (first === "compare" && second) {
+    return (root) => openCompare(root, second.split(",").map(decodeURIComponent));
+  }
   if (first === "jobs" && second) {
     return (root, access) => openJob(root, decodeURIComponent(second), access);
   }

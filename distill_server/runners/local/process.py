@@ -42,6 +42,18 @@ def identity_of(pid: int) -> Identity | None:
     return None if fields is None else Identity(boot_id(), pid, int(fields[19]))
 
 
+def consumption(who: Identity) -> tuple[float, int] | None:
+    """Return the CPU seconds and the resident bytes of a process; None if it is gone.
+
+    The CPU seconds include those of its ended children.
+    """
+    fields = _stat(who.pid)
+    if fields is None or int(fields[19]) != who.start_time:
+        return None
+    ticks = sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK"), int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def send_signal(who: Identity, signum: int) -> bool:
     """Send a signal to exactly this process.
 

@@ -37,10 +37,11 @@ def exit_code_of(directory: Path) -> int | None:
 
 def kill_processes(directory: Path, card: Card) -> None:
     """Kill the processes of the attempt in `directory`, after the death of its shim."""
-    kill_family(card.mark, known=_processes_of(directory))
+    kill_family(card.mark, known=processes_of(directory))
 
 
-def _processes_of(directory: Path) -> list[Identity]:
+def processes_of(directory: Path) -> list[Identity]:
+    """Read processes.json: the processes of the attempt when its shim last looked."""
     match read_json(directory / "processes.json"):
         case {"boot_id": str(boot), "processes": list(pairs)}:
             found = [pair for pair in pairs if isinstance(pair, list) and len(pair) == 2]

@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import base64
+import shutil
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import pytest
+
+from tests.distill_server.conftest import eventually as patient
+
+# Each look asks the browser, which costs more than the wait.
+eventually = partial(patient, pause=0.1)
+IN_BROWSER = [
+    pytest.mark.skipif(
+        shutil.which("chromium") is None or shutil.which("chromedriver") is None,
+        reason="needs Debian's chromium and chromium-driver",
+    ),
+    pytest.mark.usefixtures("nothing_went_wrong"),
+]
 
 # Headless, and silent: a test's browser has nobody to call.
 FLAGS = (
@@ -62,6 +78,16 @@ class Browser:
         found = self.run("return document.querySelector(arguments[0])?.textContent", selector)
         return str(found or "")
 
+    def texts(self, selector: str) -> list[str]:
+        """Of all matches, in the order of the page."""
+        script = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
+        found: list[str] = self.run(script, selector)
+        return found
+
+    def elements(self, selector: str) -> list[Any]:
+        found: list[Any] = self.run("return [...document.querySelectorAll(arguments[0])]", selector)
+        return found
+
     def attribute(self, selector: str, name: str) -> str:
         script = "return document.querySelector(arguments[0])?.getAttribute(arguments[1])"
         return str(self.run(script, selector, name) or "")
@@ -75,6 +101,29 @@ class Browser:
     def clear(self, selector: str) -> None:
         self._driver.find_element("css selector", selector).clear()
         self.run("document.querySelector(arguments[0]).dispatchEvent(new Event('input'))", selector)
+
+    def drag(self, selector: str, begin: float, end: float) -> None:
+        """With the pointer pressed, across an element; in shares of its width."""
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        element = self._driver.find_element("css selector", selector)
+        width = element.rect["width"]
+        at = [round((share - 0.5) * width) for share in (begin, end)]
+        actions = ActionChains(self._driver, duration=20).move_to_element_with_offset(
+            element, at[0], 0
+        )
+        actions.click_and_hold().move_by_offset(at[1] - at[0], 0).release().perform()
+
+    def double_click(self, selector: str) -> None:
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        element = self._driver.find_element("css selector", selector)
+        ActionChains(self._driver, duration=20).double_click(element).perform()
+
+    def choose(self, selector: str, value: str) -> None:
+        from selenium.webdriver.support.ui import Select
+
+        Select(self._driver.find_element("css selector", selector)).select_by_value(value)
 
     def tab(self) -> None:
         from selenium.webdriver.common.action_chains import ActionChains
@@ -96,10 +145,10 @@ class Browser:
         """What the console said since the last look."""
         return [entry["message"] for entry in self._driver.get_log("browser")]
 
-    def picture(self, path: Path) -> None:
-        """The whole page, however long."""
+    def picture(self, path: Path, most: int = 100_000) -> None:
+        """The whole page, up to `most` pixels from its top."""
         width, height = self.run("return [innerWidth, document.documentElement.scrollHeight]")
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        clip = {"x": 0, "y": 0, "width": width, "height": min(most, height), "scale": 1}
         wanted = {"captureBeyondViewport": True, "clip": clip}
         found = self._command("Page.captureScreenshot", wanted)
         path.write_bytes(base64.b64decode(found["data"]))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distill_server.dashboard.browser import Browser
 from tests.distill_server.dashboard.site import Site
 
 
@@ -34,3 +35,19 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     site = Site(tmp_path_factory.mktemp("guarded") / "runs", tokens=True)
     yield site
     site.clean_up()
+
+
+@pytest.fixture(scope="package")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def nothing_went_wrong(browser: Browser) -> Iterator[None]:
+    """No script failed and nothing was blocked. What the server refuses is told here too."""
+    browser.resize(1280)
+    browser.complaints()
+    yield
+    refused = ("(Unauthorized)", "(Bad Request)")
+    assert [said for said in browser.complaints() if not said.endswith(refused)] == []

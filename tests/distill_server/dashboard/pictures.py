@@ -1,47 +1,68 @@
-"""The pictures of docs/dashboard.md, taken of a running server: URL JOB [TOKEN]."""
+"""The pictures of docs/dashboard.md, taken of a running server: URL TOKEN JOB OTHER_JOB [FOLDER].
+
+JOB is shown on its page, and compared with OTHER_JOB. Without tokens, TOKEN is "".
+"""
 
 from __future__ import annotations
 
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from PIL import Image
 
 from tests.distill_server.dashboard.browser import Browser
 
 FOLDER = Path(__file__).parents[3] / "docs" / "dashboard"
-# A second look at the teachers gives their tokens a second.
-LOOKS = {"jobs": ("#/", 2.0), "job": ("#/jobs/{job}", 4.0), "teachers": ("#/teachers", 6.0)}
-PICTURES = (
-    ("jobs-light", 1100, False),
-    ("job-light", 1100, False),
-    ("jobs-dark", 1100, True),
-    ("job-dark", 1100, True),
-    ("jobs-narrow", 400, False),
-    ("job-narrow", 400, False),
-    ("teachers-light", 1100, False),
-)
+# A second look at the teachers, and at a trainer's processes, gives their speed.
+LOOKS = {
+    "jobs": ("#/", 2.0),
+    "job": ("#/jobs/{0}", 8.0),
+    "compare": ("#/compare/{0},{1}", 4.0),
+    "teachers": ("#/teachers", 6.0),
+}
+# Keeps small spots of another colour, which the default merges with their surroundings.
+FEW_COLOURS = Image.Quantize.FASTOCTREE
+# In pixels; what follows is more of the same.
+TALLEST = {"compare": 1560}
+# Width in pixels, and whether the system's mode is dark.
+KINDS = {"light": (1100, False), "dark": (1100, True), "narrow": (390, False)}
+# Some sections of a job's page are open, so that one picture shows them.
+OPEN = "document.querySelectorAll('details:has(.checkpoints-list, .log, .commands)')"
 
 
-def take(name: str, url: str, job: str, token: str, *, width: int, dark: bool) -> None:
-    page, seconds = LOOKS[name.partition("-")[0]]
+def take(path: Path, url: str, token: str, jobs: Sequence[str]) -> None:
+    name, _, kind = path.stem.partition("-")
+    page, seconds = LOOKS[name]
+    width, dark = KINDS[kind]
     with tempfile.TemporaryDirectory() as profile, Browser(Path(profile), dark=dark) as browser:
         browser.resize(width, 500)
-        browser.open(f"{url}/{page.format(job=job)}")
+        browser.open(f"{url}/{page.format(*jobs)}")
         time.sleep(1.0)
         if browser.run("return document.querySelector('#token').open"):
             browser.give_token(token)
         time.sleep(seconds)
         if dark:
-            browser.run("document.querySelectorAll('details')[1]?.setAttribute('open', '')")
+            browser.run(f"{OPEN}.forEach(section => section.open = true)")
+            time.sleep(2.0)
+            browser.run("document.querySelectorAll('.find input').forEach(f => f.value = 'step')")
+            browser.run(
+                "document.querySelectorAll('.find input')"
+                ".forEach(f => f.dispatchEvent(new Event('input')))"
+            )
             time.sleep(1.0)
-        browser.picture(FOLDER / f"{name}.png")
+        browser.picture(path, most=TALLEST.get(name, 10_000))
+    # A screen of flat colours needs no more of them.
+    Image.open(path).convert("RGB").quantize(method=FEW_COLOURS).save(path, optimize=True)
 
 
-def main(url: str, job: str, token: str = "") -> None:
-    FOLDER.mkdir(exist_ok=True)
-    for name, width, dark in PICTURES:
-        take(name, url, job, token, width=width, dark=dark)
+def main(url: str, token: str, job: str, other: str, folder: str = str(FOLDER)) -> None:
+    Path(folder).mkdir(exist_ok=True)
+    for name in LOOKS:
+        for kind in KINDS if name != "teachers" else ("light",):
+            take(Path(folder) / f"{name}-{kind}.png", url, token, (job, other))
 
 
 if __name__ == "__main__":

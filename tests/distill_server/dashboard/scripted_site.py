@@ -1,6 +1,6 @@
-"""The real server with its dashboard and the scripted trainer: RUNS PATIENCE_SECONDS PORT.
+"""The real server, its dashboard and the scripted trainer: RUNS PATIENCE_SECONDS PORT SLOTS [URL].
 
-Tokens come as for any server, in $DISTILL_TOKENS.
+Tokens come as for any server, in $DISTILL_TOKENS. URL is that of a proxy.
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ def main() -> None:
             Path(sys.argv[1]),
             endpoint=Endpoint(tokens=read_tokens(None)),
             runner=LocalRunner(command=command),
-            policy=Policy(Machine(slots=4), retries=1, **POLICY),
+            policy=Policy(Machine(slots=int(sys.argv[4])), retries=1, **POLICY),
             preflight=unchecked,
             on_ready=lambda bound: print(bound, flush=True),
-            dashboard=Dashboard(int(sys.argv[3]), on_ready=lambda url: print(url, flush=True)),
+            dashboard=Dashboard(
+                int(sys.argv[3]),
+                external_url=sys.argv[5] if len(sys.argv) > 5 else "",
+                on_ready=lambda url: print(url, flush=True),
+            ),
         )
     )
 

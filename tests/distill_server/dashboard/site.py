@@ -34,16 +34,23 @@ class Answer:
 
 
 class Site:
-    """`tokens`: whether the server asks for them."""
+    """`tokens`: whether the server asks for them. `external`: the URL of a proxy, with `port`."""
 
     def __init__(
-        self, runs: Path, *, tokens: bool = False, patience: float = 10.0, port: int = 0
+        self,
+        runs: Path,
+        *,
+        tokens: bool = False,
+        patience: float = 10.0,
+        port: int = 0,
+        slots: int = 4,
+        external: str = "",
     ) -> None:
         self.runs = runs
         self.asks_tokens = tokens
         lines = "\n".join(f"{role} {token}" for role, token in TOKENS.items())
         self.log = runs.with_suffix(".log")
-        words = [str(runs), str(patience), str(port)]
+        words = [str(runs), str(patience), str(port), str(slots), *([external] if external else [])]
         with self.log.open("ab") as stderr:
             self.process = ForkedPython(
                 [sys.executable, "-m", "tests.distill_server.dashboard.scripted_site", *words],
@@ -54,10 +61,10 @@ class Site:
                 env={**os.environ, "DISTILL_TOKENS": lines if tokens else ""},
             )
         assert self.process.stdout is not None
-        port, self.url = (self.process.stdout.readline().strip() for _ in range(2))
+        bound, self.url = (self.process.stdout.readline().strip() for _ in range(2))
         assert self.url, self.log.read_text()
-        self.address = f"127.0.0.1:{port}"
-        self.port = urlsplit(self.url).port or 0
+        self.address = f"127.0.0.1:{bound}"
+        self.port = port or urlsplit(self.url).port or 0
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)

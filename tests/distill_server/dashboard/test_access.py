@@ -12,8 +12,11 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import Message
 
-from distill_server.dashboard.serve import Dashboard
+from distill_server.dashboard.gate import Gate
+from distill_server.dashboard.serve import Dashboard, external_host
 from distill_server.jobs.preflight import unchecked
 from distill_server.runners.local.runner import LocalRunner
 from distill_server.scheduler import Policy
@@ -28,6 +31,7 @@ from tests.security.processes import Program
 READING = [
     *("/api/access", "/api/jobs", "/api/jobs/x", "/api/jobs/x/events", "/api/jobs/x/log"),
     *("/api/jobs/x/samples", "/api/jobs/x/samples/5", "/api/teachers", "/metrics"),
+    *("/api/jobs/x/attempts", "/api/jobs/x/checkpoints", "/api/jobs/x/usage"),
     "/no/such/page",
 ]
 CHANGING = ["/api/jobs/x/cancel", "/api/jobs/x/resume", "/api/jobs", "/", "/metrics"]
@@ -89,6 +93,7 @@ def test_a_server_without_tokens_is_read_only(site: Site) -> None:
         "asks_tokens": False,
         "role": "read",
         "may_act": False,
+        "server": site.address,
     }
     for wish in ("cancel", "resume"):
         # As from a page of a stranger that this browser shows: the simplest request there is.
@@ -160,6 +165,59 @@ def test_every_answer_tells_the_browser_to_run_nothing_else(site: Site, path: st
 )
 def test_names_that_others_lead_here_are_refused(site: Site, host: str, status: int) -> None:
     assert site.ask("/api/jobs", headers={"Host": host}).status == status
+
+
+@pytest.mark.parametrize(
+    ("external", "host", "status"),
+    [
+        ("distill.example", "distill.example", 200),
+        ("distill.example", "DISTILL.example:8443", 200),
+        ("distill.example", "127.0.0.1:8080", 200),
+        ("distill.example", "evil.example", 403),
+        ("distill.example", "distill.example.evil.example", 403),
+        ("distill.example", "a.distill.example", 403),
+        ("distill.example", "", 403),
+        ("2001:db8::1", "[2001:db8::1]:8443", 200),
+        ("", "", 403),
+        ("", "distill.example", 403),
+    ],
+)
+def test_the_name_of_a_proxy_is_served(external: str, host: str, status: int) -> None:
+    served = PlainTextResponse("ok")
+    gate = Gate(served, tokens=Tokens(), host="127.0.0.1", external=external)
+    scope = {
+        **{"type": "http", "method": "GET", "path": "/api/jobs", "query_string": b""},
+        "headers": [(b"host", host.encode())],
+    }
+    told: list[int] = []
+
+    async def send(message: Message) -> None:
+        told.append(message.get("status", 0))
+
+    asyncio.run(gate(scope, None, send))  # type: ignore[arg-type]
+    assert told[0] == status
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("", ""),
+        ("https://Distill.Example/tools/distill/", "distill.example"),
+        ("http://distill.example:8443", "distill.example"),
+        ("https://[2001:DB8::1]:8443/", "2001:db8::1"),
+        ("https://user@distill.example/", "distill.example"),
+    ],
+)
+def test_the_host_of_an_external_url(url: str, host: str) -> None:
+    assert external_host(url) == host
+
+
+@pytest.mark.parametrize(
+    "url", ["distill.example", "distill.example:80", "ftp://x/", "https://", "/x"]
+)
+def test_what_is_no_external_url(url: str) -> None:
+    with pytest.raises(InvalidInput, match="--external-url"):
+        external_host(url)
 
 
 @pytest.mark.parametrize("tokens", [Tokens(), Tokens({TOKENS["admin"]: Role.ADMIN})])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,32 +11,12 @@ import pytest
 from clients.config.common import DataConfig, StudentConfig, TeacherConfig
 from clients.config.on_policy import OnPolicyJob
 from clients.jobs.client import DistillClient
-from tests.distill_server.conftest import eventually
-from tests.distill_server.dashboard.browser import Browser
+from tests.distill_server.dashboard.browser import IN_BROWSER, Browser, eventually
 from tests.distill_server.dashboard.site import TOKENS, Site
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("chromium") is None or shutil.which("chromedriver") is None,
-    reason="needs Debian's chromium and chromium-driver",
-)
+pytestmark = IN_BROWSER
 # An alert that came up would end any test.
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)> pause=0.1"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("chromium")) as browser:
-        yield browser
-
-
-@pytest.fixture(autouse=True)
-def nothing_went_wrong(browser: Browser) -> Iterator[None]:
-    """No script failed and nothing was blocked. What the server refuses is told here too."""
-    browser.resize(1280)
-    browser.complaints()
-    yield
-    refused = ("(Unauthorized)", "(Bad Request)")
-    assert [said for said in browser.complaints() if not said.endswith(refused)] == []
 
 
 def test_a_curve_grows_while_its_job_runs(site: Site, browser: Browser) -> None:
@@ -76,7 +55,7 @@ def test_the_list_is_live_and_searched(site: Site, browser: Browser) -> None:
     eventually(lambda: browser.count(row) == 1)
 
 
-@pytest.mark.parametrize("page", ["#/", "#/jobs/{job}", "#/teachers"])
+@pytest.mark.parametrize("page", ["#/", "#/jobs/{job}", "#/compare/{job}"])
 def test_who_has_the_focus_is_seen(site: Site, browser: Browser, page: str) -> None:
     """Everything that the tab key comes to, once around."""
     job = site.submit(name="pause=0", max_steps=5)
@@ -177,13 +156,14 @@ def test_nothing_sticks_out_at_400_pixels(site: Site, browser: Browser) -> None:
         ("#/", ".jobs tr"),
         (f"#/jobs/{job}", ".curve:not([hidden])"),
         ("#/teachers", ".card"),
+        (f"#/compare/{job},{site.submit(max_steps=1)}", ".curve:not([hidden])"),
     ):
         browser.open(f"{site.url}/{page}")
         eventually(lambda: browser.count(ready) > 0)  # noqa: B023
         browser.run("document.querySelectorAll('main details').forEach(d => d.open = true)")
         wide = browser.run(
             "return [...document.querySelectorAll('main *')].filter(e =>"
-            " e.getBoundingClientRect().right > 401 && e.closest('pre') === null)"
+            " e.getBoundingClientRect().right > 401 && e.closest('pre, .wide > *') === null)"
             ".map(e => e.outerHTML.slice(0, 80))"
         )
         assert wide == [], page

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sqlite3
 import subprocess
 import sys
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,7 @@ from clients.config.on_policy import OnPolicyJob
 from distill_server.jobs.database import open_database
 from distill_server.jobs.store import Store
 from tests.distill_server.conftest import eventually, job_config
-from tests.distill_server.dashboard.site import Site
+from tests.distill_server.dashboard.site import TOKENS, Site
 from tests.documents import blocks
 from tests.security.processes import environment, teacher
 
@@ -41,6 +44,33 @@ def test_the_command_of_the_document(tmp_path: Path) -> None:
         _, line = process.stdout.readline(), process.stdout.readline()
         with urllib.request.urlopen(line.removeprefix("dashboard at ").strip()) as answer:
             assert b"<title>distill</title>" in answer.read()
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+def test_the_command_behind_a_proxy(tmp_path: Path) -> None:
+    (block,) = blocks("docs/dashboard.md", "proxy")
+    (command,) = block.commands
+    (tmp_path / "tokens").write_text(f"read {TOKENS['read']}\n")
+    (tmp_path / "tokens").chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = command.replace(" 8080 ", f" {port} ").split()[1:]
+    with subprocess.Popen(
+        [sys.executable, "-m", "distill_server", *words, "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=environment(),
+    ) as process:
+        assert process.stdout is not None
+        _, line = process.stdout.readline(), process.stdout.readline()
+        assert line == "dashboard at https://example.org/distill/\n"
+        for host, status in (("example.org", 200), ("other.example", 403)):
+            with closing(HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+                headers = {"Host": host, "Authorization": f"Bearer {TOKENS['read']}"}
+                connection.request("GET", "/api/jobs", headers=headers)
+                assert connection.getresponse().status == status
         process.terminate()
         assert process.wait(20) == 0
 

@@ -1,0 +1,90 @@
+"""The slots in use, and for each queued job its place in the queue and why it waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from clients.jobs.job import Job, JobState
+from distill_server.jobs.job_file import parse_config
+from distill_server.jobs.store import Store
+from distill_server.runners.machine import UNCOUNTED, Machine, Share
+from distill_server.scheduler import Scheduler
+from protos.errors import InvalidInput
+
+# Of the jobs before a waiting one, to find the one that the server starts next.
+_MOST_READ = 100
+
+
+class Places:
+    """The queue at the time of its construction. Make one for each answer, on the event loop."""
+
+    def __init__(self, store: Store, scheduler: Scheduler, machine: Machine) -> None:
+        self._store = store
+        self._scheduler = scheduler
+        self._machine = machine
+        self._queue = store.queue()
+        self._place = {job_id: place for place, job_id in enumerate(self._queue, 1)}
+        self._held: Sequence[Share] = store.held()
+
+    def capacity(self) -> dict[str, Any]:
+        """Return the numbers of `slots`, `cpus` and `gpus`, each as [used, all], and of `queued`.
+
+        `cpus` or `gpus` is None if the server does not divide them among its jobs.
+        """
+        machine, held = self._machine, self._held
+        cpus = [sum(share.cpus for share in held), machine.all_cpus]
+        gpus = [sum(len(share.gpus or ()) for share in held), len(machine.gpus or ())]
+        return {
+            "slots": [len(held), machine.slots],
+            "cpus": cpus if machine.all_cpus < UNCOUNTED else None,
+            "gpus": gpus if machine.gpus is not None else None,
+            "queued": len(self._queue),
+        }
+
+    def of(self, job: Job) -> Mapping[str, Any]:
+        """Return the `place` of a QUEUED job (from 1), `why` it waits, and `retry_at`.
+
+        `retry_at` is the Unix time until which the job rests after a failure, 0 if it does not. A
+        job in another state has none of these keys.
+        """
+        if job.state is not JobState.QUEUED:
+            return {}
+        rest = self._scheduler.rest(job)
+        return {
+            "place": self._place.get(job.id, 0),
+            "why": self._why(job),
+            "retry_at": round(time.time() + rest) if rest else 0,
+        }
+
+    def _why(self, job: Job) -> str:
+        if self._scheduler.rest(job):
+            return "it rests after a failure"
+        if self._scheduler.waits.holds(job):
+            return job.phase
+        try:
+            config = parse_config(job.config_json)
+            self._machine.require_room(config)
+        except InvalidInput as error:
+            return str(error)
+        if lack := self._machine.lack(config, self._held):
+            return lack
+        head = self._head()
+        return "it starts next" if head == job.id else f"{head or 'a job'} is before it"
+
+    def _head(self) -> str:
+        """Return the first job that is not passed over; "" if it is not among the first 100."""
+        for job_id in self._queue[:_MOST_READ]:
+            if not self._is_passed_over(self._store.job(job_id)):
+                return job_id
+        return ""
+
+    def _is_passed_over(self, job: Job) -> bool:
+        if self._scheduler.rest(job) or self._scheduler.waits.holds(job):
+            return True
+        try:
+            self._machine.require_room(parse_config(job.config_json))
+        except InvalidInput:
+            return True
+        return False

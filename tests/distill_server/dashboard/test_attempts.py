@@ -1,0 +1,110 @@
+"""The time line of attempts is what a reader of all events would draw."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.jobs.job import TERMINAL, Job, JobState
+from distill_server.dashboard.attempts import attempts_of
+from distill_server.jobs.database import open_database
+from distill_server.jobs.store import Attempt, Change, Store
+from distill_server.runners.machine import Share
+from tests.distill_server.conftest import job_config
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    clock = itertools.count(1000)
+    with open_database(tmp_path / "server.sqlite") as connection:
+        connection.execute("PRAGMA synchronous = OFF")
+        yield Store(connection, on_change=lambda _: None, now=lambda: float(next(clock)))
+
+
+def run(store: Store, job_id: str, steps: range) -> None:
+    job = store.begin(store.job(job_id), Share(1), Change(JobState.PREPARING, phase="starting"))
+    store.change(job.id, Change(JobState.RUNNING))
+    store.change(job.id, *(Change(step=step, metrics={"loss": 1.0}) for step in steps))
+
+
+def again(store: Store, job_id: str, reason: str, phase: str = "") -> None:
+    number = store.job(job_id).attempt + 1
+    change = Change(JobState.QUEUED, reason=reason, phase=phase)
+    store.queue_again(job_id, Attempt(number), change, last=False)
+
+
+def scanned(store: Store, job: Job) -> list[dict[str, Any]]:
+    """By a scan of all events."""
+    events = store.events(job.id, 0, -1)
+    records = []
+    for number in range(1, job.attempt + 1):
+        mine = [event for event in events if event.attempt == number]
+        later = [event for event in events if event.attempt > number]
+        last = mine[-1]
+        end = ("", 0.0, "")
+        if last.state in TERMINAL:
+            end = (last.state.value, last.time, last.reason)
+        elif later:
+            end = ("INTERRUPTED", later[0].time, later[0].reason)
+        starts = [event.time for event in mine if event.state is JobState.PREPARING]
+        records.append(
+            {
+                "attempt": number,
+                "queued_at": mine[0].time,
+                "started_at": starts[0] if starts else 0.0,
+                "ended_at": end[1],
+                "end": end[0],
+                "reason": end[2],
+                "step": last.step,
+            }
+        )
+    return records
+
+
+def test_every_way_to_end(store: Store) -> None:
+    job = store.add("job", job_config(max_steps=100), "")
+    assert attempts_of(store, job) == scanned(store, job)
+    run(store, "job", range(1, 7))
+    assert attempts_of(store, store.job("job")) == scanned(store, store.job("job"))
+    again(store, "job", "the trainer was killed by signal 9 at step 6", "retrying in 10 s")
+    run(store, "job", range(5, 9))
+    store.change("job", Change(JobState.CANCELLING))
+    store.change("job", Change(JobState.CANCELLED, reason="cancelled on request"))
+    again(store, "job", "")
+    store.change("job", Change(JobState.CANCELLED, reason="cancelled while queued"))
+    again(store, "job", "")
+    run(store, "job", range(9, 101))
+    store.change("job", Change(JobState.SUCCEEDED))
+    job = store.job("job")
+    found = attempts_of(store, job)
+    assert found == scanned(store, job)
+    ends = [(one["end"], bool(one["started_at"]), one["step"]) for one in found]
+    assert ends == [
+        ("INTERRUPTED", True, 6),
+        ("CANCELLED", True, 8),
+        ("CANCELLED", False, 8),
+        ("SUCCEEDED", True, 100),
+    ]
+    assert "signal 9" in found[0]["reason"]
+
+
+def test_the_newest_fifty_of_a_long_job_cost_few_reads(store: Store) -> None:
+    store.add("job", job_config(max_steps=9000), "")
+    for number in range(60):
+        run(store, "job", range(1 + 50 * number, 51 + 50 * number))
+        again(store, "job", "the machine was restarted")
+    job, expected = store.job("job"), scanned(store, store.job("job"))
+    reads: list[int] = []
+    events = store.events
+
+    def counted(job_id: str, after_seq: int, limit: int) -> Any:
+        reads.append(limit)
+        return events(job_id, after_seq, limit)
+
+    store.events = counted  # type: ignore[method-assign]
+    assert attempts_of(store, job) == expected[-50:]
+    assert set(reads) == {1}
+    assert len(reads) <= 50 * 45

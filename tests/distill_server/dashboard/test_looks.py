@@ -1,0 +1,107 @@
+"""What is read of a run directory for the dashboard: shared, bounded, and never waited for long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from clients.runs.directory import RunDirectory
+from distill_server.dashboard import checkpoints
+from distill_server.dashboard.checkpoints import checkpoints_of
+from distill_server.dashboard.looks import Looks
+from distill_server.jobs.run_files import RunFiles
+from protos.errors import Unavailable
+from tests.distill_server.conftest import eventually
+from tests.distill_server.dashboard.site import Site
+
+
+def test_many_viewers_are_one_read() -> None:
+    async def look() -> None:
+        looks, reads = Looks(RunFiles()), []
+        both = [looks.look(("a",), lambda: reads.append(1) or len(reads)) for _ in range(9)]
+        assert await asyncio.gather(*both) == [1] * 9
+        assert await looks.look(("b",), lambda: "other") == "other"
+        assert reads == [1]
+
+    asyncio.run(look())
+
+
+def test_a_read_that_hangs_keeps_one_thread() -> None:
+    answers, begun = threading.Event(), []
+
+    def read() -> int:
+        begun.append(1)
+        answers.wait(60)
+        return 7
+
+    async def look() -> None:
+        looks = Looks(RunFiles(answer_seconds=0.05))
+        for _ in range(3):
+            with pytest.raises(Unavailable, match="has not answered"):
+                await looks.look(("a",), read)
+        answers.set()
+        assert await looks.look(("a",), read) == 7
+        assert begun == [1]
+
+    asyncio.run(look())
+
+
+def test_checkpoints_are_sized_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path)
+    assert checkpoints_of(run) == []
+    for step in range(5, 505, 5):
+        (run.checkpoint(step) / "model").mkdir(parents=True)
+        (run.checkpoint(step) / "model" / "weights.bin").write_bytes(bytes(step))
+        (run.checkpoint(step) / "state.bin").write_bytes(b"123")
+    (run.checkpoints / ".step-000510.tmp").mkdir()
+    (run.checkpoints / "latest").symlink_to("step-000500")
+    (run.checkpoint(500) / "link").symlink_to("/proc/kcore")
+    link = (run.checkpoint(500) / "link").lstat().st_size
+    found = {one["step"]: one["bytes"] for one in checkpoints_of(run)}
+    assert found == {step: step + 3 for step in range(5, 500, 5)} | {500: 503 + link}
+    run.checkpoint(505).mkdir()
+    assert [one["step"] for one in checkpoints_of(run)] == [*range(505, 5, -5)]
+    monkeypatch.setattr(checkpoints, "_MOST_FILES", 1)
+    assert checkpoints_of(run)[-1]["bytes"] in (3, 10)
+
+
+def test_a_running_job_tells_its_processes_and_checkpoints(site: Site) -> None:
+    job = site.submit(name="pause=0.05 every=2 orphan=1", max_steps=1000)
+    eventually(lambda: site.job(job)["step"] >= 6)
+    path = f"/api/jobs/{job}"
+    trainers = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(site.runs / job) in (line := process.info["cmdline"] or []) and line[1] == "-S"
+    ]
+    assert len(trainers) == 1
+    usage = site.ask(f"{path}/usage").json()["usage"]
+    assert usage["processes"] == 2  # and the one in a session of its own
+    rss = sum(one.memory_info().rss for one in [*trainers, *trainers[0].children()])
+    assert usage["memory_bytes"] == pytest.approx(rss, rel=0.1)
+    assert usage["cpus"] == psutil.cpu_count()
+    assert usage["machine_memory"] == pytest.approx(psutil.virtual_memory().total, rel=0.01)
+    first = usage["cpu_seconds"]
+    times = trainers[0].cpu_times()
+    assert 0 < first <= sum(times[:4]) + 0.5
+    saved = site.ask(f"{path}/checkpoints").json()["checkpoints"]
+    assert [(one["step"], one["bytes"]) for one in saved[-3:]] == [(6, 1000), (4, 1000), (2, 1000)]
+    (attempt,) = site.ask(f"{path}/attempts").json()["attempts"]
+    assert (attempt["attempt"], attempt["end"], attempt["ended_at"]) == (1, "", 0)
+    ended = site.submit(max_steps=1)
+    eventually(lambda: site.job(ended)["state"] == "SUCCEEDED")
+    assert site.ask(f"/api/jobs/{ended}/usage").json() == {"usage": None}
+
+
+def test_a_run_directory_that_is_gone_is_no_error(make_site: Callable[..., Site]) -> None:
+    site = make_site()
+    job = site.submit(max_steps=1)
+    eventually(lambda: site.job(job)["state"] == "SUCCEEDED")
+    (site.runs / job).rename(site.runs.with_name("moved"))
+    assert site.ask(f"/api/jobs/{job}/checkpoints").json() == {"checkpoints": []}
+    assert site.ask(f"/api/jobs/{job}/usage").json() == {"usage": None}

@@ -1,0 +1,207 @@
+"""What the pages offer beside their curves, in a real browser: compare, zoom, queue, search."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from clients.cli.plots.panels import smoothed
+from tests.distill_server.dashboard.browser import IN_BROWSER, Browser, eventually
+from tests.distill_server.dashboard.proxy import PREFIX, proxy
+from tests.distill_server.dashboard.site import TOKENS, Site
+
+pytestmark = IN_BROWSER
+CHART = ".curve:not([hidden]) .drawing"
+
+
+def succeeded(site: Site, *jobs: str) -> None:
+    eventually(lambda: all(site.job(job)["state"] == "SUCCEEDED" for job in jobs))
+
+
+def test_smoothing_is_that_of_the_reports(site: Site, browser: Browser) -> None:
+    noise = random.Random(0)
+    values = [noise.gauss(1.0, 0.5) for _ in range(333)]
+    browser.open(f"{site.url}/#/")
+
+    def drawn(call: str) -> list[float]:
+        script = f"return import('/smoothing.js').then((smoothing) => smoothing.{call})"
+        found: list[float] = browser.run(script.replace("VALUES", json.dumps(values)))
+        return found
+
+    report = [y for _, y in smoothed(list(enumerate(values)))]
+    assert drawn("movingAverage(VALUES)") == pytest.approx(report, rel=1e-12)
+    assert drawn("movingAverage(VALUES.slice(0, 59))") == values[:59]
+    weighted = [
+        sum(0.9 ** (n - i) * values[i] for i in range(n + 1)) / sum(0.9**i for i in range(n + 1))
+        for n in range(len(values))
+    ]
+    assert drawn("exponential(VALUES, 0.9)") == pytest.approx(weighted, rel=1e-12)
+
+
+def test_jobs_are_compared(site: Site, browser: Browser) -> None:
+    one = site.submit(name="one", max_steps=20)
+    other = site.submit(name="other tokens=7", max_steps=30)
+    succeeded(site, one, other)
+    browser.open(f"{site.url}/#/")
+    for job in (one, other):
+        eventually(lambda job=job: browser.count(f"[data-job='{job}'] [type=checkbox]") == 1)
+        browser.click(f"[data-job='{job}'] [type=checkbox]")
+    assert browser.text(".title button") == "Compare 2 jobs"
+    browser.click(".title button")
+    eventually(lambda: browser.count(".curve:not([hidden]) .line path") == 2)
+    assert browser.run("return location.hash") == f"#/compare/{one},{other}"
+    # A chart of `loss`, in which each job has its colour, and one of `tokens`, which one job has.
+    assert browser.text(".curve h3") == "Loss"
+    assert browser.texts(".curve:not([hidden]) .legend li") == [
+        f"one {1 / 20:.4g}",
+        f"other tokens=7 {1 / 30:.4g}",
+    ]
+    browser.click("main details summary")
+    eventually(lambda: browser.text("details .curve h3") == "tokens")
+    label = browser.attribute(CHART, "aria-label")
+    assert label == "Loss at step 30: one 0.05, other tokens=7 0.03333"
+    browser.press(CHART, "END")
+    # At the last step of the longer job, the shorter one has no value.
+    assert browser.attribute(CHART, "aria-label").startswith("Loss at step 30: one -, other")
+    rows = [
+        browser.run("return [...arguments[0].children].map(c => c.textContent)", row)
+        for row in browser.elements(".differences tbody tr")
+    ]
+    assert rows == differences(site.job(one)["config"], site.job(other)["config"])
+    assert browser.run(
+        "return import('/compare_page.js').then(({flattened}) =>"
+        " flattened({train: {rate: 1e-5, on: null}, list: [1, {a: 2}], deep: {a: {b: 'x'}}}))"
+    ) == [
+        ["train.rate", "0.00001"],
+        ["train.on", "null"],
+        ["list", '[1,{"a":2}]'],
+        ["deep.a.b", '"x"'],
+    ]
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[list[str]]:
+    """Of two jobs that differ at the top of their configurations only."""
+    keys = sorted(key for key in one if one[key] != other[key])
+    assert all(not isinstance(one[key], dict) for key in keys)
+    return [[key, json.dumps(one[key]), json.dumps(other[key])] for key in keys]
+
+
+def test_the_x_axis_is_chosen_and_zoomed(site: Site, browser: Browser) -> None:
+    job = site.submit(name="crash_at=14 crashes=1 every=10 tokens=7 pause=0.05", max_steps=40)
+    succeeded(site, job)
+    browser.open(f"{site.url}/#/jobs/{job}")
+    eventually(lambda: "step 40:" in browser.attribute(CHART, "aria-label"))
+    browser.choose("[aria-label='Horizontal axis']", "tokens")
+    # The second attempt repeats the steps after its checkpoint: they count once.
+    assert browser.attribute(CHART, "aria-label").startswith(f"Loss at {7 * 40} tokens:")
+    browser.press(CHART, "HOME")
+    assert browser.text(".mark text") == "7 tokens"
+    browser.choose("[aria-label='Horizontal axis']", "times")
+    ended, started = site.job(job)["ended_at"], site.job(job)["started_at"]
+    seconds = int(re.findall(r"Loss at (\d+)s:", browser.attribute(CHART, "aria-label"))[0])
+    assert 1.5 < ended - started - 1 <= seconds <= ended - started + 1
+    browser.choose("[aria-label='Horizontal axis']", "steps")
+    whole = path_ends(browser)
+    browser.drag(CHART, 0.5, 0.9)
+    eventually(lambda: browser.count(".chart-view button:not([hidden])") == 1)
+    shown = [int(text) for text in browser.texts(f"{CHART} .grid text[y='175']")]
+    assert all(15 < step < 40 for step in shown), shown
+    assert path_ends(browser) != whole
+    browser.double_click(CHART)
+    eventually(lambda: path_ends(browser) == whole)
+    browser.press(CHART, "END")
+    browser.type(CHART, "+")
+    assert path_ends(browser) != whole
+    browser.click(".chart-view button")
+    assert path_ends(browser) == whole
+    assert browser.run("return document.activeElement.tagName") == "SELECT"
+
+
+def path_ends(browser: Browser) -> str:
+    return browser.attribute(f"{CHART} .line path", "d")
+
+
+def test_the_queue_and_an_attempt_that_died(
+    make_site: Callable[..., Site], browser: Browser
+) -> None:
+    site = make_site(slots=1)
+    job = site.submit(name="crash_at=7 crashes=1 hang_at=20 every=2 pause=0.05", max_steps=99)
+    eventually(lambda: site.job(job)["attempt"] == 2 and site.job(job)["step"] > 6)
+    waiting = [site.submit(name=name, max_steps=1) for name in ("second", "third")]
+    browser.open(f"{site.url}/#/")
+    for place, name in enumerate(waiting, 1):
+        text = f"queuedplace {place} in the queue: the only slot is in use"
+        state = f"[data-job='{name}'] td:nth-child(2)"
+        eventually(lambda state=state, text=text: browser.text(state) == text)
+    assert browser.text(".capacity").startswith("In use: 1 of 1 slots, 1 of 1 CPU threads. In the")
+    browser.open(f"{site.url}/#/jobs/{job}")
+    eventually(lambda: browser.count(".attempts li") == 2)
+    newest, oldest = browser.texts(".attempts li")
+    assert newest.startswith("attempt 2 running waited ")
+    assert oldest.startswith("attempt 1 interrupted waited ")
+    assert " to step 6" in oldest
+    assert "killed by signal 9" in oldest
+    assert browser.count(".attempts li:last-child .span.interrupted .ran") == 1
+    eventually(lambda: " of " in browser.text("section:nth-of-type(2) .facts dd"))
+    assert "MiB of" in browser.text("section:nth-of-type(2)")
+    browser.click(".checkpoints summary")
+    eventually(lambda: browser.count(".checkpoints tbody tr") >= 6)
+    assert browser.texts(".checkpoints tbody tr:last-child > *")[:2] == ["2", "1000 B"]
+    find_in_the_log(browser)
+    browser.click(".commands-view summary")
+    commands = browser.texts(".commands code")
+    assert f"distill watch {job} --server {site.address}" in commands
+    assert [words.split()[1] for words in commands] == ["watch", "logs", "pull", "resume", "cancel"]
+    browser.click(".commands button")
+    eventually(lambda: browser.text(".commands button") in ("Copied", "Selected"))
+    browser.open("about:blank")
+
+
+def find_in_the_log(browser: Browser) -> None:
+    """The log of the second attempt: a line, then `step N` for the steps 7 to 19."""
+    browser.run("document.querySelector('.log').closest('details').open = true")
+    eventually(lambda: "\nstep 19\n" in browser.text(".log"))
+    browser.type(".find input", "STEP 1")
+    eventually(lambda: " of " in browser.text(".find [role=status]"))
+    assert browser.text(".find [role=status]") == "10 of 10"
+    browser.press(".find input", "ENTER")
+    assert browser.text(".find [role=status]") == "1 of 10"
+    browser.click(".find button:nth-of-type(2)")
+    assert browser.text(".find [role=status]") == "2 of 10"
+    browser.click(".find button")
+    found = browser.run("return [...CSS.highlights.get('found-here')][0].startOffset")
+    assert browser.text(".log").index("step 10\n") == found
+    browser.type(".find input", "(x")
+    eventually(lambda: browser.text(".find [role=status]") == "no match in the lines shown")
+
+
+def test_behind_a_proxy(make_site: Callable[..., Site], browser: Browser) -> None:
+    """Under a prefix and another name: list, event stream and an action, from the browser."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with proxy(port) as outside:
+        # Chromium leads every name below `localhost` here; the server knows none of them.
+        url = f"http://distill.localhost:{outside}{PREFIX}"
+        site = make_site(tokens=True, port=port, external=url)
+        assert site.url == url
+        job = site.submit(name="pause=0.1", max_steps=1000)
+        browser.open(f"{url}/#/")
+        eventually(lambda: browser.run("return document.querySelector('#token').open"))
+        browser.give_token(TOKENS["submit"])
+        eventually(lambda: browser.count(f"[data-job='{job}']") == 1)
+        browser.click(f"[data-job='{job}'] a")
+        eventually(lambda: browser.count(CHART) == 1)
+        drawn = path_ends(browser)
+        eventually(lambda: path_ends(browser) != drawn)
+        browser.click(".actions .buttons button")
+        browser.click(".actions dialog .strong")
+        eventually(lambda: browser.text(".title .badge") == "cancelled")
+        assert site.job(job, "read")["state"] == "CANCELLED"
+        assert site.ask("/api/jobs", role="read", headers={"Host": "other.localhost"}).status == 403
+        browser.open("about:blank")
