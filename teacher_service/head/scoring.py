@@ -80,17 +80,13 @@ def score_hidden(
     at = 0
     for first in range(0, len(hidden), size):
         these = slice(first, first + size)
-        heads = None if head_ids is None else head_ids[these]
-        levels = None if uniforms is None else uniforms[these]
-        drawn = None if draw_ids is None else draw_ids[these]
+        chosen = [_cut(one, these) for one in (head_ids, uniforms, draw_ids)]
         # The logits have no name here: a variable would keep them while the next chunk is computed.
         for block, lse in select(
             _logits(product(hidden[these]), bias, temperature),
             token_ids[these],
             top_k,
-            heads,
-            levels,
-            drawn,
+            *chosen,
         ):
             into = slice(at, at + len(lse))
             for column in fields(ScoredRows):
@@ -138,10 +134,13 @@ def select(
     for logits in torch.split(chunk, _block_rows(chunk)):
         rows = slice(at, at + len(logits))
         heads = _top(logits, top_k) if head_ids is None else head_ids[rows]
-        levels = None if uniforms is None else uniforms[rows]
-        drawn = None if draw_ids is None else draw_ids[rows]
-        yield _score_block(logits, heads, token_ids[rows], levels, drawn)
+        chosen = _cut(uniforms, rows), _cut(draw_ids, rows)
+        yield _score_block(logits, heads, token_ids[rows], *chosen)
         at = rows.stop
+
+
+def _cut(values: Tensor | None, rows: slice) -> Tensor | None:
+    return None if values is None else values[rows]
 
 
 def _block_rows(chunk: Tensor) -> int:
