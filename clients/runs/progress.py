@@ -90,10 +90,8 @@ class Progress:
             self._run.write_status(status)
 
 
-# Errors of a disk that is full, over its quota, broken, or on a server that is away.
-_DISK_FAULTS = frozenset(
-    (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT)
-)
+# Errors of a disk that is broken, or on a server that is away.
+_DISK_FAULTS = frozenset((errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT))
 
 
 def run_to_verdict(progress: Progress, attempt: Callable[[], Verdict]) -> int:
@@ -108,7 +106,7 @@ def run_to_verdict(progress: Progress, attempt: Callable[[], Verdict]) -> int:
     except DistillError as error:
         return _fail(progress, error)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _DISK_FAULTS:
+        if isinstance(error, OSError) and _is_of_a_disk(error):
             logging.exception("the disk failed")
             return _fail(progress, _disk_fault(error))
         logging.exception("the program failed")
@@ -125,10 +123,16 @@ def _fail(progress: Progress, error: DistillError) -> int:
     return error.exit_code
 
 
+def _is_of_a_disk(error: OSError) -> bool:
+    """Return True for a full disk, and for a file on a disk that is broken or away."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return full or (error.filename is not None and error.errno in _DISK_FAULTS)
+
+
 def _disk_fault(error: OSError) -> Unavailable:
     place = f": {error.filename}" if error.filename else ""
     return Unavailable(
         f"{(error.strerror or str(error)).lower()}{place}",
         field="disk",
-        hint="free some space; a job of a server then continues by itself",
+        hint="mend that; a job of a server then continues by itself",
     )

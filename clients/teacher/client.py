@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from clients.teacher.connection import (
     CONNECT_SECONDS,
+    LASTING,
     SharedIdentity,
     TeacherConnection,
     lives,
@@ -27,7 +28,7 @@ from clients.teacher.connection import (
 from clients.teacher.info import TeacherInfo, TeacherLoad, info_of, load_of
 from clients.teacher.pending_requests import PendingRequests
 from clients.teacher.push_weights import push_weights
-from clients.teacher.query import ScoreQuery, request_of, tokenizer_fingerprint
+from clients.teacher.query import MAX_TAIL_DRAWS, ScoreQuery, request_of, tokenizer_fingerprint
 from protos import teacher_pb2
 from protos.errors import DistillError, InvalidInput, TimedOut, Unavailable
 from protos.rows.codec import RowBlock
@@ -120,24 +121,28 @@ class TeacherClient:
         """Return the model, fingerprint and limits that all teachers of this client share.
 
         Teachers that do not answer within 5 s are logged. Raises Unavailable if none answers,
-        WrongState if two of them differ, Unauthenticated or Forbidden if a token is refused.
+        WrongState if two of them differ, InvalidInput if a server is not a teacher, Unauthenticated
+        or Forbidden if a token is refused.
         """
         found: TeacherInfo | None = None
         faults: list[DistillError] = []
         # All at the same time, so that two that are away take 5 s and not 10.
         asked = [lane.ask_later() for lane in self._lanes]
+        draws = MAX_TAIL_DRAWS
         for lane, call in zip(self._lanes, asked, strict=True):
             try:
                 # Pins the identity: the caller checks its student against this teacher, so a
                 # teacher with another identity is refused from now on.
                 found = info_of(lane.get_info(call))
+                draws = min(draws, found.max_tail_draws)
             except grpc.RpcError as error:
                 faults.append(self._unavailable(error, lane))
-        if found is None:
-            raise faults[-1]
-        for fault in faults:
+        for fault in sorted(faults, key=lambda one: not isinstance(one, InvalidInput)):
+            if found is None or isinstance(fault, InvalidInput):
+                raise fault
             log.warning("%s", fault)
-        return found
+        assert found is not None
+        return replace(found, max_tail_draws=draws)
 
     def load(self) -> TeacherLoad:
         """Return the current load and the counters of the first teacher.
@@ -216,7 +221,8 @@ class TeacherClient:
         self._watcher.join()
 
     def _on_wrong_teacher(self, fault: DistillError) -> None:
-        if not any(lane.connected for lane in self._lanes):
+        # Another teacher of the client may be away for a while only.
+        if all(isinstance(lane.last_fault, LASTING) for lane in self._lanes):
             self._window.fail_all(fault)
 
     def _watch(self) -> None:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
 _MAX_BACKOFF_SECONDS = 2.0
 # Errors that reconnecting does not fix.
-_LASTING = (InvalidInput, WrongState, Unauthenticated, Forbidden)
+LASTING = (InvalidInput, WrongState, Unauthenticated, Forbidden)
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
@@ -125,6 +125,7 @@ class TeacherConnection:
         self.stub = teacher_pb2_grpc.TeacherStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._call: Any = None
+        self._was_teacher = False
         self._failures = 0
         self._thread = threading.Thread(
             target=self._keep_streaming, name=f"teacher-{address}", daemon=True
@@ -151,6 +152,7 @@ class TeacherConnection:
         that of the other teachers.
         """
         message: teacher_pb2.TeacherInfo = (asked or self.ask_later()).result()
+        self._was_teacher = True
         self._identity.require(message, self.name)
         return message
 
@@ -181,7 +183,7 @@ class TeacherConnection:
                 log.warning("%s", fault)
             self.last_fault = fault
             # During its own weight update this client may see the teacher with a new identity.
-            if isinstance(fault, _LASTING) and self._identity.changes == changes:
+            if isinstance(fault, LASTING) and self._identity.changes == changes:
                 self._on_wrong_teacher(fault)
             backoff = min(_MAX_BACKOFF_SECONDS, 0.05 * 2**self._failures)
             self._window.wait_closed(backoff * random.uniform(0.5, 1.0))
@@ -192,7 +194,9 @@ class TeacherConnection:
         try:
             self._carry(self.get_info())
         except grpc.RpcError as error:
-            return not_a_teacher(error, self.address) or fault_of(error, self.name)
+            # A proxy in front of a teacher that restarts may answer as a server without one does.
+            wrong = None if self._was_teacher else not_a_teacher(error, self.address)
+            return wrong or fault_of(error, self.name)
         except WrongState as fault:
             return fault
         except ValueError:

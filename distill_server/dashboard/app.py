@@ -159,13 +159,16 @@ class Pages:
     async def job(self, request: Request) -> Response:
         """GET /api/jobs/JOB: one job with its configuration and its place in the queue."""
         job = self.store.resolve(request.path_params["job"])
-        place = self._places().of(job) if job.state is JobState.QUEUED else {}
+        place: Mapping[str, Any] = {}
+        if job.state is JobState.QUEUED:
+            place = await self.turns.take(lambda: self._places().of(job))
         return JSONResponse({**job_record(job, with_config=True), **place})
 
     async def attempts(self, request: Request) -> Response:
         """GET /api/jobs/JOB/attempts: when the newest 50 attempts ran, and how each ended."""
         job = self.store.resolve(request.path_params["job"])
-        return JSONResponse({"attempts": attempts_of(self.store, job)})
+        found = await self.turns.take(lambda: attempts_of(self.store, job))
+        return JSONResponse({"attempts": found})
 
     async def checkpoints(self, request: Request) -> Response:
         """GET /api/jobs/JOB/checkpoints: the newest 100 checkpoints with their sizes."""

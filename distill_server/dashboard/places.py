@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from clients.jobs.job import Job, JobState
@@ -70,9 +71,10 @@ class Places:
             return str(error)
         if lack := self._machine.lack(config, self._held):
             return lack
-        head = self._head()
+        head = self._head
         return "it starts next" if head == job.id else f"{head or 'a job'} is before it"
 
+    @cached_property
     def _head(self) -> str:
         """Return the first job that is not passed over; "" if it is not among the first 100."""
         for job_id in self._queue[:_MOST_READ]:

@@ -44,10 +44,12 @@ class Machine:
 
     def require_room(self, job: AnyJob) -> None:
         """Raise InvalidInput if the job requests more than the whole machine has."""
-        if (processes := processes_of(job)) > self.all_cpus:
+        # Without --cpus, half of the machine's threads are for jobs; processes may use the others.
+        threads = self.cpus or max(self.all_cpus, os.cpu_count() or 1)
+        if (processes := processes_of(job)) > threads:
             raise InvalidInput(
                 f"{processes} processes need {processes} CPU threads, the server has"
-                f" {self.all_cpus} for all jobs",
+                f" {threads} for all jobs",
                 field="train.processes",
                 hint="use fewer processes, or start the server with a larger --cpus",
             )
@@ -92,7 +94,8 @@ class Machine:
 
     def _cpus_of(self, job: AnyJob) -> int:
         asked = job.resources.cpus or min(self.cpus_per_job, self.all_cpus)
-        return max(asked, processes_of(job))  # a process needs at least one
+        # A process needs at least one, as far as there are some.
+        return max(asked, min(processes_of(job), self.all_cpus))
 
     def _gpus_of(self, job: AnyJob) -> int:
         asked = job.resources.gpus

@@ -16,11 +16,13 @@ are older checkpoints deleted. A run resumes from the newest checkpoint that mat
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -173,10 +175,10 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         failpoint("checkpoint-sealed")
         require_unfenced()
     except BaseException as error:  # most likely the disk is full, so free the space
-        full = shutil.disk_usage(path.parent).free < _FULL_BYTES
+        number = _number_of(error, path.parent)
         shutil.rmtree(partial, ignore_errors=True)
-        if full and isinstance(error, Exception):  # libraries raise errors of their own
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        if number:
+            raise OSError(number, os.strerror(number), str(path)) from error
         raise
     if path.exists():  # left by an earlier attempt that resumed from another step
         _delete(path)
@@ -184,6 +186,21 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     partial.rename(path)
     failpoint("checkpoint-renamed")
     fsync_directory(path.parent)
+
+
+def _number_of(error: BaseException, place: Path) -> int:
+    """Return the errno of a failed write whose error is a library's own; 0 if there is none.
+
+    safetensors writes the number into its message; torch writes none.
+    """
+    if isinstance(error, OSError) or not isinstance(error, Exception):
+        return 0
+    if found := re.search(r"\(os error (\d+)\)", str(error)):
+        return int(found[1])
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(place).free < _FULL_BYTES:
+            return errno.ENOSPC
+    return 0
 
 
 def _seal(partial: Path) -> None:

@@ -57,7 +57,8 @@ def consumption(who: Identity) -> tuple[float, int] | None:
 def send_signal(who: Identity, signum: int) -> bool:
     """Send a signal to exactly this process.
 
-    Returns False if the process is gone, even if another one has its pid now.
+    Returns False if the process is gone, even if another one has its pid now, or if it belongs to
+    another user.
     """
     try:
         handle = os.pidfd_open(who.pid)
@@ -68,7 +69,7 @@ def send_signal(who: Identity, signum: int) -> bool:
         if identity_of(who.pid) != who:
             return False
         signal.pidfd_send_signal(handle, signum)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return False
     finally:
         os.close(handle)
@@ -82,9 +83,9 @@ def family(mark: str, known: Iterable[Identity] = ()) -> list[Identity]:
     `known` that are still alive, and the descendants of both. A process that overwrites its
     environment, as setproctitle does, is found as a descendant or in `known`.
     """
-    wanted = f"{MARK}={mark}".encode()
+    wanted, known = f"{MARK}={mark}".encode(), set(known)
     living, parents = _processes()
-    found = {pid for pid, who in living.items() if who in set(known)}
+    found = {pid for pid, who in living.items() if who in known}
     for pid in living.keys() - found:
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
@@ -107,24 +108,32 @@ def kill_family(
     """Send SIGKILL to all processes of an attempt, repeatedly, until none is left.
 
     The processes are those of `family(mark, known)` and the descendants of the process `under`.
-    Returns False if some are still alive after `patience_seconds`.
+    Returns False if some are still alive after `patience_seconds`. Processes of another user, which
+    this one may not kill, are left alone.
     """
-    known = set(known)
+    known, beyond = set(known), set[Identity]()
     deadline = time.monotonic() + patience_seconds
-    while members := {*family(mark, known), *(descendants(under) if under else ())}:
+    while members := {*family(mark, known), *(descendants(under) if under else ())} - beyond:
         if time.monotonic() > deadline:
             return False
         for who in members:
-            send_signal(who, signal.SIGKILL)
+            if not send_signal(who, signal.SIGKILL) and identity_of(who.pid) == who:
+                beyond.add(who)
         known |= members
         time.sleep(0.01)
     return True
 
 
 def _processes() -> tuple[dict[int, Identity], dict[int, int]]:
-    """Return all live processes by pid, and the parent of each."""
+    """Return all live processes by pid, and the parent of each.
+
+    Both are empty if /proc is of another pid namespace, where a pid is another process.
+    """
     boot = boot_id()
-    living, parents = {}, {}
+    living: dict[int, Identity] = {}
+    parents: dict[int, int] = {}
+    if os.readlink("/proc/self") != str(os.getpid()):
+        return living, parents
     for name in os.listdir("/proc"):
         if name.isdigit() and (fields := _stat(int(name))):
             living[int(name)] = Identity(boot, int(name), int(fields[19]))
@@ -146,14 +155,17 @@ def _below(roots: Iterable[int], parents: Mapping[int, int]) -> set[int]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the state on; None for a zombie or no process."""
+    """Return the fields of /proc/PID/stat from the state on.
+
+    None for a zombie, for no process, and for one that this user may not look at (hidepid).
+    """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
         return None
-    # The command's name may contain spaces and parentheses, so split after its last ")". The next
-    # field is the state.
-    fields = stat[stat.rindex(")") + 2 :].split()
+    # The command's name is any bytes, also spaces and parentheses, so split after its last ")". The
+    # next field is the state.
+    fields = stat[stat.rindex(b")") + 2 :].decode().split()
     return None if fields[0] in "ZX" else fields
 
 

@@ -3,7 +3,7 @@
     python -m distill_server.runners.local.shim LOG_FILE GRACE_SECONDS [--rank DIRECTORY] -- argv...
 
 Beside the log, the shim writes shim.json (its own and the trainer's process), every second touches
-`heartbeat` and writes processes.json (the processes of the attempt, if they have changed), and at
+`heartbeat` and, if they have changed, writes the processes of the attempt to processes.json, and at
 the end writes exit.json (the exit code). On SIGTERM it sends SIGTERM to the
 trainer's process group, and SIGKILL after the grace period. On SIGQUIT, or if a newer attempt has
 started, it sends SIGKILL.
@@ -76,7 +76,8 @@ def _run(directory: Path, log: Path, grace_seconds: float, argv: list[str], *, o
         code = _follow(child, mark, directory, grace_seconds, owned=owned)
     finally:
         # Remaining ranks and workers would keep memory, ports and the lock of the run directory.
-        kill_family(mark, under=os.getpid())
+        with contextlib.suppress(OSError):  # whatever happens, the exit code is written
+            kill_family(mark, under=os.getpid())
     _write_exit(directory, code)
 
 
@@ -126,10 +127,14 @@ def _follow(child: int, mark: str, directory: Path, grace_seconds: float, *, own
     """
     kill_at, unwanted = float("inf"), False
     written: list[Identity] = []
+    list_at = 0.0
     while True:
         with contextlib.suppress(OSError):
             (directory / "heartbeat").touch()
-            written = _write_processes(directory, written)
+            if (began := time.monotonic()) >= list_at:
+                written = _write_processes(directory, written)
+                # A machine may have thousands of processes: at most 2% of the time.
+                list_at = began + max(_HEARTBEAT_SECONDS, 50 * (time.monotonic() - began))
         pause = min(_HEARTBEAT_SECONDS, max(0.0, kill_at - time.monotonic()))
         event = signal.sigtimedwait(_WATCHED, pause)
         _reap_orphans(child)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -48,5 +49,8 @@ def test_early_interrupts_print_no_traceback(
         text=True,
         env={**os.environ, "PYTHONPATH": str(tmp_path), "INTERRUPT_AT": module},
         cwd=tmp_path,
+        # A shell's background jobs, which tests may be one of, inherit that Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        timeout=60,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

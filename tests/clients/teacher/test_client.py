@@ -295,6 +295,25 @@ def test_a_server_that_is_not_a_teacher_is_no_outage() -> None:
         server.stop(None)
 
 
+def test_a_wrong_address_beside_a_teacher(start_teacher: StartTeacher) -> None:
+    """It is refused before a job starts, and a good teacher that goes away is waited for."""
+    teacher = start_teacher("--engine", "fake", "--model", "vocab=1000")
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        addresses = [teacher.address, f"127.0.0.1:{port}"]
+        with TeacherClient(addresses, patience_seconds=3.0) as client:
+            with pytest.raises(InvalidInput, match=f"127.0.0.1:{port} is not a teacher"):
+                client.info()
+            assert len(client.submit(queries(1)[0]).result(WAIT)) > 0
+            teacher.kill()
+            failed = client.submit(queries(2)[1]).exception(WAIT)
+            assert isinstance(failed, Unavailable), failed
+    finally:
+        server.stop(None)
+
+
 class BrokenTeacher(teacher_pb2_grpc.TeacherServicer):
     """Every call fails, with details that a program of ours would not write."""
 

@@ -197,6 +197,57 @@ def test_a_process_without_the_mark_ends_with_its_shim(run: RunDirectory) -> Non
     assert identity_of(who.pid) is None
 
 
+def test_a_name_of_any_bytes_disturbs_no_shim(run: RunDirectory) -> None:
+    """A Cyrillic name that the kernel cuts in the middle of a letter."""
+    name = "import ctypes, time; ctypes.CDLL(None).prctl(15, bytes([0xD0, 0xBE, 0xD0]), 0, 0, 0)"
+    other = subprocess.Popen(
+        [sys.executable, "-S", "-c", f"{name}; print(1, flush=True); time.sleep(99)"],
+        stdout=subprocess.PIPE,
+    )
+    with other:
+        try:
+            assert other.stdout is not None
+            other.stdout.readline()
+            assert identity_of(other.pid) is not None
+            runner = start(run, "import time; time.sleep(0.3)")
+            eventually(lambda: runner.poll(run, 1) == Exited(0))
+        finally:
+            other.kill()
+
+
+def test_a_process_of_another_user_is_left_alone(tmp_path: Path) -> None:
+    """As one that `sudo` started: it cannot be signalled, and holds nothing up."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can start processes of others")
+    code = (
+        "import os, sys\n"
+        "from distill_server.runners.local.process import kill_family\n"
+        "null = [(os.POSIX_SPAWN_OPEN, n, os.devnull, os.O_WRONLY, 0) for n in (1, 2)]\n"
+        "os.posix_spawn('/bin/sleep', ['sleep', '98764'], {}, file_actions=null)\n"
+        "os.setuid(65534)\n"
+        "print(kill_family('no mark', 5.0, under=os.getpid()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    subprocess.run(["pkill", "-f", "^sleep 98764$"], check=True)  # it was left alone
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_a_foreign_proc_names_no_process() -> None:
+    """Inside a pid namespace without a /proc of its own, a pid is another process's."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may make namespaces")
+    code = (
+        "import os\n"
+        "from distill_server.runners.local.process import descendants, family\n"
+        "print(descendants(1), descendants(os.getpid()), family('x'))\n"
+    )
+    command = ["unshare", "-pf", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if "unshare failed" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.stdout == "[] [] []\n", done.stderr
+
+
 @pytest.mark.parametrize("nonsense", NONSENSE)
 def test_a_list_of_processes_that_is_nonsense(run: RunDirectory, nonsense: str) -> None:
     runner = start(run, "import time; time.sleep(99)")
