@@ -40,7 +40,8 @@ def options(model: Path) -> list[str]:
 
 @contextmanager
 def teacher_of(model: Path, log: Path, port: int = 0) -> Iterator[TeacherProcess]:
-    teacher = TeacherProcess(options(model), log=log, port=port)
+    # Launched: vLLM starts processes of its own, which end with a real interpreter only.
+    teacher = TeacherProcess(options(model), log=log, port=port, launched=True)
     try:
         yield teacher
     finally:
