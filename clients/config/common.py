@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+)
 
 # The upper end keeps every count within the integers of messages and of SQLite.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -36,6 +43,16 @@ Address = Annotated[
 
 Tail = Literal["none", "published", "sampled", "bucket", "bucket+sampled", "bucket+draws"]
 TailDraws = Annotated[int, Field(ge=1, le=256)]
+
+
+def tail_of_divergence(tail: str, info: ValidationInfo) -> str:
+    """Return `tail`, the field after `divergence`; raise ValueError if they do not go together."""
+    if tail == "bucket+draws" and info.data.get("divergence") == "forward_kl":
+        raise ValueError(
+            "'bucket+draws' needs reverse_kl: with forward KL the teacher chooses the head;"
+            " choose reverse_kl, or 'bucket+sampled'"
+        )
+    return tail
 
 
 class Table(BaseModel):

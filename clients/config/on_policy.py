@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from clients.config.common import (
     Address,
@@ -15,6 +15,7 @@ from clients.config.common import (
     Tail,
     TeacherConfig,
     TrainingJob,
+    tail_of_divergence,
 )
 from clients.config.unused import refuse_unused
 
@@ -37,15 +38,7 @@ class OnPolicyConfig(Table):
     temperature: Annotated[float, Field(ge=1e-3)] = 1.0
     """Temperature of sampling, and of student and teacher in the loss."""
 
-    @field_validator("tail")
-    @classmethod
-    def _can_be_drawn(cls, tail: str, info: ValidationInfo) -> str:
-        if tail == "bucket+draws" and info.data.get("divergence") == "forward_kl":
-            raise ValueError(
-                "'bucket+draws' needs reverse_kl: with forward KL the teacher chooses the head;"
-                " choose reverse_kl, or 'bucket+sampled'"
-            )
-        return tail
+    _can_be_drawn = field_validator("tail")(tail_of_divergence)
 
 
 class OnPolicyJob(TrainingJob):

@@ -17,6 +17,7 @@ from clients.config.common import (
     TailDraws,
     TeacherLink,
     TrainingJob,
+    tail_of_divergence,
 )
 from clients.config.environment import SearchConfig
 from clients.config.reward import HARMLESS, RewardConfig
@@ -101,15 +102,7 @@ class RLConfig(Table):
                 raise ValueError(f"estimates the other KL; set divergence = '{meant}'")
         return estimator
 
-    @field_validator("tail")
-    @classmethod
-    def _can_be_drawn(cls, tail: str, info: ValidationInfo) -> str:
-        if tail == "bucket+draws" and info.data.get("divergence") == "forward_kl":
-            raise ValueError(
-                "'bucket+draws' needs reverse_kl: with forward KL the teacher chooses the head;"
-                " choose reverse_kl, or 'bucket+sampled'"
-            )
-        return tail
+    _can_be_drawn = field_validator("tail")(tail_of_divergence)
 
     @field_validator("tail", "estimator", "importance_clip")
     @classmethod

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,25 +15,10 @@ from distill_server.runners.interface import Exited
 from protos.errors import ExitCode
 from tests.end_to_end.forked_trainer import finish, trainer
 from tests.end_to_end.processes import new_run, weights
+from tests.small_disk import small_disk
 
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
-
-DISK = "8m"
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a tmpfs")
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(mounted)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no tmpfs: {done.stderr.strip()}")
-    yield mounted
-    subprocess.run(["umount", "--lazy", str(mounted)], check=True)
 
 
 def fill(ballast: Path) -> None:
@@ -47,12 +29,19 @@ def fill(ballast: Path) -> None:
 
 @pytest.mark.slow
 def test_a_full_disk_is_waited_for(
-    material: Material, teacher: str, undisturbed: RunDirectory, small_disk: Path
+    material: Material, teacher: str, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
     from tests.student_trainer.tiny import job
 
-    run = new_run(small_disk / "run", job(material, teacher))
-    ballast = small_disk / "ballast"
+    with small_disk(tmp_path / "disk", "8m") as disk:
+        run = new_run(disk / "run", job(material, teacher))
+        fill_and_free(run, disk / "ballast")
+        finish(run, 2)
+        assert weights(run) == weights(undisturbed)
+
+
+def fill_and_free(run: RunDirectory, ballast: Path) -> None:
+    """The first attempt: its disk is full after some steps, and has space again at its end."""
     with trainer(run) as process:
         process.wait_for_step(5)
         fill(ballast)
@@ -63,5 +52,3 @@ def test_a_full_disk_is_waited_for(
         assert isinstance(verdict, Died)
         assert (verdict.blameless, verdict.waits_for) == (True, "disk")
     ballast.unlink()
-    finish(run, 2)
-    assert weights(run) == weights(undisturbed)

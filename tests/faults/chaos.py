@@ -15,18 +15,16 @@ bindfs this one fault is left out.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,90 +35,19 @@ from clients.config.kinds import AnyJob
 from clients.jobs.client import DistillClient
 from clients.jobs.job import TERMINAL, JobState
 from clients.runs.directory import RunDirectory
-from distill_server.runners.local.process import MARK
 from protos.errors import DistillError
 from tests.end_to_end.processes import metrics_of, weights
-from tests.ports import free_ports
+from tests.faults.installation import Installation, installed, until
+from tests.small_disk import why_not
 from tests.student_trainer.tiny import curve
-from tests.teacher_service.cache.redis_server import redis_binary
 
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-SLOTS = 3
 STEPS = {"on_policy": 400, "rl": 60, "offline": 400}
-# A trainer dies here every half minute, so some die several times without a new step.
-RETRIES = 20
-DISK_BYTES = 32 << 20
 FULL_SECONDS = HUNG_SECONDS = FROZEN_SECONDS = 15.0
 # After the last fault, every job must end within this time.
 END_SECONDS = 1200.0
-
-
-class Service:
-    """A process that is started again one second after it has ended, unless it is held back."""
-
-    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
-        self.name, self._command, self._log = name, list(command), log
-        self._held, self._closed = threading.Event(), False
-        self.starts = 0
-        self.process = self._start()
-        self._thread = threading.Thread(target=self._supervise, daemon=True)
-        self._thread.start()
-
-    def away(self, seconds: float) -> None:
-        """End the process, and start no other before some seconds have passed."""
-        self._held.set()
-        self.process.kill()
-        time.sleep(seconds)
-        self._held.clear()
-
-    def close(self) -> None:
-        self._closed = True
-        self._thread.join()
-        with suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGCONT)
-        self.process.kill()
-        self.process.wait()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        self.starts += 1
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with self._log.open("ab") as log:
-            return subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
-
-    def _supervise(self) -> None:
-        while not self._closed:
-            if self.process.poll() is not None and not self._held.is_set():
-                time.sleep(1.0)
-                self.process = self._start()
-            time.sleep(0.1)
-
-
-@dataclass
-class Installation:
-    """Where everything is, and the services by name."""
-
-    root: Path
-    runs: Path
-    disk: Path
-    server: Service
-    teachers: list[Service]
-    redis: Service
-    address: str
-    teacher_addresses: list[str]
-    hung: subprocess.Popen[bytes] | None
-
-    def trainers(self) -> list[psutil.Process]:
-        """Every process of every attempt, and their shims."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                line = process.cmdline()
-                ours = any(str(self.runs) in word for word in line)
-                if ours and (MARK in process.environ() or any("shim" in word for word in line)):
-                    found.append(process)
-        return found
 
 
 @dataclass
@@ -203,54 +130,6 @@ class Chaos:
     def _tell(self, fault: str) -> None:
         self.counts[fault] += 1
         self.told(fault)
-
-
-@contextmanager
-def installed(root: Path, material: Material) -> Iterator[Installation]:
-    """All services, running; at the end all are killed."""
-    with ExitStack() as stack:
-        disk, runs, behind = root / "disk", root / "runs", root / "behind"
-        for directory in (disk, runs, behind):
-            directory.mkdir()
-        _mount_small(disk)
-        stack.callback(_do, "umount", "-l", str(disk))
-        hung = None
-        if shutil.which("bindfs"):
-            hung = subprocess.Popen(["bindfs", "-f", str(behind), str(runs)])
-            stack.callback(_unmount, hung, runs)
-            _until(lambda: os.path.ismount(runs) or hung.poll() is not None)
-            hung = hung if os.path.ismount(runs) else None
-        server_port, redis_port, *teacher_ports = free_ports(4)
-
-        def service(name: str, *command: str) -> Service:
-            made = Service(name, command, root / f"{name}.log")
-            stack.callback(made.close)
-            return made
-
-        python = [sys.executable, "-m"]
-        redis = service(
-            "redis", redis_binary(), "--port", str(redis_port), "--save", "", "--dir", str(root)
-        )
-        teachers = [
-            service(
-                f"teacher{number}",
-                *(*python, "teacher_service", "--model", str(material.teacher)),
-                *("--batch-invariant", "--redis-url", f"redis://127.0.0.1:{redis_port}/0"),
-                *("--cache-dir", str(root / f"cache{number}"), "--port", str(port)),
-            )
-            for number, port in enumerate(teacher_ports, 1)
-        ]
-        server = service(
-            "server",
-            *(*python, "distill_server", "--runs", str(runs), "--port", str(server_port)),
-            *("--database", str(disk / "server.db"), "--slots", str(SLOTS)),
-            *("--threads-per-job", "1", "--backoff", "0.5", "--retries", str(RETRIES)),
-        )
-        addresses = [f"127.0.0.1:{port}" for port in teacher_ports]
-        yield Installation(
-            *(root, runs, disk, server, teachers, redis),
-            *(f"127.0.0.1:{server_port}", addresses, hung),
-        )
 
 
 def jobs_of(place: Path, material: Material, store: Path, teachers: list[str]) -> list[AnyJob]:
@@ -346,7 +225,7 @@ def run(
             wrong += _differences(place, client, job_id, undisturbed[kind])
         attempts = [persistently(lambda one=one: client.get(one)).attempt for one in jobs]
         say(f"{len(jobs)} jobs, {sum(attempts)} attempts, {sum(chaos.counts.values())} faults")
-        _until(lambda: not place.trainers(), 60)
+        until(lambda: not place.trainers(), 60)
     assert not wrong, "\n".join([*wrong, f"see {root}"])
     shutil.rmtree(root)
     say("every job SUCCEEDED, each event once, all weights as undisturbed; nothing is left over")
@@ -406,39 +285,6 @@ def _differences(
     return wrong
 
 
-def _mount_small(place: Path) -> None:
-    _do("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(place))
-
-
-def can_mount() -> bool:
-    """Whether this user may mount file systems here; a container often may not."""
-    with tempfile.TemporaryDirectory() as place:
-        try:
-            _mount_small(Path(place))
-        except (OSError, subprocess.CalledProcessError):
-            return False
-        _do("umount", place)
-    return True
-
-
-def _do(*command: str) -> None:
-    subprocess.run(command, check=True)
-
-
-def _unmount(process: subprocess.Popen[bytes], place: Path) -> None:
-    process.send_signal(signal.SIGCONT)
-    subprocess.run(["umount", "-l", str(place)], check=False)
-    process.terminate()
-    process.wait()
-
-
-def _until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -448,8 +294,8 @@ def main() -> None:
     parser.add_argument("--away", type=float, default=90.0, help="seconds without a teacher")
     parser.add_argument("--jobs", type=int, default=12, help="jobs at the same time")
     given = parser.parse_args()
-    if not can_mount():
-        print("skipped: file systems cannot be mounted here; run it as root")
+    if reason := why_not():
+        print(f"skipped: no file system can be mounted here ({reason}); run it as root")
         return
     run(
         given.minutes,

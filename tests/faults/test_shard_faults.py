@@ -24,6 +24,7 @@ from protos.rows.codec import decode_rows
 from teacher_service.cache.disk_tier import DiskTier
 from tests.clients.store.test_store import META, ROOT, entry
 from tests.faults.conftest import REPEATS
+from tests.small_disk import small_disk
 
 MUTATIONS = 10_000
 ENTRIES = [entry(number) for number in range(6)]
@@ -137,16 +138,8 @@ def wait_until(done: Callable[[], bool]) -> None:
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a tmpfs")
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mounted)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no tmpfs: {done.stderr.strip()}")
-    yield mounted
-    subprocess.run(["umount", "--lazy", str(mounted)], check=True)
+    with small_disk(tmp_path / "disk", "256k") as mounted:
+        yield mounted
 
 
 def test_a_full_disk(tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

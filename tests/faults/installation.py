@@ -1,0 +1,160 @@
+"""The installation that `chaos.py` disturbs: a server, two teachers and a Redis, supervised."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from benchmarks.redis_process import redis_binary
+from distill_server.runners.local.process import MARK
+from tests.ports import free_ports
+from tests.small_disk import mount, unmount
+
+if TYPE_CHECKING:
+    from tests.student_trainer.tiny import Material
+
+SLOTS = 3
+# A trainer dies here every half minute, so some die several times without a new step.
+RETRIES = 20
+DISK_SIZE = "32m"
+
+
+class Service:
+    """A process that is started again one second after it has ended, unless it is held back."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+        self.name, self._command, self._log = name, list(command), log
+        self._held, self._closed = threading.Event(), False
+        self.starts = 0
+        self.process = self._start()
+        self._thread = threading.Thread(target=self._supervise, daemon=True)
+        self._thread.start()
+
+    def away(self, seconds: float) -> None:
+        """End the process, and start no other before some seconds have passed."""
+        self._held.set()
+        self.process.kill()
+        time.sleep(seconds)
+        self._held.clear()
+
+    def close(self) -> None:
+        self._closed = True
+        self._thread.join()
+        with suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.starts += 1
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with self._log.open("ab") as log:
+            return subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
+
+    def _supervise(self) -> None:
+        while not self._closed:
+            if self.process.poll() is not None and not self._held.is_set():
+                time.sleep(1.0)
+                self.process = self._start()
+            time.sleep(0.1)
+
+
+@dataclass
+class Installation:
+    """Where everything is, and the services by name."""
+
+    root: Path
+    runs: Path
+    disk: Path
+    server: Service
+    teachers: list[Service]
+    redis: Service
+    address: str
+    teacher_addresses: list[str]
+    hung: subprocess.Popen[bytes] | None
+
+    def trainers(self) -> list[psutil.Process]:
+        """Every process of every attempt, and their shims."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                line = process.cmdline()
+                ours = any(str(self.runs) in word for word in line)
+                if ours and (MARK in process.environ() or any("shim" in word for word in line)):
+                    found.append(process)
+        return found
+
+
+@contextmanager
+def installed(root: Path, material: Material) -> Iterator[Installation]:
+    """All services, running; at the end all are killed."""
+    with ExitStack() as stack:
+        disk, runs, behind = root / "disk", root / "runs", root / "behind"
+        for directory in (disk, runs, behind):
+            directory.mkdir()
+        mount(disk, DISK_SIZE)
+        stack.callback(unmount, disk)
+        hung = None
+        if shutil.which("bindfs"):
+            hung = subprocess.Popen(["bindfs", "-f", str(behind), str(runs)])
+            stack.callback(_unmount_hung, hung, runs)
+            until(lambda: os.path.ismount(runs) or hung.poll() is not None)
+            hung = hung if os.path.ismount(runs) else None
+        server_port, redis_port, *teacher_ports = free_ports(4)
+
+        def service(name: str, *command: str) -> Service:
+            made = Service(name, command, root / f"{name}.log")
+            stack.callback(made.close)
+            return made
+
+        python = [sys.executable, "-m"]
+        redis = service(
+            "redis", redis_binary(), "--port", str(redis_port), "--save", "", "--dir", str(root)
+        )
+        teachers = [
+            service(
+                f"teacher{number}",
+                *(*python, "teacher_service", "--model", str(material.teacher)),
+                *("--batch-invariant", "--redis-url", f"redis://127.0.0.1:{redis_port}/0"),
+                *("--cache-dir", str(root / f"cache{number}"), "--port", str(port)),
+            )
+            for number, port in enumerate(teacher_ports, 1)
+        ]
+        server = service(
+            "server",
+            *(*python, "distill_server", "--runs", str(runs), "--port", str(server_port)),
+            *("--database", str(disk / "server.db"), "--slots", str(SLOTS)),
+            *("--threads-per-job", "1", "--backoff", "0.5", "--retries", str(RETRIES)),
+        )
+        addresses = [f"127.0.0.1:{port}" for port in teacher_ports]
+        yield Installation(
+            *(root, runs, disk, server, teachers, redis),
+            *(f"127.0.0.1:{server_port}", addresses, hung),
+        )
+
+
+def _unmount_hung(process: subprocess.Popen[bytes], place: Path) -> None:
+    process.send_signal(signal.SIGCONT)
+    with suppress(subprocess.CalledProcessError):  # it was never mounted
+        unmount(place)
+    process.terminate()
+    process.wait()
+
+
+def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
