@@ -12,7 +12,6 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
-    ValidationInfo,
     WithJsonSchema,
 )
 
@@ -45,12 +44,12 @@ Tail = Literal["none", "published", "sampled", "bucket", "bucket+sampled", "buck
 TailDraws = Annotated[int, Field(ge=1, le=256)]
 
 
-def tail_of_divergence(tail: str, info: ValidationInfo) -> str:
-    """Return `tail`, the field after `divergence`; raise ValueError if they do not go together."""
-    if tail == "bucket+draws" and info.data.get("divergence") == "forward_kl":
+def check_tail(tail: str | None, divergence: str | None) -> str | None:
+    """Return `tail`; raise ValueError if it does not go together with `divergence`."""
+    if tail == "bucket+draws" and divergence == "forward_kl":
         raise ValueError(
-            "'bucket+draws' needs reverse_kl: with forward KL the teacher chooses the head;"
-            " choose reverse_kl, or 'bucket+sampled'"
+            "'bucket+draws' needs reverse_kl: with forward KL the teacher chooses the head; choose "
+            "reverse_kl, or leave tail out"
         )
     return tail
 
@@ -112,7 +111,7 @@ class TeacherConfig(TeacherLink):
     top_k: Count = 64
     """Head ids per row: the likeliest tokens of the student (reverse KL) or teacher (forward)."""
     tail_draws: TailDraws = 16
-    """Ids per row that the student draws from its own tail, for `method.tail = "bucket+draws"`."""
+    """Ids per row drawn from the tail, by the student (reverse KL) or the teacher (forward KL)."""
 
 
 class DataConfig(Table):

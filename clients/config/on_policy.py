@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from clients.config.common import (
     Address,
@@ -15,7 +15,7 @@ from clients.config.common import (
     Tail,
     TeacherConfig,
     TrainingJob,
-    tail_of_divergence,
+    check_tail,
 )
 from clients.config.unused import refuse_unused
 
@@ -27,8 +27,8 @@ class OnPolicyConfig(Table):
     """The method."""
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
     """reverse_kl: KL(student||teacher). forward_kl: KL(teacher||student)."""
-    tail: Tail = "bucket+sampled"
-    """Estimate of the KL over the tail; unbiased: bucket+draws (least variance), bucket+sampled."""
+    tail: Tail | Literal["bucket+teacher_samples"] | None = None
+    """Estimate of the KL over the tail. Default: bucket+draws; forward: bucket+teacher_samples."""
     rollouts_per_prompt: Count = 1
     """Answers sampled per prompt."""
     max_prompt_tokens: Count = 512
@@ -38,7 +38,20 @@ class OnPolicyConfig(Table):
     temperature: Annotated[float, Field(ge=1e-3)] = 1.0
     """Temperature of sampling, and of student and teacher in the loss."""
 
-    _can_be_drawn = field_validator("tail")(tail_of_divergence)
+    @field_validator("tail")
+    @classmethod
+    def _fits_divergence(cls, tail: str | None, info: ValidationInfo) -> str | None:
+        divergence = info.data.get("divergence")
+        if tail == "bucket+teacher_samples" and divergence == "reverse_kl":
+            raise ValueError("needs forward_kl; choose it, or leave tail out")
+        return check_tail(tail, divergence)
+
+    @property
+    def tail_mode(self) -> Tail | Literal["bucket+teacher_samples"]:
+        """The tail mode of `topk_kl`. Both defaults are unbiased, with the least variance."""
+        if self.tail is not None:
+            return self.tail
+        return "bucket+draws" if self.divergence == "reverse_kl" else "bucket+teacher_samples"
 
 
 class OnPolicyJob(TrainingJob):
@@ -58,9 +71,9 @@ class OnPolicyJob(TrainingJob):
             [
                 (not named, "teacher.address", "the job has `teachers`; leave one of them out"),
                 (
-                    self.method.tail == "bucket+draws",
+                    self.draws > 0 or self.tail_samples > 0,
                     "teacher.tail_draws",
-                    "the student draws none; leave it out, or set method.tail = 'bucket+draws'",
+                    f"method.tail = '{self.method.tail_mode}' reads none; leave one of them out",
                 ),
                 (named, "data.teacher_column", "the job has no `teachers`; name them there"),
                 (
@@ -74,7 +87,12 @@ class OnPolicyJob(TrainingJob):
     @property
     def draws(self) -> int:
         """Ids per row that the student draws from its own tail; 0: the loss reads none."""
-        return self.teacher.tail_draws if self.method.tail == "bucket+draws" else 0
+        return self.teacher.tail_draws if self.method.tail_mode == "bucket+draws" else 0
+
+    @property
+    def tail_samples(self) -> int:
+        """Ids per row that the teacher draws from its tail; 0: the loss reads none."""
+        return self.teacher.tail_draws if self.method.tail_mode == "bucket+teacher_samples" else 0
 
     @property
     def teacher_addresses(self) -> dict[str, str | list[str]]:

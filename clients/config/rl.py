@@ -17,13 +17,15 @@ from clients.config.common import (
     TailDraws,
     TeacherLink,
     TrainingJob,
-    tail_of_divergence,
+    check_tail,
 )
 from clients.config.environment import SearchConfig
 from clients.config.reward import HARMLESS, RewardConfig
 from clients.config.unused import Rule, refuse_unused
 
 Weight = Annotated[float, Field(ge=0)]
+# Tail modes without an importance weight of the sampled token. Draws have their own log-probs.
+UNWEIGHTED = ("none", "bucket", "bucket+draws")
 
 
 class AnchorConfig(Table):
@@ -69,15 +71,15 @@ class RLConfig(Table):
     teacher_beta: Weight = 1.0
     """Weight of the KL to the teacher, if the job has a teacher."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: a loss term. reward: adds minus the sampled KL, with vOPD's baseline, to advantages."""
+    """loss: a loss term. reward: adds minus the sampled KL, with a baseline, to advantages."""
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
     """reverse_kl: KL(student||anchor). forward_kl: KL(anchor||student). Same for a teacher."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 32
     """Head ids per row, as `teacher.top_k` of `on_policy`. 0: rows of the sampled token only."""
-    tail: Tail = "bucket+sampled"
-    """Estimate of the KL over the tail; unbiased: bucket+draws (least variance), bucket+sampled."""
+    tail: Tail | None = None
+    """Estimate of the KL over the tail. Default: bucket+draws; forward_kl: bucket+sampled."""
     tail_draws: TailDraws = 16
-    """Ids per row that the student draws from its own tail, for `tail = "bucket+draws"`."""
+    """Ids per row that the student draws from its tail, for `bucket+draws` or `kl_in = "reward"`."""
     estimator: Annotated[
         Literal["k1", "k2", "k3", "k3++", "k4", "k5"] | None, Field(validate_default=True)
     ] = None
@@ -102,13 +104,15 @@ class RLConfig(Table):
                 raise ValueError(f"estimates the other KL; set divergence = '{meant}'")
         return estimator
 
-    _can_be_drawn = field_validator("tail")(tail_of_divergence)
+    @field_validator("tail")
+    @classmethod
+    def _fits_divergence(cls, tail: str | None, info: ValidationInfo) -> str | None:
+        return check_tail(tail, info.data.get("divergence"))
 
     @field_validator("tail", "estimator", "importance_clip")
     @classmethod
     def _is_of_the_loss(cls, value: object, info: ValidationInfo) -> object:
-        said = value not in (None, "bucket+sampled")
-        if said and info.data.get("kl_in") == "reward":
+        if value is not None and info.data.get("kl_in") == "reward":
             raise ValueError("is not used with kl_in = 'reward'; leave it out")
         return value
 
@@ -135,12 +139,28 @@ class RLConfig(Table):
             raise ValueError("must be [MIN, MAX] with MIN <= MAX")
         if clip is not None and info.data.get("updates_per_step") == 1:
             raise ValueError("needs updates_per_step >= 2: with one update, every weight is 1")
+        tail = info.data.get("tail") or _default_tail(info.data.get("divergence"))
+        if clip is not None and info.data.get("top_k") and tail in UNWEIGHTED:
+            raise ValueError(
+                f"tail = '{tail}' has no weight to clip; leave it out, or set tail = "
+                "'bucket+sampled'"
+            )
         return clip
+
+    @property
+    def tail_mode(self) -> Tail:
+        """The tail mode of `topk_kl`. Both defaults are unbiased."""
+        return self.tail or _default_tail(self.divergence)
 
     @property
     def direction(self) -> Literal["forward", "reverse"]:
         """Direction of the KL, as the loss functions name it."""
         return "reverse" if self.divergence == "reverse_kl" else "forward"
+
+
+def _default_tail(divergence: str | None) -> Tail:
+    # With forward KL the anchor chooses the head, after the student has drawn.
+    return "bucket+draws" if divergence == "reverse_kl" else "bucket+sampled"
 
 
 class RLJob(TrainingJob):
@@ -300,7 +320,7 @@ class RLJob(TrainingJob):
             (
                 self.draws > 0,
                 "method.tail_draws",
-                "the student draws none; leave it out, or set method.tail = 'bucket+draws'",
+                f"method.tail = '{method.tail_mode}' reads none; leave one of them out",
             ),
             (
                 method.beta > 0,
@@ -319,7 +339,8 @@ class RLJob(TrainingJob):
         """Ids per row that the student draws from its own tail; 0: the loss reads none."""
         method = self.method
         pulled = method.beta > 0 or (self.teacher is not None and method.teacher_beta > 0)
-        wanted = method.tail == "bucket+draws" and method.top_k > 0 and pulled
+        # With kl_in = "reward" the default tail is the baseline's.
+        wanted = method.tail_mode == "bucket+draws" and method.top_k > 0 and pulled
         return method.tail_draws if wanted else 0
 
     @property

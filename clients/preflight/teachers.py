@@ -125,6 +125,13 @@ def _check_scorer(
             field="method.tail",
             hint="install the same version on the teacher's machine, or use 'bucket+sampled'",
         )
+    if isinstance(config, OnPolicyJob) and config.tail_samples > info.max_tail_samples:
+        raise InvalidInput(
+            f"the {label} draws {info.max_tail_samples} tail samples per row, not"
+            f" {config.tail_samples}",
+            field="method.tail",
+            hint="lower teacher.tail_draws, or set method.tail = 'bucket+sampled'",
+        )
     longest = config.method.max_prompt_tokens + config.method.max_new_tokens
     check_length(longest, label, info.max_length)
     # For the reverse KL each query carries the student's head ids, four bytes each.

@@ -379,7 +379,9 @@ def _lengths(pending: Sequence[PendingRows]) -> dict[str, Tensor]:
 
 
 def _means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    return {name: found / count for name, (found, count) in totals.items() if count}
+    """Return the mean of each metric; the root of the mean if the name ends with `_sd`."""
+    found = {name: total / count for name, (total, count) in totals.items() if count}
+    return {name: mean**0.5 if name.endswith("_sd") else mean for name, mean in found.items()}
 
 
 def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

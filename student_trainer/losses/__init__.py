@@ -21,6 +21,7 @@ from student_trainer.losses.fused import (
     fused_linear_rows,
     fused_linear_top_ids,
 )
+from student_trainer.losses.noise import draw_noise
 from student_trainer.losses.policy import (
     clipped_surrogate,
     importance_weights,
@@ -40,6 +41,7 @@ __all__ = [
     "Rows",
     "Tail",
     "clipped_surrogate",
+    "draw_noise",
     "entropy_from_logits",
     "exact_kl",
     "flat_groups",

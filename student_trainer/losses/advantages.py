@@ -86,16 +86,23 @@ def _ahead(values: Tensor, sequence: Tensor, by: int) -> Tensor:
 
 
 @torch.no_grad()
-def kl_reward(student: Rows, teacher: Rows) -> Tensor:
+def kl_reward(student: Rows, teacher: Rows, draw_logprobs: Tensor | None = None) -> Tensor:
     """Return minus the sampled reverse KL plus a baseline, as an advantage per token, [N] in nats.
 
         A = -(log p(y) - log q(y)) + baseline
 
     The policy gradient with this advantage has the mean -grad KL(p||q), where p and q are the
     distributions of the token ("On-Policy Distillation", Thinking Machines). The baseline is the
-    Top-k KL with tail `bucket` (vOPD). It does not depend on y, so it leaves the mean unchanged,
-    and it removes most of the variance. No gradient.
+    Top-k KL with tail `bucket` (vOPD), or `bucket+draws` if `draw_logprobs` [N, M] is given (see
+    `topk_kl`): an unbiased estimate of the KL. Neither depends on y, so the baseline leaves the
+    mean unchanged, and it removes most of the variance. No gradient.
     """
-    in_head = torch.zeros_like(student.token_logprobs, dtype=torch.bool)  # `bucket` ignores it
-    baseline = topk_kl(student, teacher, in_head, direction="reverse", tail="bucket")
+    baseline = topk_kl(
+        student,
+        teacher,
+        torch.zeros_like(student.token_logprobs, dtype=torch.bool),  # both modes ignore it
+        direction="reverse",
+        tail="bucket" if draw_logprobs is None else "bucket+draws",
+        draw_logprobs=draw_logprobs,
+    )
     return baseline - token_log_ratio(student.token_logprobs, teacher.token_logprobs)

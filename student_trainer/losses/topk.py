@@ -11,7 +11,7 @@ q(y)/p(y), s the importance weight, sg = stop-gradient.
     published        s m r sg(-log w)   | s m (sg(w) log w + log r)       value
     sampled          s m r (-log w)     | s m sg(w) log w                 value and gradient
     bucket           P_t log(P_t/Q_t)   | Q_t log(Q_t/P_t)                a lower bound
-    bucket+sampled   bucket + s m R, the default                          value and gradient
+    bucket+sampled   bucket + s m R                                       value and gradient
     bucket+draws     bucket + sum_i v_i R(z_i), z_i drawn by the student   value and gradient
     bucket+teacher_samples          | bucket + (Q_t/M) sum_i [log q~(y_i) - log p~(y_i)]
                      forward only, y_i drawn by the teacher from its tail  value and gradient

@@ -10,9 +10,9 @@ One step, in order:
 3. Rows. `ScoredRollouts` (`teachers/scored_rollouts.py`) sends each batch of rollouts to the
    teacher service (`teachers/remote.py`) while the next batch is sampled: `Rollout` ->
    `PendingRows` (`teachers/source.py`). With reverse KL the teacher scores the student's top-k
-   ids, which the sampler recorded; with forward KL it scores its own top-k ids. With
-   `method.tail = "bucket+draws"` it also scores ids that the sampler drew from the student's tail
-   (`rollouts/tail_draws.py`).
+   ids, which the sampler recorded, and ids that the sampler drew from the student's tail
+   (`rollouts/tail_draws.py`, tail mode `bucket+draws`). With forward KL it scores its own top-k
+   ids and ids that it draws from its own tail (`bucket+teacher_samples`).
 4. Micro-batches. The trainer (`loop/trainer.py`) groups the sequences (`data/packing.py`), waits
    for the rows of one group (`PendingRows` -> `ScoredSequence`) and makes its tensors
    (`ScoredSequence` -> `Batch`, both in `data/batch.py`).
@@ -117,6 +117,7 @@ def on_policy_method(
             top_k=None if student_head else config.teacher.top_k,
             temperature=objective.temperature,
             f32=config.teacher.logprob_format == "f32",
+            tail_samples=config.tail_samples,
         )
         for name, connection in teachers.items()
     }

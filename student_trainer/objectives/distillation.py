@@ -11,7 +11,15 @@ from torch import Tensor
 from clients.config.on_policy import OnPolicyConfig
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch
 from student_trainer.data.metric_sums import sum_and_count
-from student_trainer.losses import Direction, FusedLoss, LossFunction, Rows, Tail, topk_kl
+from student_trainer.losses import (
+    Direction,
+    FusedLoss,
+    LossFunction,
+    Rows,
+    Tail,
+    draw_noise,
+    topk_kl,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class DistillationObjective:
     ) -> DistillationObjective:
         """Return the objective of an on-policy job. `teachers`: its teacher names, if several."""
         direction: Direction = "reverse" if method.divergence == "reverse_kl" else "forward"
-        return cls(direction, method.tail, method.temperature, teachers=tuple(teachers))
+        return cls(direction, method.tail_mode, method.temperature, teachers=tuple(teachers))
 
     def batch(self, scored: Sequence[ScoredSequence], device: torch.device, *, pack: bool) -> Batch:
         """Make the tensors of one micro-batch; see `make_batch`."""
@@ -54,11 +62,11 @@ class DistillationObjective:
     def tail_of(self, batch: Batch) -> Tail:
         """Return the tail mode for a batch; it depends on which samples the batch has.
 
-        `bucket+teacher_samples` becomes `bucket+sampled` for tokens that the student sampled. Both
-        have the same expectation.
+        `bucket+teacher_samples` becomes `bucket+sampled` for tokens that the student sampled if the
+        teacher drew none. Both have the same expectation.
         """
         by_teacher = self.tail == "bucket+teacher_samples"
-        return "bucket+sampled" if by_teacher and batch.sampling_logprobs is not None else self.tail
+        return "bucket+sampled" if by_teacher and batch.sample_ids is None else self.tail
 
 
 def distillation_loss(batch: Batch, objective: DistillationObjective) -> LossFunction:
@@ -106,6 +114,7 @@ def batch_metrics(
         "entropy": sum_and_count(out.metrics["entropy"]),
         "topk/student_mass": sum_and_count(rows.head_logprobs.exp().sum(1)),
         "topk/teacher_mass": sum_and_count(batch.teacher.head_logprobs.exp().sum(1)),
+        "topk/gradient_sd": gradient_noise(batch, rows, batch.teacher, kl),
         **_by_teacher(batch, kl, objective.teachers),
     }
 
@@ -121,6 +130,18 @@ def measured_kl(
         tail = "bucket+draws"
     unbiased = DistillationObjective(objective.direction, tail, objective.temperature)
     return distillation_loss(batch, unbiased)(out.rows, slice(0, len(out.rows))), sampled
+
+
+@torch.no_grad()
+def gradient_noise(batch: Batch, rows: Rows, teacher: Rows, kl: Tensor) -> Tensor:
+    """Return (variance, squared norm) [2] of the gradients of a batch, summed over its tokens.
+
+    See `draw_noise`; `kl` [n]: as measured from the draws. (0, 0) if a row has less than 2 draws.
+    """
+    ids, draws = batch.sample_ids, batch.draw_logprobs
+    if ids is None or draws is None or draws.shape[1] < 2:
+        return kl.new_zeros(2)
+    return torch.stack([part.sum() for part in draw_noise(rows, teacher, ids, draws, kl)])
 
 
 def _by_teacher(batch: Batch, kl: Tensor, teachers: Sequence[str]) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from student_trainer.losses.policy import (
     sequence_log_ratio,
     token_log_ratio,
 )
+from student_trainer.objectives.distillation import gradient_noise
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ class RLObjective:
             )
             found[f"kl/{term.name}"] = sum_and_count(kl)
             found[f"topk/{term.name}_mass"] = sum_and_count(theirs.head_logprobs.exp().sum(1))
+            found[f"topk/{term.name}_gradient_sd"] = gradient_noise(batch, rows, theirs, kl)
         return found
 
     @property
@@ -190,9 +192,11 @@ class RLObjective:
     def _advantages(self, rows: Rows, batch: RLBatch, index: slice) -> Tensor:
         """Return the advantages [n], including each KL term if kl_in = "reward"."""
         advantages = batch.advantages[index]
+        draws = None if batch.draw_logprobs is None else batch.draw_logprobs[index]
         if self.method.kl_in == "reward":
             for term, theirs in zip(self.kl_terms, _rows_of_terms(batch), strict=False):
-                advantages = advantages + term.weight * kl_reward(rows, theirs[index])
+                kl = kl_reward(rows, theirs[index], draws)
+                advantages = advantages + term.weight * kl
         return advantages
 
     def _policy_gradient(self, rows: Rows, batch: RLBatch, index: slice) -> Tensor:
@@ -219,7 +223,7 @@ class RLObjective:
                 theirs,
                 in_head,
                 direction=method.direction,
-                tail=method.tail,
+                tail=method.tail_mode,
                 importance=importance,
                 draw_logprobs=None if draws is None else draws[index],
             )

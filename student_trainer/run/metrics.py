@@ -6,6 +6,7 @@ entropy              entropy of the student over the whole vocabulary, nats per 
 ratio/mean           mean of p(y) / mu(y), mu the student that sampled y; about 1 on-policy
 topk/student_mass    mean probability that the student gives to the head ids
 topk/teacher_mass    mean probability that the teacher gives to the head ids
+topk/gradient_sd     sd of one token's gradient due to k and the draws, over the gradient's norm
 length/mean          mean number of learned tokens of a sequence
 length/truncated     share of the student's answers that were cut at max_new_tokens
 grad_norm            norm of the gradient before clipping
@@ -41,6 +42,7 @@ critic/loss          mean of (value - target)^2 / 2 before the critic's update, 
 ratio/clipped        share of tokens whose policy gradient is zero because the ratio is clipped
 kl/anchor            unbiased estimate of the KL between student and anchor, nats per token
 topk/anchor_mass     mean probability that the anchor gives to the head ids
+topk/anchor_gradient_sd  topk/gradient_sd of the KL to the anchor; likewise for the teacher
 anchor/gap           |student - anchor| / |anchor| over all trainable weights
 anchor/version       number of updates of the anchor
 time/reward          seconds to compute the rewards

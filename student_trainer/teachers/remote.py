@@ -22,16 +22,19 @@ class RemoteTeacher:
         top_k: int | None,
         temperature: float,
         f32: bool,
+        tail_samples: int = 0,
     ) -> None:
         """Keep the settings of the requests.
 
         `top_k`: rows at the teacher's own top-k ids; None: at the head ids of the rollouts.
         `temperature`: divides the teacher's logits. `f32`: log-probs as float32, not float16.
+        `tail_samples`: ids per row that the teacher draws from its tail; needs `top_k`.
         """
         self._client = client
         self._top_k = top_k
         self._temperature = temperature
         self._f32 = f32
+        self._tail_samples = tail_samples
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         """Request one row per token of the completion; never blocks.
@@ -47,6 +50,7 @@ class RemoteTeacher:
             head_ids=head,
             temperature=self._temperature,
             f32=self._f32,
+            tail_samples=self._tail_samples,
             draw_ids=None if rollout.draws is None else rollout.draws.ids.numpy(),
         )
         return self._client.submit(query)

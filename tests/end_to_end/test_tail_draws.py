@@ -35,15 +35,19 @@ def test_the_same_tokens_and_the_same_bits_after_a_kill(
 
     # One update a step: a second one is made of other weights.
     changes = {} if kind == "on-policy" else {"method__updates_per_step": 1}
-    draws = {**changes, "method__tail": "bucket+draws", "checkpoint__every": 3}
+    draws = {**changes, "checkpoint__every": 3}
+    coin = {**changes, "method__tail": "bucket+sampled"}
     drawn = finish(new_run(tmp_path / "drawn", job_of(kind, material, teacher, **draws)))
-    plain = finish(new_run(tmp_path / "plain", job_of(kind, material, teacher, **changes)))
+    plain = finish(new_run(tmp_path / "plain", job_of(kind, material, teacher, **coin)))
     one, other = (metrics_of(run)[1] for run in (drawn, plain))
     same = ("entropy", "topk/student_mass", "topk/teacher_mass", "tokens")
     for name in same:
         assert one.get(name) == other.get(name), name
     assert one["kl/teacher"] == pytest.approx(other["kl/teacher"], rel=0.5)
     assert one["kl/teacher"] != other["kl/teacher"]
+    noise = "topk/gradient_sd" if kind == "on-policy" else "topk/teacher_gradient_sd"
+    assert 0 < one[noise] < 10
+    assert noise not in other
     run: RunDirectory = new_run(tmp_path / "run", job_of(kind, material, teacher, **draws))
     assert attempt(run, 1, 0, "step-done:kill:5")[0] == -signal.SIGKILL
     finish(run, 2)
@@ -52,12 +56,34 @@ def test_the_same_tokens_and_the_same_bits_after_a_kill(
 
 
 @pytest.mark.slow
+def test_forward_kl_reads_what_the_teacher_drew(
+    material: Material, teacher: str, tmp_path: Path
+) -> None:
+    """The same tokens with and without the teacher's tail samples, and another estimate."""
+    changes = {"method__divergence": "forward_kl", "max_steps": 2}
+    of_tails = [
+        metrics_of(finish(new_run(tmp_path / tail, job_of("on-policy", material, teacher, **each))))
+        for tail, each in (
+            ("default", changes),
+            ("named", {**changes, "method__tail": "bucket+teacher_samples"}),
+            ("coin", {**changes, "method__tail": "bucket+sampled"}),
+        )
+    ]
+    default, named, coin = (metrics[1] for metrics in of_tails)
+    assert default["kl/teacher"] == named["kl/teacher"]
+    assert default["entropy"] == coin["entropy"]
+    assert default["kl/teacher"] == pytest.approx(coin["kl/teacher"], rel=0.5)
+    assert default["kl/teacher"] != coin["kl/teacher"]
+    assert "topk/gradient_sd" not in default
+
+
+@pytest.mark.slow
 def test_two_processes_draw_what_one_draws(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:
     from tests.end_to_end.test_two_processes import assert_close
 
-    changes = {"method__tail": "bucket+draws", "max_steps": 6}
+    changes = {"max_steps": 6}
     one, two = (
         finish(
             new_run(

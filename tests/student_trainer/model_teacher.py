@@ -34,6 +34,11 @@ class ModelTeacher:
                 token_logprobs=logprobs.gather(1, rollout.completion[:, None])[:, 0]
                 .float()
                 .numpy(),
+                draw_logprobs=(
+                    None
+                    if rollout.draws is None
+                    else logprobs.gather(1, rollout.draws.ids.long()).float().numpy()
+                ),
             )
         )
         return future

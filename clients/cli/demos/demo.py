@@ -212,7 +212,7 @@ def _summary(config: OnPolicyJob, progress: JobView, accuracy: float, seconds: f
         kl_before=first[1],
         kl_after=last[1],
         seconds=round(seconds, 1),
-        tail=config.method.tail,
+        tail=config.method.tail_mode,
         top_k=config.teacher.top_k,
     )
 

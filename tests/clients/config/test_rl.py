@@ -31,6 +31,12 @@ def test_four_lines_are_a_job(tmp_path: Path) -> None:
     config = loaded(tmp_path, JOB)
     assert (config.anchor.tau, config.anchor.update_period, config.method.beta) == (0.95, 10, 0.001)
     assert (config.teacher, config.environment, config.method.top_k) == (None, None, 32)
+    assert (config.method.tail_mode, config.draws) == ("bucket+draws", 16)
+
+
+def test_forward_kl_has_another_default_tail(tmp_path: Path) -> None:
+    config = loaded(tmp_path, JOB, "method.divergence=forward_kl")
+    assert (config.method.tail_mode, config.draws) == ("bucket+sampled", 0)
 
 
 def test_a_task_brings_its_own_prompts(tmp_path: Path) -> None:
@@ -110,6 +116,16 @@ def test_refusals(tmp_path: Path, override: str, where: str, said: str) -> None:
             JOB + 'method.beta = 0\nanchor.context = "{answer}"\n',
             "anchor",
             "keeps no anchor",
+        ),
+        (
+            JOB + 'method.divergence = "forward_kl"\nmethod.tail = "bucket+draws"\n',
+            "method.tail",
+            "the teacher chooses the head",
+        ),
+        (
+            JOB + "method.updates_per_step = 2\nmethod.importance_clip = [0.5, 2.0]\n",
+            "method.importance_clip",
+            "set tail = 'bucket+sampled'",
         ),
         (
             JOB + 'method.kl_in = "reward"\nmethod.tail = "none"\n',

@@ -14,6 +14,7 @@ STUDENT = 'student.model = "s"\n'
 ON_POLICY = STUDENT + 'data.path = "d.jsonl"\n'
 RL = ON_POLICY + 'method.type = "rl"\nreward.type = "math"\n'
 KL = ON_POLICY + 'method.type = "rl"\nteacher.address = "t:1"\n'
+COIN, FORWARD = "method.tail = 'bucket+sampled'\n", "method.divergence = 'forward_kl'\n"
 OFFLINE = STUDENT + 'data.path = "store"\nmethod.type = "offline"\n'
 CAPTURE = 'method.type = "capture"\ndata.path = "d.jsonl"\n'
 SERVED = CAPTURE + 'teacher.address = "t:1"\n'
@@ -24,8 +25,9 @@ REFUSED = [
     (ON_POLICY, "data.teacher_column = 'by'", "name them there"),
     (ON_POLICY, "data.answer_column = 'a'", "eval.metric = 'exact_match'"),
     (ON_POLICY + "teachers.maths = 't:1'\n", "teacher.address = 't:2'", "leave one of them out"),
-    (ON_POLICY, "teacher.tail_draws = 4", "set method.tail = 'bucket+draws'"),
-    (RL, "method.tail_draws = 4", "set method.tail = 'bucket+draws'"),
+    (ON_POLICY + COIN, "teacher.tail_draws = 4", "leave one of them out"),
+    (RL + COIN, "method.tail_draws = 4", "leave one of them out"),
+    (RL + FORWARD, "method.tail_draws = 4", "leave one of them out"),
     (RL, "method.gae_lambda = 0.9", "set method.advantages = 'gae'"),
     (RL, "method.critic_learning_rate = 0.1", "set method.advantages = 'gae'"),
     (RL, "method.teacher_beta = 0.5", "add the table `teacher`"),
@@ -72,8 +74,10 @@ USED = [
     ON_POLICY + "data.name = 'main'\ndata.split = 'test'\n",
     ON_POLICY.replace("d.jsonl", "org/data") + "data.name = 'main'\ndata.split = 'test'\n",
     ON_POLICY + "data.eval_path = 'org/data'\ndata.split = 'test'\n",
-    ON_POLICY + "method.tail = 'bucket+draws'\nteacher.tail_draws = 4\n",
-    RL + "method.tail = 'bucket+draws'\nmethod.tail_draws = 4\n",
+    ON_POLICY + "teacher.tail_draws = 4\n",
+    ON_POLICY + FORWARD + "teacher.tail_draws = 4\n",
+    RL + "method.tail_draws = 4\n",
+    KL + "method.kl_in = 'reward'\nmethod.tail_draws = 4\n",
     RL + "method.advantages = 'gae'\nmethod.gae_lambda = 0.9\nmethod.critic_learning_rate = 0.1\n",
     RL + "teacher.address = 't:1'\nmethod.teacher_beta = 0.5\n",
     RL + "method.beta = 0.0\nteacher.address = 't:1'\nmethod.tail = 'none'\n",

@@ -42,7 +42,13 @@ def trainer(
         config.data, words, held_out=config.eval.prompts, max_tokens=16, seed=0
     )
     rollouts = HuggingFaceRollouts(
-        model, words, top_k=top_k, temperature=1.0, max_new_tokens=6, batch_tokens=10_000
+        model,
+        words,
+        top_k=top_k,
+        temperature=1.0,
+        max_new_tokens=6,
+        batch_tokens=10_000,
+        draws=config.draws,
     )
     teacher = ModelTeacher(
         load_model(config.student.model_copy(update={"model": str(material.teacher)}))

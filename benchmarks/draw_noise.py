@@ -1,0 +1,283 @@
+"""Bias and noise of every tail estimator at equal numbers of ids and of bytes, on a real pair.
+
+    python -m benchmarks.draw_noise --data train.jsonl --student runs/draws/trained
+
+writes docs/draws.md, docs/draws.png and benchmarks/results/draw_noise.json. Positions: 192 tokens
+that the student sampled in answers to questions of GSM8K. The pair is SmolLM2-135M-Instruct and a
+student of 22 of its 30 layers (`benchmarks/smollm2.py`) after the training of
+`benchmarks.draw_training`. A toy of random logits is beside it (`benchmarks/estimators.py`).
+
+A sampled estimator has, per position, the gradient A + sum_i c(z_i) (e_(z_i) - b) in the logits,
+where e_z is the unit vector of id z. Its mean and variance are sums over the vocabulary, so the
+figures have no sampling error. Only the draws of one row depend on each other (they are
+stratified); for these, the sum is over a grid of their random number and uses the real sampler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.draw_material import make_pair, prompts
+from benchmarks.draw_page import write_page
+from benchmarks.draw_training import hidden, logits
+from protos.rows.codec import RowBlock, encode_rows
+from student_trainer.losses import Direction, Rows, Tail, topk_kl
+from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.rollouts.tail_draws import draw_tail
+
+BUDGETS = (8, 16, 32, 64, 128, 512)
+GRID = 64  # values of the random number of a row's stratified draws
+DIRECTIONS: tuple[Direction, ...] = ("reverse", "forward")
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A tail mode with k head ids and M ids from the tail. stratified: how the student draws."""
+
+    direction: Direction
+    tail: Tail
+    k: int
+    draws: int = 0
+    stratified: bool = True
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of one row on the wire, request and answer together, for 49,152 ids."""
+        n, rng = 64, np.random.default_rng(0)
+        by_student = self.direction == "reverse" or self.tail == "bucket+draws"
+        ids = rng.integers(0, 49_152, (n, self.k), dtype=np.int32)
+        samples = rng.integers(0, 49_152, (n, self.draws), dtype=np.int32)
+        zeros, by_teacher = np.zeros(n, np.float32), self.tail == "bucket+teacher_samples"
+        block = RowBlock(
+            None if by_student else ids,
+            np.zeros((n, self.k), np.float32),
+            zeros,
+            zeros,
+            samples if by_teacher else None,
+            zeros if by_teacher else None,
+            np.zeros((n, self.draws), np.float32) if self.tail == "bucket+draws" else None,
+        )
+        asked = ids.nbytes + samples.nbytes if by_student else 0
+        return (len(encode_rows(block)) + asked) / n
+
+
+@dataclass(frozen=True)
+class Position:
+    """One position in float64: log-probs [V] of student and teacher."""
+
+    log_p: Tensor
+    log_q: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.log_p.dtype == self.log_q.dtype == torch.float64
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="train.jsonl of GSM8K")
+    parser.add_argument("--work", type=Path, default=Path("runs/draws"))
+    parser.add_argument("--student", type=Path, help="default: the untrained student of the pair")
+    parser.add_argument("--positions", type=int, default=192)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/draw_noise.json"))
+    parser.add_argument("--page", type=Path, default=Path("docs/draws.md"))
+    options = parser.parse_args(arguments)
+    pair = make_pair(options.work)
+    real = positions(pair.teacher, options.student or pair.student, options.data, options.positions)
+    found = {name: measure_all(of) for name, of in (("pair", real), ("toy", toy()))}
+    result = {"positions": len(real), "vocabulary": len(real[0].log_p), **found}
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {options.out}")
+    print(write_page(result, options.page))
+
+
+def positions(teacher: Path, student: Path, data: Path, count: int) -> list[Position]:
+    """Return `count` positions of answers that the student samples, 16 of an answer."""
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    models = [AutoModelForCausalLM.from_pretrained(one).eval() for one in (student, teacher)]
+    rollouts = HuggingFaceRollouts(
+        models[0], tokenizer, top_k=1, temperature=1.0, max_new_tokens=64, batch_tokens=1 << 20
+    )
+    asked = prompts(data, tokenizer, count // 16)
+    (answers,) = rollouts.generate(asked, range(len(asked)), seed=0)
+    with torch.no_grad():
+        ours, theirs = (logits(model, hidden(model, answers)) for model in models)
+    every = torch.linspace(0, len(ours) - 1, count).long()
+    return [
+        Position(p.double().log_softmax(0), q.double().log_softmax(0))
+        for p, q in zip(ours[every], theirs[every], strict=True)
+    ]
+
+
+def toy(vocabulary: int = 1000, count: int = 16) -> list[Position]:
+    """Return random positions: student logits of standard deviation 3, a teacher near it."""
+    found = []
+    for seed in range(count):
+        generator = torch.Generator().manual_seed(seed)
+        student = torch.randn(vocabulary, dtype=torch.float64, generator=generator) * 3
+        noise = torch.randn(vocabulary, dtype=torch.float64, generator=generator)
+        found.append(Position(student.log_softmax(0), (student + 0.8 * noise).log_softmax(0)))
+    return found
+
+
+def estimators(vocabulary: int) -> Iterator[Estimator]:
+    """Yield every estimator, with k + M ids a row for each budget."""
+    single: tuple[Tail, ...] = ("none", "bucket", "published", "sampled", "bucket+sampled")
+    for direction in DIRECTIONS:
+        for budget in (budget for budget in BUDGETS if budget < vocabulary):
+            for tail in single:
+                yield Estimator(direction, tail, budget)
+            splits = [k for k in (0, 1, 2, 4, 8, 16, 32, 64, 128, 256) if 0 < budget - k <= 256]
+            for k in splits:
+                if direction == "reverse":
+                    yield Estimator(direction, "bucket+draws", k, budget - k)
+                else:
+                    yield Estimator(direction, "bucket+teacher_samples", k, budget - k)
+    # The table of independent draws; stratified ones vary less.
+    for k in (8, 64, 512):
+        for draws in (1, 4, 16, 64):
+            yield Estimator("reverse", "bucket+draws", k, draws, stratified=False)
+            yield Estimator("reverse", "bucket+draws", k, draws)
+
+
+def measure_all(of: Sequence[Position]) -> list[dict[str, Any]]:
+    """Return bias and standard deviation of each estimator, over the gradient's norm.
+
+    Both are root mean squares over the positions, divided by that of the exact gradient.
+    """
+    found: dict[Estimator, list[tuple[float, float]]] = {}
+    sizes: dict[Direction, float] = dict.fromkeys(DIRECTIONS, 0.0)
+    tails: dict[int, float] = {}
+    for number, position in enumerate(of):
+        for direction in DIRECTIONS:
+            sizes[direction] += float(exact_gradient(position, direction).square().sum())
+        for one in estimators(len(position.log_p)):
+            found.setdefault(one, []).append(measure(position, one, number))
+            if one.direction == "reverse" and one.tail == "none":
+                mass = 1 - float(position.log_p.exp().topk(one.k).values.sum())
+                tails[one.k] = tails.get(one.k, 0.0) + mass / len(of)
+        if number % 16 == 15:
+            print(f"{number + 1} of {len(of)} positions", flush=True)
+    return [
+        {
+            **asdict(one),
+            "bytes": one.bytes,
+            "tail_mass": tails.get(one.k),
+            "bias": (sum(bias for bias, _ in pairs) / sizes[one.direction]) ** 0.5,
+            "sd": (sum(variance for _, variance in pairs) / sizes[one.direction]) ** 0.5,
+        }
+        for one, pairs in found.items()
+    ]
+
+
+def exact_gradient(position: Position, direction: Direction) -> Tensor:
+    """Return the gradient [V] of the exact KL in the student's logits."""
+    p, q = position.log_p.exp(), position.log_q.exp()
+    if direction == "forward":
+        return p - q
+    gap = position.log_p - position.log_q
+    return p * (gap - (p * gap).sum())
+
+
+def measure(position: Position, one: Estimator, seed: int) -> tuple[float, float]:
+    """Return |bias|^2 and the variance (the mean |gradient - mean|^2) of one estimator."""
+    order = position.log_p if one.direction == "reverse" else position.log_q
+    head = order.topk(one.k).indices
+    tail = torch.ones(len(order), dtype=torch.bool).index_fill_(0, head, False)
+    mean = fixed_gradient(position, head, one)
+    variance = 0.0
+    if one.tail not in ("none", "bucket"):
+        chance, factor, base = parts(position, tail, one)
+        share = chance * factor
+        mean = mean + share - share.sum() * base
+        if one.tail == "bucket+draws" and one.stratified:
+            variance = stratified_variance(position, head, factor, base, one.draws, seed)
+        else:
+            squares = 1 - 2 * base + base.square().sum()
+            expected = share - share.sum() * base
+            each = (share * factor * squares).sum() - expected.square().sum()
+            variance = float(each) / max(one.draws, 1)
+    bias = mean - exact_gradient(position, one.direction)
+    return float(bias.square().sum()), variance
+
+
+def parts(position: Position, tail: Tensor, one: Estimator) -> tuple[Tensor, Tensor, Tensor]:
+    """Return chance [V], factor c [V] and base b [V]: z has the term c(z) (e_z - b).
+
+    `tail` [V] bool: the ids outside the head. The terms follow from the table in `topk_kl`.
+    """
+    p, q = position.log_p.exp(), position.log_q.exp()
+    p_tail, q_tail = (p * tail).sum(), (q * tail).sum()
+    p_within, q_within = p * tail / p_tail, q * tail / q_tail
+    log_ratio = position.log_p - position.log_q
+    within = log_ratio - p_tail.log() + q_tail.log()
+    w = (-log_ratio).exp()
+    match one.tail, one.direction:
+        case "bucket+sampled", "reverse":
+            return p, tail * within, p
+        case "bucket+draws", "reverse":
+            return p_within, tail * p_tail * within, p
+        case "sampled", "reverse":
+            return p, tail * (log_ratio + 1), p
+        case "published", "reverse":
+            return p, tail * log_ratio, p
+        case "bucket+sampled", "forward":
+            return p, tail * -(w - q_tail / p_tail), p_within
+        case "sampled", "forward":
+            return p, tail * -w, p
+        case "published", "forward":
+            return p, tail * (1 - w), p
+        case "bucket+teacher_samples", "forward":
+            return q_within, tail * -q_tail, p_within
+    raise AssertionError(one)
+
+
+def stratified_variance(
+    position: Position, head: Tensor, factor: Tensor, base: Tensor, draws: int, seed: int
+) -> float:
+    """Return the variance of the sum of one row's draws, over GRID values of its random number."""
+    levels = (torch.arange(GRID, dtype=torch.float64) + _offset(seed)) / GRID
+    weights = position.log_p.exp().expand(GRID, -1).clone()
+    ids = draw_tail(weights, head.expand(GRID, -1), levels, draws).ids.long()
+    terms = factor[ids] / draws
+    place = torch.searchsorted(ids, ids)  # ascending; equal for equal ids
+    per_id = torch.zeros_like(terms).scatter_add_(1, place, terms)
+    total = terms.sum(1)
+    squares = per_id.square().sum(1) - 2 * total * (terms * base[ids]).sum(1)
+    squares = squares + total.square() * base.square().sum()
+    mean = torch.zeros_like(base).index_add_(0, ids.flatten(), terms.flatten() / GRID)
+    mean = mean - total.mean() * base
+    return float(squares.mean() - mean.square().sum())
+
+
+def _offset(seed: int) -> float:
+    return float(torch.rand((), generator=torch.Generator().manual_seed(seed)))
+
+
+def fixed_gradient(position: Position, head: Tensor, one: Estimator) -> Tensor:
+    """Return the gradient [V] of the part without samples: the head, and the bucket if any."""
+    leaf = position.log_p.clone().requires_grad_()
+    log_p = leaf.log_softmax(0)
+    rows = [_rows(of, head) for of in (log_p, position.log_q)]
+    mode: Tail = "bucket" if one.tail.startswith("bucket") else "none"
+    token_in_head = torch.ones(1, dtype=torch.bool)
+    value = topk_kl(rows[0], rows[1], token_in_head, direction=one.direction, tail=mode)
+    return cast(Tensor, torch.autograd.grad(value.sum(), leaf)[0])
+
+
+def _rows(logprobs: Tensor, head: Tensor) -> Rows:
+    rest = logprobs.index_fill(0, head, -torch.inf)
+    return Rows(logprobs[head][None], rest.logsumexp(0)[None], logprobs[:1])
+
+
+if __name__ == "__main__":
+    main()

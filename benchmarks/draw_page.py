@@ -1,0 +1,198 @@
+"""Writes docs/draws.md and its pictures from the results of draw_noise and draw_training."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.draw_picture import draw_curves, draw_noise
+
+TRAINING = Path("benchmarks/results/draw_training.json")
+TAILS = ("none", "bucket", "published", "sampled", "bucket+sampled")
+
+PAGE = """\
+# Tail draws: noise at equal bytes
+
+Which ids should a row hold? This page compares every tail mode of `topk_kl` at equal numbers of
+ids a row and of bytes a token, on a real pair: SmolLM2-135M-Instruct teaches a student of 22 of
+its 30 layers, on answers to questions of GSM8K, with a vocabulary of {vocabulary:,} ids.
+
+## Noise of one token's gradient
+
+Made by `python -m benchmarks.draw_noise --data train.jsonl --student runs/draws/trained`, at
+{positions} positions of the answers that the trained student samples. *sd* is the standard
+deviation of the gradient in the logits, *bias* the distance of its mean from the exact gradient;
+both are root mean squares over the positions, divided by that of the exact gradient. The sums are
+over the whole vocabulary. A standard deviation averages out with the root of the number of tokens;
+a bias does not.
+
+![Bias and standard deviation against bytes a token](draws.png)
+
+{noise}
+
+`bucket+draws` with the best split of each budget, and with half of it in the head:
+
+{splits}
+
+Independent draws, for comparison with the closed form `sd = (P_t / sqrt(M)) sd of [gap (e_z -
+p)]`; stratified draws, which the sampler makes, in brackets:
+
+{independent}
+{training}
+"""
+
+LEARNED = """
+## Training
+
+Made by `python -m benchmarks.draw_training --data train.jsonl {options}`: {steps} on-policy steps
+of {prompts} answers of at most {tokens} tokens, learning rate {learning_rate}, {seeds} seeds. The
+KL is the exact KL(student||teacher) per token, over the student's answers to {held_out} held-out
+questions, in nats; at step 0 it is {before:.3f}. *ids* and *bytes* are those of a row. *to exact*
+is the mean difference from the exact loss with the same seed, with its standard error.
+
+![Held-out KL of each loss](draws-training.png)
+
+{table}
+"""
+
+
+def write_page(noise: dict[str, Any], page: Path) -> str:
+    """Write the page and its pictures, and return a message."""
+    training = json.loads(TRAINING.read_text()) if TRAINING.exists() else None
+    page.write_text(
+        PAGE.format(
+            vocabulary=noise["vocabulary"],
+            positions=noise["positions"],
+            noise=_noise(noise["pair"]),
+            splits=_splits(noise["pair"]),
+            independent=_independent(noise["pair"]),
+            training=_training(training) if training else "",
+        ).rstrip()
+        + "\n"
+    )
+    drawn = draw_noise(noise["pair"], page.with_suffix(".png"))
+    if training:
+        drawn += "\n" + draw_curves(training, page.with_name("draws-training.png"))
+    return f"wrote {page}\n{drawn}"
+
+
+def _noise(rows: Sequence[dict[str, Any]]) -> str:
+    lines = []
+    for direction, sampled in (("reverse", "bucket+draws"), ("forward", "bucket+teacher_samples")):
+        lines += [
+            f"{direction.capitalize()} KL, bias / sd:",
+            "",
+            "| ids a row | tail mass | "
+            + " | ".join(f"`{tail}`" for tail in (*TAILS, sampled))
+            + " |",
+            "|---" * (len(TAILS) + 3) + "|",
+        ]
+        mine = [row for row in rows if row["direction"] == direction and row["stratified"]]
+        budgets = sorted({row["k"] for row in mine if row["tail"] == "none"})
+        for budget in budgets:
+            single = {row["tail"]: row for row in mine if row["k"] == budget and not row["draws"]}
+            best = _best(rows, direction, sampled, budget)
+            cells = [f"{single[tail]['bias']:.2f} / {single[tail]['sd']:.2f}" for tail in TAILS]
+            cells.append(f"0 / **{best['sd']:.3f}** ({best['k']} + {best['draws']})")
+            mass = next(row["tail_mass"] for row in rows if row["k"] == budget and row["tail_mass"])
+            lines.append(f"| {budget} | {mass:.3f} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _best(rows: Sequence[dict[str, Any]], direction: str, tail: str, budget: int) -> dict[str, Any]:
+    mine = [
+        row
+        for row in rows
+        if (row["direction"], row["tail"]) == (direction, tail)
+        and row["stratified"]
+        and row["k"] + row["draws"] == budget
+        and row["draws"]
+    ]
+    return min(mine, key=lambda row: float(row["sd"]))
+
+
+def _splits(rows: Sequence[dict[str, Any]]) -> str:
+    lines = ["| ids a row | bytes a token | k + M: sd |", "|---|---|---|"]
+    budgets = sorted({row["k"] for row in rows if row["tail"] == "none"})
+    for budget in budgets:
+        mine = sorted(
+            (
+                row
+                for row in rows
+                if row["tail"] == "bucket+draws"
+                and row["stratified"]
+                and row["k"] + row["draws"] == budget
+            ),
+            key=lambda row: float(row["sd"]),
+        )
+        size = mine[0]["bytes"]
+        cells = ", ".join(f"{row['k']} + {row['draws']}: {row['sd']:.3f}" for row in mine[:4])
+        lines.append(f"| {budget} | {size:.0f} | {cells} |")
+    return "\n".join(lines)
+
+
+def _independent(rows: Sequence[dict[str, Any]]) -> str:
+    counts = (1, 4, 16, 64)
+    lines = ["| k | tail mass | the sampled token | " + " | ".join(f"M = {m}" for m in counts)]
+    lines[0] += " |"
+    lines.append("|---" * (len(counts) + 3) + "|")
+    reverse = [row for row in rows if row["direction"] == "reverse"]
+    found = {
+        (row["k"], row["draws"], row["stratified"]): row["sd"]
+        for row in reverse
+        if row["tail"] == "bucket+draws"
+    }
+    for k in (8, 64, 512):
+        coin = next(row for row in reverse if row["tail"] == "bucket+sampled" and row["k"] == k)
+        cells = [f"{found[k, m, False]:.2f} ({found[k, m, True]:.3f})" for m in counts]
+        mass = coin["tail_mass"]
+        lines.append(f"| {k} | {mass:.3f} | {coin['sd']:.2f} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _training(result: dict[str, Any]) -> str:
+    last, first = str(result["steps"]), "0"
+    ways = list(dict.fromkeys(run["way"] for run in result["runs"]))
+    seeds = sorted({run["seed"] for run in result["runs"]})
+    by = {(run["way"], run["seed"]): run for run in result["runs"]}
+    middle = str(result["points"][1])
+    lines = [
+        f"| loss | ids | bytes | KL, step {middle} | KL, step {last} | to exact |",
+        "|---|---|---|---|---|---|",
+    ]
+    for way in ways:
+        runs = [by[way, seed] for seed in seeds if (way, seed) in by]
+        ends, halves = ([run["kl"][step] for run in runs] for step in (last, middle))
+        gaps = [
+            by[way, seed]["kl"][last] - by["exact", seed]["kl"][last]
+            for seed in seeds
+            if (way, seed) in by and ("exact", seed) in by
+        ]
+        gap = "" if way == "exact" else _with_error(gaps)
+        ids, size = runs[0]["ids"], runs[0]["bytes"]
+        lines.append(
+            f"| {way} | {ids} | {size} | {statistics.mean(halves):.3f} "
+            f"| {statistics.mean(ends):.3f} ({min(ends):.3f} to {max(ends):.3f}) | {gap} |"
+        )
+    before = statistics.mean(run["kl"][first] for run in result["runs"])
+    options = f"--seeds {len(seeds)} --steps {last} --prompts {result['prompts']}"
+    options += f" --tokens {result['tokens']}"
+    return LEARNED.format(
+        **{name: result[name] for name in ("steps", "prompts", "tokens", "held_out")},
+        learning_rate=result["learning_rate"],
+        seeds=len(seeds),
+        before=before,
+        options=options,
+        table="\n".join(lines),
+    )
+
+
+def _with_error(gaps: Sequence[float]) -> str:
+    mean = statistics.mean(gaps)
+    if len(gaps) < 2:
+        return f"{mean:+.3f}"
+    return f"{mean:+.3f} +- {statistics.stdev(gaps) / len(gaps) ** 0.5:.3f}"
