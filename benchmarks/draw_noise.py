@@ -1,6 +1,6 @@
 """Bias and noise of every tail estimator at equal numbers of ids and of bytes, on a real pair.
 
-    python -m benchmarks.draw_noise --data train.jsonl --student runs/draws/trained
+    python -m benchmarks.draw_noise --data train.jsonl --student runs/draws/real-trained
 
 writes docs/draws.md, docs/draws.png and benchmarks/results/draw_noise.json. Positions: 192 tokens
 that the student sampled in answers to questions of GSM8K. The pair is SmolLM2-135M-Instruct and a
@@ -10,7 +10,8 @@ student of 22 of its 30 layers (`benchmarks/smollm2.py`) after the training of
 A sampled estimator has, per position, the gradient A + sum_i c(z_i) (e_(z_i) - b) in the logits,
 where e_z is the unit vector of id z. Its mean and variance are sums over the vocabulary, so the
 figures have no sampling error. Only the draws of one row depend on each other (they are
-stratified); for these, the sum is over a grid of their random number and uses the real sampler.
+stratified); for these, the sum is over a grid of 64 values of their random number and uses the real
+sampler.
 """
 
 from __future__ import annotations
@@ -86,12 +87,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="train.jsonl of GSM8K")
     parser.add_argument("--work", type=Path, default=Path("runs/draws"))
-    parser.add_argument("--student", type=Path, help="default: the untrained student of the pair")
+    parser.add_argument("--student", type=Path, help="default: the untrained student")
     parser.add_argument("--positions", type=int, default=192)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/draw_noise.json"))
     parser.add_argument("--page", type=Path, default=Path("docs/draws.md"))
     options = parser.parse_args(arguments)
-    pair = make_pair(options.work)
+    pair = make_pair("real", options.work, options.data)
     real = positions(pair.teacher, options.student or pair.student, options.data, options.positions)
     found = {name: measure_all(of) for name, of in (("pair", real), ("toy", toy()))}
     result = {"positions": len(real), "vocabulary": len(real[0].log_p), **found}
@@ -199,7 +200,7 @@ def measure(position: Position, one: Estimator, seed: int) -> tuple[float, float
         chance, factor, base = parts(position, tail, one)
         share = chance * factor
         mean = mean + share - share.sum() * base
-        if one.tail == "bucket+draws" and one.stratified:
+        if one.tail == "bucket+draws" and one.stratified and one.draws > 1:
             variance = stratified_variance(position, head, factor, base, one.draws, seed)
         else:
             squares = 1 - 2 * base + base.square().sum()

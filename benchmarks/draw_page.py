@@ -22,7 +22,7 @@ its 30 layers, on answers to questions of GSM8K, with a vocabulary of {vocabular
 
 ## Noise of one token's gradient
 
-Made by `python -m benchmarks.draw_noise --data train.jsonl --student runs/draws/trained`, at
+Made by `python -m benchmarks.draw_noise --data train.jsonl --student runs/draws/real-trained`, at
 {positions} positions of the answers that the trained student samples. *sd* is the standard
 deviation of the gradient in the logits, *bias* the distance of its mean from the exact gradient;
 both are root mean squares over the positions, divided by that of the exact gradient. The sums are
@@ -33,7 +33,7 @@ a bias does not.
 
 {noise}
 
-`bucket+draws` with the best split of each budget, and with half of it in the head:
+The four best splits of each number of ids, reverse KL with `bucket+draws`:
 
 {splits}
 

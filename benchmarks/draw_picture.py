@@ -52,10 +52,13 @@ def draw_noise(rows: Sequence[dict[str, Any]], path: Path) -> str:
 
 def _points(rows: Sequence[dict[str, Any]], tail: str, name: str) -> list[tuple[float, float]]:
     """Return (bytes, value): of each number of ids, the split with the lowest sd."""
+    budgets = {row["k"] for row in rows if row["tail"] == "none"}
     best: dict[int, dict[str, Any]] = {}
     for row in rows:
         ids = row["k"] + row["draws"]
-        if row["tail"] == tail and (ids not in best or row["sd"] < best[ids]["sd"]):
+        if row["tail"] != tail or ids not in budgets:
+            continue
+        if ids not in best or row["sd"] < best[ids]["sd"]:
             best[ids] = row
     points = [(row["bytes"], row[name]) for _, row in sorted(best.items())]
     return [point for point in points if point[1] > LOWEST_BIAS]

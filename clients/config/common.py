@@ -108,7 +108,7 @@ class TeacherLink(Table):
 class TeacherConfig(TeacherLink):
     """A teacher service, with the number of head ids of its rows."""
 
-    top_k: Count = 64
+    top_k: Count = 16
     """Head ids per row: the likeliest tokens of the student (reverse KL) or teacher (forward)."""
     tail_draws: TailDraws = 16
     """Ids per row drawn from the tail, by the student (reverse KL) or the teacher (forward KL)."""

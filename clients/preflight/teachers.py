@@ -14,7 +14,7 @@ from clients.config.rl import RLJob
 from clients.store.captured_store import CapturedStore, captured_store_of
 from clients.teacher.info import TeacherInfo
 from protos.errors import InvalidInput, WrongState
-from protos.rpc.transport import MAX_MESSAGE_BYTES
+from protos.rpc.transport import MAX_REQUEST_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -134,14 +134,14 @@ def _check_scorer(
         )
     longest = config.method.max_prompt_tokens + config.method.max_new_tokens
     check_length(longest, label, info.max_length)
-    # For the reverse KL each query carries the student's head ids, four bytes each.
-    size = 4 * config.method.max_new_tokens * top_k
-    if config.method.divergence == "reverse_kl" and size > MAX_MESSAGE_BYTES * 3 // 4:
+    # For the reverse KL each query carries the student's head ids and draws, four bytes each.
+    most = MAX_REQUEST_BYTES * 3 // 16 // config.method.max_new_tokens
+    if config.method.divergence == "reverse_kl" and top_k + config.draws > most:
         raise InvalidInput(
-            f"{config.method.max_new_tokens} tokens with {top_k} head ids each exceed the size"
-            " of one query",
+            f"{config.method.max_new_tokens} tokens with {top_k} head ids and {config.draws} draws"
+            " each exceed the size of one query",
             field=key,
-            hint=f"lower it to {MAX_MESSAGE_BYTES * 3 // 16 // config.method.max_new_tokens}",
+            hint=f"lower it: {most} ids fit in a row",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from concurrent.futures import Future
 
 import numpy as np
@@ -51,6 +52,8 @@ class RemoteTeacher:
             temperature=self._temperature,
             f32=self._f32,
             tail_samples=self._tail_samples,
+            # The same samples if the request is repeated, others for another rollout of the prompt.
+            seed=zlib.crc32(rollout.token_ids.numpy().tobytes()) if self._tail_samples else 0,
             draw_ids=None if rollout.draws is None else rollout.draws.ids.numpy(),
         )
         return self._client.submit(query)

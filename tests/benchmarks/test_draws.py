@@ -1,0 +1,78 @@
+"""The benchmark of tail draws: its closed forms against sums over every outcome, and its page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.draw_noise import Estimator, exact_gradient, measure, measure_all, toy
+from benchmarks.draw_page import write_page
+from student_trainer.losses import Direction, Tail, rows_from_logits, topk_kl
+
+VOCABULARY = 40
+SAMPLED: list[tuple[Direction, Tail]] = [
+    ("reverse", "published"),
+    ("reverse", "sampled"),
+    ("reverse", "bucket+sampled"),
+    ("reverse", "bucket+draws"),
+    ("forward", "published"),
+    ("forward", "sampled"),
+    ("forward", "bucket+sampled"),
+    ("forward", "bucket+teacher_samples"),
+]
+
+
+@pytest.mark.parametrize(("direction", "tail"), SAMPLED)
+@pytest.mark.parametrize("k", [1, 8])
+def test_the_closed_forms_are_sums_over_every_outcome(
+    direction: Direction, tail: Tail, k: int
+) -> None:
+    (position,) = toy(VOCABULARY, 1)
+    order = position.log_p if direction == "reverse" else position.log_q
+    head = order.topk(k).indices
+    drawer = position.log_q if tail == "bucket+teacher_samples" else position.log_p
+    by_tail = tail in ("bucket+draws", "bucket+teacher_samples")
+    chance = (drawer.index_fill(0, head, -torch.inf) if by_tail else drawer).softmax(0)
+    leaf = position.log_p.repeat(VOCABULARY, 1).requires_grad_()
+    every = torch.arange(VOCABULARY)
+    heads = head.expand(VOCABULARY, -1)
+    rows, others = (
+        rows_from_logits(of, heads, every, sample_ids=every[:, None])
+        for of in (leaf, position.log_q.expand(VOCABULARY, -1))
+    )
+    values = topk_kl(rows, others, torch.isin(every, head), direction=direction, tail=tail)
+    (gradients,) = torch.autograd.grad(values.sum(), leaf)
+    mean = chance @ gradients
+    variance = chance @ (gradients - mean).square().sum(1)
+    bias = (mean - exact_gradient(position, direction)).square().sum()
+    one = Estimator(direction, tail, k, 1 if by_tail else 0, stratified=False)
+    found = measure(position, one, 0)
+    assert found[0] == pytest.approx(float(bias), rel=1e-9, abs=1e-24)
+    assert found[1] == pytest.approx(float(variance), rel=1e-9)
+
+
+def test_stratified_draws_vary_less() -> None:
+    (position,) = toy(VOCABULARY, 1)
+    spread = {
+        (draws, stratified): measure(
+            position, Estimator("reverse", "bucket+draws", 4, draws, stratified=stratified), 0
+        )[1]
+        for draws in (1, 16)
+        for stratified in (True, False)
+    }
+    assert spread[1, True] == spread[1, False] == pytest.approx(16 * spread[16, False])
+    assert spread[16, True] < spread[16, False]
+
+
+def test_the_page_has_every_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.draw_page.TRAINING", tmp_path / "none.json")
+    rows = measure_all(toy(1000, 1))
+    unbiased = [row["bias"] for row in rows if row["tail"] in ("bucket+draws", "bucket+sampled")]
+    assert max(unbiased) < 1e-12
+    page = tmp_path / "draws.md"
+    write_page({"vocabulary": 1000, "positions": 1, "pair": rows, "toy": rows}, page)
+    text = page.read_text()
+    assert text.count("| 16 | ") >= 3
+    assert page.with_suffix(".png").stat().st_size > 10_000

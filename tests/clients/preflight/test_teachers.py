@@ -1,0 +1,61 @@
+"""The limits of a teacher against a job, before anything is queued."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clients.config.on_policy import OnPolicyJob
+from clients.preflight.teachers import check_teachers
+from clients.teacher.info import TeacherInfo
+from protos.errors import InvalidInput
+
+INFO = TeacherInfo(
+    model="m",
+    fingerprint="f",
+    version=0,
+    tokenizer_fingerprint="t",
+    vocab_size=151_936,
+    max_top_k=2048,
+    max_length=1 << 20,
+    dtype="float32",
+    engine="hf",
+    batch_invariant=True,
+    max_tail_samples=64,
+    max_tail_draws=256,
+)
+
+
+def job(**method: Any) -> OnPolicyJob:
+    teacher = {"address": "t:1", "top_k": method.pop("top_k", 64)}
+    if "tail_draws" in method:
+        teacher["tail_draws"] = method.pop("tail_draws")
+    values = {"student": {"model": "m"}, "data": {"path": "d.jsonl"}, "teacher": teacher}
+    return OnPolicyJob.model_validate({**values, "method": method})
+
+
+def test_a_long_answer_fits_into_several_messages() -> None:
+    check_teachers(job(max_new_tokens=131_072), {"": INFO})
+
+
+@pytest.mark.parametrize(
+    ("method", "said", "hint"),
+    [
+        (
+            {"max_new_tokens": 131_072, "top_k": 96},
+            "teacher.top_k: 131072 tokens with 96 head ids and 16 draws each exceed the size",
+            "96 ids fit in a row",
+        ),
+        (
+            {"divergence": "forward_kl", "tail_draws": 65},
+            "method.tail: the teacher draws 64 tail samples per row, not 65",
+            "lower teacher.tail_draws",
+        ),
+    ],
+)
+def test_what_a_teacher_cannot_do_is_refused(method: dict[str, Any], said: str, hint: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        check_teachers(job(**method), {"": INFO})
+    assert f"{caught.value.field}: {caught.value.message}".startswith(said)
+    assert hint in str(caught.value.hint)
