@@ -23,13 +23,13 @@ from benchmarks.wire_formats import FORMATS
 from clients.teacher.query import ScoreQuery
 from protos import teacher_pb2_grpc
 from protos.rows.codec import RowBlock
-from protos.rpc.server import Endpoint, serve
+from protos.rpc.server import ServerEndpoint, serve
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.metrics_page import TeacherMetrics
 from teacher_service.serving.batcher import Batcher
-from teacher_service.serving.scorer import Scorer
+from teacher_service.serving.scorer import RowScorer
 from teacher_service.serving.service import TeacherServicer
-from teacher_service.serving.validation import Limits
+from teacher_service.serving.validation import RequestLimits
 from teacher_service.serving.weights import Weights
 
 MAX_LENGTH = 8192
@@ -59,9 +59,9 @@ async def serve_grpc(k: int) -> None:
     engine = RecordedEngine(head_of(model_rows(), k))
     metrics = TeacherMetrics()
     async with Batcher(engine, max_batch_tokens=1 << 16, metrics=metrics) as batcher:
-        limits = Limits(VOCAB, MAX_LENGTH, 1024)
+        limits = RequestLimits(VOCAB, MAX_LENGTH, 1024)
         weights = Weights(engine, batcher)
-        servicer = TeacherServicer(Scorer(batcher, None), batcher, weights, limits, metrics)
+        servicer = TeacherServicer(RowScorer(batcher, None), batcher, weights, limits, metrics)
 
         def register(server: grpc.aio.Server) -> str:
             teacher_pb2_grpc.add_TeacherServicer_to_server(servicer, server)
@@ -69,7 +69,7 @@ async def serve_grpc(k: int) -> None:
 
         await serve(
             register,
-            Endpoint(),
+            ServerEndpoint(),
             grace_seconds=1.0,
             on_ready=lambda port: print(port, flush=True),
         )

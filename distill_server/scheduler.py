@@ -26,7 +26,7 @@ from distill_server.jobs.observation import observe
 from distill_server.jobs.preflight import Preflight, unchecked
 from distill_server.jobs.progress import progress_changes
 from distill_server.jobs.run_files import RunFiles
-from distill_server.jobs.store import ACTIVE, Attempt, Change, Store
+from distill_server.jobs.store import ACTIVE, Attempt, Change, JobStore
 from distill_server.jobs.verdict import Died, Ended, verdict_of
 from distill_server.jobs.waiting import Waits, clock, given_up
 from distill_server.runners.interface import Runner, Running
@@ -76,7 +76,7 @@ class Scheduler:
 
     def __init__(
         self,
-        store: Store,
+        store: JobStore,
         runs: Path,
         runner: Runner,
         policy: Policy,

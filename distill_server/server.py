@@ -16,14 +16,14 @@ from distill_server.jobs.control import JobControl
 from distill_server.jobs.database import open_database
 from distill_server.jobs.preflight import Preflight
 from distill_server.jobs.run_files import RunFiles
-from distill_server.jobs.store import Store
+from distill_server.jobs.store import JobStore
 from distill_server.rpc.service import SERVICE, DistillService
 from distill_server.rpc.streams import Streams
 from distill_server.runners.interface import Runner
 from distill_server.scheduler import Policy, Scheduler
 from protos.distill_pb2_grpc import add_DistillServicer_to_server
 from protos.errors import InvalidInput
-from protos.rpc.server import Endpoint, serve
+from protos.rpc.server import ServerEndpoint, serve
 
 if TYPE_CHECKING:
     from distill_server.dashboard.serve import Dashboard
@@ -34,7 +34,7 @@ _GRACE_SECONDS = 5.0
 async def run_server(
     runs: Path,
     *,
-    endpoint: Endpoint,
+    endpoint: ServerEndpoint,
     runner: Runner,
     policy: Policy,
     preflight: Preflight,
@@ -52,7 +52,7 @@ async def run_server(
     runs = _directory(runs)
     bells = ChangeNotifier()
     with open_database(database or runs / "server.sqlite") as connection:
-        store = Store(connection, on_change=bells.ring)
+        store = JobStore(connection, on_change=bells.ring)
         files = RunFiles()
         scheduler = Scheduler(store, runs, runner, policy, preflight, files)
         control = JobControl(
@@ -85,7 +85,7 @@ async def run_server(
 async def _serve_and_schedule(
     service: DistillService,
     scheduler: Scheduler,
-    endpoint: Endpoint,
+    endpoint: ServerEndpoint,
     on_ready: Callable[[int], None],
     on_stop: Callable[[], None],
 ) -> None:

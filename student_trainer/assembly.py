@@ -24,7 +24,7 @@ from clients.preflight.teachers import check_length
 from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
 from protos.errors import DistillError, InvalidInput
-from student_trainer.data.captured_stores import Store, Stores, check_same_store
+from student_trainer.data.captured_stores import Stores, TrainingStore, check_same_store
 from student_trainer.data.prompts import Prompt, PromptSet, load_prompts
 from student_trainer.environments.retriever import make_retriever
 from student_trainer.loop import checkpoint
@@ -169,7 +169,7 @@ def _prepared(
     )
 
 
-def _stored_tokens(store: Store) -> list[str] | None:
+def _stored_tokens(store: TrainingStore) -> list[str] | None:
     """Return the tokens of the store's tokenizer, or None if it is not on this machine."""
     path = Path(store.facts.get("tokenizer") or "?")
     if not path.is_dir():

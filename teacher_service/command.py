@@ -72,7 +72,7 @@ def teacher(
     from protos.auth.tls import TlsFiles
     from protos.rpc.server import read_endpoint
     from teacher_service.cache.settings import CacheSettings
-    from teacher_service.program import EngineSettings, Settings, VllmSettings, run
+    from teacher_service.program import EngineSettings, TeacherSettings, VllmSettings, run
 
     cache = CacheSettings(
         directory=cache_dir or _default_cache(),
@@ -87,7 +87,7 @@ def teacher(
     start_logging(log_format, log_level)
     with _errors_as_exit():
         tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
-        settings = Settings(
+        settings = TeacherSettings(
             engine=chosen,
             endpoint=read_endpoint(host, port, token_file, tls, insecure=insecure),
             max_top_k=max_top_k,

@@ -11,17 +11,17 @@ import grpc.aio
 
 from protos import teacher_pb2_grpc
 from protos.errors import InvalidInput
-from protos.rpc.server import Endpoint, serve
+from protos.rpc.server import ServerEndpoint, serve
 from teacher_service.cache.row_cache import RowCache
 from teacher_service.cache.settings import CacheSettings, make_cache, open_redis
 from teacher_service.engines.base import Engine
 from teacher_service.logs import fields
 from teacher_service.metrics_page import TeacherMetrics, served
 from teacher_service.serving.batcher import Batcher
-from teacher_service.serving.scorer import Scorer
+from teacher_service.serving.scorer import RowScorer
 from teacher_service.serving.self_test import run_self_test
 from teacher_service.serving.service import TeacherServicer
-from teacher_service.serving.validation import Limits
+from teacher_service.serving.validation import RequestLimits
 from teacher_service.serving.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class EngineSettings:
 
 
 @dataclass(frozen=True)
-class Settings:
+class TeacherSettings:
     """The settings of `distill-teacher`.
 
     With `cache` None, no rows are kept. `metrics` is the (host, port) of the metrics page, or None
@@ -59,13 +59,13 @@ class Settings:
     """
 
     engine: EngineSettings
-    endpoint: Endpoint
+    endpoint: ServerEndpoint
     max_top_k: int
     cache: CacheSettings | None
     metrics: tuple[str, int] | None
 
 
-def run(settings: Settings) -> None:
+def run(settings: TeacherSettings) -> None:
     """Load the engine and serve until SIGTERM or SIGINT.
 
     Raises SystemExit with code 1 if the engine fails every batch; see Batcher. Raises InvalidInput
@@ -138,10 +138,12 @@ def _unknown_to(engine: str, option: str, hint: str) -> InvalidInput:
 
 
 async def _serve(
-    settings: Settings, engine: Engine, cache: RowCache | None, metrics: TeacherMetrics
+    settings: TeacherSettings, engine: Engine, cache: RowCache | None, metrics: TeacherMetrics
 ) -> None:
     info = engine.info
-    limits = Limits(info.vocab_size, info.max_length, min(settings.max_top_k, info.vocab_size))
+    limits = RequestLimits(
+        info.vocab_size, info.max_length, min(settings.max_top_k, info.vocab_size)
+    )
     stop = asyncio.Event()
     batching = Batcher(
         engine,
@@ -150,7 +152,7 @@ async def _serve(
         metrics=metrics,
     )
     async with cache or nullcontext(), batching as batcher:
-        scorer = Scorer(batcher, cache)
+        scorer = RowScorer(batcher, cache)
         weights = Weights(engine, batcher)
         servicer = TeacherServicer(scorer, batcher, weights, limits, metrics)
 

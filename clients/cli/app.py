@@ -18,7 +18,7 @@ from clients.cli.commands import store as store_commands
 from clients.cli.commands import teacher as teacher_commands
 from clients.cli.demos import demo, demo_rl
 from clients.cli.output import Output
-from clients.cli.settings import DEFAULT_SERVER, Settings
+from clients.cli.settings import DEFAULT_SERVER, ClientSettings
 from clients.cli.version import VersionOption
 from protos.errors import DistillError, ExitCode, InternalFault, InvalidInput
 
@@ -97,14 +97,14 @@ def global_options(
     ] = False,
     version: VersionOption = False,
 ) -> None:
-    """Make the Settings that all commands share from the global options."""
+    """Make the ClientSettings that all commands share from the global options."""
     if not server:
         raise InvalidInput(
             "the address is empty", field="--server", hint="give HOST:PORT, or omit the option"
         )
     color = not (no_color or os.environ.get("NO_COLOR"))
     output = Output(as_json=as_json, quiet=quiet, verbose=verbose, color=color)
-    context.obj = Settings(output, server)
+    context.obj = ClientSettings(output, server)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -36,7 +36,7 @@ NameOption = Annotated[
 
 
 @dataclass(frozen=True)
-class Settings:
+class ClientSettings:
     """The values of the global options: the output, and the address of the job server."""
 
     output: Output
@@ -51,9 +51,9 @@ class Settings:
         return DistillClient(self.server)
 
 
-def settings_of(context: typer.Context) -> Settings:
-    """Return the Settings that the app's callback stored in the context."""
-    found = context.find_object(Settings)
+def settings_of(context: typer.Context) -> ClientSettings:
+    """Return the ClientSettings that the app's callback stored in the context."""
+    found = context.find_object(ClientSettings)
     assert found is not None, "the app's callback makes it"
     return found
 

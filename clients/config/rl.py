@@ -79,7 +79,7 @@ class RLConfig(Table):
     tail: Tail | None = None
     """Estimate of the KL over the tail. Default: bucket+draws; forward_kl: bucket+sampled."""
     tail_draws: TailDraws = 16
-    """Ids per row that the student draws from its tail, for `bucket+draws` or `kl_in = "reward"`."""
+    """Ids per row that the student draws from its tail: for bucket+draws, or kl_in = "reward"."""
     estimator: Annotated[
         Literal["k1", "k2", "k3", "k3++", "k4", "k5"] | None, Field(validate_default=True)
     ] = None

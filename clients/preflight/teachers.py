@@ -19,7 +19,7 @@ from protos.rpc.transport import MAX_REQUEST_BYTES
 log = logging.getLogger(__name__)
 
 
-class Limits(Protocol):
+class TeacherLimits(Protocol):
     """The limits of a teacher, from the info of a service or of an engine."""
 
     @property
@@ -74,7 +74,7 @@ def check_teachers(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
                 check_capture(info, config)
 
 
-def check_capture(teacher: Limits, job: CaptureJob) -> None:
+def check_capture(teacher: TeacherLimits, job: CaptureJob) -> None:
     """Raise InvalidInput if top_k, tail_samples or max_tokens exceed the limits of the teacher."""
     if job.teacher.top_k > teacher.max_top_k:
         raise InvalidInput(

@@ -35,14 +35,14 @@ from distill_server.dashboard.samples import sample_steps, samples_of
 from distill_server.dashboard.teachers import Teachers
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
-from distill_server.jobs.store import Store
+from distill_server.jobs.store import JobStore
 from distill_server.rpc.streams import Streams
 from distill_server.runners.local.usage import usage_of
 from distill_server.runners.machine import Machine
 from distill_server.scheduler import Scheduler
 from protos.auth.access import Role, Tokens
 from protos.errors import DistillError, InvalidInput, NotFound
-from protos.rpc.server import Endpoint
+from protos.rpc.server import ServerEndpoint
 from protos.rpc.transport import is_loopback
 
 _PAGE_JOBS = 50
@@ -76,7 +76,7 @@ class Pages:
     Prometheus metrics.
     """
 
-    store: Store
+    store: JobStore
     runs: Path
     bells: ChangeNotifier
     control: JobControl
@@ -84,7 +84,7 @@ class Pages:
     teachers: Teachers
     scheduler: Scheduler
     machine: Machine
-    endpoint: Endpoint
+    endpoint: ServerEndpoint
     exposition: Callable[[], bytes]
     looks: Looks
     grpc_port: int = 0

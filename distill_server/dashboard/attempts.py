@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from clients.jobs.job import TERMINAL, Job, JobEvent, JobState
-from distill_server.jobs.store import Store
+from distill_server.jobs.store import JobStore
 
 _MOST_ATTEMPTS = 50
 
 
-def attempts_of(store: Store, job: Job) -> list[dict[str, Any]]:
+def attempts_of(store: JobStore, job: Job) -> list[dict[str, Any]]:
     """Return the newest 50 attempts of a job as JSON records, oldest first.
 
     Times are Unix seconds: `queued_at`, `started_at` (0: not started) and `ended_at` (0: not over).
@@ -24,7 +24,7 @@ def attempts_of(store: Store, job: Job) -> list[dict[str, Any]]:
     return [_record(store, job, number) for number in range(oldest, job.attempt + 1)]
 
 
-def _record(store: Store, job: Job, number: int) -> dict[str, Any]:
+def _record(store: JobStore, job: Job, number: int) -> dict[str, Any]:
     def event(seq: int) -> JobEvent:
         return store.events(job.id, seq - 1, 1)[0]
 

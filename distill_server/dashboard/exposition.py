@@ -11,13 +11,13 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from distill_server.jobs.store import Store
+from distill_server.jobs.store import JobStore
 
 _PREFIX = "distill_server_"
 
 
 class _Jobs(Collector):
-    def __init__(self, store: Store, slots: int) -> None:
+    def __init__(self, store: JobStore, slots: int) -> None:
         self._store = store
         self._slots = slots
 
@@ -39,7 +39,7 @@ class _Jobs(Collector):
         )
 
 
-def exposition(store: Store, slots: int) -> Callable[[], bytes]:
+def exposition(store: JobStore, slots: int) -> Callable[[], bytes]:
     """Return a function that renders the current metrics in the text format of Prometheus.
 
     `slots` is the number of jobs that can run at once.

@@ -20,7 +20,7 @@ from starlette.responses import StreamingResponse
 from clients.jobs.job import JobEvent
 from distill_server.dashboard.responses import event_record, fault_record
 from distill_server.jobs.change_notifier import ANY_JOB, ChangeNotifier
-from distill_server.jobs.store import Store
+from distill_server.jobs.store import JobStore
 from distill_server.rpc.streams import LogPiece
 from protos.errors import DistillError
 
@@ -49,7 +49,7 @@ def message(kind: str, value: Any, last_id: str = "") -> str:
 
 
 async def job_messages(
-    store: Store, bells: ChangeNotifier, job_id: str, after_seq: int
+    store: JobStore, bells: ChangeNotifier, job_id: str, after_seq: int
 ) -> Messages:
     """Yield `steps` messages: lists of a job's events after `after_seq`.
 

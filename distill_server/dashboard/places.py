@@ -9,7 +9,7 @@ from typing import Any
 
 from clients.jobs.job import Job, JobState
 from distill_server.jobs.job_file import parse_config
-from distill_server.jobs.store import Store
+from distill_server.jobs.store import JobStore
 from distill_server.runners.machine import UNCOUNTED, Machine, Share
 from distill_server.scheduler import Scheduler
 from protos.errors import InvalidInput
@@ -21,7 +21,7 @@ _MOST_READ = 100
 class Places:
     """The queue at the time of its construction. Make one for each answer, on the event loop."""
 
-    def __init__(self, store: Store, scheduler: Scheduler, machine: Machine) -> None:
+    def __init__(self, store: JobStore, scheduler: Scheduler, machine: Machine) -> None:
         self._store = store
         self._scheduler = scheduler
         self._machine = machine

@@ -15,13 +15,13 @@ from distill_server.dashboard.looks import Looks
 from distill_server.dashboard.teachers import Teachers
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
-from distill_server.jobs.store import Store
+from distill_server.jobs.store import JobStore
 from distill_server.rpc.streams import Streams
 from distill_server.runners.machine import Machine
 from distill_server.scheduler import Scheduler
 from protos.auth.tls import TlsFiles
 from protos.errors import InvalidInput
-from protos.rpc.server import Endpoint
+from protos.rpc.server import ServerEndpoint
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Dashboard:
     @contextlib.asynccontextmanager
     async def serving(
         self,
-        endpoint: Endpoint,
+        endpoint: ServerEndpoint,
         runs: Path,
-        store: Store,
+        store: JobStore,
         bells: ChangeNotifier,
         control: JobControl,
         streams: Streams,

@@ -18,7 +18,7 @@ import grpc
 from clients.jobs.job import Job, JobState
 from clients.teacher.info import info_of, load_of
 from distill_server.dashboard.responses import fault_record
-from distill_server.jobs.store import Store
+from distill_server.jobs.store import JobStore
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import DistillError
 from protos.rpc.channel import TEACHER_TOKEN, open_channel
@@ -34,7 +34,7 @@ _ACTIVE = (JobState.PREPARING, JobState.RUNNING, JobState.CANCELLING)
 class Teachers:
     """Requests info from each teacher and shares the result among all viewers for two seconds."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: JobStore) -> None:
         self._store = store
         self._lock = asyncio.Lock()
         # A pool of its own: the event loop's few default threads read files for clients and must

@@ -20,7 +20,7 @@ from distill_server.jobs.job_file import parse_config
 from distill_server.jobs.observation import request_stop
 from distill_server.jobs.preflight import Preflight, unchecked
 from distill_server.jobs.run_files import RunFiles
-from distill_server.jobs.store import Attempt, Change, Store
+from distill_server.jobs.store import Attempt, Change, JobStore
 from distill_server.runners.machine import ONE_JOB, Machine
 from protos.errors import InvalidInput, Overloaded, Unavailable, WrongState
 from protos.rpc.failpoints import failpoint
@@ -48,7 +48,7 @@ class JobControl:
 
     def __init__(
         self,
-        store: Store,
+        store: JobStore,
         runs: Path,
         wake: Callable[[], None],
         machine: Machine = ONE_JOB,

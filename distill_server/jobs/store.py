@@ -64,7 +64,7 @@ class Change:
     metrics: Mapping[str, float] | None = None
 
 
-class Store:
+class JobStore:
     """Reads and writes jobs in an open database (`database.open_database`).
 
     `on_change` is called with a job's id after each durable change of the job. `now` returns the

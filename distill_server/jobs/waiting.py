@@ -12,7 +12,7 @@ from pathlib import Path
 from clients.jobs.job import Job, JobState
 from distill_server.jobs.job_file import parse_config
 from distill_server.jobs.preflight import Preflight
-from distill_server.jobs.store import Attempt, Change, Store
+from distill_server.jobs.store import Attempt, Change, JobStore
 from protos.errors import DistillError, is_infrastructure
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Waits:
 
     def __init__(
         self,
-        store: Store,
+        store: JobStore,
         runs: Path,
         preflight: Preflight,
         wake: Callable[[], None],

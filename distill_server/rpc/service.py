@@ -14,7 +14,7 @@ from clients.jobs.artifacts import artifact_root
 from clients.runs.directory import NOTES, RunDirectory
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.run_files import RunFiles
-from distill_server.jobs.store import Store
+from distill_server.jobs.store import JobStore
 from distill_server.rpc.artifacts import notes_root, pieces_of
 from distill_server.rpc.encode import decode_state, encode_event, encode_job
 from distill_server.rpc.streams import Streams
@@ -37,7 +37,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
 
     def __init__(
         self,
-        store: Store,
+        store: JobStore,
         runs: Path,
         control: JobControl,
         streams: Streams,

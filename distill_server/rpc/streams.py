@@ -17,7 +17,7 @@ from clients.jobs.job import TERMINAL, Job, JobEvent
 from clients.runs.directory import RunDirectory
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.run_files import RunFiles
-from distill_server.jobs.store import Store
+from distill_server.jobs.store import JobStore
 from protos.errors import InvalidInput, NotFound
 
 # The most that the server holds in memory for one watcher, however slowly the watcher reads.
@@ -43,7 +43,7 @@ class Streams:
     """
 
     def __init__(
-        self, store: Store, runs: Path, bells: ChangeNotifier, files: RunFiles | None = None
+        self, store: JobStore, runs: Path, bells: ChangeNotifier, files: RunFiles | None = None
     ) -> None:
         self._store = store
         self._runs = runs

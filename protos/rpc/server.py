@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ServerEndpoint:
     """An address of this machine to listen on, with its tokens and TLS credentials.
 
     Port 0 means any free port. `insecure` allows other machines to connect without tokens and TLS.
@@ -64,9 +64,9 @@ class Endpoint:
 
 def read_endpoint(
     host: str, port: int, token_file: Path | None, tls: TlsFiles, *, insecure: bool
-) -> Endpoint:
+) -> ServerEndpoint:
     """Make the endpoint from command-line options. Raises InvalidInput, naming the bad option."""
-    return Endpoint(host, port, read_tokens(token_file), server_credentials(tls), insecure)
+    return ServerEndpoint(host, port, read_tokens(token_file), server_credentials(tls), insecure)
 
 
 def require_free_port(host: str, port: int) -> None:
@@ -94,7 +94,7 @@ def _port_taken(port: int) -> InvalidInput:
 
 async def serve(
     register: Callable[[grpc.aio.Server], str],
-    endpoint: Endpoint,
+    endpoint: ServerEndpoint,
     *,
     grace_seconds: float,
     on_ready: Callable[[int], None],
@@ -135,7 +135,7 @@ async def serve(
     await server.stop(grace_seconds)
 
 
-def _bind(server: grpc.aio.Server, endpoint: Endpoint) -> int:
+def _bind(server: grpc.aio.Server, endpoint: ServerEndpoint) -> int:
     target = _target(endpoint.host, endpoint.port)
     try:
         if endpoint.tls:
@@ -159,7 +159,7 @@ def _target(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _warn(endpoint: Endpoint) -> None:
+def _warn(endpoint: ServerEndpoint) -> None:
     if not is_loopback(endpoint.host) and not (endpoint.tokens and endpoint.tls):
         log.warning(
             "--insecure: other machines reach %s with %s and %s",

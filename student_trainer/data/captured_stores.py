@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Store(CapturedStore):
+class TrainingStore(CapturedStore):
     """A captured store, opened. data: its sequences and rows."""
 
     data: LogitDataset
@@ -41,8 +41,8 @@ class Store(CapturedStore):
 class Stores:
     """The stores of a job: `training`, and `held_out` if `data.eval_path` names one."""
 
-    training: Store
-    held_out: Store | None
+    training: TrainingStore
+    held_out: TrainingStore | None
 
 
 def open_stores(config: OfflineJob) -> Stores:
@@ -55,7 +55,10 @@ def open_stores(config: OfflineJob) -> Stores:
 
 
 def without_copies(
-    training: Store, chosen: NDArray[np.int64], held_out: Store, aside: NDArray[np.int64]
+    training: TrainingStore,
+    chosen: NDArray[np.int64],
+    held_out: TrainingStore,
+    aside: NDArray[np.int64],
 ) -> NDArray[np.int64]:
     """Return the `chosen` sequences of `training` without copies of held-out ones.
 
@@ -81,16 +84,16 @@ def without_copies(
     return np.delete(chosen, copies)
 
 
-def _open(captured: CapturedStore) -> Store:
+def _open(captured: CapturedStore) -> TrainingStore:
     try:
         data = LogitDataset(Path(captured.path))
     except DistillError as error:
         error.field = captured.field
         raise
-    return Store(**vars(captured), data=data)
+    return TrainingStore(**vars(captured), data=data)
 
 
-def check_same_store(store: Store, checkpoint_facts: Mapping[str, str]) -> None:
+def check_same_store(store: TrainingStore, checkpoint_facts: Mapping[str, str]) -> None:
     """Check that a resumed run has the store that its checkpoint was trained on.
 
     `checkpoint_facts`: the facts of the checkpoint. Raises WrongState if the identity of the store

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class Order:
+class EpochOrder:
     """Indices 0 to size - 1 in an order fixed by the seed; each epoch has another permutation."""
 
     size: int

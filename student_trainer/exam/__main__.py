@@ -17,7 +17,7 @@ from typing import Any
 from clients.config.exam import ExamConfig
 from protos.errors import DistillError, ExitCode, InvalidInput
 from protos.extras import install_command
-from student_trainer.exam.answer_store import Answer, AnswerStore
+from student_trainer.exam.answer_store import AnswerStore, StoredAnswer
 from student_trainer.exam.asking import Refusals
 from student_trainer.exam.questions import Question, fingerprint, load_questions
 from student_trainer.exam.report import GradedAnswers, cells, columns_of, judge, save, summary
@@ -74,7 +74,7 @@ def run(config: ExamConfig) -> list[dict[str, Any]]:
 
 def _answered(
     config: ExamConfig, name: str, questions: list[Question]
-) -> list[list[Answer | None]]:
+) -> list[list[StoredAnswer | None]]:
     """Return all answers of a model, requesting those that are not on disk yet.
 
     An answer is None if the model refused its prompt. Raises a DistillError if it refuses all.
@@ -88,7 +88,7 @@ def _answered(
             progress = _Progress(name, there, len(every))
             refusals = Refusals(answered=there > 0)
 
-            def keep(answer: Answer) -> None:
+            def keep(answer: StoredAnswer) -> None:
                 store.add(answer)
                 refusals.answered = True
                 progress.step()
@@ -102,7 +102,7 @@ def _answered(
 def _examinee(config: ExamConfig, model: str) -> Any:
     if config.endpoint is not None:
         try:
-            from student_trainer.exam.endpoint import Endpoint
+            from student_trainer.exam.endpoint import ModelEndpoint
         except ImportError:
             raise InvalidInput(
                 "an endpoint needs the package httpx, which is not installed",
@@ -110,7 +110,7 @@ def _examinee(config: ExamConfig, model: str) -> Any:
                 hint=install_command("rl"),
             ) from None
 
-        return Endpoint(config, model)
+        return ModelEndpoint(config, model)
     from student_trainer.exam.local_model import LocalModel
 
     return LocalModel(config, model)

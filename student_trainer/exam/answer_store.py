@@ -28,7 +28,7 @@ _ROWS_OF_A_PART = 4096
 
 
 @dataclass(frozen=True)
-class Answer:
+class StoredAnswer:
     """Answer number `sample` to question number `prompt`.
 
     tokens: the number of tokens. truncated: True if the answer was cut at max_tokens.
@@ -95,11 +95,11 @@ class AnswerStore:
         """Return whether the answer (prompt, sample) is stored."""
         return key in self._answers
 
-    def get(self, prompt: int, sample: int) -> Answer | None:
+    def get(self, prompt: int, sample: int) -> StoredAnswer | None:
         """Return the answer (prompt, sample), or None if it is not stored."""
         return self._answers.get((prompt, sample))
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: StoredAnswer) -> None:
         """Store an answer. After this returns, killing the process does not lose it.
 
         Does nothing if the answer (prompt, sample) is already stored.
@@ -120,22 +120,22 @@ class AnswerStore:
         # A kill before this line leaves answers in both files; reading skips the second copy.
         self._journal.truncate(0)
 
-    def _is_new(self, answer: Answer) -> bool:
+    def _is_new(self, answer: StoredAnswer) -> bool:
         return self._answers.setdefault((answer.prompt, answer.sample), answer) is answer
 
     def _parts(self) -> list[Path]:
         return sorted(self._path.glob("part-*.parquet"))
 
-    def _stored(self) -> Iterator[Answer]:
+    def _stored(self) -> Iterator[StoredAnswer]:
         for part in self._parts():
             for row in pyarrow.parquet.read_table(part).to_pylist():
-                yield Answer(**row)
+                yield StoredAnswer(**row)
 
-    def _journaled(self) -> Iterator[Answer]:
+    def _journaled(self) -> Iterator[StoredAnswer]:
         file = self._path / "journal.jsonl"
         for line in file.read_bytes().splitlines(keepends=True) if file.exists() else ():
             if line.endswith(b"\n"):  # the last line may be incomplete
-                yield Answer(**json.loads(line))
+                yield StoredAnswer(**json.loads(line))
 
     def _rewritten_journal(self) -> IO[bytes]:
         fresh = self._path / "journal.jsonl.tmp"
@@ -167,5 +167,5 @@ def write_parquet(table: pyarrow.Table, file: Path) -> None:
     os.replace(fresh, file)
 
 
-def _line(answer: Answer) -> bytes:
+def _line(answer: StoredAnswer) -> bytes:
     return json.dumps(asdict(answer)).encode() + b"\n"

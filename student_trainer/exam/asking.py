@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable
 
 from protos.errors import DistillError
-from student_trainer.exam.answer_store import Answer
+from student_trainer.exam.answer_store import StoredAnswer
 from student_trainer.exam.questions import Question
 
 log = logging.getLogger(__name__)
 
 Ask = tuple[Question, int]  # a question, and the number of the answer to sample
-Keep = Callable[[Answer], None]
+Keep = Callable[[StoredAnswer], None]
 
 
 class Refusals:

@@ -27,7 +27,7 @@ from protos.errors import (
     Unavailable,
 )
 from student_trainer.environments.web_address import web_address
-from student_trainer.exam.answer_store import Answer
+from student_trainer.exam.answer_store import StoredAnswer
 from student_trainer.exam.asking import Ask, Keep, Refusals, seed_of
 from student_trainer.exam.questions import Question
 
@@ -44,7 +44,7 @@ _REFUSALS: Mapping[int, type[DistillError]] = {
 _TELLING = 3
 
 
-class Endpoint:
+class ModelEndpoint:
     """One model of an OpenAI-compatible server."""
 
     def __init__(self, config: ExamConfig, model: str) -> None:
@@ -99,7 +99,9 @@ class Endpoint:
                 if len(refusals) >= _TELLING and not refusals.answered:
                     raise
 
-    async def _asked(self, client: httpx.AsyncClient, question: Question, sample: int) -> Answer:
+    async def _asked(
+        self, client: httpx.AsyncClient, question: Question, sample: int
+    ) -> StoredAnswer:
         body = self._body(question, sample)
         for attempt in range(TRIES):
             pause = min(FIRST_PAUSE_SECONDS * 2**attempt, LONGEST_PAUSE_SECONDS)
@@ -135,12 +137,12 @@ class Endpoint:
             "seed": seed_of(config.seed, question.number, sample),
         }
 
-    def _read(self, response: httpx.Response, question: Question, sample: int) -> Answer:
+    def _read(self, response: httpx.Response, question: Question, sample: int) -> StoredAnswer:
         try:
             document = response.json()
             choice = document["choices"][0]
             text = choice["message"]["content"] if self._chat else choice["text"]
-            return Answer(
+            return StoredAnswer(
                 prompt=question.number,
                 sample=sample,
                 # A lone surrogate cannot be encoded as UTF-8, so no file could hold it.

@@ -10,7 +10,7 @@ from clients.config.common import StudentConfig
 from clients.config.exam import ExamConfig
 from clients.data.tokenization import prompt_ids
 from protos.errors import InvalidInput
-from student_trainer.exam.answer_store import Answer
+from student_trainer.exam.answer_store import StoredAnswer
 from student_trainer.exam.asking import Ask, Keep, Refusals, seed_of
 from student_trainer.model.loading import load_model, load_tokenizer
 from student_trainer.rollouts.sampler import Sampler, noise_of
@@ -97,4 +97,4 @@ class LocalModel:
         written = self._sampler.write(before, [most] * len(asked), noise)
         for (question, sample), one in zip(asked, written, strict=True):
             text = str(self._tokenizer.decode(one.token_ids, skip_special_tokens=True))
-            keep(Answer(question.number, sample, text, len(one.token_ids), not one.ended))
+            keep(StoredAnswer(question.number, sample, text, len(one.token_ids), not one.ended))

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow
 from numpy.typing import NDArray
 
-from student_trainer.exam.answer_store import Answer, write_parquet
+from student_trainer.exam.answer_store import StoredAnswer, write_parquet
 from student_trainer.exam.questions import Question
 from student_trainer.exam.scores import estimate, majority, pass_at_k, share
 from student_trainer.rewards import Rewards, RewardSample
@@ -29,7 +29,7 @@ class GradedAnswers:
     """
 
     questions: Sequence[Question]
-    answers: Sequence[Sequence[Answer | None]]
+    answers: Sequence[Sequence[StoredAnswer | None]]
     reward: NDArray[np.float64]
     votes: Sequence[Sequence[str]]
 
@@ -40,7 +40,9 @@ class GradedAnswers:
 
 
 def judge(
-    questions: Sequence[Question], answers: Sequence[Sequence[Answer | None]], rewards: Rewards
+    questions: Sequence[Question],
+    answers: Sequence[Sequence[StoredAnswer | None]],
+    rewards: Rewards,
 ) -> GradedAnswers:
     """Score the answers. answers[i]: the answers to questions[i], the same number for each."""
     samples = [

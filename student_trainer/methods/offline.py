@@ -2,8 +2,9 @@
 
 One step, in order:
 
-1. Sequences. `Order.of_step` (`data/order.py`) selects `train.prompts_per_step` stored sequences by
-   the seed and the step number. Each of n processes takes every n-th of them, starting at its rank.
+1. Sequences. `EpochOrder.of_step` (`data/order.py`) selects `train.prompts_per_step` stored
+   sequences by the seed and the step number. Each of n processes takes every n-th of them, starting
+   at its rank.
 2. Rows. A thread verifies and decodes the sequences up to two steps ahead of training
    (`clients/store/dataset.py`). `read` returns them as `PendingRows` (`teachers/source.py`) whose
    rows are already there.
@@ -40,7 +41,7 @@ from clients.config.common import DataConfig
 from clients.config.offline import OfflineJob
 from clients.store.dataset import LogitDataset
 from student_trainer.data.captured_stores import Stores, without_copies
-from student_trainer.data.order import Order, permutation
+from student_trainer.data.order import EpochOrder, permutation
 from student_trainer.data.prompts import Prompt, load_prompts
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.loop.step import one_update
@@ -106,7 +107,7 @@ class StoredSteps:
         self._data = data
         self._chosen = chosen
         self._accelerator = accelerator
-        self._order = Order(len(chosen), seed)
+        self._order = EpochOrder(len(chosen), seed)
         self._per_step = per_step
         self._last_step = last_step
         self._mixture = mixture

@@ -18,7 +18,7 @@ import numpy as np
 from clients.config.reward import HARMLESS, LengthPenalty, RewardConfig
 from student_trainer.rewards.judge import Judge, ScoringFailed
 from student_trainer.rewards.sample import RewardSample, Scores
-from student_trainer.rewards.scorers import Scorer, make_scorer
+from student_trainer.rewards.scorers import RewardScorer, make_scorer
 
 __all__ = ["RewardSample", "Rewards", "Scores", "make_rewards"]
 
@@ -36,7 +36,7 @@ class Rewards:
         Raises InvalidInput if a package, a task or the user's file cannot be used.
         """
         self._length = config.length
-        self._direct: Scorer | None = None
+        self._direct: RewardScorer | None = None
         self._idle: LifoQueue[Judge] = LifoQueue()
         self._judges: list[Judge] = []
         if config.type in HARMLESS:

@@ -18,7 +18,7 @@ from typing import Any
 from clients.config.reward import RewardConfig
 from protos.errors import DistillError, InternalFault
 from student_trainer.rewards.sample import RewardSample
-from student_trainer.rewards.scorers import Scorer, make_scorer
+from student_trainer.rewards.scorers import RewardScorer, make_scorer
 
 # Algebra on the text of a model can use all memory. A user's function has no limit: it may need it.
 _BYTES_OF_ALGEBRA = 16 << 30
@@ -46,7 +46,7 @@ def main() -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _reply(scorer: Scorer, message: dict[str, Any]) -> dict[str, Any]:
+def _reply(scorer: RewardScorer, message: dict[str, Any]) -> dict[str, Any]:
     sample = RewardSample(**message["sample"])
     try:
         if message["what"] == "said":

@@ -19,7 +19,7 @@ from student_trainer.rewards.text_match import exact_match, f1, final_answer, no
 
 
 @dataclass(frozen=True)
-class Scorer:
+class RewardScorer:
     """A reward. score: returns the reward of an answer. said: returns its vote, "" for none.
 
     A majority vote counts equal votes. Both functions may raise any exception.
@@ -29,7 +29,7 @@ class Scorer:
     said: Callable[[RewardSample], str] = lambda sample: final_answer(sample.text)
 
 
-def make_scorer(config: RewardConfig) -> Scorer:
+def make_scorer(config: RewardConfig) -> RewardScorer:
     """Return the scorer of a reward's configuration.
 
     Raises InvalidInput if a package is not installed, a task does not exist, or the user's file
@@ -37,11 +37,13 @@ def make_scorer(config: RewardConfig) -> Scorer:
     """
     match config.type:
         case "exact_match":
-            return Scorer(lambda sample: float(exact_match(sample.text, sample.reference)))
+            return RewardScorer(lambda sample: float(exact_match(sample.text, sample.reference)))
         case "f1":
-            return Scorer(lambda sample: f1(conclusion(sample.text), sample.reference), _words)
+            return RewardScorer(
+                lambda sample: f1(conclusion(sample.text), sample.reference), _words
+            )
         case "word_match":
-            return Scorer(
+            return RewardScorer(
                 lambda sample: float(same_words(conclusion(sample.text), sample.reference)), _words
             )
         case "math":
@@ -57,14 +59,14 @@ def make_scorer(config: RewardConfig) -> Scorer:
 
             assert config.task is not None, "the configuration names no other type"
             task = Task(config.task, config.options)
-            return Scorer(task.score, task.said)
+            return RewardScorer(task.score, task.said)
 
 
 def _words(sample: RewardSample) -> str:
     return normalized(conclusion(sample.text))
 
 
-def _math() -> Scorer:
+def _math() -> RewardScorer:
     try:
         from math_verify import parse, verify
     except ImportError:
@@ -91,7 +93,7 @@ def _math() -> Scorer:
             return f"{float(found[0]):.10g}"  # 1/2 and 0.5 are one vote
         return str(found[0]) if found else ""
 
-    return Scorer(score, said)
+    return RewardScorer(score, said)
 
 
 # A number, perhaps with `$` before it or words after it: `$1,000.`, `72 apples`; not `72%`, `1/2`.
@@ -108,7 +110,7 @@ def _marked(bare: str) -> str:
     return bare if "$" in bare or "\\boxed" in bare else f"${bare}$"
 
 
-def _regex(pattern: str) -> Scorer:
+def _regex(pattern: str) -> RewardScorer:
     compiled = re.compile(pattern)
 
     def found(text: str) -> re.Match[str] | None:
@@ -127,10 +129,10 @@ def _regex(pattern: str) -> Scorer:
             match is not None and match[1] is not None and exact_match(match[1], sample.reference)
         )
 
-    return Scorer(score, said)
+    return RewardScorer(score, said)
 
 
-def _function(file: Path) -> Scorer:
+def _function(file: Path) -> RewardScorer:
     sys.path.insert(0, str(file.parent))  # like a script, it may import files beside it
     try:
         # A module name that nothing else has, because the file may be called math.py.
@@ -162,4 +164,4 @@ def _function(file: Path) -> Scorer:
         )
         return float(value)
 
-    return Scorer(score)
+    return RewardScorer(score)

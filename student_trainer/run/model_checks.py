@@ -14,7 +14,7 @@ from clients.data.records import FILE_SUFFIXES
 from clients.data.tokenization import first_difference
 from clients.teacher.query import tokenizer_fingerprint
 from protos.errors import InvalidInput, WrongState
-from student_trainer.data.captured_stores import Store
+from student_trainer.data.captured_stores import TrainingStore
 from student_trainer.teachers.connections import Connection
 
 
@@ -40,7 +40,7 @@ def check_top_k(top_k: int, width: int) -> None:
         )
 
 
-def check_stored_length(store: Store, most: int | None) -> None:
+def check_stored_length(store: TrainingStore, most: int | None) -> None:
     """Raise InvalidInput if a stored sequence has more than `most` tokens; None is no limit."""
     if most is not None and store.longest > most:
         raise InvalidInput(
@@ -69,7 +69,7 @@ def check_vocabulary(teacher: Connection, tokens: Sequence[str], width: int) -> 
 
 
 def check_stored_vocabulary(
-    store: Store, tokens: Sequence[str], width: int, stored: Sequence[str] | None
+    store: TrainingStore, tokens: Sequence[str], width: int, stored: Sequence[str] | None
 ) -> None:
     """Raise WrongState if store and student do not have the same token for every id.
 

@@ -20,7 +20,7 @@ _ENVELOPE_BYTES = 1024  # the other fields of a ScoreChunk
 
 
 @dataclass(frozen=True)
-class Answer:
+class RowAnswer:
     """The rows of one query, all computed with the weights of `version`."""
 
     scored: EncodedRows
@@ -31,11 +31,11 @@ class Answer:
 class _Flight:
     """A scoring in progress; several equal queries may wait for it."""
 
-    task: asyncio.Task[Answer]
+    task: asyncio.Task[RowAnswer]
     waiters: int = 0
 
 
-class Scorer:
+class RowScorer:
     """Scores queries through the cache. Equal queries that are in flight together are scored once.
 
     With `cache` None, no rows are kept. Use it from one event loop.
@@ -50,7 +50,7 @@ class Scorer:
         """Return (hits, misses) of each cache tier by name, since the start of the program."""
         return self._cache.hits_and_misses() if self._cache else {}
 
-    async def score(self, query: ScoreQuery, sender: Sender | None = None) -> Answer:
+    async def score(self, query: ScoreQuery, sender: Sender | None = None) -> RowAnswer:
         """Return the rows of `query`, all from one version of the weights.
 
         `sender`: see Batcher. Equal queries of a sender that is `last` and of one that is not are
@@ -77,7 +77,7 @@ class Scorer:
             if self._flights.get(key) is flight and (flight.task.done() or not flight.waiters):
                 del self._flights[key]
 
-    async def _find_or_score(self, query: ScoreQuery, sender: Sender | None) -> Answer:
+    async def _find_or_score(self, query: ScoreQuery, sender: Sender | None) -> RowAnswer:
         found = await self._find(query)
         if found is not None:
             return found
@@ -86,16 +86,16 @@ class Scorer:
         if self._cache:
             # Use the weights that computed the rows: they may be newer than the request.
             scored = self._cache.put(_key(query, rows.by), query, scored)
-        return Answer(scored, rows.by.version)
+        return RowAnswer(scored, rows.by.version)
 
-    async def _find(self, query: ScoreQuery) -> Answer | None:
+    async def _find(self, query: ScoreQuery) -> RowAnswer | None:
         """Return cached rows of the current weights; retry if the weights change meanwhile."""
         while self._cache is not None:
             by = self._batcher.info
             key = _key(query, by)
             found = await self._cache.get(key, query)
             if key == _key(query, self._batcher.info):
-                return Answer(found, by.version) if found else None
+                return RowAnswer(found, by.version) if found else None
         return None
 
 
@@ -111,7 +111,7 @@ def _encoded(block: RowBlock, query: ScoreQuery) -> EncodedRows:
 
 
 def chunks_of(
-    answer: Answer, query: ScoreQuery, request_id: str, next_position: int
+    answer: RowAnswer, query: ScoreQuery, request_id: str, next_position: int
 ) -> Iterator[teacher_pb2.ScoreChunk]:
     """Yield the rows from `next_position` on (0: all), in order, in chunks of MAX_CHUNK_BYTES.
 

@@ -23,8 +23,8 @@ from teacher_service.metrics_page import TeacherMetrics
 from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.batcher import Batcher, Sender, stopping
 from teacher_service.serving.score_stream import ScoreStream
-from teacher_service.serving.scorer import Scorer, chunks_of
-from teacher_service.serving.validation import Limits, parse_request
+from teacher_service.serving.scorer import RowScorer, chunks_of
+from teacher_service.serving.validation import RequestLimits, parse_request
 from teacher_service.serving.weights import Weights
 
 _TOKENS_PER_CHUNK = 2048
@@ -35,10 +35,10 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
 
     def __init__(
         self,
-        scorer: Scorer,
+        scorer: RowScorer,
         batcher: Batcher,
         weights: Weights,
-        limits: Limits,
+        limits: RequestLimits,
         metrics: TeacherMetrics,
     ) -> None:
         self._scorer = scorer

@@ -17,7 +17,7 @@ MAX_REQUEST_ID_CHARS = 200
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """The limits of this teacher on requests.
 
     Token ids are 0 to vocab_size - 1, sequences have 2 to max_length tokens, and k is 1 to
@@ -29,7 +29,7 @@ class Limits:
     max_top_k: int
 
 
-def parse_request(request: teacher_pb2.ScoreRequest, limits: Limits) -> ScoreQuery:
+def parse_request(request: teacher_pb2.ScoreRequest, limits: RequestLimits) -> ScoreQuery:
     """Return the validated query of `request`.
 
     Raises InvalidInput with the field, the index of a bad id, and a hint.
@@ -82,7 +82,7 @@ def parse_request(request: teacher_pb2.ScoreRequest, limits: Limits) -> ScoreQue
 
 
 def _head(
-    request: teacher_pb2.ScoreRequest, rows: int, limits: Limits
+    request: teacher_pb2.ScoreRequest, rows: int, limits: RequestLimits
 ) -> tuple[int | None, NDArray[np.int32] | None]:
     match request.WhichOneof("head"):
         case "top_k":
@@ -106,7 +106,7 @@ def _head(
 
 
 def _draws(
-    request: teacher_pb2.ScoreRequest, rows: int, limits: Limits
+    request: teacher_pb2.ScoreRequest, rows: int, limits: RequestLimits
 ) -> NDArray[np.int32] | None:
     if not request.draw_ids:
         return None
@@ -120,7 +120,7 @@ def _draws(
     return flat.reshape(rows, -1)
 
 
-def _ids(data: bytes, field: str, limits: Limits) -> NDArray[np.int32]:
+def _ids(data: bytes, field: str, limits: RequestLimits) -> NDArray[np.int32]:
     if len(data) % 4:
         _refuse(
             field, f"{len(data)} bytes is not a multiple of 4", "send little-endian int32 values"
@@ -136,7 +136,7 @@ def _ids(data: bytes, field: str, limits: Limits) -> NDArray[np.int32]:
     return ids
 
 
-def _require_k(k: int, field: str, limits: Limits) -> None:
+def _require_k(k: int, field: str, limits: RequestLimits) -> None:
     if not 1 <= k <= limits.max_top_k:
         _refuse(
             field,

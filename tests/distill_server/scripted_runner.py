@@ -15,7 +15,7 @@ from distill_server.jobs.control import JobControl
 from distill_server.jobs.database import open_database
 from distill_server.jobs.preflight import Preflight, unchecked
 from distill_server.jobs.run_files import RunFiles
-from distill_server.jobs.store import Store
+from distill_server.jobs.store import JobStore
 from distill_server.runners.interface import Exited, Lost, Outcome, Running
 from distill_server.runners.local.runner import LocalRunner
 from distill_server.runners.machine import Share
@@ -70,7 +70,7 @@ class ScriptedRunner(LocalRunner):
 
 
 class SmallServer:
-    """Store, control and scheduler of one life of a server, without a port."""
+    """JobStore, control and scheduler of one life of a server, without a port."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class SmallServer:
         connection = self._open.enter_context(open_database(self.runs / "server.sqlite"))
         connection.execute("PRAGMA synchronous = OFF")
         self._loop = self._open.enter_context(asyncio.Runner())
-        self.store = Store(connection, on_change=lambda job_id: None)
+        self.store = JobStore(connection, on_change=lambda job_id: None)
         self.scheduler = Scheduler(
             self.store, self.runs, self.runner, self.policy, self.preflight, self.files
         )

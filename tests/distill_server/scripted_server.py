@@ -23,7 +23,7 @@ from distill_server.runners.machine import Machine
 from distill_server.scheduler import Policy
 from distill_server.server import run_server
 from protos.errors import DistillError
-from protos.rpc.server import Endpoint
+from protos.rpc.server import ServerEndpoint
 
 POLICY = {"backoff": 0.1, "cancel_grace": 1.5, "cancel_now_grace": 0.5, "look_every": 0.05}
 
@@ -82,7 +82,7 @@ def main() -> int:
         asyncio.run(
             run_server(
                 runs,
-                endpoint=Endpoint(host, port),
+                endpoint=ServerEndpoint(host, port),
                 runner=runner_of(options),
                 policy=Policy(machine, retries=options.get("retries", 1), **POLICY),
                 preflight=unchecked,

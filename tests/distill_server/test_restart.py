@@ -18,7 +18,7 @@ from clients.jobs.client import DistillClient
 from clients.jobs.job import JobEvent, JobState
 from clients.runs.directory import RunDirectory
 from distill_server.jobs.database import open_database
-from distill_server.jobs.store import Change, Store
+from distill_server.jobs.store import Change, JobStore
 from distill_server.runners.local.process import family, kill_family
 from protos.errors import Unavailable
 from tests.distill_server.conftest import Server, eventually, job_config
@@ -140,7 +140,7 @@ def test_job_that_was_recorded_but_not_started(server: Server, client: DistillCl
     job = client.submit(job_config())
     server.kill()
     with open_database(server.runs / "server.sqlite") as connection:
-        store = Store(connection, on_change=lambda job_id: None)
+        store = JobStore(connection, on_change=lambda job_id: None)
         store.change(job.id, Change(JobState.PREPARING))
     server.start()
     eventually(lambda: client.get(job.id).attempt == 2)

@@ -24,7 +24,7 @@ from teacher_service.cache.redis_value import name_of, seal
 from teacher_service.cache.row_cache import RowCache
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.serving.batcher import Batcher
-from teacher_service.serving.scorer import Scorer
+from teacher_service.serving.scorer import RowScorer
 from tests.faults.conftest import REPEATS
 from tests.faults.proxy import FaultProxy, Toxics
 from tests.teacher_service.cache.redis_server import RedisServer, patient
@@ -68,7 +68,7 @@ def life(
         rows, seconds = [], []
         cache = RowCache(memory_bytes=0, redis=tier)
         async with cache, Batcher(ENGINE, max_batch_tokens=999) as batcher:
-            scorer = Scorer(batcher, cache)
+            scorer = RowScorer(batcher, cache)
             for number, query in enumerate(QUERIES):
                 if number == at:
                     await asyncio.to_thread(fault)

@@ -16,7 +16,7 @@ from clients.jobs.job import JobState
 from clients.runs.directory import RunDirectory
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.database import open_database
-from distill_server.jobs.store import Store
+from distill_server.jobs.store import JobStore
 from distill_server.runners.local.runner import LocalRunner
 from distill_server.scheduler import Policy
 from protos.errors import InvalidInput
@@ -108,7 +108,7 @@ def test_hostile_files(
 def test_hostile_json_to_the_server(text: str, tmp_path: Path) -> None:
     with open_database(tmp_path / "server.sqlite") as connection:
         (tmp_path / "runs").mkdir()
-        store = Store(connection, on_change=lambda job_id: None)
+        store = JobStore(connection, on_change=lambda job_id: None)
         control = JobControl(store, tmp_path / "runs", wake=lambda: None)
 
         def refuse() -> None:

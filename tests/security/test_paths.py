@@ -27,7 +27,7 @@ from clients.store.store import LogitStore
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.database import open_database
-from distill_server.jobs.store import Change, Store
+from distill_server.jobs.store import Change, JobStore
 from distill_server.rpc.artifacts import pieces_of
 from distill_server.rpc.service import DistillService
 from distill_server.rpc.streams import Streams
@@ -141,7 +141,7 @@ def test_what_clients_send_never_leaves_the_runs(place: Path) -> None:
     beside = tree(place / "outside") | tree(place / "export")
     order = random.Random(0)
     with open_database(place / "server.sqlite") as connection:
-        store = Store(connection, on_change=lambda job_id: None)
+        store = JobStore(connection, on_change=lambda job_id: None)
         control = JobControl(store, runs, wake=lambda: None)
         service = DistillService(store, runs, control, Streams(store, runs, ChangeNotifier()))
         job_id = _finished_job(control, store, runs)
@@ -154,7 +154,7 @@ def test_what_clients_send_never_leaves_the_runs(place: Path) -> None:
     assert tree(place / "outside") | tree(place / "export") == beside
 
 
-def _finished_job(control: JobControl, store: Store, runs: Path) -> str:
+def _finished_job(control: JobControl, store: JobStore, runs: Path) -> str:
     """One that succeeded, whose export and log have something in them."""
     config = OnPolicyJob(student=StudentConfig(model="m"), data=DataConfig(path="p"), max_steps=1)
     job = control.submit(config.model_dump_json(), "", "")
@@ -188,7 +188,9 @@ def test_names_of_jobs_become_names_of_directories(place: Path) -> None:
     runs = (place / "runs").resolve()
     order = random.Random(1)
     with open_database(place / "server.sqlite") as connection, watched() as touched:
-        control = JobControl(Store(connection, on_change=lambda _: None), runs, wake=lambda: None)
+        control = JobControl(
+            JobStore(connection, on_change=lambda _: None), runs, wake=lambda: None
+        )
         made = []
         for number in range(200):
             name = evil(order, "x")[:200] or "x"

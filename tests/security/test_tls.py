@@ -14,7 +14,7 @@ from clients.jobs.client import DistillClient
 from clients.teacher.client import TeacherClient
 from protos.auth.tls import TlsFiles
 from protos.errors import DistillError, InvalidInput, Unavailable
-from protos.rpc.server import Endpoint, read_endpoint, serve
+from protos.rpc.server import ServerEndpoint, read_endpoint, serve
 from tests.security.conftest import Certificates, Secrets
 from tests.security.processes import FAKE_TEACHER, Program, refused, server, teacher
 from tests.security.test_access import CONFIG
@@ -208,7 +208,7 @@ def test_certificates_are_looked_at_before_anything_starts(
 
 def test_a_port_that_is_taken_and_a_host_that_is_not_ours() -> None:
     with pytest.raises(InvalidInput, match=r"cannot listen on 192\.0\.2\.1"):
-        Endpoint("192.0.2.1", 1, insecure=True).require_usable()
-    nowhere = Endpoint("192.0.2.1", 0, insecure=True)
+        ServerEndpoint("192.0.2.1", 1, insecure=True).require_usable()
+    nowhere = ServerEndpoint("192.0.2.1", 0, insecure=True)
     with pytest.raises(InvalidInput, match=r"cannot listen on 192\.0\.2\.1"):
         asyncio.run(serve(lambda _: "service", nowhere, grace_seconds=0, on_ready=print))

@@ -13,7 +13,7 @@ import typer
 
 from clients.cli.completion import complete_job
 from clients.cli.output import Output
-from clients.cli.settings import Settings, settings_of
+from clients.cli.settings import ClientSettings, settings_of
 from protos.errors import NotFound
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def plot(
 
 
 def records_of(
-    settings: Settings, jobs: Iterable[str], *, with_notes: bool = False
+    settings: ClientSettings, jobs: Iterable[str], *, with_notes: bool = False
 ) -> list[JobRecord]:
     """Return the record of each job, read from its run directory or from the server.
 
@@ -85,7 +85,7 @@ def records_of(
     ]
 
 
-def _asked(settings: Settings, name: str, with_notes: bool) -> JobRecord:
+def _asked(settings: ClientSettings, name: str, with_notes: bool) -> JobRecord:
     from clients.jobs.record import JobRecord, notes_in, points_of
 
     with settings.client() as client:

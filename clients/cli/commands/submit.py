@@ -11,11 +11,11 @@ from clients.cli.commands.jobs import facts_of
 from clients.cli.live.display import conclude, display
 from clients.cli.output import Output
 from clients.cli.settings import (
+    ClientSettings,
     JobArgument,
     JobFileArgument,
     NameOption,
     SetOption,
-    Settings,
     overrides,
     settings_of,
 )
@@ -76,7 +76,7 @@ def submit(
     return ExitCode.OK
 
 
-def _ask_server(settings: Settings, config: AnyJob) -> None:
+def _ask_server(settings: ClientSettings, config: AnyJob) -> None:
     """Raises the error that a submit would raise, except that the server may be unreachable."""
     try:
         with settings.client() as client:

@@ -56,7 +56,7 @@ MARKER = ".distill-demo"
 
 
 @dataclass(frozen=True)
-class Summary:
+class DemoSummary:
     """The content of summary.json: held-out accuracies, held-out KL in nats per token, seconds."""
 
     teacher_accuracy: float
@@ -203,9 +203,11 @@ def _cancelled_on_error(client: DistillClient, job_id: str, output: Output) -> I
         raise
 
 
-def _summary(config: OnPolicyJob, progress: JobView, accuracy: float, seconds: float) -> Summary:
+def _summary(
+    config: OnPolicyJob, progress: JobView, accuracy: float, seconds: float
+) -> DemoSummary:
     first, last = _figures(progress.evaluations[0][1]), _figures(progress.evaluations[-1][1])
-    return Summary(
+    return DemoSummary(
         teacher_accuracy=accuracy,
         accuracy_before=first[0],
         accuracy_after=last[0],
@@ -221,7 +223,7 @@ def _figures(evaluation: Mapping[str, float]) -> tuple[float, float]:
     return evaluation["eval/accuracy"], evaluation["eval/kl"]
 
 
-def _print(output: Output, summary: Summary, place: Path) -> None:
+def _print(output: Output, summary: DemoSummary, place: Path) -> None:
     if output.as_json:
         output.result(asdict(summary), "")
         return

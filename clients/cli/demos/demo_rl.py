@@ -33,7 +33,7 @@ TRAIN = (
 
 
 @dataclass(frozen=True)
-class Summary:
+class RLDemoSummary:
     """The content of summary.json: held-out accuracies, and the last step's KL to the anchor."""
 
     accuracy_before: float
@@ -80,11 +80,11 @@ def demo_rl(
     return ExitCode.OK
 
 
-def _summary(jobs: Path, seconds: float) -> Summary:
+def _summary(jobs: Path, seconds: float) -> RLDemoSummary:
     (metrics,) = jobs.glob("*/metrics.jsonl")
     lines: list[dict[str, Any]] = [json.loads(line) for line in metrics.read_text().splitlines()]
     first, last = lines[0], lines[-1]
-    return Summary(
+    return RLDemoSummary(
         accuracy_before=first["eval/accuracy"],
         accuracy_after=last["eval/accuracy"],
         anchor_accuracy_after=last["eval/anchor/accuracy"],
@@ -94,7 +94,7 @@ def _summary(jobs: Path, seconds: float) -> Summary:
     )
 
 
-def _print(output: Output, summary: Summary) -> None:
+def _print(output: Output, summary: RLDemoSummary) -> None:
     if output.as_json:
         output.result(asdict(summary), "")
         return

@@ -27,7 +27,7 @@ from clients.runs.fence import is_fenced
 from distill_server.runners.local.living_shims import LivingShims, attempts_before
 from distill_server.runners.local.process import claim, write_json
 from distill_server.runners.ray.jobs import shown
-from distill_server.runners.ray.order import Order, take_order
+from distill_server.runners.ray.order import TrainerOrder, take_order
 from distill_server.runners.ray.places import rank_variables
 from distill_server.runners.ray.rank import Rank
 
@@ -57,7 +57,7 @@ def main() -> int:
 class Driver:
     """Starts, follows and stops the processes of one attempt. `directory` holds its logs."""
 
-    def __init__(self, order: Order, directory: Path) -> None:
+    def __init__(self, order: TrainerOrder, directory: Path) -> None:
         ray.init(log_to_driver=False)
         self._order = order
         self._directory = directory

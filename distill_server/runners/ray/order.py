@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Order:
+class TrainerOrder:
     """The processes of one attempt.
 
     Each of the `processes` runs Python with `arguments` and gets `cpus` CPUs and `gpus` GPUs of one
@@ -32,7 +32,7 @@ class Order:
     gpus: int
 
 
-def write_order(path: Path, order: Order) -> None:
+def write_order(path: Path, order: TrainerOrder) -> None:
     """Write the order durably, with mode 600."""
     descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
     with open(descriptor, "w") as file:
@@ -41,8 +41,8 @@ def write_order(path: Path, order: Order) -> None:
         os.fsync(file.fileno())
 
 
-def take_order(path: Path) -> Order:
+def take_order(path: Path) -> TrainerOrder:
     """Read an order and remove its file."""
-    order = Order(**json.loads(path.read_text()))
+    order = TrainerOrder(**json.loads(path.read_text()))
     path.unlink()
     return order

@@ -24,7 +24,7 @@ from distill_server.runners.local.shim_files import exit_code_of
 from distill_server.runners.machine import Share
 from distill_server.runners.ray.cluster import RayCluster
 from distill_server.runners.ray.jobs import Absent, Present
-from distill_server.runners.ray.order import Order, write_order
+from distill_server.runners.ray.order import TrainerOrder, write_order
 from distill_server.runners.teacher_token import teacher_token
 from distill_server.runners.trainer_environment import threads_of, trainer_environment
 
@@ -57,7 +57,7 @@ class RayRunner:
         _, *arguments = self._command(run.path, attempt=attempt, processes=1, from_step=from_step)
         environment = trainer_environment(os.environ, share, processes)
         environment.pop("CUDA_VISIBLE_DEVICES", None)  # names GPUs of this machine, not of a node
-        order = Order(
+        order = TrainerOrder(
             run=str(run.path),
             attempt=attempt,
             arguments=arguments,

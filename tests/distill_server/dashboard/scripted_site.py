@@ -18,7 +18,7 @@ from distill_server.runners.machine import Machine
 from distill_server.scheduler import Policy
 from distill_server.server import run_server
 from protos.auth.access import read_tokens
-from protos.rpc.server import Endpoint
+from protos.rpc.server import ServerEndpoint
 from tests.distill_server.scripted_server import POLICY, command
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     asyncio.run(
         run_server(
             Path(sys.argv[1]),
-            endpoint=Endpoint(tokens=read_tokens(None)),
+            endpoint=ServerEndpoint(tokens=read_tokens(None)),
             runner=LocalRunner(command=command),
             policy=Policy(Machine(slots=int(sys.argv[4])), retries=1, **POLICY),
             preflight=unchecked,

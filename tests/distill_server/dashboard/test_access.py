@@ -23,7 +23,7 @@ from distill_server.scheduler import Policy
 from distill_server.server import run_server
 from protos.auth.access import Role, Tokens
 from protos.errors import InvalidInput
-from protos.rpc.server import Endpoint
+from protos.rpc.server import ServerEndpoint
 from tests.distill_server.conftest import eventually
 from tests.distill_server.dashboard.site import TOKENS, Site
 from tests.security.processes import Program
@@ -222,17 +222,17 @@ def test_what_is_no_external_url(url: str) -> None:
 
 @pytest.mark.parametrize("tokens", [Tokens(), Tokens({TOKENS["admin"]: Role.ADMIN})])
 def test_strangers_are_not_served_without_token_and_tls(tmp_path: Path, tokens: Tokens) -> None:
-    endpoint = Endpoint("0.0.0.0", tokens=tokens)
+    endpoint = ServerEndpoint("0.0.0.0", tokens=tokens)
     with pytest.raises(InvalidInput, match="without tokens and TLS"):
         asyncio.run(serve_once(tmp_path, endpoint, 0))
 
 
 def test_a_taken_port_is_named(site: Site, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="--dashboard: cannot listen on"):
-        asyncio.run(serve_once(tmp_path, Endpoint(), site.port))
+        asyncio.run(serve_once(tmp_path, ServerEndpoint(), site.port))
 
 
-async def serve_once(runs: Path, endpoint: Endpoint, port: int) -> None:
+async def serve_once(runs: Path, endpoint: ServerEndpoint, port: int) -> None:
     await run_server(
         runs,
         endpoint=endpoint,

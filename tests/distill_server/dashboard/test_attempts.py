@@ -11,7 +11,7 @@ import pytest
 from clients.jobs.job import TERMINAL, Job, JobState
 from distill_server.dashboard.attempts import attempts_of
 from distill_server.jobs.database import open_database
-from distill_server.jobs.store import Attempt, Change, Store
+from distill_server.jobs.store import Attempt, Change, JobStore
 from distill_server.runners.machine import Share
 from tests.distill_server.conftest import job_config
 
@@ -21,22 +21,22 @@ def store(tmp_path: Path) -> Any:
     clock = itertools.count(1000)
     with open_database(tmp_path / "server.sqlite") as connection:
         connection.execute("PRAGMA synchronous = OFF")
-        yield Store(connection, on_change=lambda _: None, now=lambda: float(next(clock)))
+        yield JobStore(connection, on_change=lambda _: None, now=lambda: float(next(clock)))
 
 
-def run(store: Store, job_id: str, steps: range) -> None:
+def run(store: JobStore, job_id: str, steps: range) -> None:
     job = store.begin(store.job(job_id), Share(1), Change(JobState.PREPARING, phase="starting"))
     store.change(job.id, Change(JobState.RUNNING))
     store.change(job.id, *(Change(step=step, metrics={"loss": 1.0}) for step in steps))
 
 
-def again(store: Store, job_id: str, reason: str, phase: str = "") -> None:
+def again(store: JobStore, job_id: str, reason: str, phase: str = "") -> None:
     number = store.job(job_id).attempt + 1
     change = Change(JobState.QUEUED, reason=reason, phase=phase)
     store.queue_again(job_id, Attempt(number), change, last=False)
 
 
-def scanned(store: Store, job: Job) -> list[dict[str, Any]]:
+def scanned(store: JobStore, job: Job) -> list[dict[str, Any]]:
     """By a scan of all events."""
     events = store.events(job.id, 0, -1)
     records = []
@@ -64,7 +64,7 @@ def scanned(store: Store, job: Job) -> list[dict[str, Any]]:
     return records
 
 
-def test_every_way_to_end(store: Store) -> None:
+def test_every_way_to_end(store: JobStore) -> None:
     job = store.add("job", job_config(max_steps=100), "")
     assert attempts_of(store, job) == scanned(store, job)
     run(store, "job", range(1, 7))
@@ -91,7 +91,7 @@ def test_every_way_to_end(store: Store) -> None:
     assert "signal 9" in found[0]["reason"]
 
 
-def test_the_newest_fifty_of_a_long_job_cost_few_reads(store: Store) -> None:
+def test_the_newest_fifty_of_a_long_job_cost_few_reads(store: JobStore) -> None:
     store.add("job", job_config(max_steps=9000), "")
     for number in range(60):
         run(store, "job", range(1 + 50 * number, 51 + 50 * number))

@@ -16,7 +16,7 @@ from distill_server.dashboard import feeds
 from distill_server.dashboard.feeds import Turns, job_messages, list_messages, thinned
 from distill_server.jobs.change_notifier import ChangeNotifier
 from distill_server.jobs.database import open_database
-from distill_server.jobs.store import Change, Store
+from distill_server.jobs.store import Change, JobStore
 from protos.errors import Unavailable
 from tests.distill_server.conftest import job_config
 
@@ -55,7 +55,7 @@ def test_the_list_is_told_when_it_is_another_one(
     monkeypatch.setattr(feeds, "_SECONDS_BETWEEN_LOOKS", 0.01)
     looks = []
 
-    async def follow(store: Store, bells: ChangeNotifier) -> None:
+    async def follow(store: JobStore, bells: ChangeNotifier) -> None:
         def look() -> list[str]:
             looks.append(1)
             return [f"{job.id} {job.step}" for job in store.page(limit=2)]
@@ -82,7 +82,7 @@ def test_the_list_is_told_when_it_is_another_one(
 
     with open_database(tmp_path / "jobs.sqlite") as connection:
         bells = ChangeNotifier()
-        asyncio.run(follow(Store(connection, on_change=bells.ring), bells))
+        asyncio.run(follow(JobStore(connection, on_change=bells.ring), bells))
     assert len(looks) < 10
 
 
@@ -124,7 +124,7 @@ def test_a_long_past_is_thinned_and_the_present_is_not(
     monkeypatch.setattr(feeds, "_MOST_POINTS", 50)
     monkeypatch.setattr(feeds, "_PAGE_EVENTS", 40)
 
-    async def follow(store: Store, bells: ChangeNotifier) -> list[dict[str, float]]:
+    async def follow(store: JobStore, bells: ChangeNotifier) -> list[dict[str, float]]:
         found: list[dict[str, float]] = []
         messages = job_messages(store, bells, "job", 0)
         while not found or found[-1]["seq"] < store.job("job").last_seq:
@@ -140,7 +140,7 @@ def test_a_long_past_is_thinned_and_the_present_is_not(
     with open_database(tmp_path / "jobs.sqlite") as connection:
         connection.execute("PRAGMA synchronous = OFF")
         bells = ChangeNotifier()
-        store = Store(connection, on_change=bells.ring)
+        store = JobStore(connection, on_change=bells.ring)
         store.add("job", job_config(), "")
         for step in range(1, 501):
             store.change("job", Change(step=step, metrics={"loss": float(step)}))

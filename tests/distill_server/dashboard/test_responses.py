@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from clients.config.common import DataConfig, StudentConfig, TeacherConfig
 from clients.config.on_policy import OnPolicyJob
 from distill_server.jobs.database import open_database
-from distill_server.jobs.store import Store
+from distill_server.jobs.store import JobStore
 from tests.distill_server.conftest import eventually, job_config
 from tests.distill_server.dashboard.site import TOKENS, Site
 from tests.documents import blocks
@@ -136,7 +136,7 @@ def test_ten_thousand_jobs_are_paged(tmp_path: Path, make_site: Callable[..., Si
 
 def fill(connection: sqlite3.Connection, ids: list[str]) -> None:
     """Jobs that are over, by copies of a first one: ten thousand commits would take long."""
-    Store(connection, on_change=lambda _: None).add(ids[0], job_config(), "")
+    JobStore(connection, on_change=lambda _: None).add(ids[0], job_config(), "")
     connection.execute("UPDATE jobs SET state = 'SUCCEEDED'")
     row = dict(connection.execute("SELECT * FROM jobs").fetchone())
     columns = ", ".join(row)

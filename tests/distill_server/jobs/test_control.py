@@ -16,7 +16,7 @@ from clients.jobs.job import JobState
 from clients.runs.directory import Control, RunDirectory
 from distill_server.jobs.control import JobControl
 from distill_server.jobs.database import open_database
-from distill_server.jobs.store import Store
+from distill_server.jobs.store import JobStore
 from distill_server.rpc.encode import decode_state
 from protos.errors import InvalidInput, NotFound, Unavailable
 from tests.distill_server.conftest import job_config
@@ -31,7 +31,7 @@ def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
 @pytest.fixture
 def control(tmp_path: Path, connection: sqlite3.Connection) -> JobControl:
     (tmp_path / "runs").mkdir()
-    store = Store(connection, on_change=lambda job_id: None)
+    store = JobStore(connection, on_change=lambda job_id: None)
     return JobControl(store, tmp_path / "runs", wake=lambda: None)
 
 

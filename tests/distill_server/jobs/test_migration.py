@@ -13,7 +13,7 @@ from clients.config.on_policy import OnPolicyJob
 from clients.jobs.job import JobState
 from distill_server.jobs import database
 from distill_server.jobs.database import open_database
-from distill_server.jobs.store import Attempt, Change, Store
+from distill_server.jobs.store import Attempt, Change, JobStore
 from distill_server.runners.machine import Share
 from protos.errors import InvalidInput, Unavailable
 from tests.distill_server.conftest import job_config
@@ -50,14 +50,14 @@ def old(tmp_path: Path) -> Path:
 
 
 def read(connection: sqlite3.Connection) -> tuple[object, ...]:
-    store = Store(connection, on_change=lambda job_id: None)
+    store = JobStore(connection, on_change=lambda job_id: None)
     jobs = store.page(limit=9)
     return jobs, [store.attempt(job) for job in jobs], [store.events(j.id, 0, 9) for j in jobs]
 
 
 def test_jobs_attempts_and_events_are_all_there(old: Path) -> None:
     with open_database(old) as connection:
-        store = Store(connection, on_change=lambda job_id: None)
+        store = JobStore(connection, on_change=lambda job_id: None)
         assert [job.id for job in store.page(limit=9)] == ["job-2", "job-1"]
         assert store.attempt(store.job("job-2")) == Attempt(1, seen_step=3)
         assert [event.seq for event in store.events("job-1", 0, 9)] == [1]
@@ -82,7 +82,7 @@ def test_a_key_of_before_the_upgrade_is_the_same_job(old: Path) -> None:
         connection.execute("UPDATE submissions SET config_sha256 = ?", (digest,))
     connection.close()
     with open_database(old) as connection:
-        store = Store(connection, on_change=lambda job_id: None)
+        store = JobStore(connection, on_change=lambda job_id: None)
         for number in (1, 2):
             known = store.submitted(f"key {number}", job_config())
             assert known is not None
@@ -102,7 +102,7 @@ def test_a_key_of_today_outlives_new_keys_and_a_resume(old: Path) -> None:
         surprise: int = 7
 
     with open_database(old) as connection:
-        store = Store(connection, on_change=lambda job_id: None)
+        store = JobStore(connection, on_change=lambda job_id: None)
         store.add("job-3", job_config(), "key 3")
         for state in (JobState.PREPARING, JobState.RUNNING, JobState.SUCCEEDED):
             store.change("job-3", Change(state))
@@ -125,4 +125,4 @@ def test_a_step_that_fails_leaves_the_old_one(old: Path, monkeypatch: pytest.Mon
             pass
     with open_database(old) as connection:
         assert connection.execute("PRAGMA user_version").fetchone()[0] == len(database._STEPS)
-        assert len(Store(connection, on_change=lambda job_id: None).page(limit=9)) == 2
+        assert len(JobStore(connection, on_change=lambda job_id: None).page(limit=9)) == 2

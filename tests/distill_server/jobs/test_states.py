@@ -11,7 +11,7 @@ import pytest
 
 from clients.jobs.job import TERMINAL, TRANSITIONS, JobState
 from distill_server.jobs.database import open_database
-from distill_server.jobs.store import Change, Store
+from distill_server.jobs.store import Change, JobStore
 from protos.errors import WrongState
 from tests.distill_server.conftest import job_config
 
@@ -25,7 +25,7 @@ def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(JobState, JobState)))
 def test_pair(connection: sqlite3.Connection, old: JobState, new: JobState) -> None:
     rung: list[str] = []
-    store = Store(connection, on_change=rung.append)
+    store = JobStore(connection, on_change=rung.append)
     store.add("a", job_config(), "")
     connection.execute("UPDATE jobs SET state = ?", (old,))
     if (old, new) in TRANSITIONS:

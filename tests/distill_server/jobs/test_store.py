@@ -13,21 +13,21 @@ import pytest
 
 from clients.jobs.job import JobState
 from distill_server.jobs.database import open_database
-from distill_server.jobs.store import Attempt, Change, Store
+from distill_server.jobs.store import Attempt, Change, JobStore
 from protos.errors import Corrupt, InvalidInput, NotFound, Unavailable, WrongState
 from tests.distill_server.conftest import job_config
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path: Path) -> Iterator[JobStore]:
     with open_database(tmp_path / "server.sqlite") as connection:
-        yield Store(connection, on_change=lambda job_id: None)
+        yield JobStore(connection, on_change=lambda job_id: None)
 
 
 def test_files_are_private(tmp_path: Path) -> None:
     os.umask(0o022)
     with open_database(tmp_path / "server.sqlite") as connection:
-        Store(connection, on_change=lambda job_id: None).add("a", job_config(), "")
+        JobStore(connection, on_change=lambda job_id: None).add("a", job_config(), "")
         modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.iterdir()}
     assert set(modes) >= {"server.sqlite", "server.sqlite-wal", "server.lock"}
     assert set(modes.values()) == {0o600}
@@ -62,7 +62,7 @@ def test_second_process_is_refused_at_once(tmp_path: Path) -> None:
 def test_damaged_file_is_told(tmp_path: Path) -> None:
     path = tmp_path / "server.sqlite"
     with open_database(path) as connection:
-        store = Store(connection, on_change=lambda job_id: None)
+        store = JobStore(connection, on_change=lambda job_id: None)
         for number in range(200):
             store.add(f"job-{number}", job_config(), "")
     content = bytearray(path.read_bytes())
@@ -85,7 +85,7 @@ def test_schema_of_the_future_is_refused(tmp_path: Path) -> None:
 
 def test_full_disk_is_unavailable_and_changes_nothing(tmp_path: Path) -> None:
     with open_database(tmp_path / "server.sqlite") as connection:
-        store = Store(connection, on_change=lambda job_id: None)
+        store = JobStore(connection, on_change=lambda job_id: None)
         store.add("a", job_config(), "")
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {pages}")
@@ -96,7 +96,7 @@ def test_full_disk_is_unavailable_and_changes_nothing(tmp_path: Path) -> None:
         assert store.change("a", Change(phase="again")).last_seq == 2
 
 
-def test_resolve(store: Store) -> None:
+def test_resolve(store: JobStore) -> None:
     with pytest.raises(NotFound):
         store.resolve("@last")
     for job_id in ("run-a1", "run-a2", "run-a", "other-1"):
@@ -111,7 +111,7 @@ def test_resolve(store: Store) -> None:
             store.resolve(nothing)
 
 
-def test_pages_cover_everything_once(store: Store) -> None:
+def test_pages_cover_everything_once(store: JobStore) -> None:
     ids = [f"job-{number}" for number in range(7)]
     for job_id in ids:
         store.add(job_id, job_config(), "")
@@ -123,7 +123,7 @@ def test_pages_cover_everything_once(store: Store) -> None:
     assert [job.id for job in store.page(state=JobState.CANCELLED, limit=9)] == ["job-3"]
 
 
-def test_queue_order(store: Store) -> None:
+def test_queue_order(store: JobStore) -> None:
     """A retry keeps its place, a resumed job goes to the end."""
     for job_id in ("a", "b", "c"):
         store.add(job_id, job_config(), "")
@@ -136,7 +136,7 @@ def test_queue_order(store: Store) -> None:
     assert store.job("a").attempt == 3
 
 
-def test_illegal_requeue_leaves_no_trace(store: Store) -> None:
+def test_illegal_requeue_leaves_no_trace(store: JobStore) -> None:
     store.add("a", job_config(), "")
     more = job_config(max_steps=99)
     with pytest.raises(WrongState):
@@ -146,7 +146,7 @@ def test_illegal_requeue_leaves_no_trace(store: Store) -> None:
     assert store.attempt(job) == Attempt(1)
 
 
-def test_key_of_another_job(store: Store) -> None:
+def test_key_of_another_job(store: JobStore) -> None:
     job = store.add("a", job_config(), "key")
     assert store.submitted("key", job_config()) == job
     assert store.submitted("other", job_config()) is None
@@ -155,7 +155,7 @@ def test_key_of_another_job(store: Store) -> None:
     assert caught.value.field == "idempotency_key"
 
 
-def test_metrics_survive_and_count_as_seen(store: Store) -> None:
+def test_metrics_survive_and_count_as_seen(store: JobStore) -> None:
     store.add("a", job_config(), "")
     store.change("a", Change(step=3, metrics={"loss": 0.5}), Change(phase="saving"))
     job = store.job("a")

@@ -24,7 +24,7 @@ from clients.runs.fence import VARIABLE as FENCE
 from clients.runs.fence import raise_fence
 from distill_server.runners.local.process import Identity, family, identity_of, kill_family
 from distill_server.runners.local.shim_files import card_of, exit_code_of
-from distill_server.runners.ray.order import Order, write_order
+from distill_server.runners.ray.order import TrainerOrder, write_order
 from tests.distill_server import conftest
 from tests.distill_server.conftest import Server, job_config
 from tests.distill_server.jobs.history import History
@@ -170,7 +170,9 @@ def test_a_node_that_cannot_begin_says_why(cluster: Cluster, tmp_path: Path) -> 
     directory = run.logs(1)
     directory.mkdir(parents=True)
     (directory / "rank-0").touch()
-    order = Order(str(run.path), 1, ["-c", "pass"], {FENCE: raise_fence(run.path, 1)}, "/", 1, 1, 0)
+    order = TrainerOrder(
+        str(run.path), 1, ["-c", "pass"], {FENCE: raise_fence(run.path, 1)}, "/", 1, 1, 0
+    )
     write_order(directory / "order.json", order)
     subprocess.run(
         [sys.executable, "-m", "distill_server.runners.ray.driver", str(directory / "order.json")],

@@ -9,7 +9,7 @@ import grpc.aio
 
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import InvalidInput, Overloaded
-from protos.rpc.server import Endpoint, serve
+from protos.rpc.server import ServerEndpoint, serve
 
 
 class StubTeacher(teacher_pb2_grpc.TeacherServicer):
@@ -41,4 +41,4 @@ def on_ready(port: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(register, Endpoint(), grace_seconds=10, on_ready=on_ready))
+    asyncio.run(serve(register, ServerEndpoint(), grace_seconds=10, on_ready=on_ready))

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import InternalFault, InvalidInput, NotFound, Overloaded, Unavailable
-from protos.rpc.server import Endpoint
+from protos.rpc.server import ServerEndpoint
 from protos.rpc.statuses import _abort, fault_of
 from protos.rpc.transport import CHANNEL_OPTIONS
 
@@ -151,4 +151,4 @@ def test_nobody_listens() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "example.org", ""])
 def test_only_loopback(host: str) -> None:
     with pytest.raises(InvalidInput):
-        Endpoint(host).require_usable()
+        ServerEndpoint(host).require_usable()

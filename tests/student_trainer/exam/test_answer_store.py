@@ -13,13 +13,13 @@ import pytest
 
 from protos.errors import InvalidInput, WrongState
 from student_trainer.exam import answer_store
-from student_trainer.exam.answer_store import Answer, AnswerStore
+from student_trainer.exam.answer_store import AnswerStore, StoredAnswer
 
 SETTINGS = {"model": "m", "temperature": 0.8}
 
 
-def answer(number: int) -> Answer:
-    return Answer(number // 4, number % 4, f"text {number}\n\u2028\U0001f600", number, False)
+def answer(number: int) -> StoredAnswer:
+    return StoredAnswer(number // 4, number % 4, f"text {number}\n\u2028\U0001f600", number, False)
 
 
 @contextmanager
@@ -92,8 +92,10 @@ def test_kills_while_a_part_is_written(
     assert len(rows) == len({(row.prompt, row.sample) for row in rows})
 
 
-def read(part: Path) -> list[Answer]:
-    return [Answer(**row) for row in answer_store.pyarrow.parquet.read_table(part).to_pylist()]
+def read(part: Path) -> list[StoredAnswer]:
+    return [
+        StoredAnswer(**row) for row in answer_store.pyarrow.parquet.read_table(part).to_pylist()
+    ]
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from student_trainer.exam.answer_store import Answer
+from student_trainer.exam.answer_store import StoredAnswer
 from student_trainer.exam.questions import Question
 from student_trainer.exam.report import GradedAnswers, cells, columns_of, summary
 
@@ -16,7 +16,9 @@ VOTES = [["7", "8", "8", ""], ["9", "9", "1", "9"], ["", "", "", "3"]]
 
 def judged(reward: np.ndarray = REWARD) -> GradedAnswers:
     questions = [Question(number, "q", "r") for number in range(len(reward))]
-    answers = [[Answer(p, n, "", 10 * p + n, n == 3) for n in range(4)] for p in range(len(reward))]
+    answers = [
+        [StoredAnswer(p, n, "", 10 * p + n, n == 3) for n in range(4)] for p in range(len(reward))
+    ]
     return GradedAnswers(questions, answers, reward, VOTES[: len(reward)])
 
 
@@ -46,7 +48,7 @@ def test_a_gain_is_paired() -> None:
     first, second = (
         GradedAnswers(
             [Question(n, "q", "r") for n in range(24)],
-            [[Answer(n, k, "", 1, False) for k in range(4)] for n in range(24)],
+            [[StoredAnswer(n, k, "", 1, False) for k in range(4)] for n in range(24)],
             reward,
             [[""] * 4] * 24,
         )

@@ -24,7 +24,7 @@ from teacher_service.cache.disk_tier import DiskTier
 from teacher_service.cache.row_cache import EncodedRows, RowCache
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.serving.batcher import Batcher
-from teacher_service.serving.scorer import Scorer
+from teacher_service.serving.scorer import RowScorer
 
 
 class CountingEngine(FakeEngine):
@@ -48,7 +48,7 @@ def score_all(engine: CountingEngine, cache: RowCache | None) -> list[bytes]:
 
     async def main() -> list[bytes]:
         async with cache or nullcontext(), Batcher(engine, max_batch_tokens=100) as batcher:
-            scorer = Scorer(batcher, cache)
+            scorer = RowScorer(batcher, cache)
             return [(await scorer.score(query)).scored.encoded for query in QUERIES * 2]
 
     return asyncio.run(main())
@@ -150,11 +150,11 @@ def test_the_first_write_wins() -> None:
 
     async def main() -> tuple[Any, Any]:
         async with Batcher(FakeEngine(FakeSettings(vocab=64)), max_batch_tokens=99) as batcher:
-            first = (await Scorer(batcher, None).score(QUERIES[0])).scored
+            first = (await RowScorer(batcher, None).score(QUERIES[0])).scored
         async with Batcher(
             FakeEngine(FakeSettings(vocab=64, seed=1)), max_batch_tokens=99
         ) as batcher:
-            second = (await Scorer(batcher, None).score(QUERIES[0])).scored
+            second = (await RowScorer(batcher, None).score(QUERIES[0])).scored
             return first, second
 
     first, second = asyncio.run(main())

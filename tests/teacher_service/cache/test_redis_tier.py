@@ -26,7 +26,7 @@ from teacher_service.cache.row_cache import EncodedRows, RowCache
 from teacher_service.cache.settings import CacheSettings, open_redis
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.serving.batcher import Batcher
-from teacher_service.serving.scorer import Scorer
+from teacher_service.serving.scorer import RowScorer
 from tests.faults.proxy import FaultProxy, Toxics
 from tests.teacher_service.cache.redis_server import RedisServer, patient
 from tests.teacher_service.conftest import StartTeacher
@@ -84,7 +84,7 @@ def test_two_teachers_share_rows(server: RedisServer, zstd: bool) -> None:
         redis = RedisTier(RedisAddress(server.url), ttl_seconds=60, zstd=zstd)
         cache = RowCache(memory_bytes=1 << 20, redis=redis)
         async with cache, Batcher(engine, max_batch_tokens=999) as batcher:
-            scorer = Scorer(batcher, cache)
+            scorer = RowScorer(batcher, cache)
             answers = [await scorer.score(query) for query in queries]
         return [answer.scored.encoded for answer in answers], dict(cache.counters())
 

@@ -22,11 +22,11 @@ from teacher_service.engines.vllm_wire import decode_query, encode_query, part_o
 from teacher_service.head.scoring import score_hidden
 from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.request_parts import RequestParts
-from teacher_service.serving.validation import Limits, parse_request
+from teacher_service.serving.validation import RequestLimits, parse_request
 from tests.teacher_service.conftest import StartTeacher
 
 VOCAB = 90
-LIMITS = Limits(vocab_size=VOCAB, max_length=300_000, max_top_k=64)
+LIMITS = RequestLimits(vocab_size=VOCAB, max_length=300_000, max_top_k=64)
 
 
 def a_query(rows: int = 6, k: int = 4, draws: int = 5, *, by_teacher: bool = False) -> ScoreQuery:

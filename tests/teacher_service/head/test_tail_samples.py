@@ -23,7 +23,7 @@ from teacher_service.engines.hf import HfEngine
 from teacher_service.head.scoring import ScoredRows, score_hidden
 from teacher_service.head.tail_samples import draw
 from teacher_service.head.uniforms import uniforms_of
-from teacher_service.serving.scorer import Answer, chunks_of
+from teacher_service.serving.scorer import RowAnswer, chunks_of
 from tests.teacher_service.tiny_model import VOCAB_SIZE
 
 
@@ -338,10 +338,10 @@ def test_the_same_for_whoever_asks(engine: HfEngine | FakeEngine) -> None:
     assert (other != whole.tail_sample_ids).mean() > 0.5
 
 
-def answer(asked: ScoreQuery) -> Answer:
+def answer(asked: ScoreQuery) -> RowAnswer:
     """By an engine that has just been started."""
     block = sampled(FakeEngine(FakeSettings(vocab=VOCAB_SIZE)), [asked])[0]
-    return Answer(EncodedRows(encode_rows(block, f32=True), block), version=0)
+    return RowAnswer(EncodedRows(encode_rows(block, f32=True), block), version=0)
 
 
 def test_an_answer_that_breaks_off_goes_on_with_the_same_samples() -> None:

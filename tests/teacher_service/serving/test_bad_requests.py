@@ -24,13 +24,13 @@ from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
 from protos.rpc.transport import CHANNEL_OPTIONS
 from teacher_service.engines.fake import FakeEngine, FakeSettings
-from teacher_service.serving.validation import Limits, parse_request
+from teacher_service.serving.validation import RequestLimits, parse_request
 from tests.teacher_service.conftest import StartTeacher
 from tests.teacher_service.processes import TeacherProcess
 
 REPEATS = int(os.environ.get("DISTILL_REPEATS", "20"))
 VOCAB, MAX_LENGTH = 100, 64
-LIMITS = Limits(VOCAB, MAX_LENGTH, VOCAB)
+LIMITS = RequestLimits(VOCAB, MAX_LENGTH, VOCAB)
 FAKE = ["--engine", "fake", "--model", f"vocab={VOCAB},max_length={MAX_LENGTH}"]
 WAIT = 60.0
 BATCH = 100

@@ -16,9 +16,9 @@ from teacher_service.cache.row_cache import RowCache
 from teacher_service.engines.hf import HfEngine
 from teacher_service.metrics_page import TeacherMetrics
 from teacher_service.serving.batcher import Batcher
-from teacher_service.serving.scorer import Scorer
+from teacher_service.serving.scorer import RowScorer
 from teacher_service.serving.service import TeacherServicer
-from teacher_service.serving.validation import Limits
+from teacher_service.serving.validation import RequestLimits
 from teacher_service.serving.weights import Weights
 
 POISONED, POSITION = 42, 7
@@ -52,8 +52,8 @@ def test_one_position_fails_its_sequence_only(tiny_model: Path) -> None:
 
     async def main() -> None:
         async with Batcher(engine, max_batch_tokens=1000, metrics=metrics) as batcher:
-            limits = Limits(engine.info.vocab_size, 100, 90)
-            scorer = Scorer(batcher, cache)
+            limits = RequestLimits(engine.info.vocab_size, 100, 90)
+            scorer = RowScorer(batcher, cache)
             weights = Weights(engine, batcher)
             servicer = TeacherServicer(scorer, batcher, weights, limits, metrics)
 

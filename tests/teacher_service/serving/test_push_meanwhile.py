@@ -18,7 +18,7 @@ from teacher_service.engines.base import WeightUpdate
 from teacher_service.engines.hf import HfEngine
 from teacher_service.serving import weights as weights_module
 from teacher_service.serving.batcher import Batcher
-from teacher_service.serving.scorer import Scorer
+from teacher_service.serving.scorer import RowScorer
 from teacher_service.serving.weights import Weights
 from tests.teacher_service.serving.pushing import NAME, QUERY, arrays, parameters, push, rows
 
@@ -123,7 +123,7 @@ def test_rows_are_of_the_version_that_they_say(tiny_model: Path, other_model: Pa
 
     async def main() -> list[int]:
         async with Batcher(engine, max_batch_tokens=300) as batcher:
-            scorers = [Scorer(batcher, cache), Scorer(batcher, None)]
+            scorers = [RowScorer(batcher, cache), RowScorer(batcher, None)]
             weights, seen = Weights(engine, batcher), []
 
             enough = asyncio.Event()

@@ -16,7 +16,7 @@ from protos.rows.codec import RowBlock
 from teacher_service.cache.row_cache import EncodedRows, RowCache
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from teacher_service.serving.batcher import Batcher
-from teacher_service.serving.scorer import Scorer
+from teacher_service.serving.scorer import RowScorer
 
 
 class GatedEngine(FakeEngine):
@@ -37,12 +37,12 @@ def query(*ids: int) -> ScoreQuery:
     return ScoreQuery(np.array(ids, np.int32), 1, top_k=2)
 
 
-def life(engine: GatedEngine, cached: bool, work: Callable[[Scorer], Awaitable[None]]) -> None:
+def life(engine: GatedEngine, cached: bool, work: Callable[[RowScorer], Awaitable[None]]) -> None:
     async def main() -> None:
         cache = RowCache(memory_bytes=1 << 20, disk=None) if cached else None
         async with Batcher(engine, max_batch_tokens=100) as batcher:
             try:
-                await work(Scorer(batcher, cache))
+                await work(RowScorer(batcher, cache))
             finally:
                 engine.gate.set()
 
@@ -53,7 +53,7 @@ def life(engine: GatedEngine, cached: bool, work: Callable[[Scorer], Awaitable[N
 def test_equal_queries_make_one_forward(cached: bool) -> None:
     engine = GatedEngine()
 
-    async def work(scorer: Scorer) -> None:
+    async def work(scorer: RowScorer) -> None:
         tasks = [asyncio.create_task(scorer.score(query(1, 2, 3))) for _ in range(20)]
         other = asyncio.create_task(scorer.score(query(1, 2, 4)))
         await asyncio.sleep(0.05)
@@ -71,7 +71,7 @@ def test_equal_queries_make_one_forward(cached: bool) -> None:
 def test_the_others_go_on_when_one_gives_up() -> None:
     engine = GatedEngine()
 
-    async def work(scorer: Scorer) -> None:
+    async def work(scorer: RowScorer) -> None:
         tasks = [asyncio.create_task(scorer.score(query(1, 2, 3))) for _ in range(3)]
         await asyncio.sleep(0.05)
         for task in tasks[:2]:
@@ -88,7 +88,7 @@ def test_the_others_go_on_when_one_gives_up() -> None:
 def test_when_all_give_up_the_next_one_starts_anew() -> None:
     engine = GatedEngine()
 
-    async def work(scorer: Scorer) -> None:
+    async def work(scorer: RowScorer) -> None:
         blocker = asyncio.create_task(scorer.score(query(5, 5)))
         await asyncio.sleep(0.05)
         tasks = [asyncio.create_task(scorer.score(query(1, 2, 3))) for _ in range(3)]
@@ -108,7 +108,7 @@ def test_when_all_give_up_the_next_one_starts_anew() -> None:
 def test_a_fault_reaches_all_and_is_not_kept() -> None:
     engine = GatedEngine()
 
-    async def work(scorer: Scorer) -> None:
+    async def work(scorer: RowScorer) -> None:
         tasks = [asyncio.create_task(scorer.score(query(1, 8, 3))) for _ in range(3)]
         await asyncio.sleep(0.05)
         engine.gate.set()
@@ -146,7 +146,7 @@ def test_rows_of_weights_that_change_meanwhile_are_not_given_out() -> None:
     async def main() -> None:
         cache = TurningCache(engine, turns=0)
         async with Batcher(engine, max_batch_tokens=100) as batcher:
-            scorer = Scorer(batcher, cache)
+            scorer = RowScorer(batcher, cache)
             old = await scorer.score(query(1, 2, 3))
             assert (await scorer.score(query(1, 2, 3))).version == old.version == 0
             cache._turns = 3

@@ -10,9 +10,9 @@ import pytest
 from clients.teacher.query import ScoreQuery, request_of, row_key
 from protos import teacher_pb2
 from protos.errors import InvalidInput
-from teacher_service.serving.validation import Limits, parse_request
+from teacher_service.serving.validation import RequestLimits, parse_request
 
-LIMITS = Limits(vocab_size=100, max_length=10, max_top_k=4)
+LIMITS = RequestLimits(vocab_size=100, max_length=10, max_top_k=4)
 
 
 def int32(*values: int) -> bytes:
