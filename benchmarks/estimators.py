@@ -42,7 +42,7 @@ A standard deviation averages out over tokens, with the root of their number; a 
 
 - `none` and `bucket` have no variance, and a bias that remains until the head holds nearly all of
   the mass.
-- `bucket+sampled`, the default, has no bias at any k, and {published} times the standard
+- `bucket+sampled` has no bias at any k, and {published} times the standard
   deviation of `published`.
 - `sampled` has no bias, and {sampled} times the standard deviation of `bucket+sampled`.
 - `bucket+draws` has no bias, and with one draw a row {draws} times the standard deviation of

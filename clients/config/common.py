@@ -18,8 +18,6 @@ from pydantic import (
 # The upper end keeps every count within the integers of messages and of SQLite.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
-# Messages of `refuse_unused`.
-
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -41,6 +39,8 @@ Address = Annotated[
 
 
 Tail = Literal["none", "published", "sampled", "bucket", "bucket+sampled", "bucket+draws"]
+# `bucket+sampled` was the default, and a resolved job has every key: there it counts as not set.
+FORMER_TAIL = "bucket+sampled"
 TailDraws = Annotated[int, Field(ge=1, le=256)]
 
 
@@ -108,8 +108,8 @@ class TeacherLink(Table):
 class TeacherConfig(TeacherLink):
     """A teacher service, with the number of head ids of its rows."""
 
-    top_k: Count = 16
-    """Head ids per row: the likeliest tokens of the student (reverse KL) or teacher (forward)."""
+    top_k: Count | None = None
+    """Head ids per row: the likeliest of student (reverse KL) or teacher. Default: 16; see tail."""
     tail_draws: TailDraws = 16
     """Ids per row drawn from the tail, by the student (reverse KL) or the teacher (forward KL)."""
 

@@ -12,12 +12,24 @@ from clients.config.common import (
     DataConfig,
     Name,
     Table,
-    Tail,
     TeacherConfig,
     TrainingJob,
     check_tail,
 )
 from clients.config.unused import refuse_unused
+
+# One literal: a union of two has two messages for one wrong value.
+OnPolicyTail = Literal[
+    "none",
+    "published",
+    "sampled",
+    "bucket",
+    "bucket+sampled",
+    "bucket+draws",
+    "bucket+teacher_samples",
+]
+# The best number of head ids beside 16 ids from the tail, and without any (docs/draws.md).
+HEAD_BESIDE_DRAWS, HEAD_ALONE = 16, 64
 
 
 class OnPolicyConfig(Table):
@@ -27,7 +39,7 @@ class OnPolicyConfig(Table):
     """The method."""
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
     """reverse_kl: KL(student||teacher). forward_kl: KL(teacher||student)."""
-    tail: Tail | Literal["bucket+teacher_samples"] | None = None
+    tail: OnPolicyTail | None = None
     """Estimate of the KL over the tail. Default: bucket+draws; forward: bucket+teacher_samples."""
     rollouts_per_prompt: Count = 1
     """Answers sampled per prompt."""
@@ -47,7 +59,7 @@ class OnPolicyConfig(Table):
         return check_tail(tail, divergence)
 
     @property
-    def tail_mode(self) -> Tail | Literal["bucket+teacher_samples"]:
+    def tail_mode(self) -> OnPolicyTail:
         """The tail mode of `topk_kl`. Both defaults are unbiased, with the least variance."""
         if self.tail is not None:
             return self.tail
@@ -83,6 +95,13 @@ class OnPolicyJob(TrainingJob):
                 ),
             ],
         )
+
+    @property
+    def top_k(self) -> int:
+        """Head ids per row. More by default if a row has no ids from the tail."""
+        if self.teacher.top_k is not None:
+            return self.teacher.top_k
+        return HEAD_BESIDE_DRAWS if self.draws or self.tail_samples else HEAD_ALONE
 
     @property
     def draws(self) -> int:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from clients.config.common import (
+    FORMER_TAIL,
     Count,
     DataConfig,
     Table,
@@ -26,6 +27,8 @@ from clients.config.unused import Rule, refuse_unused
 Weight = Annotated[float, Field(ge=0)]
 # Tail modes without an importance weight of the sampled token. Draws have their own log-probs.
 UNWEIGHTED = ("none", "bucket", "bucket+draws")
+# Tail modes of the baseline of kl_in = "reward".
+BASELINES = ("bucket+draws", "bucket", FORMER_TAIL)
 
 
 class AnchorConfig(Table):
@@ -109,7 +112,17 @@ class RLConfig(Table):
     def _fits_divergence(cls, tail: str | None, info: ValidationInfo) -> str | None:
         return check_tail(tail, info.data.get("divergence"))
 
-    @field_validator("tail", "estimator", "importance_clip")
+    @field_validator("tail")
+    @classmethod
+    def _has_a_baseline(cls, tail: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("kl_in") == "reward" and tail not in (None, *BASELINES):
+            raise ValueError(
+                "is not used with kl_in = 'reward', whose baseline is 'bucket+draws' (default) or "
+                "'bucket'; leave it out"
+            )
+        return tail
+
+    @field_validator("estimator", "importance_clip")
     @classmethod
     def _is_of_the_loss(cls, value: object, info: ValidationInfo) -> object:
         if value is not None and info.data.get("kl_in") == "reward":
@@ -139,8 +152,10 @@ class RLConfig(Table):
             raise ValueError("must be [MIN, MAX] with MIN <= MAX")
         if clip is not None and info.data.get("updates_per_step") == 1:
             raise ValueError("needs updates_per_step >= 2: with one update, every weight is 1")
-        tail = info.data.get("tail") or _default_tail(info.data.get("divergence"))
-        if clip is not None and info.data.get("top_k") and tail in UNWEIGHTED:
+        if clip is None or not info.data.get("top_k") or "tail" not in info.data:
+            return clip
+        tail = info.data["tail"] or _default_tail(info.data.get("divergence"))
+        if tail in UNWEIGHTED:
             raise ValueError(
                 f"tail = '{tail}' has no weight to clip; leave it out, or set tail = "
                 "'bucket+sampled'"
@@ -310,17 +325,19 @@ class RLJob(TrainingJob):
                 "method.teacher_beta",
                 "the job has no teacher; leave it out, or add the table `teacher`",
             ),
-            (pulled, "method.kl_in method.tail method.estimator method.importance_clip", no_kl),
+            (pulled, "method.kl_in method.estimator method.importance_clip", no_kl),
+            (pulled or method.tail == FORMER_TAIL, "method.tail", no_kl),
             (pulled or teacher is not None, "method.divergence", no_kl),
             (
-                method.top_k > 0,
+                method.top_k > 0 or method.tail == FORMER_TAIL,
                 "method.tail",
                 "with method.top_k = 0 there is no head and no tail; set method.estimator instead",
             ),
             (
                 self.draws > 0,
                 "method.tail_draws",
-                f"method.tail = '{method.tail_mode}' reads none; leave one of them out",
+                "the loss reads no draws: that needs a KL, method.top_k > 0 and method.tail = "
+                "'bucket+draws'; leave it out",
             ),
             (
                 method.beta > 0,
@@ -338,8 +355,8 @@ class RLJob(TrainingJob):
     def draws(self) -> int:
         """Ids per row that the student draws from its own tail; 0: the loss reads none."""
         method = self.method
-        pulled = method.beta > 0 or (self.teacher is not None and method.teacher_beta > 0)
-        # With kl_in = "reward" the default tail is the baseline's.
+        # With teacher_beta = 0 the KL to the teacher is only measured.
+        pulled = method.beta > 0 or self.teacher is not None
         wanted = method.tail_mode == "bucket+draws" and method.top_k > 0 and pulled
         return method.tail_draws if wanted else 0
 

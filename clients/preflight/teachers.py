@@ -14,7 +14,6 @@ from clients.config.rl import RLJob
 from clients.store.captured_store import CapturedStore, captured_store_of
 from clients.teacher.info import TeacherInfo
 from protos.errors import InvalidInput, WrongState
-from protos.rpc.transport import MAX_REQUEST_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ def check_teachers(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
     for name, info in infos.items():
         match config:
             case OnPolicyJob():
-                _check_scorer(info, label_of(name), config, config.teacher.top_k, "teacher.top_k")
+                _check_scorer(info, label_of(name), config, config.top_k, "teacher.top_k")
             case RLJob():
                 _check_scorer(info, label_of(name), config, config.method.top_k, "method.top_k")
             case OfflineJob():
@@ -119,11 +118,14 @@ def _check_scorer(
     """Check `top_k`, which the job has under `key`, and the sequence length."""
     remedy = f"lower it to {info.max_top_k}, or start the teacher with a larger --max-top-k"
     _check_head(info, label, top_k, key, remedy)
+    # As the baseline of a KL reward, only `bucket` needs no draws.
+    in_reward = isinstance(config, RLJob) and config.method.kl_in == "reward"
+    older = "bucket" if in_reward else "bucket+sampled"
     if config.draws > info.max_tail_draws:
         raise InvalidInput(
             f"the {label} scores {info.max_tail_draws} tail draws per row, not {config.draws}",
             field="method.tail",
-            hint="install the same version on the teacher's machine, or use 'bucket+sampled'",
+            hint=f"install the same version on the teacher's machine, or use '{older}'",
         )
     if isinstance(config, OnPolicyJob) and config.tail_samples > info.max_tail_samples:
         raise InvalidInput(
@@ -135,13 +137,13 @@ def _check_scorer(
     longest = config.method.max_prompt_tokens + config.method.max_new_tokens
     check_length(longest, label, info.max_length)
     # For the reverse KL each query carries the student's head ids and draws, four bytes each.
-    most = MAX_REQUEST_BYTES * 3 // 16 // config.method.max_new_tokens
+    most = info.max_request_bytes * 3 // 16 // config.method.max_new_tokens
     if config.method.divergence == "reverse_kl" and top_k + config.draws > most:
         raise InvalidInput(
             f"{config.method.max_new_tokens} tokens with {top_k} head ids and {config.draws} draws"
             " each exceed the size of one query",
             field=key,
-            hint=f"lower it: {most} ids fit in a row",
+            hint=f"lower it, or the draws: {most} ids fit in a row",
         )
 
 

@@ -40,9 +40,14 @@ class CapturedStore:
         return float(self.facts["temperature"])
 
     @property
+    def tail_samples(self) -> int:
+        """Ids per row that the teacher drew from its tail; 0: none."""
+        return int(self.facts["tail_samples"])
+
+    @property
     def has_samples(self) -> bool:
         """True if the rows have tail samples."""
-        return int(self.facts["tail_samples"]) > 0
+        return self.tail_samples > 0
 
 
 def captured_store_of(config: OfflineJob) -> tuple[CapturedStore, CapturedStore | None]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from protos import teacher_pb2
+from protos.rpc.transport import MAX_MESSAGE_BYTES
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class TeacherInfo:
     """Largest `tail_samples` of a query."""
     max_tail_draws: int = 0
     """Most `draw_ids` of a row; 0: the teacher is older than tail draws."""
+    max_request_bytes: int = MAX_MESSAGE_BYTES
+    """Largest request, in one message or several."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ def info_of(message: teacher_pb2.TeacherInfo) -> TeacherInfo:
         batch_invariant=message.batch_invariant,
         max_tail_samples=message.max_tail_samples,
         max_tail_draws=message.max_tail_draws,
+        max_request_bytes=message.max_request_bytes or MAX_MESSAGE_BYTES,
     )
 
 

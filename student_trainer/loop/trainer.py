@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ from student_trainer.parallel.sharding import Replicated, Sharded, full_tensor
 from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.source import PendingRows
 
+# Metrics that are sums of variances over sums of squares.
+_SD = re.compile(r"topk/(\w+_)?gradient_sd")
 log = logging.getLogger(__name__)
 
 
@@ -379,9 +382,9 @@ def _lengths(pending: Sequence[PendingRows]) -> dict[str, Tensor]:
 
 
 def _means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Return the mean of each metric; the root of the mean if the name ends with `_sd`."""
+    """Return the mean of each metric; the root of the mean for `topk/..gradient_sd`."""
     found = {name: total / count for name, (total, count) in totals.items() if count}
-    return {name: mean**0.5 if name.endswith("_sd") else mean for name, mean in found.items()}
+    return {name: mean**0.5 if _SD.fullmatch(name) else mean for name, mean in found.items()}
 
 
 def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

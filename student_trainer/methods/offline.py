@@ -186,6 +186,7 @@ def offline_method(
             top_k=store.top_k,
             temperature=store.temperature,
             f32=config.teacher.logprob_format == "f32",
+            tail_samples=store.tail_samples if tail == "bucket+teacher_samples" else 0,
         )
         answers = ScoredRollouts(student, rollouts, teacher, config.seed)
         count = round(method.on_policy_fraction * config.sequences_per_step)

@@ -107,14 +107,14 @@ def on_policy_method(
         config,
         student,
         tokenizer,
-        top_k=config.teacher.top_k if student_head else 0,
+        top_k=config.top_k if student_head else 0,
         temperature=objective.temperature,
         draws=config.draws,
     )
     remote = {
         name: RemoteTeacher(
             connection.client,
-            top_k=None if student_head else config.teacher.top_k,
+            top_k=None if student_head else config.top_k,
             temperature=objective.temperature,
             f32=config.teacher.logprob_format == "f32",
             tail_samples=config.tail_samples,

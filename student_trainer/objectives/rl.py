@@ -182,7 +182,8 @@ class RLObjective:
             )
             found[f"kl/{term.name}"] = sum_and_count(kl)
             found[f"topk/{term.name}_mass"] = sum_and_count(theirs.head_logprobs.exp().sum(1))
-            found[f"topk/{term.name}_gradient_sd"] = gradient_noise(batch, rows, theirs, kl)
+            if self.method.kl_in == "loss":
+                found[f"topk/{term.name}_gradient_sd"] = gradient_noise(batch, rows, theirs, kl)
         return found
 
     @property

@@ -6,7 +6,7 @@ entropy              entropy of the student over the whole vocabulary, nats per 
 ratio/mean           mean of p(y) / mu(y), mu the student that sampled y; about 1 on-policy
 topk/student_mass    mean probability that the student gives to the head ids
 topk/teacher_mass    mean probability that the teacher gives to the head ids
-topk/gradient_sd     sd of one token's gradient due to k and the draws, over the gradient's norm
+topk/gradient_sd     sd that k and M independent draws leave in a token's gradient, over its norm
 length/mean          mean number of learned tokens of a sequence
 length/truncated     share of the student's answers that were cut at max_new_tokens
 grad_norm            norm of the gradient before clipping

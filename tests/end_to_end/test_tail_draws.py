@@ -78,6 +78,16 @@ def test_forward_kl_reads_what_the_teacher_drew(
 
 
 @pytest.mark.slow
+def test_a_kl_that_is_only_measured_is_measured_by_draws(
+    material: Material, teacher: str, tmp_path: Path
+) -> None:
+    weights_of_kls = {"method__teacher_beta": 0.0, "method__beta": 0.0, "max_steps": 2}
+    run = finish(new_run(tmp_path / "run", job_of("rl", material, teacher, **weights_of_kls)))
+    assert metrics_of(run)[1]["kl/teacher"] > 0
+    assert metrics_of(run)[1]["topk/teacher_gradient_sd"] > 0
+
+
+@pytest.mark.slow
 def test_two_processes_draw_what_one_draws(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:

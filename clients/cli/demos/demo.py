@@ -215,7 +215,7 @@ def _summary(
         kl_after=last[1],
         seconds=round(seconds, 1),
         tail=config.method.tail_mode,
-        top_k=config.teacher.top_k,
+        top_k=config.top_k,
     )
 
 

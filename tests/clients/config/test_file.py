@@ -31,6 +31,25 @@ def test_three_lines_are_a_job(job_file: Write) -> None:
     assert config.max_steps == OnPolicyJob.model_fields["max_steps"].default
 
 
+def test_the_default_tail_and_head_depend_on_the_divergence(job_file: Write) -> None:
+    for overrides, tail, k, draws, samples in (
+        ((), "bucket+draws", 16, 16, 0),
+        (("method.divergence=forward_kl",), "bucket+teacher_samples", 16, 0, 16),
+        (("method.tail=bucket",), "bucket", 64, 0, 0),
+        (("method.tail=bucket", "teacher.top_k=8"), "bucket", 8, 0, 0),
+    ):
+        config = load_job(job_file(), overrides).config
+        assert isinstance(config, OnPolicyJob)
+        assert (config.method.tail_mode, config.top_k) == (tail, k)
+        assert (config.draws, config.tail_samples) == (draws, samples)
+
+
+def test_a_typo_in_the_tail_is_one_problem(job_file: Write) -> None:
+    said = complaint(job_file(), "method.tail=bucket+drawz")
+    assert said.startswith("--set: method.tail: got 'bucket+drawz', expected one of 'none'")
+    assert "\n" not in said
+
+
 def test_toml_and_yaml_mean_the_same(job_file: Write) -> None:
     toml = job_file(HEAD + "[train]\nlearning_rate = 1e-5\n")
     yaml = job_file(

@@ -130,7 +130,7 @@ def test_refusals(tmp_path: Path, override: str, where: str, said: str) -> None:
         (
             JOB + 'method.kl_in = "reward"\nmethod.tail = "none"\n',
             "method.tail",
-            "is not used with",
+            "whose baseline is 'bucket+draws' (default) or 'bucket'",
         ),
         (
             JOB + 'method.kl_in = "reward"\nmethod.top_k = 0\nmethod.estimator = "k3"\n',
@@ -162,6 +162,11 @@ def test_refusals_of_what_does_not_go_together(
         ("method.reward_weight=0", "anchor.context={answer}"),
         ("anchor.tau=0.0", "anchor.update_period=1", "method.updates_per_step=2"),
         ("environment.retriever=c.jsonl", "environment.max_passage_tokens=1023"),
+        ("method.kl_in=reward", "method.tail=bucket"),
+        # What a resolved job of before draws has, whether or not its loss reads the tail.
+        ("method.beta=0", "method.tail=bucket+sampled"),
+        ("method.top_k=0", "method.tail=bucket+sampled"),
+        ("method.kl_in=reward", "method.tail=bucket+sampled"),
     ],
 )
 def test_what_is_near_a_refusal_and_learns(tmp_path: Path, overrides: tuple[str, ...]) -> None:

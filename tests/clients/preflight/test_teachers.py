@@ -24,6 +24,7 @@ INFO = TeacherInfo(
     batch_invariant=True,
     max_tail_samples=64,
     max_tail_draws=256,
+    max_request_bytes=64 << 20,
 )
 
 
@@ -45,7 +46,7 @@ def test_a_long_answer_fits_into_several_messages() -> None:
         (
             {"max_new_tokens": 131_072, "top_k": 96},
             "teacher.top_k: 131072 tokens with 96 head ids and 16 draws each exceed the size",
-            "96 ids fit in a row",
+            "lower it, or the draws: 96 ids fit in a row",
         ),
         (
             {"divergence": "forward_kl", "tail_draws": 65},

@@ -267,6 +267,7 @@ def test_a_head_of_more_ids_than_there_are(material: tiny.Material, tmp_path: Pa
             "method__aggregate": "seq-mean-token-mean",
         },
         {"method__advantages": "gae"},
+        {"method__kl_in": "reward"},
     ],
 )
 def test_every_kind_trains_evaluates_and_explains_its_metrics(
