@@ -8,10 +8,8 @@ student of 22 of its 30 layers (`benchmarks/smollm2.py`) after the training of
 `benchmarks.draw_training`. A toy of random logits is beside it (`benchmarks/estimators.py`).
 
 A sampled estimator has, per position, the gradient A + sum_i c(z_i) (e_(z_i) - b) in the logits,
-where e_z is the unit vector of id z. Its mean and variance are sums over the vocabulary, so the
-figures have no sampling error. Only the draws of one row depend on each other (they are
-stratified); for these, the sum is over a grid of 64 values of their random number and uses the real
-sampler.
+where e_z is the unit vector of id z. Its mean and variance are sums over the vocabulary, and for
+stratified draws an integral over their random number, so the figures have no sampling error.
 """
 
 from __future__ import annotations
@@ -34,10 +32,8 @@ from benchmarks.draw_training import hidden, logits
 from protos.rows.codec import RowBlock, encode_rows
 from student_trainer.losses import Direction, Rows, Tail, topk_kl
 from student_trainer.rollouts.hf import HuggingFaceRollouts
-from student_trainer.rollouts.tail_draws import draw_tail
 
 BUDGETS = (8, 16, 32, 64, 128, 512)
-GRID = 64  # values of the random number of a row's stratified draws
 DIRECTIONS: tuple[Direction, ...] = ("reverse", "forward")
 
 
@@ -162,7 +158,7 @@ def measure_all(of: Sequence[Position]) -> list[dict[str, Any]]:
         for direction in DIRECTIONS:
             sizes[direction] += float(exact_gradient(position, direction).square().sum())
         for one in estimators(len(position.log_p)):
-            found.setdefault(one, []).append(measure(position, one, number))
+            found.setdefault(one, []).append(measure(position, one))
             if one.direction == "reverse" and one.tail == "none":
                 mass = 1 - float(position.log_p.exp().topk(one.k).values.sum())
                 tails[one.k] = tails.get(one.k, 0.0) + mass / len(of)
@@ -189,7 +185,7 @@ def exact_gradient(position: Position, direction: Direction) -> Tensor:
     return p * (gap - (p * gap).sum())
 
 
-def measure(position: Position, one: Estimator, seed: int) -> tuple[float, float]:
+def measure(position: Position, one: Estimator) -> tuple[float, float]:
     """Return |bias|^2 and the variance (the mean |gradient - mean|^2) of one estimator."""
     order = position.log_p if one.direction == "reverse" else position.log_q
     head = order.topk(one.k).indices
@@ -201,7 +197,7 @@ def measure(position: Position, one: Estimator, seed: int) -> tuple[float, float
         share = chance * factor
         mean = mean + share - share.sum() * base
         if one.tail == "bucket+draws" and one.stratified and one.draws > 1:
-            variance = stratified_variance(position, head, factor, base, one.draws, seed)
+            variance = stratified_variance(chance, factor, base, one.draws)
         else:
             squares = 1 - 2 * base + base.square().sum()
             expected = share - share.sum() * base
@@ -242,26 +238,34 @@ def parts(position: Position, tail: Tensor, one: Estimator) -> tuple[Tensor, Ten
     raise AssertionError(one)
 
 
-def stratified_variance(
-    position: Position, head: Tensor, factor: Tensor, base: Tensor, draws: int, seed: int
-) -> float:
-    """Return the variance of the sum of one row's draws, over GRID values of its random number."""
-    levels = (torch.arange(GRID, dtype=torch.float64) + _offset(seed)) / GRID
-    weights = position.log_p.exp().expand(GRID, -1).clone()
-    ids = draw_tail(weights, head.expand(GRID, -1), levels, draws).ids.long()
-    terms = factor[ids] / draws
-    place = torch.searchsorted(ids, ids)  # ascending; equal for equal ids
-    per_id = torch.zeros_like(terms).scatter_add_(1, place, terms)
-    total = terms.sum(1)
-    squares = per_id.square().sum(1) - 2 * total * (terms * base[ids]).sum(1)
-    squares = squares + total.square() * base.square().sum()
-    mean = torch.zeros_like(base).index_add_(0, ids.flatten(), terms.flatten() / GRID)
-    mean = mean - total.mean() * base
-    return float(squares.mean() - mean.square().sum())
+def stratified_variance(chance: Tensor, factor: Tensor, base: Tensor, draws: int) -> float:
+    """Return the variance of the sum of one row's draws: an integral over its random number u.
 
-
-def _offset(seed: int) -> float:
-    return float(torch.rand((), generator=torch.Generator().manual_seed(seed)))
+    Draw i is the id at level (i + u) / draws of the cumulative `chance` [V]. The sum changes only
+    where a level passes from an id to the next one, at the fractional part of draws * cumulative,
+    so sorting these places gives the integrand everywhere.
+    """
+    ids = (chance > 0).nonzero().flatten()
+    share, term, base_of = chance[ids], factor[ids] / draws, base[ids]
+    ends = draws * share.cumsum(0)
+    ends[-1] = draws
+    counts = ends.ceil().diff(prepend=ends.new_zeros(1))  # draws of each id at u = 0
+    places, order = (ends - ends.floor())[:-1].sort()
+    # The number of draws of an id changes between floor and floor + 1 of its expectation.
+    square = term.square() * (2 * (draws * share).floor() + 1)
+    integrals = []
+    for start, jump in (
+        ((term.square() * counts.square()).sum(), square),
+        ((term * counts).sum(), term),
+        ((term * base_of * counts).sum(), term * base_of),
+    ):
+        jumps = (jump[1:] - jump[:-1])[order]
+        integrals.append(start + torch.cat([jumps.new_zeros(1), jumps.cumsum(0)]))
+    squares, total, weighted = integrals
+    norm = squares - 2 * total * weighted + total.square() * base.square().sum()
+    edges = torch.cat([places.new_zeros(1), places, places.new_ones(1)])
+    mean = chance * factor - (chance * factor).sum() * base
+    return float((norm * edges.diff()).sum() - mean.square().sum())
 
 
 def fixed_gradient(position: Position, head: Tensor, one: Estimator) -> Tensor:

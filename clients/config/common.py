@@ -110,7 +110,7 @@ class TeacherConfig(TeacherLink):
 
     top_k: Count | None = None
     """Head ids per row: the likeliest of student (reverse KL) or teacher. Default: 16; see tail."""
-    tail_draws: TailDraws = 16
+    tail_draws: TailDraws = 48
     """Ids per row drawn from the tail, by the student (reverse KL) or the teacher (forward KL)."""
 
 

@@ -28,7 +28,7 @@ OnPolicyTail = Literal[
     "bucket+draws",
     "bucket+teacher_samples",
 ]
-# The best number of head ids beside 16 ids from the tail, and without any (docs/draws.md).
+# Head ids beside 48 ids from the tail, the best split of 64 (docs/draws.md), and without any.
 HEAD_BESIDE_DRAWS, HEAD_ALONE = 16, 64
 
 

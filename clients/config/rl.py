@@ -77,11 +77,11 @@ class RLConfig(Table):
     """loss: a loss term. reward: adds minus the sampled KL, with a baseline, to advantages."""
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
     """reverse_kl: KL(student||anchor). forward_kl: KL(anchor||student). Same for a teacher."""
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 32
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 16
     """Head ids per row, as `teacher.top_k` of `on_policy`. 0: rows of the sampled token only."""
     tail: Tail | None = None
     """Estimate of the KL over the tail. Default: bucket+draws; forward_kl: bucket+sampled."""
-    tail_draws: TailDraws = 16
+    tail_draws: TailDraws = 48
     """Ids per row that the student draws from its tail: for bucket+draws, or kl_in = "reward"."""
     estimator: Annotated[
         Literal["k1", "k2", "k3", "k3++", "k4", "k5"] | None, Field(validate_default=True)

@@ -15,6 +15,8 @@ from student_trainer.data.rollout import TailDraws
 # Ids are selected in two stages, a group of ids and an id of the group: one pass over the
 # vocabulary for the sums of groups, and running sums over V/64 groups and over 64 ids.
 _GROUP = 64
+# Up to this vocabulary, running sums over all ids take less time than two stages.
+_ONE_STAGE = 1024
 
 
 def draw_tail(weights: Tensor, head_ids: Tensor, uniforms: Tensor, count: int) -> TailDraws:
@@ -32,20 +34,31 @@ def draw_tail(weights: Tensor, head_ids: Tensor, uniforms: Tensor, count: int) -
     weights.scatter_(1, head_ids, 0)
     vocab_size = weights.shape[1]
     strata = torch.arange(count, device=weights.device, dtype=weights.dtype)
-    sums = _group_sums(weights)
-    groups, levels = _select(sums, (strata + uniforms[:, None]) / count)
-    ids = groups[:, :, None] * _GROUP + torch.arange(_GROUP, device=weights.device)
-    beyond = ids >= vocab_size
-    ids = ids.clamp(max=vocab_size - 1)
-    members = weights.gather(1, ids.flatten(1)).view(ids.shape).masked_fill(beyond, 0)
-    places, _ = _select(members.flatten(0, 1), levels.reshape(-1, 1))
-    ids = ids.gather(2, places.view(*groups.shape, 1)).squeeze(2)
+    levels = (strata + uniforms[:, None]) / count
+    if vocab_size <= _ONE_STAGE:
+        ids, _ = _select(weights, levels)
+        total = weights.sum(1, keepdim=True)
+    else:
+        sums = _group_sums(weights)
+        ids = _select_in_groups(weights, sums, levels)
+        total = sums.sum(1, keepdim=True)
     weight = weights.gather(1, ids)
     drawn = weight > 0
-    logprobs = weight.log() - sums.sum(1, keepdim=True).log()
+    logprobs = weight.log() - total.log()
     return TailDraws(
         torch.where(drawn, ids, 0).int(), torch.where(drawn, logprobs, torch.inf).to(weights.dtype)
     )
+
+
+def _select_in_groups(weights: Tensor, sums: Tensor, levels: Tensor) -> Tensor:
+    """Select ids [N, M] by inverse CDF of weights [N, V] at levels [N, M], first their groups."""
+    groups, levels = _select(sums, levels)
+    ids = groups[:, :, None] * _GROUP + torch.arange(_GROUP, device=weights.device)
+    beyond = ids >= weights.shape[1]
+    ids = ids.clamp(max=weights.shape[1] - 1)
+    members = weights.gather(1, ids.flatten(1)).view(ids.shape).masked_fill(beyond, 0)
+    places, _ = _select(members.flatten(0, 1), levels.reshape(-1, 1))
+    return ids.gather(2, places.view(*groups.shape, 1)).squeeze(2)
 
 
 def _group_sums(weights: Tensor) -> Tensor:

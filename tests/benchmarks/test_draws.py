@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.draw_noise import Estimator, exact_gradient, measure, measure_all, toy
+from benchmarks.draw_noise import Estimator, exact_gradient, measure, measure_all, parts, toy
 from benchmarks.draw_page import write_page
 from student_trainer.losses import Direction, Tail, rows_from_logits, topk_kl
+from student_trainer.rollouts.tail_draws import draw_tail
 
 VOCABULARY = 40
 SAMPLED: list[tuple[Direction, Tail]] = [
@@ -48,7 +49,7 @@ def test_the_closed_forms_are_sums_over_every_outcome(
     variance = chance @ (gradients - mean).square().sum(1)
     bias = (mean - exact_gradient(position, direction)).square().sum()
     one = Estimator(direction, tail, k, 1 if by_tail else 0, stratified=False)
-    found = measure(position, one, 0)
+    found = measure(position, one)
     assert found[0] == pytest.approx(float(bias), rel=1e-9, abs=1e-24)
     assert found[1] == pytest.approx(float(variance), rel=1e-9)
 
@@ -57,13 +58,32 @@ def test_stratified_draws_vary_less() -> None:
     (position,) = toy(VOCABULARY, 1)
     spread = {
         (draws, stratified): measure(
-            position, Estimator("reverse", "bucket+draws", 4, draws, stratified=stratified), 0
+            position, Estimator("reverse", "bucket+draws", 4, draws, stratified=stratified)
         )[1]
         for draws in (1, 16)
         for stratified in (True, False)
     }
     assert spread[1, True] == spread[1, False] == pytest.approx(16 * spread[16, False])
     assert spread[16, True] < spread[16, False]
+
+
+@pytest.mark.parametrize("draws", [2, 5, 16])
+def test_the_variance_of_stratified_draws_is_that_of_the_sampler(draws: int) -> None:
+    """Against 20,001 values of the random number of a row, each drawn by the real sampler."""
+    (position,) = toy(VOCABULARY, 1)
+    head = position.log_p.topk(4).indices
+    levels = (torch.arange(20_001, dtype=torch.float64) + 0.5) / 20_001
+    weights = position.log_p.exp().repeat(len(levels), 1)
+    ids = draw_tail(weights, head.expand(len(levels), -1), levels, draws).ids.long()
+    tail = torch.ones(VOCABULARY, dtype=torch.bool).index_fill_(0, head, False)
+    one = Estimator("reverse", "bucket+draws", 4, draws)
+    chance, factor, base = parts(position, tail, one)
+    vectors = torch.zeros(len(levels), VOCABULARY, dtype=torch.float64)
+    vectors.scatter_add_(1, ids, factor[ids] / draws)
+    vectors -= vectors.sum(1, keepdim=True) * base
+    variance = (vectors - vectors.mean(0)).square().sum(1).mean()
+    assert measure(position, one)[1] == pytest.approx(float(variance), rel=1e-3)
+    assert chance.sum() == pytest.approx(1)
 
 
 def test_the_page_has_every_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,8 @@ def test_three_lines_are_a_job(job_file: Write) -> None:
 
 def test_the_default_tail_and_head_depend_on_the_divergence(job_file: Write) -> None:
     for overrides, tail, k, draws, samples in (
-        ((), "bucket+draws", 16, 16, 0),
-        (("method.divergence=forward_kl",), "bucket+teacher_samples", 16, 0, 16),
+        ((), "bucket+draws", 16, 48, 0),
+        (("method.divergence=forward_kl",), "bucket+teacher_samples", 16, 0, 48),
         (("method.tail=bucket",), "bucket", 64, 0, 0),
         (("method.tail=bucket", "teacher.top_k=8"), "bucket", 8, 0, 0),
     ):

@@ -107,7 +107,7 @@ CASES = {
     ),
     "a teacher older than draws": Refusal(
         {"method__tail": "bucket+draws"},
-        ("method.tail: the teacher scores 0 tail draws per row, not 16", "the same version"),
+        ("method.tail: the teacher scores 0 tail draws per row, not 48", "the same version"),
     ),
     "too long": Refusal(
         {"method__max_new_tokens": 49},

@@ -40,7 +40,7 @@ def expected_counts(weights: Tensor, head: Tensor, count: int) -> tuple[Tensor, 
 
 @pytest.mark.parametrize("count", [1, 4, 16, 64])
 # Less than a group of 64 ids, one, one and a bit, several.
-@pytest.mark.parametrize("vocab", [1, 5, 64, 65, 200])
+@pytest.mark.parametrize("vocab", [1, 5, 64, 65, 200, 1025, 1100])
 def test_every_id_is_drawn_in_proportion_to_its_weight(vocab: int, count: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
     weights = (4 * torch.randn(vocab, dtype=torch.float64, generator=generator)).exp()
