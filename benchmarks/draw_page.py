@@ -38,7 +38,8 @@ The four best splits of each number of ids, reverse KL with `bucket+draws`:
 {splits}
 
 Independent draws, for comparison with the closed form `sd = (P_t / sqrt(M)) sd of [gap (e_z -
-p)]`; stratified draws, which the sampler makes, in brackets:
+p)]`; in brackets stratified draws, which the sampler makes from
+one random number a row. These usually vary less, but not always (k = 64, M = 64):
 
 {independent}
 {training}
