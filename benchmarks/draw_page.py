@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.draw_picture import draw_curves, draw_noise
 
 TRAINING = Path("benchmarks/results/draw_training.json")
+SPEED = Path("benchmarks/results/draw_speed.json")
 TAILS = ("none", "bucket", "published", "sampled", "bucket+sampled")
 
 PAGE = """\
@@ -42,11 +43,27 @@ p)]`; in brackets stratified draws, which the sampler makes from
 one random number a row. These usually vary less, but not always (k = 64, M = 64):
 
 {independent}
-{training}
+
+The same for a toy of 1,000 ids with random logits, whose head holds less:
+
+{toy}
+{cost}{training}
+"""
+
+COST = """
+## Cost
+
+Made by `python -m benchmarks.draw_speed --repetitions 21` with 151,936 ids on {threads} CPU
+threads. The two sides alternate; the ratio is the median of the ratios of neighbours, with the
+lowest and the highest.
+
+| what | seconds | ratio |
+|---|---|---|
+{lines}
 """
 
 LEARNED = """
-## Training
+## Training: the {name} pair
 
 Made by `python -m benchmarks.draw_training --data train.jsonl {options}`: {steps} on-policy steps
 of {prompts} answers of at most {tokens} tokens, learning rate {learning_rate}, {seeds} seeds. The
@@ -54,7 +71,7 @@ KL is the exact KL(student||teacher) per token, over the student's answers to {h
 questions, in nats; at step 0 it is {before:.3f}. *ids* and *bytes* are those of a row. *to exact*
 is the mean difference from the exact loss with the same seed, with its standard error.
 
-![Held-out KL of each loss](draws-training.png)
+![Held-out KL of each loss](draws-training-{name}.png)
 
 {table}
 """
@@ -62,7 +79,7 @@ is the mean difference from the exact loss with the same seed, with its standard
 
 def write_page(noise: dict[str, Any], page: Path) -> str:
     """Write the page and its pictures, and return a message."""
-    training = json.loads(TRAINING.read_text()) if TRAINING.exists() else None
+    training = json.loads(TRAINING.read_text()) if TRAINING.exists() else {}
     page.write_text(
         PAGE.format(
             vocabulary=noise["vocabulary"],
@@ -70,13 +87,15 @@ def write_page(noise: dict[str, Any], page: Path) -> str:
             noise=_noise(noise["pair"]),
             splits=_splits(noise["pair"]),
             independent=_independent(noise["pair"]),
-            training=_training(training) if training else "",
+            toy=_noise(noise["toy"]),
+            cost=_cost(json.loads(SPEED.read_text())) if SPEED.exists() else "",
+            training="\n".join(_training(*one) for one in training.items()),
         ).rstrip()
         + "\n"
     )
     drawn = draw_noise(noise["pair"], page.with_suffix(".png"))
-    if training:
-        drawn += "\n" + draw_curves(training, page.with_name("draws-training.png"))
+    for name, result in training.items():
+        drawn += "\n" + draw_curves(result, page.with_name(f"draws-training-{name}.png"))
     return f"wrote {page}\n{drawn}"
 
 
@@ -155,12 +174,22 @@ def _independent(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _training(result: dict[str, Any]) -> str:
+def _cost(result: dict[str, Any]) -> str:
+    lines = [
+        f"| {name} | {of['seconds']:.2f} | {of['ratio']:.2f} ({of['lowest']:.2f} to "
+        f"{of['highest']:.2f}) |"
+        for name, of in result.items()
+        if isinstance(of, dict)
+    ]
+    return COST.format(threads=result["threads"], lines="\n".join(lines))
+
+
+def _training(name: str, result: dict[str, Any]) -> str:
     last, first = str(result["steps"]), "0"
     ways = list(dict.fromkeys(run["way"] for run in result["runs"]))
     seeds = sorted({run["seed"] for run in result["runs"]})
     by = {(run["way"], run["seed"]): run for run in result["runs"]}
-    middle = str(result["points"][1])
+    middle = str(result["steps"] // 2)
     lines = [
         f"| loss | ids | bytes | KL, step {middle} | KL, step {last} | to exact |",
         "|---|---|---|---|---|---|",
@@ -180,11 +209,11 @@ def _training(result: dict[str, Any]) -> str:
             f"| {statistics.mean(ends):.3f} ({min(ends):.3f} to {max(ends):.3f}) | {gap} |"
         )
     before = statistics.mean(run["kl"][first] for run in result["runs"])
-    options = f"--seeds {len(seeds)} --steps {last} --prompts {result['prompts']}"
-    options += f" --tokens {result['tokens']}"
+    options = f"--pair {name} --seeds {len(seeds)}"
     return LEARNED.format(
         **{name: result[name] for name in ("steps", "prompts", "tokens", "held_out")},
         learning_rate=result["learning_rate"],
+        name=name,
         seeds=len(seeds),
         before=before,
         options=options,

@@ -79,6 +79,7 @@ WAYS = (
     Way("bucket+sampled", 512),
     Way("bucket+draws", 8, 8),
     Way("bucket+draws", 32, 16),
+    Way("bucket+draws", 16, 48),
 )
 
 

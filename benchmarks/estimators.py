@@ -47,8 +47,8 @@ A standard deviation averages out over tokens, with the root of their number; a 
 - `sampled` has no bias, and {sampled} times the standard deviation of `bucket+sampled`.
 - `bucket+draws` has no bias, and with one draw a row {draws} times the standard deviation of
   `bucket+sampled`: its sample is always in the tail, the sampled token only at times. M independent
-  draws divide its standard deviation by the root of M, stratified draws by more. The figures for
-  forward KL hold if the teacher's head is known when the student draws.
+  draws divide its standard deviation by the root of M, stratified draws mostly by more. The figures
+  for forward KL hold if the teacher's head is known when the student draws.
 - `bucket+teacher_samples` (here one sample a row; M samples divide its standard deviation by the
   root of M) needs no token that the student sampled, and has {teacher_samples} times the standard
   deviation of `bucket+sampled`. It is the mode for stored rows.

@@ -27,8 +27,8 @@ def draw_noise(
     `draw_logprobs` [N, M] are as in `topk_kl`. `kl` [N]: the KL(student||teacher) in nats, as
     `topk_kl` estimates it.
 
-    The variance is that of independent draws: unbiased for them; stratified draws usually have less. The squared norm is exact but for the tail's share and for `kl`, which are
-    estimates.
+    The variance is that of independent draws: unbiased for them; stratified draws usually have
+    less. The squared norm is exact but for the tail's share and for `kl`, which are estimates.
     """
     p, q = (rows.map(lambda x: x.clamp(min=LOWEST_LOGPROB)) for rows in (student, teacher))
     assert p.sample_logprobs is not None, "rows have draws"
