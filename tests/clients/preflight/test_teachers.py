@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from clients.config.on_policy import OnPolicyJob
+from clients.config.rl import RLJob
 from clients.preflight.teachers import check_teachers
 from clients.teacher.info import TeacherInfo
 from protos.errors import InvalidInput
@@ -60,3 +62,17 @@ def test_what_a_teacher_cannot_do_is_refused(method: dict[str, Any], said: str, 
         check_teachers(job(**method), {"": INFO})
     assert f"{caught.value.field}: {caught.value.message}".startswith(said)
     assert hint in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(("kl_in", "remedy"), [("loss", "bucket+sampled"), ("reward", "bucket")])
+def test_a_teacher_older_than_draws_has_a_way_out(kl_in: str, remedy: str) -> None:
+    older = replace(INFO, max_tail_draws=0)
+    values = {"student": {"model": "m"}, "data": {"path": "d.jsonl"}, "teacher": {"address": "t:1"}}
+    method = {"type": "rl", "kl_in": kl_in}
+    rewarded = {**values, "reward": {"type": "math"}}
+    with pytest.raises(InvalidInput) as caught:
+        check_teachers(RLJob.model_validate({**rewarded, "method": method}), {"": older})
+    assert caught.value.message == "the teacher scores 0 tail draws per row, not 48"
+    assert f"or use '{remedy}'" in str(caught.value.hint)
+    changed = RLJob.model_validate({**rewarded, "method": {**method, "tail": remedy}})
+    check_teachers(changed, {"": older})

@@ -34,6 +34,7 @@ class Teacher(teacher_pb2_grpc.TeacherServicer):
         self.asked = 0
         self.vocabularies = 0
         self.refuses = False
+        self.max_tail_draws = 256
 
     def GetInfo(self, request: teacher_pb2.GetInfoRequest, context: Any) -> teacher_pb2.TeacherInfo:
         self.asked += 1
@@ -47,6 +48,7 @@ class Teacher(teacher_pb2_grpc.TeacherServicer):
             max_top_k=VOCABULARY,
             max_length=64,
             max_tail_samples=256,
+            max_tail_draws=self.max_tail_draws,
         )
 
     def GetVocabulary(

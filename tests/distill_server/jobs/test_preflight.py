@@ -105,10 +105,6 @@ CASES = {
         {"teacher__top_k": 14},
         ("teacher.top_k: 14 is more than the teacher returns (13)", "lower it to 13"),
     ),
-    "a teacher older than draws": Refusal(
-        {"method__tail": "bucket+draws"},
-        ("method.tail: the teacher scores 0 tail draws per row, not 48", "the same version"),
-    ),
     "too long": Refusal(
         {"method__max_new_tokens": 49},
         ("method.max_new_tokens: ", "65 tokens, but the teacher reads at most 64"),

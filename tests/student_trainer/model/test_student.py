@@ -25,7 +25,7 @@ from student_trainer.teachers.source import PendingRows
 from tests.student_trainer import tiny
 from tests.student_trainer.model_teacher import ModelTeacher
 
-METHOD = DistillationObjective.on_policy(OnPolicyConfig(temperature=1.3))
+METHOD = DistillationObjective.on_policy(OnPolicyConfig(temperature=1.3, tail="bucket+sampled"))
 
 
 def untied(bias: bool) -> Any:
