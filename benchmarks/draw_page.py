@@ -66,10 +66,11 @@ LEARNED = """
 ## Training: the {name} pair
 
 Made by `python -m benchmarks.draw_training --data train.jsonl {options}`: {steps} on-policy steps
-of {prompts} answers of at most {tokens} tokens, learning rate {learning_rate}, {seeds} seeds. The
+of {prompts} answers of at most {tokens} tokens, learning rate {learning_rate}, seeds: {seeds}. The
 KL is the exact KL(student||teacher) per token, over the student's answers to {held_out} held-out
 questions, in nats; at step 0 it is {before:.3f}. *ids* and *bytes* are those of a row. *to exact*
-is the mean difference from the exact loss with the same seed, with its standard error.
+is the mean difference from the exact loss with the same seed, with its standard error. A table
+of one seed shows no difference between unbiased modes.
 
 ![Held-out KL of each loss](draws-training-{name}.png)
 
