@@ -12,6 +12,7 @@ from clients.config.common import (
     DataConfig,
     Name,
     Table,
+    Tail,
     TeacherConfig,
     TrainingJob,
     check_tail,
@@ -19,15 +20,7 @@ from clients.config.common import (
 from clients.config.unused import refuse_unused
 
 # One literal: a union of two has two messages for one wrong value.
-OnPolicyTail = Literal[
-    "none",
-    "published",
-    "sampled",
-    "bucket",
-    "bucket+sampled",
-    "bucket+draws",
-    "bucket+teacher_samples",
-]
+OnPolicyTail = Literal[Tail, "bucket+teacher_samples"]
 # Head ids beside 48 ids from the tail, the best split of 64 (docs/draws.md), and without any.
 HEAD_BESIDE_DRAWS, HEAD_ALONE = 16, 64
 
