@@ -18,6 +18,7 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from protos.rows.codec import RowBlock, encode_rows
 from student_trainer.data.prompts import Prompt
 from student_trainer.tools.pretrain import main as pretrain
 
@@ -66,6 +67,22 @@ def prompts(data: Path, tokenizer: Any, count: int) -> list[Prompt]:
         if len(found) == count:
             return found
     raise SystemExit(f"{data} has {len(found)} questions of {LONGEST_PROMPT} tokens, not {count}")
+
+
+def row_bytes(k: int, draws: int, *, head_by_student: bool) -> float:
+    """Return the bytes of one row on the wire, request and answer, by the codec; ids below 2^16.
+
+    head_by_student: the student chooses the k head ids and the draws, otherwise the teacher.
+    """
+    rows = 64
+    zeros, head = np.zeros(rows, np.float32), np.zeros((rows, k), np.float32)
+    if head_by_student:
+        drawn = np.zeros((rows, draws), np.float32)
+        block = RowBlock(None, head, zeros, zeros, draw_logprobs=drawn if draws else None)
+        return len(encode_rows(block)) / rows + 4 * (k + draws)
+    ids, drawn = head.astype(np.int32), np.zeros((rows, draws), np.int32)
+    samples = (drawn, zeros) if draws else (None, None)
+    return len(encode_rows(RowBlock(ids, head, zeros, zeros, *samples))) / rows
 
 
 def _pretrain(data: Path, out: Path, tokenizer: str, shape: tuple[int, int, int]) -> None:

@@ -21,15 +21,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.draw_material import make_pair, prompts
+from benchmarks.draw_material import make_pair, prompts, row_bytes
 from benchmarks.draw_page import write_page
 from benchmarks.draw_training import hidden, logits
-from protos.rows.codec import RowBlock, encode_rows
 from student_trainer.losses import Direction, Rows, Tail, topk_kl
 from student_trainer.rollouts.hf import HuggingFaceRollouts
 
@@ -49,23 +47,9 @@ class Estimator:
 
     @property
     def bytes(self) -> float:
-        """Bytes of one row on the wire, request and answer together, for 49,152 ids."""
-        n, rng = 64, np.random.default_rng(0)
+        """Bytes of one row on the wire, request and answer together."""
         by_student = self.direction == "reverse" or self.tail == "bucket+draws"
-        ids = rng.integers(0, 49_152, (n, self.k), dtype=np.int32)
-        samples = rng.integers(0, 49_152, (n, self.draws), dtype=np.int32)
-        zeros, by_teacher = np.zeros(n, np.float32), self.tail == "bucket+teacher_samples"
-        block = RowBlock(
-            None if by_student else ids,
-            np.zeros((n, self.k), np.float32),
-            zeros,
-            zeros,
-            samples if by_teacher else None,
-            zeros if by_teacher else None,
-            np.zeros((n, self.draws), np.float32) if self.tail == "bucket+draws" else None,
-        )
-        asked = ids.nbytes + samples.nbytes if by_student else 0
-        return (len(encode_rows(block)) + asked) / n
+        return row_bytes(self.k, self.draws, head_by_student=by_student)
 
 
 @dataclass(frozen=True)

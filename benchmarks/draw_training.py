@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.draw_material import Pair, PairName, make_pair, prompts
+from benchmarks.draw_material import Pair, PairName, make_pair, prompts, row_bytes
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.losses import (
@@ -66,7 +66,9 @@ class Way:
 
     def bytes(self, vocabulary: int) -> int:
         """Bytes of a row on the wire, request and answer. All logits: float16, the answer only."""
-        return 2 * vocabulary if self.tail is None else 6 * (self.k + self.draws) + 8
+        if self.tail is None:
+            return 2 * vocabulary
+        return round(row_bytes(self.k, self.draws, head_by_student=True))
 
 
 WAYS = (

@@ -77,7 +77,7 @@ class RLConfig(Table):
     """loss: a loss term. reward: adds minus the sampled KL, with a baseline, to advantages."""
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
     """reverse_kl: KL(student||anchor). forward_kl: KL(anchor||student). Same for a teacher."""
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 16
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 32
     """Head ids per row, as `teacher.top_k` of `on_policy`. 0: rows of the sampled token only."""
     tail: Tail | None = None
     """Estimate of the KL over the tail. Default: bucket+draws; forward_kl: bucket+sampled."""

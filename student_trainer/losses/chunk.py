@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from student_trainer.losses import softmax_torch
-from student_trainer.losses.rows import Rows
+from student_trainer.losses.rows import Rows, places_of
 
 _TRITON = importlib.util.find_spec("triton") is not None
 
@@ -84,8 +84,7 @@ class Chunk:
         """
         assert self.sample_ids is not None
         assert self.sample_in_head is not None
-        ids = self.sample_ids.contiguous()
-        place = torch.searchsorted(ids.sort(1).values, ids)  # equal for equal ids
+        ids, place = self.sample_ids, places_of(self.sample_ids)
         total = torch.zeros_like(samples).scatter_add_(1, place, samples).gather(1, place)
         placed = self.sample_in_head | (ids == self.token_ids[:, None])
         of_tail = scale[:, None] * self.sample_ahead.exp() / self.temperature

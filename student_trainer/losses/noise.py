@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from student_trainer.losses.rows import HIGHEST_LOG_RATIO, LOWEST_LOGPROB, Rows
+from student_trainer.losses.rows import HIGHEST_LOG_RATIO, LOWEST_LOGPROB, Rows, places_of
 
 
 @torch.no_grad()
@@ -41,9 +41,7 @@ def draw_noise(
     scale = ratio * (log_ratio - (p.tail_logmass - q.tail_logmass)[:, None])
     squared = in_head.square().sum(1) + (ratio * of_draw).mean(1)  # sum of p^2
     # Equal ids share one entry of the vector.
-    ids = draw_ids.contiguous()
-    place = torch.searchsorted(ids.sort(1).values, ids)
-    shared = torch.zeros_like(scale).scatter_add_(1, place, scale)
+    shared = torch.zeros_like(scale).scatter_add_(1, places_of(draw_ids), scale)
     total = scale.sum(1)
     alone = (scale.square() * (1 - 2 * of_draw + squared[:, None])).sum(1)
     together = (

@@ -89,6 +89,12 @@ def entropy_from_logits(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     return terms.sum(1)
 
 
+def places_of(ids: Tensor) -> Tensor:
+    """Return an index in [0, M) for each of ids [N, M], the same for equal ids of a row."""
+    ids = ids.contiguous()
+    return torch.searchsorted(ids.sort(1).values, ids)
+
+
 def _logsumexp(values: Tensor) -> Tensor:
     """logsumexp over dim 1; -inf with zero gradient, not NaN, for rows without finite values."""
     if values.shape[1] == 0:

@@ -255,7 +255,8 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
             chosen = chosen.clamp(max=scores.shape[1] - 1)
             if self._draw_noise is not None:
                 levels = self._draw_noise[:, place]
-                self._draws.append(draw_tail(probabilities, head, levels, self._count))
+                drawn = draw_tail(probabilities, head, levels, self._count)
+                self._draws.append(TailDraws(drawn.ids, drawn.logprobs.float()))
         self._heads.append(head)
         self._logprobs.append(logprobs.gather(1, chosen).squeeze(1))
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
@@ -269,7 +270,7 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
         if not self._draws:
             return heads, logprobs, [None] * len(heads)
         ids = torch.stack([draws.ids for draws in self._draws], 1).cpu()
-        drawn = torch.stack([draws.logprobs for draws in self._draws], 1).float().cpu()
+        drawn = torch.stack([draws.logprobs for draws in self._draws], 1).cpu()
         return heads, logprobs, [TailDraws(*pair) for pair in zip(ids, drawn, strict=True)]
 
 

@@ -30,7 +30,7 @@ def loaded(tmp_path: Path, text: str, *overrides: str) -> RLJob:
 def test_four_lines_are_a_job(tmp_path: Path) -> None:
     config = loaded(tmp_path, JOB)
     assert (config.anchor.tau, config.anchor.update_period, config.method.beta) == (0.95, 10, 0.001)
-    assert (config.teacher, config.environment, config.method.top_k) == (None, None, 16)
+    assert (config.teacher, config.environment, config.method.top_k) == (None, None, 32)
     assert (config.method.tail_mode, config.draws) == ("bucket+draws", 48)
 
 
