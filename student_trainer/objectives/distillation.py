@@ -21,6 +21,9 @@ from student_trainer.losses import (
     topk_kl,
 )
 
+# Mean squared norm of a token's gradient in the logits; below it, float32 rounding is the gradient.
+EQUAL_POLICIES = 1e-10
+
 
 @dataclass(frozen=True)
 class DistillationObjective:
@@ -136,12 +139,15 @@ def measured_kl(
 def gradient_noise(batch: Batch, rows: Rows, teacher: Rows, kl: Tensor) -> Tensor:
     """Return (variance, squared norm) [2] of the gradients of a batch, summed over its tokens.
 
-    See `draw_noise`; `kl` [n]: as measured from the draws. (0, 0) if a row has less than 2 draws.
+    See `draw_noise`; `kl` [n]: as measured from the draws. (0, 0) if a row has less than 2 draws,
+    and if the gradient is only the rounding error of two equal policies.
     """
     ids, draws = batch.sample_ids, batch.draw_logprobs
     if ids is None or draws is None or draws.shape[1] < 2:
         return kl.new_zeros(2)
-    return torch.stack([part.sum() for part in draw_noise(rows, teacher, ids, draws, kl)])
+    variance, size = draw_noise(rows, teacher, ids, draws, kl)
+    found = torch.stack([variance.sum(), size.sum()])
+    return torch.where(size.mean() > EQUAL_POLICIES, found, torch.zeros_like(found))
 
 
 def _by_teacher(batch: Batch, kl: Tensor, teachers: Sequence[str]) -> dict[str, Tensor]:
