@@ -63,6 +63,8 @@ class RLConfig(Table):
     """Lower clip of the policy ratio, at 1 - clip_low (PPO)."""
     clip_high: Weight = 0.28
     """Upper clip of the policy ratio, at 1 + clip_high (DAPO)."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Upper clip of the policy ratio where the advantage is negative; 3 is usual."""
     ratio: Literal["token", "sequence"] = "token"
     """token: a policy ratio per token. sequence: per answer, their geometric mean (GSPO)."""
     aggregate: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
@@ -88,7 +90,9 @@ class RLConfig(Table):
     ] = None
     """KL estimator for top_k = 0; default k4 (forward_kl: k5). The mean gradient of k1 is zero."""
     importance_clip: tuple[Weight, Weight] | None = None
-    """[MIN, MAX] of the importance weight p/mu of a sampled KL, for updates_per_step > 1."""
+    """[MIN, MAX] of importance weights of sampled tokens; [0, MAX] is TIS. None: unbiased."""
+    importance_mask: tuple[Weight, Weight] | None = None
+    """[MIN, MAX]: sampled tokens with another importance weight count 0 (IcePop: [0.5, 5])."""
     max_prompt_tokens: Count = 512
     """Longer prompts are skipped and counted."""
     max_new_tokens: Count = 1024
@@ -122,7 +126,7 @@ class RLConfig(Table):
             )
         return tail
 
-    @field_validator("estimator", "importance_clip")
+    @field_validator("estimator")
     @classmethod
     def _is_of_the_loss(cls, value: object, info: ValidationInfo) -> object:
         if value is not None and info.data.get("kl_in") == "reward":
@@ -143,24 +147,18 @@ class RLConfig(Table):
             raise ValueError("kl_in = 'reward' needs reverse_kl; choose it, or kl_in = 'loss'")
         return divergence
 
-    @field_validator("importance_clip")
+    @field_validator("importance_clip", "importance_mask")
     @classmethod
-    def _is_a_range_in_use(
-        cls, clip: tuple[float, float] | None, info: ValidationInfo
+    def _is_a_range_around_one(
+        cls, bounds: tuple[float, float] | None, info: ValidationInfo
     ) -> tuple[float, float] | None:
-        if clip is not None and clip[0] > clip[1]:
-            raise ValueError("must be [MIN, MAX] with MIN <= MAX")
-        if clip is not None and info.data.get("updates_per_step") == 1:
-            raise ValueError("needs updates_per_step >= 2: with one update, every weight is 1")
-        if clip is None or not info.data.get("top_k") or "tail" not in info.data:
-            return clip
-        tail = info.data["tail"] or _default_tail(info.data.get("divergence"))
-        if tail in UNWEIGHTED:
-            raise ValueError(
-                f"tail = '{tail}' has no weight to clip; leave it out, or set tail = "
-                "'bucket+sampled'"
-            )
-        return clip
+        if bounds is None:
+            return None
+        if not bounds[0] <= 1 <= bounds[1]:
+            raise ValueError("must be [MIN, MAX] with MIN <= 1 <= MAX")
+        if info.field_name == "importance_mask" and info.data.get("importance_clip") is not None:
+            raise ValueError("is not used with importance_clip; leave one of them out")
+        return bounds
 
     @property
     def tail_mode(self) -> Tail:
@@ -294,7 +292,7 @@ class RLJob(TrainingJob):
             ),
             (
                 rewarded or method.kl_in == "reward",
-                "method.clip_low method.clip_high method.ratio",
+                "method.clip_low method.clip_high method.dual_clip method.ratio",
                 "there is no policy gradient; leave it out, or add the table `reward`",
             ),
             (
@@ -325,7 +323,13 @@ class RLJob(TrainingJob):
                 "method.teacher_beta",
                 "the job has no teacher; leave it out, or add the table `teacher`",
             ),
-            (pulled, "method.kl_in method.estimator method.importance_clip", no_kl),
+            (pulled, "method.kl_in method.estimator", no_kl),
+            (
+                self._weighs_sampled_tokens(pulled),
+                "method.importance_clip method.importance_mask",
+                "no term of the loss has an importance weight: there is no policy gradient, and "
+                f"tail = '{method.tail_mode}' reads no sampled token; leave it out",
+            ),
             (pulled or method.tail == FORMER_TAIL, "method.tail", no_kl),
             (pulled or teacher is not None, "method.divergence", no_kl),
             (
@@ -350,6 +354,13 @@ class RLJob(TrainingJob):
                 "with anchor.tau = 1 the anchor never moves; leave it out, or lower anchor.tau",
             ),
         ]
+
+    def _weighs_sampled_tokens(self, pulled: bool) -> bool:
+        """Return whether a term of the loss is multiplied by importance weights."""
+        method = self.method
+        rewarded = self.reward is not None and method.reward_weight > 0
+        sampled_kl = method.top_k == 0 or method.tail_mode not in UNWEIGHTED
+        return rewarded or method.kl_in == "reward" or (pulled and sampled_kl)
 
     @property
     def draws(self) -> int:

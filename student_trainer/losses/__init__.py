@@ -22,9 +22,9 @@ from student_trainer.losses.fused import (
     fused_linear_top_ids,
 )
 from student_trainer.losses.noise import draw_noise
+from student_trainer.losses.off_policy import importance_weights, mismatch
 from student_trainer.losses.policy import (
     clipped_surrogate,
-    importance_weights,
     is_clipped,
     sequence_log_ratio,
     token_log_ratio,
@@ -53,6 +53,7 @@ __all__ = [
     "importance_weights",
     "is_clipped",
     "kl_reward",
+    "mismatch",
     "reward_at_last_token",
     "rows_from_logits",
     "sampled_kl",

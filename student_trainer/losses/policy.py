@@ -1,10 +1,17 @@
 """The clipped policy gradient of PPO and GRPO, with a ratio per token or per sequence.
 
-A is the advantage, mu the policy that sampled y, p the student (PPO, arXiv 1707.06347, equation 7;
-GRPO, arXiv 2402.03300; two clip bounds: DAPO, arXiv 2503.14476):
+A is the advantage, p the student, p_old the student before the first update of the step (PPO, arXiv
+1707.06347, equation 7; GRPO, arXiv 2402.03300; two clip bounds: DAPO, arXiv 2503.14476):
 
-    rho = p(y) / mu(y)
+    rho = p(y) / p_old(y)
     loss = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
+
+A third bound (dual clip, arXiv 1912.09729, equation 5) limits the loss where A < 0: the ratio is at
+most dual_clip there.
+
+p_old need not be the policy mu that sampled y: other weights, another precision or another program
+make them differ. The clip bounds how far updates go from p_old; the weight p_old(y)/mu(y) of
+`off_policy.py` corrects who sampled (decoupled PPO, arXiv 2110.00641, equation 2).
 
 The ratio of a sequence (GSPO, arXiv 2507.18071) is the geometric mean of the ratios of its tokens,
 in the form that the paper calls "GSPO-token". If all tokens of a sequence have the same advantage
@@ -14,32 +21,32 @@ its own advantage.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from student_trainer.losses.rows import HIGHEST_LOG_RATIO, LOWEST_LOGPROB
 
 
-def token_log_ratio(token_logprobs: Tensor, sampling_logprobs: Tensor) -> Tensor:
-    """Return log rho = log p(y) - log mu(y) of each token, [N] in nats.
+def token_log_ratio(token_logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """Return log rho = log p(y) - log p_old(y) of each token, [N] in nats; also for mu as p_old.
 
     Both arguments: log-probs [N] of the sampled tokens, clamped to at least LOWEST_LOGPROB. The
     gradient flows through `token_logprobs` only.
     """
     log_p = token_logprobs.clamp(min=LOWEST_LOGPROB)
-    return log_p - sampling_logprobs.detach().clamp(min=LOWEST_LOGPROB)
+    return log_p - other_logprobs.detach().clamp(min=LOWEST_LOGPROB)
 
 
-def sequence_log_ratio(
-    token_logprobs: Tensor, sampling_logprobs: Tensor, sequence: Tensor
-) -> Tensor:
+def sequence_log_ratio(token_logprobs: Tensor, old_logprobs: Tensor, sequence: Tensor) -> Tensor:
     """Return the mean of log rho over each sequence, at each of its tokens, [N] in nats.
 
     `sequence` [N] int64: the index of each token's sequence, less than N. All tokens of a sequence
     must be in the call, so the rows must come from `fused_linear_rows`. The gradient at a token is
     that of its own log-prob.
     """
-    of_token = token_log_ratio(token_logprobs, sampling_logprobs)
+    of_token = token_log_ratio(token_logprobs, old_logprobs)
     own = of_token - of_token.detach()
     # Sized by N (there are at most N sequences): reading their number would wait for the device.
     none = torch.zeros_like(of_token.detach())
@@ -49,43 +56,46 @@ def sequence_log_ratio(
 
 
 def clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+    log_ratio: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = math.inf,
 ) -> Tensor:
     """Return the clipped loss of each token, [N]; the gradient of a clipped token is exactly 0.
 
     `log_ratio` [N]: of `token_log_ratio` or `sequence_log_ratio`. `advantages` [N]: no gradient
-    flows through them. The ratio is clipped to [1 - clip_low, 1 + clip_high].
+    flows through them. The ratio is clipped to [1 - clip_low, 1 + clip_high], and where the
+    advantage is negative to at most `dual_clip`, which is above 1.
     """
     advantages = advantages.detach()
     ratio = log_ratio.clamp(max=HIGHEST_LOG_RATIO).exp()
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    clipped = is_clipped(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+    bounded = torch.where(
+        advantages < 0,
+        ratio.clamp(1 - clip_low, dual_clip),
+        ratio.clamp(1 - clip_low, 1 + clip_high),
+    )
+    clipped = is_clipped(
+        log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+    )
     return -torch.where(clipped, bounded.detach(), ratio) * advantages
 
 
 @torch.no_grad()
 def is_clipped(
-    log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+    log_ratio: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = math.inf,
 ) -> Tensor:
     """Return which tokens are clipped, [N] bool.
 
     A token is clipped if its advantage is positive and its ratio above 1 + clip_high, or if its
-    advantage is negative and its ratio below 1 - clip_low.
+    advantage is negative and its ratio below 1 - clip_low or above `dual_clip`.
     """
     ratio = log_ratio.clamp(max=HIGHEST_LOG_RATIO).exp()
     above = (advantages > 0) & (ratio > 1 + clip_high)
-    return above | ((advantages < 0) & (ratio < 1 - clip_low))
-
-
-@torch.no_grad()
-def importance_weights(
-    token_logprobs: Tensor, sampling_logprobs: Tensor, clip: tuple[float, float] | None = None
-) -> Tensor:
-    """Return p(y) / mu(y) of each token, [N], detached: the weight of the sampled part of a KL.
-
-    `clip`: the lowest and the highest weight. Clipping limits the variance and adds a bias. None:
-    only bounded by e^HIGHEST_LOG_RATIO.
-    """
-    log_ratio = token_log_ratio(token_logprobs, sampling_logprobs)
-    ratio = log_ratio.clamp(max=HIGHEST_LOG_RATIO).exp()
-    return ratio if clip is None else ratio.clamp(*clip)
+    return above | ((advantages < 0) & ((ratio < 1 - clip_low) | (ratio > dual_clip)))

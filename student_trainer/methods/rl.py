@@ -14,17 +14,19 @@ One step, in order:
    `method.beta` > 0. `NoTeacher` stands in if there is neither.
 4. Rewards. `RolloutRewards` (`rewards/rollout_rewards.py`) scores the text of each answer.
 5. Rows of the other source, at the same head ids. `finish` makes the anchor compute its rows.
-6. Advantages. From the rewards of a group (`losses/advantages.py`), or from the critic and GAE
+6. Log-probs of p_old, the student before the first update (`rollouts/old_policy.py`), for the
+   updates after the first one.
+7. Advantages. From the rewards of a group (`losses/advantages.py`), or from the critic and GAE
    (`critic/advantages.py`), which also trains the critic.
-7. Weights. `sequence_weights` (`losses/aggregate.py`) returns how much each answer counts. The
+8. Weights. `sequence_weights` (`losses/aggregate.py`) returns how much each answer counts. The
    rollout, its rows, its advantage and its weight become one `PendingRLSequence`.
-8. Micro-batches, for each update. The trainer (`loop/trainer.py`) groups the sequences
+9. Micro-batches, for each update. The trainer (`loop/trainer.py`) groups the sequences
    (`data/packing.py`), waits for the rows of one group (`PendingRLSequence` -> `RLSequence`) and
    makes its tensors (`RLSequence` -> `RLBatch`, both in `objectives/rl.py`).
-9. Loss. `RLObjective` (`objectives/rl.py`) computes the clipped policy gradient
+10. Loss. `RLObjective` (`objectives/rl.py`) computes the clipped policy gradient
    (`losses/policy.py`) and the KL to each source (`losses/topk.py`, `losses/sampled.py`) from their
    rows and the student's rows (`model/student.py`, which calls `losses/fused.py`).
-10. Update. The trainer divides by the sum of the weights of all processes, clips the gradient, runs
+11. Update. The trainer divides by the sum of the weights of all processes, clips the gradient, runs
     AdamW and calls `Anchor.after_update`.
 
 `rl_method` connects these parts. `assembly.py` calls it once when an attempt starts.
@@ -47,7 +49,6 @@ from torch import Tensor
 from clients.config.rl import RLJob
 from protos.rows.codec import RowBlock
 from student_trainer.critic.advantages import CriticAdvantages
-from student_trainer.data.batch import placeholder_rows
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.environments.retriever import Retriever
@@ -63,6 +64,7 @@ from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rewards import Rewards
 from student_trainer.rewards.rollout_rewards import RolloutRewards, reward_metrics, search_metrics
+from student_trainer.rollouts.old_policy import OldPolicy
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.rollouts.sampler import Sampler
 from student_trainer.rollouts.search import SearchRollouts
@@ -71,7 +73,7 @@ from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.privileged import privileged_prompt
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.scored_rollouts import ScoredRollouts
-from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
+from student_trainer.teachers.source import NoTeacher, PendingRows, TeacherSource
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,15 @@ class PendingRLSequence(PendingRows):
 
     rows: of the first teacher source. others: rows of the other sources. advantage: [] for the
     whole answer, or [learned], one for each learned token. kept: False if the loss leaves the
-    answer out. weight: how much the answer counts in the mean of an update.
+    answer out. weight: how much the answer counts in the mean of an update. old_logprobs: as in
+    RLSequence.
     """
 
     others: tuple[Future[RowBlock], ...]
     advantage: Tensor
     kept: bool
     weight: float
+    old_logprobs: Tensor | None = None
 
     @property
     def counts(self) -> float:
@@ -97,20 +101,8 @@ class PendingRLSequence(PendingRows):
         """Wait for the rows of all sources. Raises the error of the source that failed."""
         learned = self.sequence.learned_rows
         others = tuple(learned(rows.result()) for rows in self.others)
-        return RLSequence(
-            self.sequence, learned(self.rows.result()), others, self.advantage, self.kept
-        )
-
-
-class NoTeacher:
-    """The TeacherSource of a job with neither teacher nor anchor: placeholder rows."""
-
-    def score(self, rollout: Rollout) -> Future[RowBlock]:
-        """Return rows with the rollout's head ids and zero log-probs; no loss reads them."""
-        return resolved(placeholder_rows(rollout.head_ids.numpy().astype(np.int32)))
-
-    def finish(self) -> None:
-        """Do nothing: the rows of `score` are resolved already."""
+        rows = learned(self.rows.result())
+        return RLSequence(self.sequence, rows, others, self.advantage, self.kept, self.old_logprobs)
 
 
 class RLSteps:
@@ -129,6 +121,7 @@ class RLSteps:
         judged: RolloutRewards | None,
         sources: Sequence[TeacherSource],
         values: CriticAdvantages | None,
+        old_policy: OldPolicy,
     ) -> None:
         """Keep the parts of a step.
 
@@ -145,6 +138,7 @@ class RLSteps:
         self._judged = judged
         self._sources = sources
         self._values = values
+        self._old_policy = old_policy
         rank, world = accelerator.process_index, accelerator.num_processes
         self._held_out = list(enumerate(prompts.held_out))[rank::world]
 
@@ -157,8 +151,8 @@ class RLSteps:
         prompts = self._prompts.training.of_step(step, self._prompts_per_step)
         shares = self._shares(len(prompts))
         mine = [index for share in shares for index in share for _ in range(size)]
-        first = (step - 1) * len(prompts) * size
-        numbers = [first + index * size + n % size for n, index in enumerate(mine)]
+        offset = (step - 1) * len(prompts) * size
+        numbers = [offset + index * size + n % size for n, index in enumerate(mine)]
         asked = [prompts[index] for index in mine]
         written = raise_on_all_ranks(self._accelerator, lambda: self._written(asked, numbers))
         began = time.monotonic()
@@ -169,7 +163,10 @@ class RLSteps:
         measured = reward_metrics(rewards) if self._judged else {}
         advantages = self._advantages(_rollouts(written), rewards, measured)
         rollouts = iter(self._weighed(written, others, advantages))
-        updates = [list(islice(rollouts, len(share) * size)) for share in shares]
+        first, *later = [list(islice(rollouts, len(share) * size)) for share in shares]
+        # The micro-batches of an update, as the trainer makes them: other ones would round
+        # differently.
+        updates = [first, *(self._with_old_logprobs(update) for update in later)]
         if self._searches:
             measured |= search_metrics(_rollouts(written))
         return Step(updates, measured, seconds)
@@ -242,6 +239,14 @@ class RLSteps:
             )
         ]
 
+    def _with_old_logprobs(self, update: list[PendingRLSequence]) -> list[PendingRLSequence]:
+        """Collective. Return the sequences of an update with their log-probs under p_old."""
+        found = self._old_policy(_rollouts(update))
+        return [
+            replace(item, old_logprobs=logprobs)
+            for item, logprobs in zip(update, found, strict=True)
+        ]
+
 
 def _at_its_head(item: PendingRows) -> PendingRows:
     """Replace the rollout's head ids by the teacher's, for the anchor. Waits for the teacher."""
@@ -290,7 +295,14 @@ def rl_method(
     values = None
     if method.advantages == "gae" and judged is not None:
         values = CriticAdvantages(accelerator, student, method, config.train.tokens_per_micro_batch)
-    steps = RLSteps(config, accelerator, material.prompts, answers, judged, sources, values)
+    old_policy = OldPolicy(
+        student,
+        temperature=method.temperature,
+        tokens_per_micro_batch=config.train.tokens_per_micro_batch,
+    )
+    steps = RLSteps(
+        config, accelerator, material.prompts, answers, judged, sources, values, old_policy
+    )
     evaluation = Evaluation(
         accelerator,
         DistillationObjective(method.direction, "bucket+sampled", method.temperature),

@@ -18,6 +18,8 @@ from student_trainer.losses import (
     Rows,
     Tail,
     draw_noise,
+    importance_weights,
+    mismatch,
     topk_kl,
 )
 
@@ -73,19 +75,27 @@ class DistillationObjective:
 
 
 def distillation_loss(batch: Batch, objective: DistillationObjective) -> LossFunction:
-    """Return the loss of the batch: a function from rows to one term per token, [n] in nats."""
-    in_head = batch.token_in_head
+    """Return the loss of the batch: a function from rows to one term per token, [n] in nats.
+
+    The sampled part of the KL has importance weights, because the policy that sampled the tokens
+    differs from the student in precision, in its program, or in the age of its weights.
+    """
+    in_head, sampling = batch.token_in_head, batch.sampling_logprobs
     tail, draws = objective.tail_of(batch), batch.draw_logprobs
     # The student's own samples are no targets: the cross-entropy is for stored tokens.
-    weight = objective.cross_entropy if batch.sampling_logprobs is None else 0.0
+    weight = objective.cross_entropy if sampling is None else 0.0
 
     def loss(rows: Rows, index: slice) -> Tensor:
+        importance = None
+        if sampling is not None:
+            importance = importance_weights(rows.token_logprobs, sampling[index])
         kl = topk_kl(
             rows,
             batch.teacher[index],
             in_head[index],
             direction=objective.direction,
             tail=tail,
+            importance=importance,
             draw_logprobs=None if draws is None else draws[index],
         )
         return kl - weight * rows.token_logprobs if weight else kl
@@ -107,13 +117,15 @@ def batch_metrics(
     rows = out.rows
     sampling = batch.sampling_logprobs
     written = sampling is not None
-    ratio = rows.token_logprobs - (rows.token_logprobs if sampling is None else sampling)
+    of_sampler = mismatch(
+        rows.token_logprobs, rows.token_logprobs if sampling is None else sampling
+    )
     kl, sampled = measured_kl(batch, out, objective)
     return {
         "kl/teacher": sum_and_count(kl, sampled),
         "kl/teacher_bound": sum_and_count(kl, not sampled),
         "cross_entropy": sum_and_count(-rows.token_logprobs, not written),
-        "ratio/mean": sum_and_count(ratio.exp(), written),
+        **{name: pair * written for name, pair in of_sampler.items()},
         "entropy": sum_and_count(out.metrics["entropy"]),
         "topk/student_mass": sum_and_count(rows.head_logprobs.exp().sum(1)),
         "topk/teacher_mass": sum_and_count(batch.teacher.head_logprobs.exp().sum(1)),

@@ -1,13 +1,16 @@
 """The objective of reinforcement learning: a clipped policy gradient and a KL to other models.
 
-    loss = -clipped(ratio, advantage) + sum over KL terms of weight * KL       (kl_in = "loss")
+    loss = -rho clipped(ratio, advantage) + sum over KL terms of weight * KL   (kl_in = "loss")
 
-With kl_in = "reward" each KL term is part of the advantage instead (`kl_reward`). Sources:
-EMA-PG (arXiv 2602.04417), GRPO (arXiv 2402.03300).
+ratio is p/p_old and rho the weight p_old/mu, where p is the student, p_old the student before the
+first update of the step, and mu the policy that sampled the token; the sampled part of a KL has the
+weight p/mu. With kl_in = "reward" each KL term is part of the advantage instead (`kl_reward`).
+Sources: EMA-PG (arXiv 2602.04417), GRPO (arXiv 2402.03300), decoupled PPO (arXiv 2110.00641).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -19,12 +22,19 @@ from clients.config.rl import RLConfig, RLJob
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch, teacher_rows
 from student_trainer.data.metric_sums import sum_and_count
-from student_trainer.losses import FusedLoss, LossFunction, Rows, sampled_kl, topk_kl
+from student_trainer.losses import (
+    FusedLoss,
+    LossFunction,
+    Rows,
+    importance_weights,
+    mismatch,
+    sampled_kl,
+    topk_kl,
+)
 from student_trainer.losses.advantages import kl_reward
 from student_trainer.losses.aggregate import token_weights
 from student_trainer.losses.policy import (
     clipped_surrogate,
-    importance_weights,
     is_clipped,
     sequence_log_ratio,
     token_log_ratio,
@@ -46,12 +56,14 @@ class RLSequence(ScoredSequence):
 
     rows: of the first KL term. others: rows of the other terms, in order. advantage: [] for the
     whole answer, or [learned], one per learned token. kept: False if the loss leaves the answer
-    out.
+    out. old_logprobs [learned]: log-probs of the tokens under p_old, in nats; None if the update is
+    the first of its step, because p_old is the student itself then.
     """
 
     others: tuple[RowBlock, ...]
     advantage: Tensor
     kept: bool
+    old_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -59,12 +71,13 @@ class RLBatch(Batch):
     """A batch of rollouts with advantages.
 
     others: Rows of N for each KL term but the first. advantages [N]. weights [N]: the weight of
-    each token in the sum of the loss.
+    each token in the sum of the loss. old_logprobs [N] or None: as in RLSequence.
     """
 
     others: tuple[Rows, ...]
     advantages: Tensor
     weights: Tensor
+    old_logprobs: Tensor | None
 
     @property
     def sampled(self) -> Tensor:
@@ -80,6 +93,7 @@ class RLBatch(Batch):
             others=tuple(rows[none] for rows in self.others),
             advantages=self.advantages[none],
             weights=self.weights[none],
+            old_logprobs=None if self.old_logprobs is None else self.old_logprobs[none],
         )
 
 
@@ -123,11 +137,14 @@ class RLObjective:
         advantages = [item.advantage.expand(item.sequence.learned) for item in rollouts]
         kept = torch.tensor([item.kept for item in rollouts])
         others = zip(*(item.others for item in rollouts), strict=True)
+        old = [item.old_logprobs for item in rollouts if item.old_logprobs is not None]
+        assert len(old) in (0, len(rollouts)), "all rollouts of an update have them, or none"
         return RLBatch(
             **vars(make_batch(scored, device, pack=pack)),
             others=tuple(teacher_rows(blocks, device) for blocks in others),
             advantages=torch.cat(advantages).to(device),
             weights=token_weights(lengths, kept, self.method.aggregate).to(device),
+            old_logprobs=torch.cat(old).to(device) if old else None,
         )
 
     def loss(self, batch: Batch) -> LossFunction:
@@ -157,16 +174,19 @@ class RLObjective:
 
         `kl/NAME`, for each KL term, is an estimate of the KL in nats with tail `bucket+draws`, or
         `bucket+sampled` if there are no draws, whatever the tail mode of the loss. It is unbiased
-        unless `method.importance_clip` clips its weights. No gradient.
+        unless `method.importance_clip` or `importance_mask` changes its weights. No gradient.
         """
         assert isinstance(batch, RLBatch)
         rows, everything = out.rows, slice(0, len(batch))
         log_ratio = self._log_ratio(rows, batch, everything)
         advantages = self._advantages(rows, batch, everything)
-        clips = {"clip_low": self.method.clip_low, "clip_high": self.method.clip_high}
+        weights = importance_weights(rows.token_logprobs, batch.sampled)
+        bounded = self._importance(rows.token_logprobs, batch.sampled)
+        clipped = is_clipped(log_ratio, advantages, **self._clips)
         found = {
-            "ratio/mean": sum_and_count(token_log_ratio(rows.token_logprobs, batch.sampled).exp()),
-            "ratio/clipped": sum_and_count(is_clipped(log_ratio, advantages, **clips).float()),
+            **mismatch(rows.token_logprobs, batch.sampled),
+            "ratio/bounded": sum_and_count((weights != bounded).float()),
+            "ratio/clipped": sum_and_count(clipped.float()),
             "entropy": sum_and_count(out.metrics["entropy"]),
             "topk/student_mass": sum_and_count(rows.head_logprobs.exp().sum(1)),
         }
@@ -177,7 +197,7 @@ class RLObjective:
                 batch.token_in_head,
                 direction=self.method.direction,
                 tail="bucket+sampled" if batch.draw_logprobs is None else "bucket+draws",
-                importance=self._importance(rows, batch.sampled),
+                importance=bounded,
                 draw_logprobs=batch.draw_logprobs,
             )
             found[f"kl/{term.name}"] = sum_and_count(kl)
@@ -200,24 +220,30 @@ class RLObjective:
                 advantages = advantages + term.weight * kl
         return advantages
 
+    @property
+    def _clips(self) -> dict[str, float]:
+        method = self.method
+        dual_clip = math.inf if method.dual_clip is None else method.dual_clip
+        return {"clip_low": method.clip_low, "clip_high": method.clip_high, "dual_clip": dual_clip}
+
     def _policy_gradient(self, rows: Rows, batch: RLBatch, index: slice) -> Tensor:
-        return clipped_surrogate(
-            self._log_ratio(rows, batch, index),
-            self._advantages(rows, batch, index),
-            clip_low=self.method.clip_low,
-            clip_high=self.method.clip_high,
+        old = _old(rows, batch, index)
+        surrogate = clipped_surrogate(
+            self._log_ratio(rows, batch, index), self._advantages(rows, batch, index), **self._clips
         )
+        return self._importance(old, batch.sampled[index]) * surrogate
 
     def _log_ratio(self, rows: Rows, batch: RLBatch, index: slice) -> Tensor:
+        old = _old(rows, batch, index)
         if self.method.ratio == "token":
-            return token_log_ratio(rows.token_logprobs, batch.sampled[index])
-        return sequence_log_ratio(rows.token_logprobs, batch.sampled, batch.sequence)
+            return token_log_ratio(rows.token_logprobs, old)
+        return sequence_log_ratio(rows.token_logprobs, old, batch.sequence)
 
     def _kl(
         self, rows: Rows, theirs: Rows, in_head: Tensor, batch: RLBatch, index: slice
     ) -> Tensor:
         method, draws = self.method, batch.draw_logprobs
-        importance = self._importance(rows, batch.sampled[index])
+        importance = self._importance(rows.token_logprobs, batch.sampled[index])
         if method.top_k:
             return topk_kl(
                 rows,
@@ -230,16 +256,19 @@ class RLObjective:
             )
         kind = method.estimator or ("k4" if method.direction == "reverse" else "k5")
         kl = sampled_kl(rows.token_logprobs, theirs.token_logprobs, kind)
-        return kl if importance is None else importance * kl
+        return importance * kl
 
-    def _importance(self, rows: Rows, sampled: Tensor) -> Tensor | None:
-        """Return the importance weights [n]; None if a step has one update.
+    def _importance(self, token_logprobs: Tensor, sampled: Tensor) -> Tensor:
+        """Return the importance weights [n] of tokens, bounded as the job asks."""
+        method = self.method
+        return importance_weights(
+            token_logprobs, sampled, clip=method.importance_clip, mask=method.importance_mask
+        )
 
-        That update is made by the policy that sampled the tokens, so all weights would be 1.
-        """
-        if self.method.updates_per_step == 1:
-            return None
-        return importance_weights(rows.token_logprobs, sampled, self.method.importance_clip)
+
+def _old(rows: Rows, batch: RLBatch, index: slice) -> Tensor:
+    """Return log p_old of the tokens, [n]: those of the rows themselves in a first update."""
+    return rows.token_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[index]
 
 
 def _rows_of_terms(batch: RLBatch) -> tuple[Rows, ...]:

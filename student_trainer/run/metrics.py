@@ -3,7 +3,9 @@
 loss                 mean loss of a token, the value that training minimises
 kl/teacher           unbiased estimate of the KL between student and teacher, nats per token
 entropy              entropy of the student over the whole vocabulary, nats per token
-ratio/mean           mean of p(y) / mu(y), mu the student that sampled y; about 1 on-policy
+ratio/mean           mean of rho = p(y) / mu(y), mu the policy that sampled y; its expectation is 1
+ratio/ess            1 / mean of rho^2: the share of a token that is left of one; 1 on-policy
+ratio/kl             unbiased estimate of KL(mu||p), nats per token; 0 on-policy
 topk/student_mass    mean probability that the student gives to the head ids
 topk/teacher_mass    mean probability that the teacher gives to the head ids
 topk/gradient_sd     sd that k and M independent draws leave in a token's gradient, over its norm
@@ -21,7 +23,7 @@ eval/kl              kl/teacher on held-out sequences
 eval/kl_stderr       standard error of eval/kl over the held-out sequences
 eval/accuracy        share of the greedy answers to held-out prompts that match the reference
 
-Additional metrics of stored sequences, which have no ratio/mean and no length/truncated:
+Additional metrics of stored sequences, which have no ratio/... and no length/truncated:
 
 kl/teacher_bound     lower bound of kl/teacher (bucket tail), if the store has no tail samples
 cross_entropy        mean -log p of the stored tokens, nats per token, at the store's temperature
@@ -39,6 +41,7 @@ reward/errors        share of answers without a reward: scoring or the retriever
 search/queries       mean number of search queries of an answer
 search/failed        share of answers whose retriever failed; they have no reward
 critic/loss          mean of (value - target)^2 / 2 before the critic's update, with GAE only
+ratio/bounded        share of tokens whose rho importance_clip or importance_mask changes
 ratio/clipped        share of tokens whose policy gradient is zero because the ratio is clipped
 kl/anchor            unbiased estimate of the KL between student and anchor, nats per token
 topk/anchor_mass     mean probability that the anchor gives to the head ids

@@ -1,7 +1,7 @@
 """The interface of a teacher source, and sequences that wait for their rows.
 
 A teacher source returns rows for a rollout: a teacher service (`remote.py`), the anchor
-(`anchor.py`), or several teachers by name (`TeachersByName`).
+(`anchor.py`), several teachers by name (`TeachersByName`), or none (`NoTeacher`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from protos.rows.codec import RowBlock
-from student_trainer.data.batch import ScoredSequence
+from student_trainer.data.batch import ScoredSequence, placeholder_rows
 from student_trainer.data.rollout import Rollout
 from student_trainer.data.sequence import TokenSequence
 
@@ -75,3 +77,14 @@ class TeachersByName:
         """Collective. Finish every teacher."""
         for teacher in self._teachers.values():
             teacher.finish()
+
+
+class NoTeacher:
+    """The TeacherSource of a job with neither teacher nor anchor: placeholder rows."""
+
+    def score(self, rollout: Rollout) -> Future[RowBlock]:
+        """Return rows with the rollout's head ids and zero log-probs; no loss reads them."""
+        return resolved(placeholder_rows(rollout.head_ids.numpy().astype(np.int32)))
+
+    def finish(self) -> None:
+        """Do nothing: the rows of `score` are resolved already."""

@@ -51,7 +51,8 @@ def test_a_task_brings_its_own_prompts(tmp_path: Path) -> None:
         ("method.rollouts_per_prompt=1", "method.rollouts_per_prompt", "must be 2 or more"),
         ("method.estimator=k3", "method.estimator", "needs top_k = 0"),
         ("method.importance_clip=[2.0, 0.5]", "method.importance_clip", "[MIN, MAX]"),
-        ("method.importance_clip=[0.5, 2.0]", "method.importance_clip", "needs updates_per_step"),
+        ("method.importance_clip=[1.5, 2.0]", "method.importance_clip", "MIN <= 1 <= MAX"),
+        ("method.dual_clip=0.9", "method.dual_clip", "greater than 1"),
         ("method.clip_low=1.5", "method.clip_low", "less than or equal to 1"),
         ("method.tail=bucket+teacher_samples", "method.tail", "expected one of"),
         ("method.updates_per_step=33", "method", "raise train.prompts_per_step"),
@@ -123,9 +124,15 @@ def test_refusals(tmp_path: Path, override: str, where: str, said: str) -> None:
             "the teacher chooses the head",
         ),
         (
-            JOB + "method.updates_per_step = 2\nmethod.importance_clip = [0.5, 2.0]\n",
+            JOB + "method.importance_clip = [0.5, 2.0]\nmethod.importance_mask = [0.5, 5.0]\n",
+            "method.importance_mask",
+            "leave one of them out",
+        ),
+        (
+            JOB.replace('reward.type = "exact_match"', 'teacher.address = "localhost:1"')
+            + "method.importance_clip = [0.5, 2.0]\n",
             "method.importance_clip",
-            "set tail = 'bucket+sampled'",
+            "'bucket+draws' reads no sampled token",
         ),
         (
             JOB + 'method.kl_in = "reward"\nmethod.tail = "none"\n',

@@ -207,7 +207,7 @@ def test_importance_weights_mend_another_policys_samples(direction: Direction, t
 
     assert max(bias(importance_weights(student.token_logprobs, mu))) < EXACT
     assert min(bias(None)) > 1e-3  # so there was something to mend
-    bounded = importance_weights(student.token_logprobs, mu, (0.8, 1.25))
+    bounded = importance_weights(student.token_logprobs, mu, clip=(0.8, 1.25))
     assert bounded.min() == 0.8
     assert bounded.max() == 1.25
     assert not bounded.requires_grad

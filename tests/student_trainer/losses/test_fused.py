@@ -67,7 +67,7 @@ def make_loss(name, head, tokens, teacher: Rows, weights):
             case ["grpo"]:
                 values = surrogate(rows, index)
             case ["grpo+kl", direction]:
-                importance = importance_weights(rows.token_logprobs, old[index], (0.5, 2.0))
+                importance = importance_weights(rows.token_logprobs, old[index], clip=(0.5, 2.0))
                 kl = topk_kl(
                     rows,
                     teacher[index],

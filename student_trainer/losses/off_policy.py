@@ -1,0 +1,64 @@
+"""Weights for tokens that another policy sampled, and figures of how far away that policy is.
+
+mu is the policy that sampled y, p the student. The two differ if mu has older weights, another
+precision or another program. A term of y with the weight rho = p(y)/mu(y) has the mean that it has
+under p:
+
+    E_mu[rho f(y)] = E_p[f(y)]
+
+This is exact for one token after a given prefix. Prefixes come from mu: the product of the weights
+of a prefix would correct them too, at a variance that grows exponentially with its length.
+
+A weight that is bounded adds a bias and limits the variance:
+
+- truncated: min(rho, C). TIS ("Your Efficient RL Framework Secretly Brings You Off-Policy RL
+  Training", Yao et al. 2025), as in V-trace (IMPALA, arXiv 1802.01561, section 4.1).
+- masked: rho within [low, high], otherwise 0. IcePop ("Every Step Evolves", arXiv 2510.18855).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from student_trainer.losses.policy import token_log_ratio
+from student_trainer.losses.rows import HIGHEST_LOG_RATIO
+
+
+@torch.no_grad()
+def importance_weights(
+    token_logprobs: Tensor,
+    sampling_logprobs: Tensor,
+    *,
+    clip: tuple[float, float] | None = None,
+    mask: tuple[float, float] | None = None,
+) -> Tensor:
+    """Return rho = p(y)/mu(y) of each token, [N], detached.
+
+    Arguments [N]: log-probs in nats of the sampled tokens under p and under mu. `clip`: the lowest
+    and the highest weight; (0, C) is TIS. `mask`: weights outside this range become 0 (IcePop).
+    None: weights are only bounded by e^HIGHEST_LOG_RATIO.
+    """
+    log_ratio = token_log_ratio(token_logprobs, sampling_logprobs)
+    weights = log_ratio.clamp(max=HIGHEST_LOG_RATIO).exp()
+    if mask is not None:
+        weights = torch.where((weights >= mask[0]) & (weights <= mask[1]), weights, 0)
+    return weights if clip is None else weights.clamp(*clip)
+
+
+@torch.no_grad()
+def mismatch(token_logprobs: Tensor, sampling_logprobs: Tensor) -> dict[str, Tensor]:
+    """Return figures of the distance between p and mu, each as (sum, number) [2] over N tokens.
+
+    ratio/mean: mean of rho; its expectation is 1. ratio/ess: 1 / mean of rho^2, the effective
+    sample size of a token. ratio/kl: mean of rho - 1 - log rho, an unbiased and non-negative
+    estimate of KL(mu||p) in nats ("k3", Schulman 2020). Sums over processes give the same figures.
+    """
+    log_ratio = token_log_ratio(token_logprobs, sampling_logprobs)
+    weights = log_ratio.clamp(max=HIGHEST_LOG_RATIO).exp()
+    count = weights.new_tensor(len(weights))
+    return {
+        "ratio/mean": torch.stack([weights.sum(), count]),
+        "ratio/ess": torch.stack([count, weights.square().sum()]),
+        "ratio/kl": torch.stack([(weights - 1 - log_ratio).sum(), count]),
+    }

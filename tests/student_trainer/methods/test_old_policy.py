@@ -1,0 +1,77 @@
+"""PPO's ratio compares the student with itself, not with the log-probs of the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from student_trainer.data.rollout import Rollout
+from student_trainer.loop.trainer import Trainer
+from student_trainer.methods.rl import PendingRLSequence
+from student_trainer.tools.pretrain import make_model
+from tests.student_trainer import tiny
+from tests.student_trainer.methods.test_rl import HOT, trainer_of
+
+
+def as_sampled(item: PendingRLSequence) -> PendingRLSequence:
+    """The item as it was before: the sampler's log-probs in place of the student's own."""
+    sequence = cast(Rollout, item.sequence)
+    return replace(item, old_logprobs=sequence.token_logprobs)
+
+
+def clipped(made: Trainer, items: Sequence[PendingRLSequence]) -> float:
+    """The share of tokens whose ratio is beyond one of the clips, whatever their advantage."""
+    share = 0.0
+    for advantage in (-1.0, 1.0):
+        means, _ = made._learn([replace(one, advantage=torch.tensor(advantage)) for one in items])
+        assert means["ratio/kl"] > 0
+        share += means["ratio/clipped"]
+    return share
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_identical_weights_in_bfloat16_clip_nothing(
+    updates: int, material: tiny.Material, tmp_path: Path
+) -> None:
+    """GSPO with its published clips: every update is made with the weights that sampled."""
+    torch.manual_seed(0)
+    words = tiny.tokenizer()
+    deep = make_model(len(words), words, 4, 64)
+    deep.config.tie_word_embeddings = False
+    deep.lm_head.weight = torch.nn.Parameter(torch.randn(deep.lm_head.weight.shape) / 4)
+    config = tiny.rl_job(
+        material,
+        student__model=str(tiny.save(deep, words, tmp_path / "student")),
+        student__dtype="bfloat16",
+        method__ratio="sequence",
+        method__clip_low=3e-4,
+        method__clip_high=4e-4,
+        method__updates_per_step=updates,
+        method__temperature=1.0,
+    )
+    with trainer_of(tmp_path / "run", config) as made:
+        for number, update in enumerate(made._steps(1).updates):
+            items = [cast(PendingRLSequence, item) for item in update]
+            assert all((item.old_logprobs is None) == (number == 0) for item in items)
+            former = [as_sampled(item) for item in items]
+            assert clipped(made, items) == 0
+            assert clipped(made, former) > 0.5  # 0.8 to 0.97 here
+            made._optimizer.zero_grad()
+
+
+def test_the_log_probs_are_those_before_the_step(material: tiny.Material, tmp_path: Path) -> None:
+    config = tiny.rl_job(material, method__updates_per_step=2, method__temperature=HOT)
+    with trainer_of(tmp_path / "run", config) as made:
+        _, second = made._steps(1).updates
+        for item in second:
+            old = cast(PendingRLSequence, item).old_logprobs
+            assert old is not None
+            assert old.dtype == torch.float32
+            # In float32 the sampler agrees.
+            sampled = cast(Rollout, item.sequence).token_logprobs
+            assert (old - sampled).abs().max() < 1e-5

@@ -1,0 +1,275 @@
+"""Tokens that another policy sampled: sums over every token in float64, in place of statistics."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from clients.config.rl import RLConfig
+from student_trainer.data.batch import Batch
+from student_trainer.losses import (
+    Direction,
+    FusedLoss,
+    Rows,
+    Tail,
+    clipped_surrogate,
+    exact_kl,
+    importance_weights,
+    is_clipped,
+    mismatch,
+)
+from student_trainer.objectives.distillation import (
+    DistillationObjective,
+    batch_metrics,
+    distillation_loss,
+)
+from student_trainer.objectives.rl import KLTerm, RLBatch, RLObjective
+from tests.student_trainer.losses.enumeration import (
+    Case,
+    expectation,
+    make_case,
+    rows_for_every_token,
+)
+
+VOCAB, K = 50, 6
+EXACT = 1e-12
+DIRECTIONS: tuple[Direction, ...] = ("reverse", "forward")
+EVERYTHING = slice(0, VOCAB)
+
+
+def batch_of(case: Case, **of_rl: Any) -> Any:
+    """One row for every token that mu may have sampled."""
+    nothing, tokens = torch.zeros(VOCAB, dtype=torch.long), torch.arange(VOCAB)
+    kind = RLBatch if of_rl else Batch
+    return kind(
+        input_ids=nothing[:, None],
+        position_ids=None,
+        line=nothing,
+        position=nothing,
+        sequence=tokens,
+        token_ids=tokens,
+        head_ids=case.head.expand(VOCAB, -1),
+        teacher=rows_for_every_token(case.teacher, case.head),
+        sample_ids=None,
+        draw_logprobs=None,
+        sampling_logprobs=case.behaviour.log_softmax(0).detach(),
+        teachers=(),
+        **of_rl,
+    )
+
+
+def rl_batch(case: Case, advantages: Tensor, old: Tensor | None = None) -> RLBatch:
+    ones = torch.ones(VOCAB, dtype=torch.float64)
+    found = batch_of(case, others=(), advantages=advantages, weights=ones, old_logprobs=old)
+    assert isinstance(found, RLBatch)
+    return found
+
+
+def as_if_on_policy(batch: Any, rows: Rows) -> Any:
+    """The same batch for a loss that ignores who sampled it: every weight is 1."""
+    return replace(batch, sampling_logprobs=rows.token_logprobs.detach())
+
+
+def exact_gradient(case: Case, direction: Direction) -> tuple[Tensor, Tensor]:
+    value = exact_kl(case.student[None], case.teacher[None], direction=direction).sum()
+    return value.detach(), torch.autograd.grad(value, case.student)[0]
+
+
+def bias(values: Tensor, case: Case, wanted: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    """|E_mu[value] - wanted| and the largest |E_mu[gradient] - wanted|."""
+    value, gradient = expectation(values, case.behaviour.softmax(0), case.student)
+    return float(abs(value - wanted[0])), float((gradient - wanted[1]).abs().max())
+
+
+@pytest.mark.parametrize("tail", ["bucket+sampled", "sampled"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_loss_of_distillation(direction: Direction, tail: Tail) -> None:
+    case = make_case(VOCAB, K, direction, on_policy=False)
+    objective = DistillationObjective(direction, tail, 1.0)
+    batch, rows = batch_of(case), rows_for_every_token(case.student, case.head)
+    wanted = exact_gradient(case, direction)
+    assert max(bias(distillation_loss(batch, objective)(rows, EVERYTHING), case, wanted)) < EXACT
+    ignoring = distillation_loss(as_if_on_policy(batch, rows), objective)
+    assert min(bias(ignoring(rows, EVERYTHING), case, wanted)) > 1e-3
+
+
+def mean_metric(case: Case, name: str, metrics_of: Any) -> float:
+    """E_mu of a metric: each token alone, times its probability."""
+    mu = case.behaviour.softmax(0)
+    return sum(float(mu[y]) * float(metrics_of(y)[name][0]) for y in range(VOCAB))
+
+
+def part(batch: Any, y: int) -> Any:
+    """The batch of the sampled token y alone."""
+    values = {
+        name: value[y : y + 1] if isinstance(value, Tensor | Rows) else value
+        for name, value in vars(batch).items()
+    }
+    return type(batch)(**values)
+
+
+def out_of(rows: Rows, y: int) -> FusedLoss:
+    row = rows.detach()[y : y + 1]
+    return FusedLoss(row.token_logprobs.sum(), row, {"entropy": row.token_logprobs})
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_metrics_of_distillation(direction: Direction) -> None:
+    case = make_case(VOCAB, K, direction, on_policy=False)
+    objective = DistillationObjective(direction, "bucket+sampled", 1.0)
+    rows = rows_for_every_token(case.student, case.head)
+    wanted = float(exact_gradient(case, direction)[0])
+    batch = batch_of(case)
+    found, ignoring = (
+        mean_metric(
+            case,
+            "kl/teacher",
+            lambda y, of=of: batch_metrics(part(of, y), out_of(rows, y), objective),
+        )
+        for of in (batch, as_if_on_policy(batch, rows))
+    )
+    assert abs(found - wanted) < EXACT
+    assert abs(ignoring - wanted) > 1e-3
+
+
+def config(**changes: Any) -> RLConfig:
+    return RLConfig(type="rl", **{"tail": "bucket+sampled", **changes})
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("top_k", [K, 0])
+def test_the_kl_of_rl_with_one_update(direction: Direction, top_k: int) -> None:
+    """RLObjective used no weights with updates_per_step = 1."""
+    case = make_case(VOCAB, K, direction, on_policy=False)
+    method = config(
+        divergence=f"{direction}_kl", top_k=top_k, tail="bucket+sampled" if top_k else None
+    )
+    objective = RLObjective(method, (KLTerm("anchor", 1.0),), rewarded=False)
+    rows = rows_for_every_token(case.student, case.head)
+    batch = rl_batch(case, torch.zeros(VOCAB, dtype=torch.float64))
+    wanted = exact_gradient(case, direction)
+    found = bias(objective.loss(batch)(rows, EVERYTHING), case, wanted)
+    ignoring = objective.loss(as_if_on_policy(batch, rows))
+    # The values of k4 and k5 are those of other estimators; their gradient is the KL's.
+    relevant = max if top_k else (lambda pair: pair[1])
+    assert relevant(found) < EXACT
+    assert bias(ignoring(rows, EVERYTHING), case, wanted)[1] > 1e-3
+    if top_k:
+        measured, unweighted = (
+            mean_metric(
+                case,
+                "kl/anchor",
+                lambda y, of=of: objective.metrics(part(of, y), out_of(rows, y)),
+            )
+            for of in (batch, as_if_on_policy(batch, rows))
+        )
+        assert abs(measured - float(wanted[0])) < EXACT
+        assert abs(unweighted - float(wanted[0])) > 1e-3
+
+
+def policy_gradient(case: Case, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """-E_p[A] and its gradient."""
+    value = -(case.student.softmax(0) * advantages).sum()
+    return value.detach(), torch.autograd.grad(value, case.student)[0]
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_the_policy_gradient_of_the_first_update_is_exact(ratio: str) -> None:
+    """Its ratio to p_old is 1, so nothing is clipped, however far away the sampler is."""
+    case = make_case(VOCAB, K, "reverse", on_policy=False)
+    advantages = torch.randn(VOCAB, dtype=torch.float64)
+    objective = RLObjective(config(ratio=ratio), (), rewarded=True)
+    rows = rows_for_every_token(case.student, case.head)
+    batch = rl_batch(case, advantages)
+    wanted = policy_gradient(case, advantages)
+    assert max(bias(objective.loss(batch)(rows, EVERYTHING), case, wanted)) < EXACT
+    assert objective.metrics(batch, whole(rows))["ratio/clipped"][0] == 0
+    # Formerly the sampler was in place of p_old, so that far tokens were clipped.
+    former = clipped_surrogate(
+        rows.token_logprobs - batch.sampled, advantages, clip_low=0.2, clip_high=0.28
+    )
+    assert bias(former, case, wanted)[1] > 1e-3
+
+
+def whole(rows: Rows) -> FusedLoss:
+    rows = rows.detach()
+    return FusedLoss(rows.token_logprobs.sum(), rows, {"entropy": rows.token_logprobs})
+
+
+def test_a_later_update_is_weighed_by_both_ratios() -> None:
+    """Inside the clips, p/p_old times p_old/mu is p/mu: the gradient of E_p[A]."""
+    case = make_case(VOCAB, K, "reverse", on_policy=False)
+    advantages = torch.randn(VOCAB, dtype=torch.float64)
+    between = case.student.detach() + 0.05 * torch.randn(VOCAB, dtype=torch.float64)
+    batch = rl_batch(case, advantages, between.log_softmax(0))
+    rows = rows_for_every_token(case.student, case.head)
+    wanted = policy_gradient(case, advantages)
+    objective = RLObjective(config(clip_low=1.0, clip_high=1e9), (), rewarded=True)
+    assert max(bias(objective.loss(batch)(rows, EVERYTHING), case, wanted)) < EXACT
+
+
+def test_bounded_weights_are_counted() -> None:
+    case = make_case(VOCAB, K, "reverse", on_policy=False)
+    rows = rows_for_every_token(case.student, case.head).detach()
+    mu = case.behaviour.log_softmax(0).detach()
+    weights = (rows.token_logprobs - mu).exp()
+    batch = rl_batch(case, torch.ones(VOCAB, dtype=torch.float64))
+    for name, bounds, changed in (
+        ("importance_clip", (0.0, 1.2), weights > 1.2),
+        ("importance_mask", (0.7, 1.2), (weights > 1.2) | (weights < 0.7)),
+    ):
+        objective = RLObjective(config(**{name: bounds}), (), rewarded=True)
+        total, count = objective.metrics(batch, whole(rows))["ratio/bounded"].tolist()
+        assert (total, count) == (int(changed.sum()), VOCAB)
+        assert 0 < total < VOCAB
+
+
+def test_truncated_and_masked_weights() -> None:
+    """TIS and IcePop as their papers write them."""
+    generator = torch.Generator().manual_seed(0)
+    log_p, log_mu = torch.randn(2, 200, dtype=torch.float64, generator=generator).unbind()
+    rho = [math.exp(p - m) for p, m in zip(log_p.tolist(), log_mu.tolist(), strict=True)]
+    assert importance_weights(log_p, log_mu).tolist() == pytest.approx(rho)
+    truncated = importance_weights(log_p, log_mu, clip=(0.0, 2.0))
+    assert truncated.tolist() == pytest.approx([min(r, 2.0) for r in rho])
+    masked = importance_weights(log_p, log_mu, mask=(0.5, 5.0))
+    assert masked.tolist() == pytest.approx([r if 0.5 <= r <= 5 else 0.0 for r in rho])
+
+
+def test_the_distance_from_the_sampler() -> None:
+    case = make_case(VOCAB, K, "reverse", on_policy=False)
+    p, mu = case.student.detach().softmax(0), case.behaviour.softmax(0)
+    parts = [mismatch(p[y : y + 1].log(), mu[y : y + 1].log()) for y in range(VOCAB)]
+    mean = {
+        name: sum(chance * pair[name] for chance, pair in zip(mu, parts, strict=True))
+        for name in parts[0]
+    }
+    of = {name: float(pair[0] / pair[1]) for name, pair in mean.items()}
+    assert of["ratio/mean"] == pytest.approx(1, abs=EXACT)
+    assert of["ratio/ess"] == pytest.approx(float(1 / (p * p / mu).sum()))
+    assert of["ratio/kl"] == pytest.approx(float((mu * (mu / p).log()).sum()))
+
+
+def test_dual_clip_by_hand() -> None:
+    """max(min(r A, clip(r) A), c A) for A < 0 (arXiv 1912.09729, equation 5)."""
+    ratios = [0.1, 0.79, 1.0, 1.5, 2.9, 3.1, 50.0]
+    for advantage in (-2.0, 1.5):
+        leaf = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
+        advantages = torch.full_like(leaf, advantage)
+        clips = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
+        found = clipped_surrogate(leaf, advantages, **clips)
+        wanted = [min(r * advantage, min(max(r, 0.8), 1.28) * advantage) for r in ratios]
+        if advantage < 0:
+            wanted = [max(one, 3.0 * advantage) for one in wanted]
+        assert found.tolist() == pytest.approx([-one for one in wanted])
+        (gradient,) = torch.autograd.grad(found.sum(), leaf)
+        clipped = is_clipped(leaf, advantages, **clips)
+        assert ((gradient == 0) == clipped).all()
+        assert clipped.tolist() == [
+            (r > 1.28 if advantage > 0 else r < 0.8 or r > 3.0) for r in ratios
+        ]
