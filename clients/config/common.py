@@ -148,6 +148,8 @@ class TrainConfig(Table):
     """Decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients with a larger norm are scaled down to this norm."""
+    max_skipped_updates: Annotated[int, Field(ge=0)] = 3
+    """Updates in a row that are skipped because their gradient is not finite; one more fails."""
     prompts_per_step: Count = 32
     """Prompts (or stored sequences) per step, over all processes."""
     tokens_per_micro_batch: Count = 16384

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
-import re
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +41,6 @@ from protos.rpc.failpoints import failpoint
 from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.data.batch import ScoredSequence
 from student_trainer.data.packing import micro_batches
-from student_trainer.data.rollout import Rollout
 from student_trainer.loop import checkpoint
 from student_trainer.loop.anchor_watch import StabilityWatch
 from student_trainer.loop.evaluation import Evaluation
@@ -49,13 +48,12 @@ from student_trainer.loop.head_watch import HeadWatch, learns_from_a_head
 from student_trainer.loop.reward_watch import RewardWatch, learns_from_groups
 from student_trainer.loop.schedule import learning_rate
 from student_trainer.loop.step import Objective, Steps
+from student_trainer.loop.step_metrics import lengths_of, means_of, over_updates
 from student_trainer.parallel.collectives import largest, raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded, full_tensor
 from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.source import PendingRows
 
-# Metrics that are sums of variances over sums of squares.
-_SD = re.compile(r"topk/(\w+_)?gradient_sd")
 log = logging.getLogger(__name__)
 
 
@@ -100,6 +98,7 @@ class Trainer:
         self._values = parts.values
         self._facts = parts.facts
         self._of_step = parts.of_step
+        self._skipped = 0  # updates in a row, up to the last one, whose gradient was not finite
         self._watches: list[HeadWatch | StabilityWatch | RewardWatch] = []
         self._reward_watch = RewardWatch()
         if learns_from_groups(config):
@@ -201,9 +200,9 @@ class Trainer:
             updates.append(self._learn_and_update(pending, rate))
             self._within_step = True
         ended = time.monotonic()
-        measured = _means(self._reduce(made.measured)) if made.measured else {}
+        measured = means_of(self._reduce(made.measured)) if made.measured else {}
         return {
-            **_over_updates(updates),
+            **over_updates(updates),
             **measured,
             **self._of_anchor(),
             "lr": rate,
@@ -217,11 +216,12 @@ class Trainer:
         means, waited = self._learn(pending)
         learned = time.monotonic()
         failpoint("gradients-ready")
-        grad_norm = self._update(rate)
-        if self._anchor is not None:
+        norm = self._update(rate)
+        if self._anchor is not None and math.isfinite(norm):
             self._anchor.after_update()
         seconds = {"time/teacher_wait": waited, "time/optim": time.monotonic() - learned}
-        return {**means, "grad_norm": grad_norm, **seconds}
+        skipped = float(not math.isfinite(norm))
+        return {**means, "grad_norm": norm, "grad_norm/skipped": skipped, **seconds}
 
     def _of_anchor(self) -> dict[str, float]:
         if self._anchor is None:
@@ -233,7 +233,7 @@ class Trainer:
 
         Returns the means of the metrics, and the seconds spent waiting for rows.
         """
-        lengths = self._reduce(_lengths(pending))
+        lengths = self._reduce(lengths_of(pending))
         tokens = lengths["length/mean"][0]
         counted = lengths.pop("counted")[0]
         # DDP and FSDP average gradients over processes; the loss is divided by the global count.
@@ -264,7 +264,7 @@ class Trainer:
             sums = {name: sums.get(name, 0) + value for name, value in found.items()}
         totals = {**self._reduce(sums), **lengths}
         totals["loss"] = (totals["loss"][0], max(counted, 1.0))
-        return {**_means(totals), "tokens": tokens}, waited
+        return {**means_of(totals), "tokens": tokens}, waited
 
     def _rows(self, group: list[PendingRows]) -> list[ScoredSequence]:
         """Collective. Wait for the rows of a micro-batch on all ranks.
@@ -274,20 +274,32 @@ class Trainer:
         return raise_on_all_ranks(self._accelerator, lambda: [item.wait() for item in group])
 
     def _update(self, rate: float) -> float:
+        """Update the weights, and return the norm of the gradient before clipping.
+
+        A gradient that is not finite changes nothing, on any rank, up to a number of times.
+        """
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         parameters = self._student.trained.parameters()
-        norm = full_tensor(clip_grad_norm_(parameters, self._config.train.max_grad_norm))
-        if not torch.isfinite(norm):
-            self._optimizer.zero_grad()
+        norm = float(full_tensor(clip_grad_norm_(parameters, self._config.train.max_grad_norm)))
+        if math.isfinite(norm):
+            self._optimizer.step()
+            self._skipped = 0
+        else:
+            self._skipped += 1
+        self._optimizer.zero_grad()
+        if self._skipped > self._config.train.max_skipped_updates:
             raise Corrupt(
-                f"the gradient of step {self._step + 1} is not finite",
+                f"the gradient of step {self._step + 1} is not finite, the {self._skipped}. update "
+                "in a row",
                 field="train.learning_rate",
                 hint="lower the learning rate and resume from the checkpoint before this step",
             )
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return float(norm)
+        if self._skipped:
+            log.warning(
+                "step %d: the gradient is not finite; this update is skipped", self._step + 1
+            )
+        return norm
 
     def _reduce(self, sums: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
         """Collective. Return (sum, number) of each metric over all processes."""
@@ -369,29 +381,3 @@ def write_samples(run: RunDirectory, step: int, transcripts: Sequence[Mapping[st
     require_unfenced()
     text = "".join(json.dumps(transcript) + "\n" for transcript in transcripts)
     replace_file(run.samples / f"step-{step:06d}.jsonl", text)
-
-
-def _lengths(pending: Sequence[PendingRows]) -> dict[str, Tensor]:
-    written = [item.sequence for item in pending if isinstance(item.sequence, Rollout)]
-    tokens = sum(item.sequence.learned for item in pending)
-    return {
-        "counted": torch.tensor([sum(item.counts for item in pending), 0]),
-        "length/mean": torch.tensor([tokens, len(pending)]),
-        "length/truncated": torch.tensor([sum(one.truncated for one in written), len(written)]),
-    }
-
-
-def _means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Return the mean of each metric; the root of the mean for `topk/..gradient_sd`."""
-    found = {name: total / count for name, (total, count) in totals.items() if count}
-    return {name: mean**0.5 if _SD.fullmatch(name) else mean for name, mean in found.items()}
-
-
-def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the updates, but the sum of tokens and seconds."""
-    means = {}
-    for name in updates[0]:
-        found = [update[name] for update in updates if name in update]
-        added = name == "tokens" or name.startswith("time/")
-        means[name] = sum(found) / (1 if added else len(found))
-    return means

@@ -1,10 +1,10 @@
 """The means of metrics: only the noise of a gradient is a root."""
 
-from student_trainer.loop.trainer import _means
+from student_trainer.loop.step_metrics import means_of
 
 
 def test_only_gradient_sd_is_a_root() -> None:
-    found = _means(
+    found = means_of(
         {
             "topk/gradient_sd": (8.0, 2.0),
             "topk/anchor_gradient_sd": (18.0, 2.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,15 +140,37 @@ def test_the_gradient_is_that_of_the_mean_kl(material: tiny.Material, tmp_path: 
 def test_a_gradient_that_is_no_number_changes_nothing(
     material: tiny.Material, tmp_path: Path, bad: float
 ) -> None:
-    made, student, _ = trainer(material, new_run(material, tmp_path / "run"))
-    before = {name: p.detach().clone() for name, p in student.named_parameters()}
-    made._learn(made._steps(1).updates[0])
-    next(student.parameters()).grad.view(-1)[3] = bad  # type: ignore[union-attr]
-    with pytest.raises(Corrupt, match="the gradient of step 1 is not finite"):
-        made._update(0.1)
-    for name, parameter in student.named_parameters():
-        assert torch.equal(parameter, before[name])
-        assert parameter.grad is None
+    """Two updates in a row may be skipped, a third may not; a good one starts the count again."""
+    run = new_run(material, tmp_path / "run", train__max_skipped_updates=2)
+    made, student, _ = trainer(material, run)
+    pending = made._steps(1).updates[0]
+
+    def update(bad: float | None) -> dict[str, float]:
+        learn = made._learn
+
+        def spoiled(items: Any) -> Any:
+            found = learn(items)
+            if bad is not None:
+                next(student.parameters()).grad.view(-1)[3] = bad  # type: ignore[union-attr]
+            return found
+
+        made._learn = spoiled  # type: ignore[method-assign]
+        try:
+            return made._learn_and_update(pending, 0.1)
+        finally:
+            made._learn = learn  # type: ignore[method-assign]
+
+    for _ in range(2):
+        before = {name: p.detach().clone() for name, p in student.named_parameters()}
+        for _ in range(2):
+            assert update(bad)["grad_norm/skipped"] == 1
+        for name, parameter in student.named_parameters():
+            assert torch.equal(parameter, before[name])
+            assert parameter.grad is None
+        assert update(None)["grad_norm/skipped"] == 0
+    assert update(bad)["grad_norm/skipped"] == update(bad)["grad_norm/skipped"] == 1
+    with pytest.raises(Corrupt, match=r"the gradient of step 1 is not finite, the 3\. update"):
+        update(bad)
 
 
 def test_metrics_are_those_of_the_table(material: tiny.Material, tmp_path: Path) -> None:

@@ -1,0 +1,42 @@
+"""The metrics of a step: counts of its sequences, means over tokens and over updates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from student_trainer.data.rollout import Rollout
+from student_trainer.teachers.source import PendingRows
+
+# Metrics that are sums of variances over sums of squares.
+_SD = re.compile(r"topk/(\w+_)?gradient_sd")
+
+
+def lengths_of(pending: Sequence[PendingRows]) -> dict[str, Tensor]:
+    """Return (sum, number) of the lengths of sequences, and of the weights of their answers."""
+    written = [item.sequence for item in pending if isinstance(item.sequence, Rollout)]
+    tokens = sum(item.sequence.learned for item in pending)
+    return {
+        "counted": torch.tensor([sum(item.counts for item in pending), 0]),
+        "length/mean": torch.tensor([tokens, len(pending)]),
+        "length/truncated": torch.tensor([sum(one.truncated for one in written), len(written)]),
+    }
+
+
+def means_of(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Return the mean of each metric; the root of the mean for `topk/..gradient_sd`."""
+    found = {name: total / count for name, (total, count) in totals.items() if count}
+    return {name: mean**0.5 if _SD.fullmatch(name) else mean for name, mean in found.items()}
+
+
+def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the updates, but the sum of tokens and seconds."""
+    means = {}
+    for name in updates[0]:
+        found = [update[name] for update in updates if name in update]
+        added = name == "tokens" or name.startswith("time/")
+        means[name] = sum(found) / (1 if added else len(found))
+    return means
