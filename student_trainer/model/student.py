@@ -28,7 +28,7 @@ class Student(nn.Module):
     """The module that DDP and FSDP wrap: the model, its head and the loss in one forward pass.
 
     The head runs inside `forward` because FSDP has its full weights only there. `packs`: whether
-    sequences may share a line.
+    sequences may share a line. `bf16`: whether it computes in bfloat16.
     """
 
     def __init__(self, model: Any, *, bf16: bool = False, pack: bool = False) -> None:
@@ -39,7 +39,7 @@ class Student(nn.Module):
         """
         super().__init__()
         self.model = model
-        self._bf16 = bf16
+        self.bf16 = bf16
         with self._precision():
             self._linear_head = has_linear_head(model)
             self.packs = pack and separates_packed_sequences(model)
@@ -126,7 +126,7 @@ class Student(nn.Module):
             return batch.select(self.model(**batch.inputs, use_cache=False).logits)
 
     def _precision(self) -> torch.autocast:
-        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self._bf16)
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bf16)
 
     def _plain(self, batch: Batch, loss_fn: LossFunction, temperature: float) -> FusedLoss:
         logits = self._logits(batch)

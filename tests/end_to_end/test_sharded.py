@@ -93,6 +93,30 @@ def test_killed_and_resumed_by_two_or_by_one(
 
 
 @pytest.mark.slow
+def test_bfloat16_is_gathered_as_it_is_computed(
+    material: Material, teacher: str, tmp_path: Path
+) -> None:
+    """The matrices are cast before they are gathered, to what one process casts them to."""
+    from tests.student_trainer.tiny import job
+
+    changes = {
+        "student__dtype": "bfloat16",
+        "student__gradient_checkpointing": True,
+        "max_steps": 6,
+        "eval__every": 3,
+    }
+    one, two = (
+        metrics_of(finish(new_run(tmp_path / name, job(material, teacher, **changes, **how))))
+        for name, how in (("one", {}), ("two", PAIR))
+    )
+    assert [line["step"] for line in one] == [line["step"] for line in two]
+    for found, expected in zip(two, one, strict=True):
+        assert found.keys() == expected.keys()
+        for name in {"loss", "eval/kl", "kl/teacher"} & found.keys():
+            assert found[name] == pytest.approx(expected[name], rel=0.01), (name, found["step"])
+
+
+@pytest.mark.slow
 def test_adapters_killed_with_two_and_resumed_by_one(
     material: Material, teacher: str, tmp_path: Path
 ) -> None:

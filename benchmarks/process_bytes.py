@@ -1,0 +1,211 @@
+"""Measures the bytes of memory that each process holds for each weight of the student.
+
+    python -m benchmarks.process_bytes [--processes 1 2 4 8] [--shardings none fsdp2]
+
+Each process is a real one of a gloo group on the CPU, with a random student whose activations are
+negligible. The figures are the resident memory of the process, as the kernel counts it, over that
+before the student was made, divided by the number of weights. `held`: after a stage; `peak`: the
+most within it. Writes benchmarks/results/process_bytes.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
+from student_trainer.data.rollout import Rollout
+from student_trainer.model.student import Student
+from student_trainer.parallel.sharding import distribute
+from student_trainer.teachers.anchor import Anchor
+
+MICRO_BATCHES = 3
+
+
+def held(processes: int, sharding: str) -> dict[str, float]:
+    """Return the formula: bytes a weight that a process holds after each stage.
+
+    float32 weights, AdamW's two moments, and the anchor. Sharded, each process has its share. The
+    gradients (4 bytes, or their share) are freed after an update; DDP keeps its buffers of them
+    from the first backward pass on.
+    """
+    shares = processes if sharding == "fsdp2" else 1
+    buffers = 4 if sharding == "none" and processes > 1 else 0
+    of_update = (4 + 8) / shares + buffers
+    return {
+        "weights": 4 / shares,
+        "update": of_update,
+        "second update": of_update,
+        "gathered": of_update,
+        "anchor": of_update + 4 / shares,
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--shardings", nargs="+", default=["none", "fsdp2"])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/process_bytes.json"))
+    parser.add_argument("--rank", type=int, help="measure in this process, one of a group")
+    options = parser.parse_args(arguments)
+    if options.rank is not None:
+        print(json.dumps(measure(options.layers, options.width, options.shardings[0])))
+        return
+    found = [
+        {"processes": processes, "sharding": sharding, **group(options, processes, sharding)}
+        for processes in options.processes
+        for sharding in options.shardings
+        if processes > 1 or sharding == "none"
+    ]
+    for one in found:
+        print(f"{one['processes']} x {one['sharding']}")
+        formula = held(one["processes"], one["sharding"])
+        for stage, (after, peak) in one["stages"].items():
+            print(
+                f"  {stage:14s} held {after:5.2f} (formula {formula[stage]:5.2f})  peak {peak:5.2f}"
+            )
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def group(options: argparse.Namespace, processes: int, sharding: str) -> dict[str, Any]:
+    """Run one group, and return the figures of its first process."""
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        port = chosen.getsockname()[1]
+    command = [sys.executable, "-m", "benchmarks.process_bytes", "--shardings", sharding]
+    command += ["--layers", str(options.layers), "--width", str(options.width)]
+    running = []
+    for rank in range(processes):
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "ACCELERATE_USE_CPU": "true",
+            # Freed memory goes back to the kernel at once, so that it counts what is in use.
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+            "MALLOC_TRIM_THRESHOLD_": "0",
+        }
+        if processes > 1:
+            environment |= {
+                "WORLD_SIZE": str(processes),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+        running.append(
+            subprocess.Popen(
+                [*command, "--rank", str(rank)], env=environment, stdout=subprocess.PIPE, text=True
+            )
+        )
+    outputs = [process.communicate()[0] for process in running]
+    if any(process.returncode for process in running):
+        raise SystemExit("a process failed")
+    found: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
+    return found
+
+
+def measure(layers: int, width: int, sharding: str) -> dict[str, Any]:
+    """Measure in this process; collective."""
+    accelerator = Accelerator()
+    use(accelerator, 1, 64, sharding)  # what torch and gloo need besides
+    gc.collect()
+    before = resident()
+    student, stages = use(accelerator, layers, width, sharding, before)
+    weights = sum(parameter.numel() for parameter in student.trained.parameters())
+    return {
+        "weights": weights,
+        "stages": {name: [b / weights for b in pair] for name, pair in stages.items()},
+    }
+
+
+def use(
+    accelerator: Accelerator, layers: int, width: int, sharding: str, before: int = 0
+) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """Make a student, update it twice, gather it and make an anchor; return bytes of each stage."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=4096,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    stages: dict[str, tuple[int, int]] = {}
+
+    def stage(name: str, run: Callable[[], Any]) -> Any:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+        found = run()
+        peak = status("VmHWM")
+        gc.collect()
+        stages[name] = (resident() - before, peak - before)
+        return found
+
+    student = stage(
+        "weights",
+        lambda: distribute(accelerator, Student(Qwen3ForCausalLM(config), bf16=True), sharding),
+    )
+    optimizer = torch.optim.AdamW(student.trained.parameters(), lr=1e-4)
+    batch = small_batch(accelerator.device)
+
+    def update() -> None:
+        for number in range(MICRO_BATCHES):
+            with student.synchronized(last=number == MICRO_BATCHES - 1):
+                out = student(batch, lambda rows, index: -rows.token_logprobs, 1.0)
+                accelerator.backward(out.loss_sum)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    stage("update", update)
+    stage("second update", update)
+
+    def gathered() -> None:
+        with student.gathered(), torch.no_grad():
+            student.full.rows(batch, 1.0)
+
+    stage("gathered", gathered)
+    anchor = stage("anchor", lambda: Anchor(student, tau=0.9, update_period=1))
+    assert anchor.elements
+    return student, stages
+
+
+def small_batch(device: torch.device) -> Any:
+    ids = torch.arange(8)
+    head = torch.zeros(4, 1, dtype=torch.long)
+    rollout = Rollout(ids, 4, head, torch.zeros(4), False, "")
+    rows = placeholder_rows(head.int().numpy())
+    return make_batch([ScoredSequence(rollout, rows)], device)
+
+
+def resident() -> int:
+    """Bytes of memory of this process."""
+    return status("VmRSS")
+
+
+def status(name: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+if __name__ == "__main__":
+    main()
