@@ -4,7 +4,7 @@
 
 writes docs/draws.md, docs/draws.png and benchmarks/results/draw_noise.json. Positions: 192 tokens
 that the student sampled in answers to questions of GSM8K. The pair is SmolLM2-135M-Instruct and a
-student of 22 of its 30 layers (`benchmarks/smollm2.py`) after the training of
+student of 22 of its 30 layers (`benchmarks/draw_material.py`) after the training of
 `benchmarks.draw_training`. A toy of random logits is beside it (`benchmarks/estimators.py`).
 
 A sampled estimator has, per position, the gradient A + sum_i c(z_i) (e_(z_i) - b) in the logits,

@@ -48,11 +48,13 @@ def describe(
 ) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key, message) for one pydantic error of `model`.
 
-    A missing table yields each of its required keys.
+    A missing table yields each of its required keys; a missing value of a list, the list's key.
     """
     path = tuple(str(part) for part in error["loc"])
     match error["type"]:
         case "missing":
+            if path[:-1] in fields(model):
+                yield path[:-1], f"has too few values (got {_shown(error['input'])})"
             for key, info in fields(model).items():
                 if key[: len(path)] == path and info.is_required():
                     yield key, f"missing; {(info.description or '').rstrip('.')}"

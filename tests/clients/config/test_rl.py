@@ -52,6 +52,8 @@ def test_a_task_brings_its_own_prompts(tmp_path: Path) -> None:
         ("method.estimator=k3", "method.estimator", "needs top_k = 0"),
         ("method.importance_clip=[2.0, 0.5]", "method.importance_clip", "[MIN, MAX]"),
         ("method.importance_clip=[1.5, 2.0]", "method.importance_clip", "MIN <= 1 <= MAX"),
+        ("method.importance_clip=[0.5]", "method.importance_clip", "too few values (got [0.5])"),
+        ("method.importance_clip=[0.5, 2, 3]", "method.importance_clip", "at most 2 items"),
         ("method.dual_clip=0.9", "method.dual_clip", "greater than 1"),
         ("method.clip_low=1.5", "method.clip_low", "less than or equal to 1"),
         ("method.tail=bucket+teacher_samples", "method.tail", "expected one of"),
