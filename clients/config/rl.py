@@ -149,13 +149,13 @@ class RLConfig(Table):
 
     @field_validator("importance_clip", "importance_mask")
     @classmethod
-    def _is_a_range_around_one(
+    def _is_a_range(
         cls, bounds: tuple[float, float] | None, info: ValidationInfo
     ) -> tuple[float, float] | None:
         if bounds is None:
             return None
-        if not bounds[0] <= 1 <= bounds[1]:
-            raise ValueError("must be [MIN, MAX] with MIN <= 1 <= MAX")
+        if bounds[0] > bounds[1]:
+            raise ValueError("must be [MIN, MAX] with MIN <= MAX")
         if info.field_name == "importance_mask" and info.data.get("importance_clip") is not None:
             raise ValueError("is not used with importance_clip; leave one of them out")
         return bounds

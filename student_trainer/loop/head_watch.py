@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 
 from clients.config.common import TrainingJob
@@ -29,7 +30,7 @@ class HeadWatch:
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
         """Check topk/student_mass of `step`; does nothing if the metric is missing."""
         mass = metrics.get(_MASS)
-        if mass is None or self._warned:
+        if mass is None or not math.isfinite(mass) or self._warned:
             return
         if self._first is None:
             self._first = mass

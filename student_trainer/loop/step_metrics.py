@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -33,10 +34,14 @@ def means_of(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
 
 
 def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the updates, but the sum of tokens and seconds."""
+    """Return the mean of each metric over the updates, but the sum of tokens and seconds.
+
+    An update whose loss was not finite does not count, unless none was.
+    """
     means = {}
     for name in updates[0]:
-        found = [update[name] for update in updates if name in update]
+        every = [update[name] for update in updates if name in update]
+        found = [value for value in every if math.isfinite(value)] or every
         added = name == "tokens" or name.startswith("time/")
         means[name] = sum(found) / (1 if added else len(found))
     return means

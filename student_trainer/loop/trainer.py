@@ -290,12 +290,12 @@ class Trainer:
         self._optimizer.zero_grad()
         if self._skipped > self._config.train.max_skipped_updates:
             raise Corrupt(
-                f"the gradient of step {self._step + 1} is not finite, the {self._skipped}. update "
-                "in a row",
+                f"the gradient of step {self._step + 1} is not finite, for the update number "
+                f"{self._skipped} in a row",
                 field="train.learning_rate",
                 hint="lower the learning rate and resume from the checkpoint before this step",
             )
-        if self._skipped:
+        if self._skipped and self._accelerator.is_main_process:
             log.warning(
                 "step %d: the gradient is not finite; this update is skipped", self._step + 1
             )

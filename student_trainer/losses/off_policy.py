@@ -51,14 +51,15 @@ def mismatch(token_logprobs: Tensor, sampling_logprobs: Tensor) -> dict[str, Ten
     """Return figures of the distance between p and mu, each as (sum, number) [2] over N tokens.
 
     ratio/mean: mean of rho; its expectation is 1. ratio/ess: 1 / mean of rho^2, the effective
-    sample size of a token. ratio/kl: mean of rho - 1 - log rho, an unbiased and non-negative
+    number of samples per token. ratio/kl: mean of rho - 1 - log rho, an unbiased and non-negative
     estimate of KL(mu||p) in nats ("k3", Schulman 2020). Sums over processes give the same figures.
     """
     log_ratio = token_log_ratio(token_logprobs, sampling_logprobs)
-    weights = log_ratio.clamp(max=HIGHEST_LOG_RATIO).exp()
+    log_ratio = log_ratio.clamp(max=HIGHEST_LOG_RATIO)
+    weights = log_ratio.exp()
     count = weights.new_tensor(len(weights))
     return {
         "ratio/mean": torch.stack([weights.sum(), count]),
         "ratio/ess": torch.stack([count, weights.square().sum()]),
-        "ratio/kl": torch.stack([(weights - 1 - log_ratio).sum(), count]),
+        "ratio/kl": torch.stack([(torch.expm1(log_ratio) - log_ratio).sum(), count]),
     }

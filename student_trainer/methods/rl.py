@@ -14,12 +14,12 @@ One step, in order:
    `method.beta` > 0. `NoTeacher` stands in if there is neither.
 4. Rewards. `RolloutRewards` (`rewards/rollout_rewards.py`) scores the text of each answer.
 5. Rows of the other source, at the same head ids. `finish` makes the anchor compute its rows.
-6. Log-probs of p_old, the student before the first update (`rollouts/old_policy.py`), for the
-   updates after the first one.
-7. Advantages. From the rewards of a group (`losses/advantages.py`), or from the critic and GAE
+6. Advantages. From the rewards of a group (`losses/advantages.py`), or from the critic and GAE
    (`critic/advantages.py`), which also trains the critic.
-8. Weights. `sequence_weights` (`losses/aggregate.py`) returns how much each answer counts. The
+7. Weights. `sequence_weights` (`losses/aggregate.py`) returns how much each answer counts. The
    rollout, its rows, its advantage and its weight become one `PendingRLSequence`.
+8. Log-probs of p_old, the student before the first update (`rollouts/old_policy.py`), for the
+   policy gradient of the updates after the first one.
 9. Micro-batches, for each update. The trainer (`loop/trainer.py`) groups the sequences
    (`data/packing.py`), waits for the rows of one group (`PendingRLSequence` -> `RLSequence`) and
    makes its tensors (`RLSequence` -> `RLBatch`, both in `objectives/rl.py`).
@@ -121,7 +121,7 @@ class RLSteps:
         judged: RolloutRewards | None,
         sources: Sequence[TeacherSource],
         values: CriticAdvantages | None,
-        old_policy: OldPolicy,
+        old_policy: OldPolicy | None,
     ) -> None:
         """Keep the parts of a step.
 
@@ -164,9 +164,9 @@ class RLSteps:
         advantages = self._advantages(_rollouts(written), rewards, measured)
         rollouts = iter(self._weighed(written, others, advantages))
         first, *later = [list(islice(rollouts, len(share) * size)) for share in shares]
-        # The micro-batches of an update, as the trainer makes them: other ones would round
-        # differently.
-        updates = [first, *(self._with_old_logprobs(update) for update in later)]
+        began = time.monotonic()
+        updates = [first, *self._with_old_logprobs(later)]
+        seconds["time/old_policy"] = time.monotonic() - began
         if self._searches:
             measured |= search_metrics(_rollouts(written))
         return Step(updates, measured, seconds)
@@ -239,12 +239,16 @@ class RLSteps:
             )
         ]
 
-    def _with_old_logprobs(self, update: list[PendingRLSequence]) -> list[PendingRLSequence]:
-        """Collective. Return the sequences of an update with their log-probs under p_old."""
-        found = self._old_policy(_rollouts(update))
+    def _with_old_logprobs(
+        self, updates: list[list[PendingRLSequence]]
+    ) -> list[list[PendingRLSequence]]:
+        """Collective. Return the updates after the first, with log-probs under p_old."""
+        if self._old_policy is None or not updates:
+            return updates
+        found = self._old_policy([_rollouts(update) for update in updates])
         return [
-            replace(item, old_logprobs=logprobs)
-            for item, logprobs in zip(update, found, strict=True)
+            [replace(item, old_logprobs=of) for item, of in zip(update, logprobs, strict=True)]
+            for update, logprobs in zip(updates, found, strict=True)
         ]
 
 
@@ -295,11 +299,10 @@ def rl_method(
     values = None
     if method.advantages == "gae" and judged is not None:
         values = CriticAdvantages(accelerator, student, method, config.train.tokens_per_micro_batch)
-    old_policy = OldPolicy(
-        student,
-        temperature=method.temperature,
-        tokens_per_micro_batch=config.train.tokens_per_micro_batch,
-    )
+    objective, old_policy = RLObjective.of(config), None
+    if objective.has_policy_gradient:
+        most = config.train.tokens_per_micro_batch
+        old_policy = OldPolicy(student, temperature=method.temperature, tokens_per_micro_batch=most)
     steps = RLSteps(
         config, accelerator, material.prompts, answers, judged, sources, values, old_policy
     )
@@ -317,7 +320,7 @@ def rl_method(
         ),
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )
-    return Method(RLObjective.of(config), steps.of_step, evaluation, anchor, values)
+    return Method(objective, steps.of_step, evaluation, anchor, values)
 
 
 def _make_rollouts(config: RLJob, material: RLMaterial, student: Replicated | Sharded) -> Rollouts:

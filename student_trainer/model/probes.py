@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+@contextmanager
+def called_linear_modules(model: Any) -> Iterator[set[nn.Module]]:
+    """Yield a set, to which each nn.Linear is added that a forward pass inside the context calls.
+
+    A module whose weight is read without a call is not in it, nor is one of an expert, which other
+    tokens may leave out.
+    """
+    called: set[nn.Module] = set()
+
+    def note(module: nn.Module, *_: object) -> None:
+        called.add(module)
+
+    linear = [
+        one
+        for name, one in model.named_modules()
+        if type(one) is nn.Linear and "expert" not in name
+    ]
+    handles = [one.register_forward_hook(note) for one in linear]
+    try:
+        yield called
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @torch.no_grad()

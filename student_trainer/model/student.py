@@ -19,7 +19,11 @@ from student_trainer.losses import (
     fused_linear_top_ids,
     rows_from_logits,
 )
-from student_trainer.model.probes import has_linear_head, separates_packed_sequences
+from student_trainer.model.probes import (
+    called_linear_modules,
+    has_linear_head,
+    separates_packed_sequences,
+)
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +32,8 @@ class Student(nn.Module):
     """The module that DDP and FSDP wrap: the model, its head and the loss in one forward pass.
 
     The head runs inside `forward` because FSDP has its full weights only there. `packs`: whether
-    sequences may share a line. `bf16`: whether it computes in bfloat16.
+    sequences may share a line. `bf16`: whether it computes in bfloat16. `linear`: the
+    linear modules that every forward pass calls.
     """
 
     def __init__(self, model: Any, *, bf16: bool = False, pack: bool = False) -> None:
@@ -40,8 +45,10 @@ class Student(nn.Module):
         super().__init__()
         self.model = model
         self.bf16 = bf16
-        with self._precision():
+        with self._precision(), called_linear_modules(model) as linear:
             self._linear_head = has_linear_head(model)
+        self.linear = frozenset(linear)
+        with self._precision():
             self.packs = pack and separates_packed_sequences(model)
         if not self._linear_head:
             log.info(

@@ -126,7 +126,7 @@ class RLObjective:
     @property
     def needs_all_rows(self) -> bool:
         """True if the loss has sequence ratios (GSPO), which need all rows of a batch at once."""
-        return self._has_policy_gradient and self.method.ratio == "sequence"
+        return self.has_policy_gradient and self.method.ratio == "sequence"
 
     def batch(
         self, scored: Sequence[ScoredSequence], device: torch.device, *, pack: bool
@@ -158,7 +158,7 @@ class RLObjective:
 
         def loss(rows: Rows, index: slice) -> Tensor:
             terms = []
-            if self._has_policy_gradient:
+            if self.has_policy_gradient:
                 terms.append(self._policy_gradient(rows, batch, index))
             if self.method.kl_in == "loss":
                 for term, theirs in zip(self.kl_terms, _rows_of_terms(batch), strict=False):
@@ -180,12 +180,14 @@ class RLObjective:
         rows, everything = out.rows, slice(0, len(batch))
         log_ratio = self._log_ratio(rows, batch, everything)
         advantages = self._advantages(rows, batch, everything)
-        weights = importance_weights(rows.token_logprobs, batch.sampled)
         bounded = self._importance(rows.token_logprobs, batch.sampled)
+        # The weights that bounds can change: of the policy gradient, otherwise of the KL.
+        of = _old(rows, batch, everything) if self.has_policy_gradient else rows.token_logprobs
+        changed = importance_weights(of, batch.sampled) != self._importance(of, batch.sampled)
         clipped = is_clipped(log_ratio, advantages, **self._clips)
         found = {
             **mismatch(rows.token_logprobs, batch.sampled),
-            "ratio/bounded": sum_and_count((weights != bounded).float()),
+            "ratio/bounded": sum_and_count(changed.float()),
             "ratio/clipped": sum_and_count(clipped.float()),
             "entropy": sum_and_count(out.metrics["entropy"]),
             "topk/student_mass": sum_and_count(rows.head_logprobs.exp().sum(1)),
@@ -207,7 +209,8 @@ class RLObjective:
         return found
 
     @property
-    def _has_policy_gradient(self) -> bool:
+    def has_policy_gradient(self) -> bool:
+        """True if the loss has a policy gradient, whose ratio needs p_old."""
         return self.rewarded or self.method.kl_in == "reward"
 
     def _advantages(self, rows: Rows, batch: RLBatch, index: slice) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from student_trainer.losses import FusedLoss
@@ -63,10 +63,11 @@ class Replicated:
 class Sharded:
     """Every process has a shard of each weight, gradient and optimizer state (FSDP2), in float32.
 
-    Training computes the same as with Replicated. The matrices of a layer are gathered for its
-    forward and its backward pass, in bfloat16 if the student computes in bfloat16. Gradients are
-    added up over processes after each backward pass, so that no process holds more than its shard
-    of them and those of one layer. `docs/deployment.md` has the memory of a process.
+    Training computes the same as with Replicated. The weights of a layer are gathered for its
+    forward and its backward pass; those of its linear modules in bfloat16, if the student computes
+    in bfloat16. Gradients are added up over processes after each backward pass, so that no process
+    holds more than its shard of them and those of one layer. `docs/deployment.md` has the memory of
+    a process.
 
     Sampling runs every layer once per token, so `gathered()` instead gathers all weights once, into
     `full`: a copy of the Student that is empty outside and has no collectives.
@@ -76,27 +77,30 @@ class Sharded:
         self.device = accelerator.device
         self._accelerator = accelerator
         self.full = _hollow(student).to(accelerator.device).eval()
+        names = {id(weight): name for name, weight in student.named_parameters()}
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-        # What autocast would cast before each product; the cast before the gathering halves both
-        # the traffic and the memory.
+        # Autocast would cast the weights of linear modules before each product; the cast before the
+        # gathering halves the traffic and the memory. All other weights are float32 for autocast.
         self._cast = torch.bfloat16 if student.bf16 else torch.float32
         policy = MixedPrecisionPolicy(
             param_dtype=self._cast, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        self._matrices: set[str] = set()
-        for layer, module in student.model.named_modules():
-            if type(module).__name__ not in (student.model._no_split_modules or ()):
+        cast: set[int] = set()
+        layers = student.model._no_split_modules or ()
+        # Parts before wholes: `fully_shard` takes the weights that no earlier call took.
+        for module in reversed(list(student.model.modules())):
+            if type(module).__name__ not in layers:
                 continue
-            owners = {name: one for name, one in module.named_modules() if has_matrix(one)}
-            self._matrices |= {
-                f"model.{layer}.{name}.{parameter}"
-                for name, one in owners.items()
-                for parameter, _ in one.named_parameters(recurse=False)
-            }
-            fully_shard(list(owners.values()), mesh=mesh, mp_policy=policy)
-        # The other weights, in float32: embeddings, norms and head. `fully_shard` works in place.
+            inside = (one for one in module.modules() if one in student.linear)
+            linear = [one for one in inside if not isinstance(one, FSDPModule)]
+            cast |= {id(weight) for one in linear for weight in one.parameters()}
+            if linear:
+                fully_shard(linear, mesh=mesh, mp_policy=policy)
+            fully_shard(module, mesh=mesh)
+        # The other weights: embeddings, last norm and head. `fully_shard` works in place.
         fully_shard(student, mesh=mesh)
         self.trained = student
+        self._linear = {names[weight] for weight in cast}
 
     def __call__(self, *inputs: Any) -> FusedLoss:
         """Collective. Run `Student.forward`; see Replicated."""
@@ -116,12 +120,12 @@ class Sharded:
         """Collective. Inside the context `full` holds the full weights; see Replicated.
 
         Every process must enter it. Each process then needs memory for all weights: those of the
-        layers' matrices in the dtype of the computation, the others in float32.
+        linear modules in the dtype of the computation, the others in float32.
         """
         shares = dict(self.trained.named_parameters())
         copies = dict(self.full.named_parameters())
         for name, share in shares.items():
-            cast = self._cast if name in self._matrices else share.dtype
+            cast = self._cast if name in self._linear else share.dtype
             copies[name].data = full_tensor(share.detach().to(cast))
         try:
             yield
@@ -182,11 +186,6 @@ def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
         return tensor
     mesh, placements = parameter.device_mesh, parameter.placements
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
-
-
-def has_matrix(module: nn.Module) -> bool:
-    """Return whether a weight of the module itself has two dimensions or more."""
-    return any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False))
 
 
 def _hollow(student: Student) -> Student:

@@ -1,8 +1,8 @@
 """The log-probs of sampled tokens under the student before an update, in the trainer's arithmetic.
 
 PPO's ratio compares the student with itself before the first update of a step. The log-probs that
-the sampler recorded are not those: in bfloat16 two programs give the same weights log-probs that
-differ by about 0.025 a token, more than the clips of GSPO.
+the sampler recorded are not those: in bfloat16 two programs give the same weights other log-probs,
+and the ratios of answers pass the clips of GSPO.
 """
 
 from __future__ import annotations
@@ -30,25 +30,30 @@ class OldPolicy:
         self._most = tokens_per_micro_batch
 
     @torch.no_grad()
-    def __call__(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+    def __call__(self, updates: Sequence[Sequence[Rollout]]) -> list[list[Tensor]]:
         """Collective. Return log-probs [learned] float32 on the CPU for each rollout, in nats.
 
-        Call it outside `student.gathered()`. The rollouts of one call are grouped as the trainer
-        groups those of one update.
+        `updates`: the rollouts of each update. They are grouped as the trainer groups them for the
+        update, because other micro-batches would round differently. Call it outside
+        `student.gathered()`.
         """
+        with self._student.gathered():
+            self._student.full.train()  # as in the update
+            found = [self._of_update(rollouts) for rollouts in updates]
+            self._student.full.eval()
+        return found
+
+    def _of_update(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         asked = [
             NumberedSequence(one, placeholder_rows(np.zeros((one.learned, 1), np.int32)), number)
             for number, one in enumerate(rollouts)
         ]
         found: dict[int, Tensor] = {}
         student = self._student.full
-        with self._student.gathered():
-            student.train()  # as in the update; a mode with dropout would differ
-            for group in micro_batches(asked, self._most, pack=student.packs):
-                batch = make_batch(group, self._student.device, pack=student.packs)
-                _, rows = student.rows(batch, self._temperature)
-                lengths = [item.sequence.learned for item in group]
-                parts = torch.split(rows.token_logprobs.cpu(), lengths)
-                found |= {item.number: part for item, part in zip(group, parts, strict=True)}
-            student.eval()
+        for group in micro_batches(asked, self._most, pack=student.packs):
+            batch = make_batch(group, self._student.device, pack=student.packs)
+            _, rows = student.rows(batch, self._temperature)
+            lengths = [item.sequence.learned for item in group]
+            parts = torch.split(rows.token_logprobs.cpu(), lengths)
+            found |= {item.number: part for item, part in zip(group, parts, strict=True)}
         return [found[number] for number in range(len(rollouts))]

@@ -4,7 +4,7 @@ loss                 mean loss of a token, the value that training minimises
 kl/teacher           unbiased estimate of the KL between student and teacher, nats per token
 entropy              entropy of the student over the whole vocabulary, nats per token
 ratio/mean           mean of rho = p(y) / mu(y), mu the policy that sampled y; its expectation is 1
-ratio/ess            1 / mean of rho^2: the share of a token that is left of one; 1 on-policy
+ratio/ess            1 / mean of rho^2: effective number of samples per token; 1 on-policy
 ratio/kl             unbiased estimate of KL(mu||p), nats per token; 0 on-policy
 topk/student_mass    mean probability that the student gives to the head ids
 topk/teacher_mass    mean probability that the teacher gives to the head ids
@@ -42,7 +42,7 @@ reward/errors        share of answers without a reward: scoring or the retriever
 search/queries       mean number of search queries of an answer
 search/failed        share of answers whose retriever failed; they have no reward
 critic/loss          mean of (value - target)^2 / 2 before the critic's update, with GAE only
-ratio/bounded        share of tokens whose rho importance_clip or importance_mask changes
+ratio/bounded        share of tokens whose weight importance_clip or importance_mask changes
 ratio/clipped        share of tokens whose policy gradient is zero because the ratio is clipped
 kl/anchor            unbiased estimate of the KL between student and anchor, nats per token
 topk/anchor_mass     mean probability that the anchor gives to the head ids
@@ -51,6 +51,7 @@ anchor/gap           |student - anchor| / |anchor| over all trainable weights
 anchor/version       number of updates of the anchor
 time/reward          seconds to compute the rewards
 time/anchor          seconds to compute the anchor's rows
+time/old_policy      seconds to compute p_old for the updates after the first
 eval/reward          mean reward of the greedy answers to held-out prompts
 eval/reward_stderr   standard error of eval/reward over the held-out prompts
 eval/anchor/kl       eval/kl of the anchor in place of the student

@@ -51,7 +51,7 @@ def test_a_task_brings_its_own_prompts(tmp_path: Path) -> None:
         ("method.rollouts_per_prompt=1", "method.rollouts_per_prompt", "must be 2 or more"),
         ("method.estimator=k3", "method.estimator", "needs top_k = 0"),
         ("method.importance_clip=[2.0, 0.5]", "method.importance_clip", "[MIN, MAX]"),
-        ("method.importance_clip=[1.5, 2.0]", "method.importance_clip", "MIN <= 1 <= MAX"),
+        ("method.importance_mask=[5.0, 0.5]", "method.importance_mask", "[MIN, MAX]"),
         ("method.importance_clip=[0.5]", "method.importance_clip", "too few values (got [0.5])"),
         ("method.importance_clip=[0.5, 2, 3]", "method.importance_clip", "at most 2 items"),
         ("method.dual_clip=0.9", "method.dual_clip", "greater than 1"),

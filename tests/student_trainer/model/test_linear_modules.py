@@ -1,0 +1,36 @@
+"""Which linear modules a process gathers as one: those that every forward pass calls."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from student_trainer.model.probes import called_linear_modules
+from student_trainer.model.student import Student
+from tests.student_trainer import tiny
+
+
+class Mixer(nn.Module):
+    """As hybrid models do: one weight is read without a call, and experts see some tokens only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.called, self.expert = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, states: Tensor) -> Tensor:
+        mixed: Tensor = self.expert(self.called(functional.linear(states, self.read.weight)))
+        return mixed
+
+
+def test_modules_that_are_read_or_are_experts_are_not_called() -> None:
+    mixer = Mixer()
+    with called_linear_modules(mixer) as called:
+        mixer(mixer.read.weight)
+    assert called == {mixer.called}
+    mixer(mixer.read.weight)
+    assert called == {mixer.called}, "the hooks are gone"
+
+
+def test_all_linear_modules_of_a_dense_model_are_called() -> None:
+    model = tiny.model(layers=2)
+    assert len(Student(model).linear & set(model.model.modules())) == 2 * 7
