@@ -22,11 +22,12 @@ import fcntl
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import IO, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -37,6 +38,8 @@ from protos.errors import NotFound, WrongState
 Verdict = Literal["running", "succeeded", "failed", "cancelled"]
 
 _T = TypeVar("_T")
+# The ranks of a killed launcher end after it, under load by more than a moment.
+_LOCK_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -197,20 +200,31 @@ class RunDirectory:
     def held(self) -> Iterator[None]:
         """Hold the lock that allows one running program per run directory.
 
-        Raises WrongState if another process on this machine holds the lock.
+        Waits _LOCK_SECONDS for a program that has been killed and is still ending. Raises
+        WrongState if another process on this machine holds the lock after that.
         """
         with (self.path / ".trainer.lock").open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise WrongState(
-                    f"another program is running in {self.path}", hint="wait for it, or stop it"
-                ) from error
+            deadline = time.monotonic() + _LOCK_SECONDS
+            while not _locked(lock):
+                if time.monotonic() > deadline:
+                    raise WrongState(
+                        f"another program is running in {self.path}",
+                        hint="wait for it, or stop it",
+                    )
+                time.sleep(0.1)
             yield
 
     def write_control(self, control: Control) -> None:
         """Replace control.json atomically. The program reads it before every step."""
         replace_file(self.path / "control.json", json.dumps(asdict(control)) + "\n")
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def replace_file(path: Path, text: str) -> None:

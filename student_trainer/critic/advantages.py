@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
 from clients.config.rl import RLConfig
 from student_trainer.critic.critic import Critic, value_loss
-from student_trainer.data.batch import NumberedSequence, make_batch, placeholder_rows
 from student_trainer.data.metric_sums import sum_and_count
-from student_trainer.data.packing import micro_batches
 from student_trainer.data.rollout import Rollout
 from student_trainer.losses.advantages import gae, reward_at_last_token
+from student_trainer.model.passes import of_rollouts
 from student_trainer.parallel.sharding import Replicated, Sharded
 
 _CLIP = 0.2  # of the value loss, as in PPO's code
@@ -101,23 +99,18 @@ class CriticAdvantages:
         total: Tensor = self._accelerator.reduce(values)
         return total
 
-    @torch.no_grad()
     def _states(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """Collective. Return the states [learned, H] float32 that the head reads, per rollout."""
-        read = [
-            NumberedSequence(one, placeholder_rows(np.zeros((one.learned, 0), np.int32)), number)
-            for number, one in enumerate(rollouts)
-        ]
-        found: dict[int, Tensor] = {}
         student = self._student.full
         with self._student.gathered():
             student.eval()
-            for group in micro_batches(read, self._most, pack=student.packs):
-                batch = make_batch(group, self._student.device, pack=student.packs)
-                lengths = [item.sequence.learned for item in group]
-                parts = torch.split(student.states(batch).float(), lengths)
-                found |= {item.number: part for item, part in zip(group, parts, strict=True)}
-        return [found[number] for number in range(len(rollouts))]
+            return of_rollouts(
+                student,
+                rollouts,
+                lambda batch: student.states(batch).float(),
+                tokens_per_micro_batch=self._most,
+                device=self._student.device,
+            )
 
     def state(self) -> dict[str, Tensor]:
         """Return the weights and the AdamW moments of the critic by name, for a checkpoint."""

@@ -77,30 +77,29 @@ class Sharded:
         self.device = accelerator.device
         self._accelerator = accelerator
         self.full = _hollow(student).to(accelerator.device).eval()
-        names = {id(weight): name for name, weight in student.named_parameters()}
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         # Autocast would cast the weights of linear modules before each product; the cast before the
         # gathering halves the traffic and the memory. All other weights are float32 for autocast.
-        self._cast = torch.bfloat16 if student.bf16 else torch.float32
         policy = MixedPrecisionPolicy(
-            param_dtype=self._cast, reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        cast: set[int] = set()
+        castable = student.linear if student.bf16 else frozenset()
+        linear: list[nn.Module] = []
         layers = student.model._no_split_modules or ()
         # Parts before wholes: `fully_shard` takes the weights that no earlier call took.
         for module in reversed(list(student.model.modules())):
             if type(module).__name__ not in layers:
                 continue
-            inside = (one for one in module.modules() if one in student.linear)
-            linear = [one for one in inside if not isinstance(one, FSDPModule)]
-            cast |= {id(weight) for one in linear for weight in one.parameters()}
-            if linear:
-                fully_shard(linear, mesh=mesh, mp_policy=policy)
+            inside = (one for one in module.modules() if one in castable)
+            if group := [one for one in inside if not isinstance(one, FSDPModule)]:
+                fully_shard(group, mesh=mesh, mp_policy=policy)
+                linear += group
             fully_shard(module, mesh=mesh)
         # The other weights: embeddings, last norm and head. `fully_shard` works in place.
         fully_shard(student, mesh=mesh)
         self.trained = student
-        self._linear = {names[weight] for weight in cast}
+        cast = {id(weight) for one in linear for weight in one.parameters()}
+        self._cast = {name for name, of in student.named_parameters() if id(of) in cast}
 
     def __call__(self, *inputs: Any) -> FusedLoss:
         """Collective. Run `Student.forward`; see Replicated."""
@@ -125,8 +124,8 @@ class Sharded:
         shares = dict(self.trained.named_parameters())
         copies = dict(self.full.named_parameters())
         for name, share in shares.items():
-            cast = self._cast if name in self._linear else share.dtype
-            copies[name].data = full_tensor(share.detach().to(cast))
+            dtype = torch.bfloat16 if name in self._cast else share.dtype
+            copies[name].data = full_tensor(share.detach().to(dtype))
         try:
             yield
         finally:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from student_trainer.data.batch import NumberedSequence, make_batch, placeholder_rows
-from student_trainer.data.packing import micro_batches
+from student_trainer.data.batch import Batch
 from student_trainer.data.rollout import Rollout
+from student_trainer.model.passes import of_rollouts
 from student_trainer.parallel.sharding import Replicated, Sharded
 
 
@@ -29,31 +27,28 @@ class OldPolicy:
         self._temperature = temperature
         self._most = tokens_per_micro_batch
 
-    @torch.no_grad()
     def __call__(self, updates: Sequence[Sequence[Rollout]]) -> list[list[Tensor]]:
         """Collective. Return log-probs [learned] float32 on the CPU for each rollout, in nats.
 
-        `updates`: the rollouts of each update. They are grouped as the trainer groups them for the
-        update, because other micro-batches would round differently. Call it outside
-        `student.gathered()`.
+        `updates`: the rollouts of each update. Each update has micro-batches of its own, as in the
+        trainer: others would round differently. Call it outside `student.gathered()`.
         """
-        with self._student.gathered():
-            self._student.full.train()  # as in the update
-            found = [self._of_update(rollouts) for rollouts in updates]
-            self._student.full.eval()
-        return found
-
-    def _of_update(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
-        asked = [
-            NumberedSequence(one, placeholder_rows(np.zeros((one.learned, 1), np.int32)), number)
-            for number, one in enumerate(rollouts)
-        ]
-        found: dict[int, Tensor] = {}
         student = self._student.full
-        for group in micro_batches(asked, self._most, pack=student.packs):
-            batch = make_batch(group, self._student.device, pack=student.packs)
-            _, rows = student.rows(batch, self._temperature)
-            lengths = [item.sequence.learned for item in group]
-            parts = torch.split(rows.token_logprobs.cpu(), lengths)
-            found |= {item.number: part for item, part in zip(group, parts, strict=True)}
-        return [found[number] for number in range(len(rollouts))]
+
+        def logprobs(batch: Batch) -> Tensor:
+            return student.rows(batch, self._temperature)[1].token_logprobs.cpu()
+
+        with self._student.gathered():
+            student.train()  # as in the update
+            found = [
+                of_rollouts(
+                    student,
+                    rollouts,
+                    logprobs,
+                    tokens_per_micro_batch=self._most,
+                    device=self._student.device,
+                )
+                for rollouts in updates
+            ]
+            student.eval()
+        return found
