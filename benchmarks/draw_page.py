@@ -69,8 +69,7 @@ Made by `python -m benchmarks.draw_training --data train.jsonl {options}`: {step
 of {prompts} answers of at most {tokens} tokens, learning rate {learning_rate}, seeds: {seeds}. The
 KL is the exact KL(student||teacher) per token, over the student's answers to {held_out} held-out
 questions, in nats; at step 0 it is {before:.3f}. *ids* and *bytes* are those of a row. *to exact*
-is the mean difference from the exact loss with the same seed, with its standard error over seeds.
-{missing}
+is the mean difference from the exact loss with the same seed, with its standard error over seeds.{missing}
 
 ![Held-out KL of each loss](draws-training-{name}.png)
 
@@ -228,7 +227,7 @@ def _training(name: str, result: dict[str, Any]) -> str:
 
 def _missing(by: Mapping[tuple[str, int], Any], ways: Sequence[str], seeds: Sequence[int]) -> str:
     missing = len(ways) * len(seeds) - len(by)
-    return f"{missing} runs of this table are not made yet.\n" if missing else ""
+    return f" {missing} runs of this table are not made yet." if missing else ""
 
 
 def _with_error(gaps: Sequence[float]) -> str:

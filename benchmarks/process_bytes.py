@@ -3,9 +3,11 @@
     python -m benchmarks.process_bytes [--processes 1 2 4 8] [--shardings none fsdp2]
 
 Each process is a real one of a gloo group on the CPU, with a random student whose activations are
-negligible. The figures are the resident memory of the process, as the kernel counts it, over that
-before the student was made, divided by the number of weights. `held`: after a stage; `peak`: the
-most within it. Writes benchmarks/results/process_bytes.json.
+negligible. The figures are resident memory, as the kernel counts it: the difference between a
+student of `--widths` second and one of its first width, divided by the difference between their
+numbers of weights. What does not grow with the weights (libraries, compiled kernels, buffers of a
+fixed size: 2 to 12 MB) is therefore not in the figures. `held`: after a stage; `peak`: the most
+within it. Writes benchmarks/results/process_bytes.json.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import gc
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.rollout import Rollout
 from student_trainer.model.student import Student
+from student_trainer.parallel.launcher import is_main_process
 from student_trainer.parallel.sharding import distribute
 from student_trainer.teachers.anchor import Anchor
 
@@ -59,15 +61,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--shardings", nargs="+", default=["none", "fsdp2"])
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--widths", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/process_bytes.json"))
-    parser.add_argument("--rank", type=int, help="measure in this process, one of a group")
+    parser.add_argument("--inside", action="store_true", help="measure in this process of a group")
     options = parser.parse_args(arguments)
-    if options.rank is not None:
-        print(json.dumps(measure(options.layers, options.width, options.shardings[0])))
+    if options.inside:
+        figures = measure(options.layers, options.widths[0], options.shardings[0])
+        if is_main_process():
+            print(json.dumps(figures))
         return
     found = [
-        {"processes": processes, "sharding": sharding, **group(options, processes, sharding)}
+        {"processes": processes, "sharding": sharding, **growth(options, processes, sharding)}
         for processes in options.processes
         for sharding in options.shardings
         if processes > 1 or sharding == "none"
@@ -82,40 +86,36 @@ def main(arguments: list[str] | None = None) -> None:
     options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def group(options: argparse.Namespace, processes: int, sharding: str) -> dict[str, Any]:
-    """Run one group, and return the figures of its first process."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = chosen.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.process_bytes", "--shardings", sharding]
-    command += ["--layers", str(options.layers), "--width", str(options.width)]
-    running = []
-    for rank in range(processes):
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "ACCELERATE_USE_CPU": "true",
-            # Freed memory goes back to the kernel at once, so that it counts what is in use.
-            "MALLOC_MMAP_THRESHOLD_": "65536",
-            "MALLOC_TRIM_THRESHOLD_": "0",
-        }
-        if processes > 1:
-            environment |= {
-                "WORLD_SIZE": str(processes),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-        running.append(
-            subprocess.Popen(
-                [*command, "--rank", str(rank)], env=environment, stdout=subprocess.PIPE, text=True
-            )
-        )
-    outputs = [process.communicate()[0] for process in running]
-    if any(process.returncode for process in running):
-        raise SystemExit("a process failed")
-    found: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
+def growth(options: argparse.Namespace, processes: int, sharding: str) -> dict[str, Any]:
+    """Return bytes per weight of each stage, from two students of different size."""
+    small, large = (group(options, width, processes, sharding) for width in options.widths)
+    more = large["weights"] - small["weights"]
+    stages = {
+        name: [(b - a) / more for a, b in zip(small["stages"][name], of_large, strict=True)]
+        for name, of_large in large["stages"].items()
+    }
+    return {"weights": [small["weights"], large["weights"]], "stages": stages}
+
+
+def group(
+    options: argparse.Namespace, width: int, processes: int, sharding: str
+) -> dict[str, Any]:
+    """Run one group, and return the bytes of its first process."""
+    command = [sys.executable, "-m"]
+    if processes > 1:
+        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+    command += ["benchmarks.process_bytes", "--inside", "--shardings", sharding]
+    command += ["--layers", str(options.layers), "--widths", str(width)]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+        # Freed memory goes back to the kernel at once, so that it counts what is in use.
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "0",
+    }
+    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return found
 
 
@@ -127,10 +127,7 @@ def measure(layers: int, width: int, sharding: str) -> dict[str, Any]:
     before = resident()
     student, stages = use(accelerator, layers, width, sharding, before)
     weights = sum(parameter.numel() for parameter in student.trained.parameters())
-    return {
-        "weights": weights,
-        "stages": {name: [b / weights for b in pair] for name, pair in stages.items()},
-    }
+    return {"weights": weights, "stages": stages}
 
 
 def use(
