@@ -97,9 +97,7 @@ def growth(options: argparse.Namespace, processes: int, sharding: str) -> dict[s
     return {"weights": [small["weights"], large["weights"]], "stages": stages}
 
 
-def group(
-    options: argparse.Namespace, width: int, processes: int, sharding: str
-) -> dict[str, Any]:
+def group(options: argparse.Namespace, width: int, processes: int, sharding: str) -> dict[str, Any]:
     """Run one group, and return the bytes of its first process."""
     command = [sys.executable, "-m"]
     if processes > 1:

@@ -77,7 +77,8 @@ def assemble(
 
     progress.say("loading student", step)
     torch.manual_seed(config.seed)  # new LoRA weights are the same in every attempt
-    model = load_model(config.student, saved / "model" if saved else None)
+    shares = config.train.sharding == "fsdp2" and config.train.processes > 1
+    model = load_model(config.student, saved / "model" if saved else None, mapped=shares)
     accelerator = make_accelerator(time_limit(config, model.num_parameters()))
     progress.agree = lambda wish: largest(accelerator, wish)
     if accelerator.is_main_process:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from clients.config.common import StudentConfig
@@ -29,12 +31,17 @@ def load_tokenizer(student: StudentConfig) -> Any:
     return _explained(student, AutoTokenizer.from_pretrained)
 
 
-def load_model(student: StudentConfig, directory: Path | None = None) -> Any:
+def load_model(
+    student: StudentConfig, directory: Path | None = None, *, mapped: bool = False
+) -> Any:
     """Return the model with the weights of a checkpoint, if one is given, or those of the job.
 
     `directory`: the checkpoint's. If the student has adapters, the checkpoint has only those, and
     the frozen weights come from the job. Weights are float32, except that the frozen weights of a
     student with adapters have `student.dtype`. Dropout is off.
+
+    `mapped`: leave float32 weights in the dtype of their file. Their memory is then that of the
+    file, which all processes of a machine share. `cast_weights` makes them float32.
 
     Raises InvalidInput if there is no usable model, or if the adapters of the checkpoint do not fit
     `student.lora`.
@@ -42,15 +49,18 @@ def load_model(student: StudentConfig, directory: Path | None = None) -> Any:
     source = student
     if directory is not None and student.lora is None:
         source = student.model_copy(update={"model": str(directory)})
+    config = _without_dropout(load_config(source))
     # Frozen weights are never updated, so they can be stored in the dtype of the computation.
-    frozen = torch.bfloat16 if student.dtype == "bfloat16" else torch.float32
+    in_bf16 = student.lora is not None and student.dtype == "bfloat16"
     model = _explained(
         source,
         AutoModelForCausalLM.from_pretrained,
-        config=_without_dropout(load_config(source)),
-        dtype=frozen if student.lora is not None else torch.float32,
+        config=config,
+        dtype=torch.bfloat16 if in_bf16 else "auto" if mapped else torch.float32,
         use_safetensors=True,
     )
+    if mapped and not in_bf16:
+        _restore_buffers(model, config)
     if student.lora is not None:
         add_adapters(model, student)
         if directory is not None:
@@ -60,6 +70,36 @@ def load_model(student: StudentConfig, directory: Path | None = None) -> Any:
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     return model
+
+
+def cast_weights(module: nn.Module, *, bf16: bool) -> None:
+    """Cast the weights of `module`, or its shares, to float32; with `bf16` the trainable ones only.
+
+    Weights that are already float32 stay the same tensors.
+    """
+
+    def cast(tensor: Tensor) -> Tensor:
+        wide = tensor.is_floating_point() and (tensor.requires_grad or not bf16)
+        return tensor.float() if wide else tensor
+
+    module._apply(cast)  # type: ignore[no-untyped-call]  # as Module.float() does
+
+
+def _restore_buffers(model: Any, config: Any) -> None:
+    """Give a mapped model the buffers and the dtype of a float32 one.
+
+    Computed buffers, which no file has, were rounded to the dtype of the file.
+    """
+    with init_empty_weights(include_buffers=False):
+        exact = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for module, like in zip(model.modules(), exact.modules(), strict=True):
+        for name, buffer in like.named_buffers(recurse=False):
+            if name in like._non_persistent_buffers_set:
+                setattr(module, name, buffer)
+            else:
+                setattr(module, name, getattr(module, name).to(buffer.dtype))
+        if hasattr(module, "config"):
+            module.config.dtype = torch.float32
 
 
 def _without_dropout(config: Any) -> Any:

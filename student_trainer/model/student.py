@@ -45,10 +45,11 @@ class Student(nn.Module):
         super().__init__()
         self.model = model
         self.bf16 = bf16
-        with self._precision(), called_linear_modules(model) as linear:
+        # A cast weight is used once here: the cache of autocast would hold a copy of the model.
+        with self._precision(cache=False), called_linear_modules(model) as linear:
             self._linear_head = has_linear_head(model)
         self.linear = frozenset(linear)
-        with self._precision():
+        with self._precision(cache=False):
             self.packs = pack and separates_packed_sequences(model)
         if not self._linear_head:
             log.info(
@@ -132,8 +133,9 @@ class Student(nn.Module):
         with self._precision():
             return batch.select(self.model(**batch.inputs, use_cache=False).logits)
 
-    def _precision(self) -> torch.autocast:
-        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bf16)
+    def _precision(self, *, cache: bool = True) -> torch.autocast:
+        device = self.model.device.type
+        return torch.autocast(device, torch.bfloat16, enabled=self.bf16, cache_enabled=cache)
 
     def _plain(self, batch: Batch, loss_fn: LossFunction, temperature: float) -> FusedLoss:
         logits = self._logits(batch)

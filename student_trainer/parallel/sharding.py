@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from student_trainer.losses import FusedLoss
+from student_trainer.model.loading import cast_weights
 from student_trainer.model.student import Student
 
 
@@ -74,6 +75,10 @@ class Sharded:
     """
 
     def __init__(self, accelerator: Accelerator, student: Student) -> None:
+        """Take this process's share of the student's weights, which may be mapped.
+
+        Weights move to the device layer by layer, and only the shares are cast to float32.
+        """
         self.device = accelerator.device
         self._accelerator = accelerator
         self.full = _hollow(student).to(accelerator.device).eval()
@@ -97,6 +102,7 @@ class Sharded:
             fully_shard(module, mesh=mesh)
         # The other weights: embeddings, last norm and head. `fully_shard` works in place.
         fully_shard(student, mesh=mesh)
+        cast_weights(student, bf16=student.bf16)
         self.trained = student
         cast = {id(weight) for one in linear for weight in one.parameters()}
         self._cast = {name for name, of in student.named_parameters() if id(of) in cast}

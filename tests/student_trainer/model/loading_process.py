@@ -1,0 +1,78 @@
+"""One of several processes that load a student and take their shares; the first prints the peak."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from clients.config.common import StudentConfig
+from student_trainer.model.loading import load_model
+from student_trainer.model.student import Student
+from student_trainer.parallel.sharding import Replicated, Sharded, distribute
+
+
+def save_student(path: Path, width: int, dtype: torch.dtype) -> int:
+    """Write a random student of 12 layers, and return its number of weights."""
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=12,
+        num_attention_heads=width // 32,
+        num_key_value_heads=width // 32,
+        head_dim=32,
+        tie_word_embeddings=True,
+    )
+    model = Qwen3ForCausalLM(config).to(dtype)
+    model.save_pretrained(path)
+    return model.num_parameters()
+
+
+def anonymous() -> int:
+    """Bytes of this process's memory that are not pages of a file."""
+    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+class Peak(threading.Thread):
+    """The most anonymous memory of this process, sampled every 2 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.bytes, self.ended = anonymous(), threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self.ended.wait(0.002):
+            self.bytes = max(self.bytes, anonymous())
+
+
+def load(path: str, accelerator: Accelerator) -> Replicated | Sharded:
+    config = StudentConfig(model=path, dtype="bfloat16")
+    student = Student(load_model(config, mapped=True), bf16=True, pack=True)
+    return distribute(accelerator, student, "fsdp2")
+
+
+def main(small: str, large: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    load(small, accelerator)  # what libraries need in any case
+    before, peak = anonymous(), Peak()
+    student = load(large, accelerator)
+    peak.ended.set()
+    peak.join()
+    grown = torch.tensor([float(peak.bytes - before)])
+    total = accelerator.reduce(grown)
+    assert {p.dtype for p in student.trained.parameters()} == {torch.float32}
+    if accelerator.is_main_process:
+        print(float(total))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

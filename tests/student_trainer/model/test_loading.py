@@ -1,0 +1,87 @@
+"""A mapped student: its weights are pages of the file until each process has taken its shares."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from clients.config.common import StudentConfig
+from student_trainer.model.loading import cast_weights, load_model
+from tests.student_trainer.model.loading_process import save_student
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 50,
+    # sqrt(20) scales Gemma's embeddings, and is not a bfloat16.
+    "hidden_size": 20,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "dtype": "bfloat16",
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+FAMILIES = [
+    lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+    lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE)),
+    lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS)),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mapped_student_is_cast_to_the_float32_one(family: Any, tmp_path: Path) -> None:
+    family().to(torch.bfloat16).save_pretrained(tmp_path)
+    student = StudentConfig(model=str(tmp_path))
+    expected, mapped = load_model(student), load_model(student, mapped=True)
+    assert {p.dtype for p in mapped.parameters()} == {torch.bfloat16}, "as in the file"
+    cast_weights(mapped, bf16=False)
+    for name in ("named_parameters", "named_buffers"):
+        tensors = dict(getattr(mapped, name)())
+        for key, tensor in getattr(expected, name)():
+            assert tensors[key].dtype == tensor.dtype, key
+            assert torch.equal(tensors[key], tensor), key
+    ids = torch.arange(7)[None]
+    assert torch.equal(mapped(ids).logits, expected(ids).logits)
+    assert mapped.config.to_dict() == expected.config.to_dict()
+    assert mapped.get_decoder().config.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_frozen_weights_of_a_mapped_student(dtype: str, tmp_path: Path) -> None:
+    FAMILIES[0]().to(torch.bfloat16).save_pretrained(tmp_path)
+    student = StudentConfig.model_validate({"model": str(tmp_path), "dtype": dtype, "lora": {}})
+    expected, mapped = (load_model(student, mapped=mapped) for mapped in (False, True))
+    cast_weights(mapped, bf16=dtype == "bfloat16")
+    tensors = dict(mapped.named_parameters())
+    for name, weight in expected.named_parameters():
+        if "lora_A" not in name:  # drawn at random
+            assert torch.equal(tensors[name], weight), name
+        assert tensors[name].dtype == weight.dtype, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_four_processes_need_the_memory_of_one_float32_student(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Anonymous memory of four real processes; before, each loaded all weights in float32."""
+    small, large = tmp_path / "small", tmp_path / "large"
+    save_student(small, 64, dtype)
+    weights = save_student(large, 768, dtype)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    command += ["-m", "tests.student_trainer.model.loading_process", str(small), str(large)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(run.stdout.splitlines()[-1]) < 1.3 * 4 * weights
