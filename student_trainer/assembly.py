@@ -34,7 +34,13 @@ from student_trainer.methods.offline import load_examined, offline_method
 from student_trainer.methods.on_policy import on_policy_method
 from student_trainer.methods.rl import RLMaterial, rl_method
 from student_trainer.methods.rl_prompts import load_rl_prompts
-from student_trainer.model.loading import load_config, load_model, load_tokenizer, vocabulary
+from student_trainer.model.loading import (
+    computes_in_bfloat16,
+    load_config,
+    load_model,
+    load_tokenizer,
+    vocabulary,
+)
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import largest, make_accelerator
 from student_trainer.parallel.sharding import Replicated, Sharded, distribute
@@ -84,7 +90,7 @@ def assemble(
     if accelerator.is_main_process:
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
         checkpoint.delete_after(run.checkpoints, step)
-    bf16 = config.student.dtype == "bfloat16"
+    bf16 = computes_in_bfloat16(config.student)
     unsharded = Student(model, bf16=bf16, pack=stores is not None)
     student = distribute(accelerator, unsharded, config.train.sharding)
     method = make_method(accelerator, student)
@@ -96,7 +102,8 @@ def assemble(
         metrics = open_metrics(run, attempt=attempt, last_step=step or None, track=config.track)
     sources = [f"teacher {connection.info.model}" for connection in teachers.values()]
     sources += [stores.training.label] if stores else []
-    student_at = f"{config.student.model} on {accelerator.device}"
+    student_at = f"{config.student.model} on {accelerator.device} in "
+    student_at += "bfloat16" if bf16 else "float32"
     log.info("%s, %s, step %d", student_at, ", ".join(sources), step)
     parts = Parts(
         step=step,

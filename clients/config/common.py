@@ -84,8 +84,8 @@ class StudentConfig(Table):
     """Hugging Face directory or hub id."""
     revision: str | None = None
     """Commit of the hub id."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the computation; trained weights and optimizer state are always float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the computation; auto: bfloat16 on a GPU, else float32. Trained weights are float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     lora: LoraConfig | None = None

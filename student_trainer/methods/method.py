@@ -17,6 +17,7 @@ from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.data.prompts import Prompt
 from student_trainer.loop.evaluation import Evaluation, TaskEvaluation
 from student_trainer.loop.step import Objective, Steps
+from student_trainer.model.loading import computes_in_bfloat16
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollouts.hf import HuggingFaceRollouts
@@ -65,7 +66,7 @@ def plain_rollouts(
         max_new_tokens=config.method.max_new_tokens,
         # Sampling keeps no activations, so its batches can be larger than those of training.
         batch_tokens=4 * config.train.tokens_per_micro_batch,
-        bf16=config.student.dtype == "bfloat16",
+        bf16=computes_in_bfloat16(config.student),
     )
 
 

@@ -58,6 +58,7 @@ from student_trainer.losses.advantages import group_advantages
 from student_trainer.losses.aggregate import sequence_weights
 from student_trainer.methods.method import Method, plain_rollouts
 from student_trainer.methods.rl_prompts import RLPrompts
+from student_trainer.model.loading import computes_in_bfloat16
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.objectives.rl import RLObjective, RLSequence
 from student_trainer.parallel.collectives import raise_on_all_ranks
@@ -344,7 +345,7 @@ def _make_rollouts(config: RLJob, material: RLMaterial, student: Replicated | Sh
             top_k=top_k,
             temperature=method.temperature,
             draws=config.draws,
-            bf16=config.student.dtype == "bfloat16",
+            bf16=computes_in_bfloat16(config.student),
         ),
         material.tokenizer,
         material.retriever,

@@ -31,6 +31,13 @@ def load_tokenizer(student: StudentConfig) -> Any:
     return _explained(student, AutoTokenizer.from_pretrained)
 
 
+def computes_in_bfloat16(student: StudentConfig) -> bool:
+    """Return whether the student computes in bfloat16 on this machine, otherwise in float32."""
+    if student.dtype == "auto":
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return student.dtype == "bfloat16"
+
+
 def load_model(
     student: StudentConfig, directory: Path | None = None, *, mapped: bool = False
 ) -> Any:
@@ -38,7 +45,7 @@ def load_model(
 
     `directory`: the checkpoint's. If the student has adapters, the checkpoint has only those, and
     the frozen weights come from the job. Weights are float32, except that the frozen weights of a
-    student with adapters have `student.dtype`. Dropout is off.
+    student with adapters have the dtype of the computation. Dropout is off.
 
     `mapped`: leave float32 weights in the dtype of their file. Their memory is then that of the
     file, which all processes of a machine share. `cast_weights` makes them float32.
@@ -51,7 +58,7 @@ def load_model(
         source = student.model_copy(update={"model": str(directory)})
     config = _without_dropout(load_config(source))
     # Frozen weights are never updated, so they can be stored in the dtype of the computation.
-    in_bf16 = student.lora is not None and student.dtype == "bfloat16"
+    in_bf16 = student.lora is not None and computes_in_bfloat16(student)
     model = _explained(
         source,
         AutoModelForCausalLM.from_pretrained,

@@ -23,8 +23,9 @@ Found = TypeVar("Found")
 def make_accelerator(limit: timedelta) -> Accelerator:
     """Collective. Return the Accelerator of this process, on a GPU if there is one.
 
-    Its collectives fail after `limit`.
+    Its collectives fail after `limit`. Products of float32 matrices may use TF32 on a GPU.
     """
+    torch.backends.cuda.matmul.allow_tf32 = True
     timeout = InitProcessGroupKwargs(timeout=limit)
     return Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[timeout])
 

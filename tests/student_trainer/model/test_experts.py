@@ -1,0 +1,78 @@
+"""A mixture of experts whose experts are shared out over processes learns as in one process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
+from student_trainer.parallel.sharding import full_tensor, local
+from tests.forks import Forks
+from tests.student_trainer.teachers.anchors import rollouts, spread_student
+
+EXPERTS, WORLD = 5, 2  # no even number of experts
+
+
+def model() -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=13,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        tie_word_embeddings=True,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def work(out: Path, sharding: str, bf16: bool) -> None:
+    """Two updates on six answers, in two micro-batches; saves the weights and the shares' sizes."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    student = spread_student(model(), sharding, bf16=bf16)
+    optimizer = torch.optim.SGD(student.trained.parameters(), lr=0.1)
+    mine = [
+        ScoredSequence(one, placeholder_rows(one.head_ids.int().numpy()))
+        for one in rollouts(6)[rank::world]
+    ]
+    halves = [mine[: len(mine) // 2], mine[len(mine) // 2 :]]
+    for _ in range(2):
+        for number, half in enumerate(halves):
+            with student.synchronized(last=number == 1):
+                batch = make_batch(half, student.device)
+                loss = student(batch, lambda rows, index: -rows.token_logprobs, 1.0).loss_sum
+                (world * loss / 18).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    named = dict(student.trained.model.named_parameters())
+    shares = {name: tuple(local(p).shape) for name, p in named.items() if ".experts." in name}
+    weights = {name: full_tensor(p.detach()) for name, p in named.items()}
+    torch.save({"weights": weights, "shares": shares}, out / f"{sharding}-{rank}.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bf16", [False, True])
+def test_sharded_experts_learn_as_in_one_process(bf16: bool, tmp_path: Path) -> None:
+    for world, sharding in ((1, "none"), (WORLD, "fsdp2")):
+        forks = Forks(world, tmp_path / f"{sharding}.group", work, tmp_path, sharding, bf16)
+        assert forks.wait() == [0] * world
+    alone = torch.load(tmp_path / "none-0.pt")["weights"]
+    before = dict(model().named_parameters())
+    held = []
+    for rank in range(WORLD):
+        found = torch.load(tmp_path / f"fsdp2-{rank}.pt")
+        held.append({shape[0] for shape in found["shares"].values()})
+        for name, weight in alone.items():
+            moved = (weight - before[name]).norm()
+            assert moved > 0, name
+            assert (found["weights"][name] - weight).norm() <= (2e-2 if bf16 else 1e-4) * moved
+    assert held == [{3}, {2}], "each process has whole experts, and only its own"
