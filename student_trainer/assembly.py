@@ -82,17 +82,11 @@ def assemble(
         check_same_store(stores.training, checkpoint.facts_of(saved))
 
     progress.say("loading student", step)
-    torch.manual_seed(config.seed)  # new LoRA weights are the same in every attempt
-    shares = config.train.sharding == "fsdp2" and config.train.processes > 1
-    model = load_model(config.student, saved / "model" if saved else None, mapped=shares)
-    accelerator = make_accelerator(time_limit(config, model.num_parameters()))
+    accelerator, student = _load_student(config, saved, pack=stores is not None)
     progress.agree = lambda wish: largest(accelerator, wish)
     if accelerator.is_main_process:
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
         checkpoint.delete_after(run.checkpoints, step)
-    bf16 = computes_in_bfloat16(config.student)
-    unsharded = Student(model, bf16=bf16, pack=stores is not None)
-    student = distribute(accelerator, unsharded, config.train.sharding)
     method = make_method(accelerator, student)
     if saved is not None:
         _restore(method, saved)
@@ -102,8 +96,8 @@ def assemble(
         metrics = open_metrics(run, attempt=attempt, last_step=step or None, track=config.track)
     sources = [f"teacher {connection.info.model}" for connection in teachers.values()]
     sources += [stores.training.label] if stores else []
-    student_at = f"{config.student.model} on {accelerator.device} in "
-    student_at += "bfloat16" if bf16 else "float32"
+    dtype = "bfloat16" if student.trained.bf16 else "float32"
+    student_at = f"{config.student.model} on {accelerator.device} in {dtype}"
     log.info("%s, %s, step %d", student_at, ", ".join(sources), step)
     parts = Parts(
         step=step,
@@ -121,6 +115,18 @@ def assemble(
         of_step=checkpoint.metrics_of(saved) if saved else None,
     )
     return Trainer(config, run, progress, parts)
+
+
+def _load_student(
+    config: AnyTraining, saved: Path | None, *, pack: bool
+) -> tuple[Accelerator, Replicated | Sharded]:
+    """Collective. Load the student, with the weights of a checkpoint if one is given."""
+    torch.manual_seed(config.seed)  # new LoRA weights are the same in every attempt
+    sharded = config.train.sharding == "fsdp2" and config.train.processes > 1
+    model = load_model(config.student, saved / "model" if saved else None, mapped=sharded)
+    accelerator = make_accelerator(time_limit(config, model.num_parameters()))
+    student = Student(model, bf16=computes_in_bfloat16(config.student), pack=pack)
+    return accelerator, distribute(accelerator, student, config.train.sharding)
 
 
 def _restore(method: Method, saved: Path) -> None:
