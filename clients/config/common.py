@@ -86,8 +86,8 @@ class StudentConfig(Table):
     """Commit of the hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the computation; auto: bfloat16 on a GPU, else float32. Trained weights are float32."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: bool | Annotated[int, Field(ge=2)] | Literal["selective"] = False
+    """Recompute activations: true, every n-th layer (n), or selective: all but matrix products."""
     lora: LoraConfig | None = None
     """Train LoRA adapters; use about ten times the learning rate of full training."""
 

@@ -15,6 +15,7 @@ from clients.config.common import StudentConfig
 from clients.data.model_files import refuse_code
 from protos.errors import InvalidInput
 from student_trainer.model.lora import add_adapters, load_adapters
+from student_trainer.model.recomputation import recompute_activations
 
 
 def load_config(student: StudentConfig) -> Any:
@@ -72,10 +73,7 @@ def load_model(
         add_adapters(model, student)
         if directory is not None:
             load_adapters(directory, model)
-    if student.gradient_checkpointing:
-        # The newer name of the method; the older one warns if both exist.
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    recompute_activations(model, student.gradient_checkpointing)
     return model
 
 
