@@ -38,6 +38,22 @@ Address = Annotated[
 ]
 
 
+def _recomputation(value: Any) -> bool | int | str:
+    if type(value) is bool or (type(value) is int and value >= 2) or value == "selective":
+        return value  # type: ignore[no-any-return]
+    raise ValueError("must be true, false, a number of layers (at least 2), or 'selective'")
+
+
+# One validator: a union has one message for each of its types.
+Recomputation = Annotated[
+    bool | int | str,
+    PlainValidator(_recomputation),
+    WithJsonSchema(
+        {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 2}, {"const": "selective"}]}
+    ),
+]
+
+
 Tail = Literal["none", "published", "sampled", "bucket", "bucket+sampled", "bucket+draws"]
 # `bucket+sampled` was the default, and a resolved job has every key: there it counts as not set.
 FORMER_TAIL = "bucket+sampled"
@@ -86,7 +102,7 @@ class StudentConfig(Table):
     """Commit of the hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the computation; auto: bfloat16 on a GPU, else float32. Trained weights are float32."""
-    gradient_checkpointing: bool | Annotated[int, Field(ge=2)] | Literal["selective"] = False
+    gradient_checkpointing: Recomputation = False
     """Recompute activations: true, every n-th layer (n), or selective: all but matrix products."""
     lora: LoraConfig | None = None
     """Train LoRA adapters; use about ten times the learning rate of full training."""
