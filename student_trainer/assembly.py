@@ -20,12 +20,14 @@ from clients.config.kinds import AnyTraining
 from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
+from clients.config.sft import SFTJob
 from clients.preflight.teachers import check_length
 from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
 from protos.errors import DistillError, InvalidInput
 from student_trainer.data.captured_stores import Stores, TrainingStore, check_same_store
-from student_trainer.data.prompts import Prompt, PromptSet, load_prompts
+from student_trainer.data.examples import load_examples
+from student_trainer.data.prompts import ItemsOfSteps, Prompt, load_prompts
 from student_trainer.environments.retriever import make_retriever
 from student_trainer.loop import checkpoint
 from student_trainer.loop.trainer import Parts, Trainer
@@ -34,6 +36,7 @@ from student_trainer.methods.offline import load_examined, offline_method
 from student_trainer.methods.on_policy import on_policy_method
 from student_trainer.methods.rl import RLMaterial, rl_method
 from student_trainer.methods.rl_prompts import load_rl_prompts
+from student_trainer.methods.sft import sft_method
 from student_trainer.model.loading import load_config, load_model, load_tokenizer, vocabulary
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import largest, make_accelerator
@@ -42,6 +45,7 @@ from student_trainer.parallel.time_limit import time_limit
 from student_trainer.rewards import Rewards
 from student_trainer.run.metrics import open_metrics
 from student_trainer.run.model_checks import (
+    check_max_tokens,
     check_stored_length,
     check_stored_vocabulary,
     check_top_k,
@@ -84,7 +88,7 @@ def assemble(
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
         checkpoint.delete_after(run.checkpoints, step)
     bf16 = config.student.dtype == "bfloat16"
-    unsharded = Student(model, bf16=bf16, pack=stores is not None)
+    unsharded = Student(model, bf16=bf16, pack=isinstance(config, OfflineJob | SFTJob))
     student = distribute(accelerator, unsharded, config.train.sharding)
     method = make_method(accelerator, student)
     if saved is not None:
@@ -152,6 +156,17 @@ def _prepared(
         return lambda accelerator, student: offline_method(
             config, stores, examined, teachers, accelerator, student, tokenizer
         )
+    if isinstance(config, SFTJob):
+        check_max_tokens(config.method.max_tokens, most)
+        examples = load_examples(config, tokenizer)
+        held_out = examples[1]
+        _check_shares(config, len(held_out))
+        if config.eval.metric != "none":
+            longest = max(len(one.prompt.ids) for one in held_out)
+            check_length(longest + config.method.max_new_tokens, "student", most)
+        return lambda accelerator, student: sft_method(
+            config, examples, accelerator, student, tokenizer
+        )
     for connection in teachers.values():
         check_vocabulary(connection, tokens, shape.vocab_size)
     check_length(config.method.max_prompt_tokens + config.method.max_new_tokens, "student", most)
@@ -196,7 +211,7 @@ def _resumed(
     return found
 
 
-def _prompts(config: OnPolicyJob, tokenizer: Any) -> tuple[PromptSet, list[Prompt]]:
+def _prompts(config: OnPolicyJob, tokenizer: Any) -> tuple[ItemsOfSteps[Prompt], list[Prompt]]:
     prompts, held_out = load_prompts(
         config.data,
         tokenizer,
@@ -209,7 +224,7 @@ def _prompts(config: OnPolicyJob, tokenizer: Any) -> tuple[PromptSet, list[Promp
     return prompts, held_out
 
 
-def _check_shares(config: OnPolicyJob | RLJob, held_out: int) -> None:
+def _check_shares(config: OnPolicyJob | RLJob | SFTJob, held_out: int) -> None:
     if held_out < config.train.processes:
         data = config.data
         raise InvalidInput(

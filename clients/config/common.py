@@ -114,27 +114,6 @@ class TeacherConfig(TeacherLink):
     """Ids per row drawn from the tail, by the student (reverse KL) or the teacher (forward KL)."""
 
 
-class DataConfig(Table):
-    """The prompts."""
-
-    path: Name
-    """A .jsonl or .parquet file, or a hub data set id."""
-    name: str | None = None
-    """Configuration name of a hub data set."""
-    split: str = "train"
-    """Split of a hub data set."""
-    prompt_column: str = "prompt"
-    """Column with the prompt."""
-    answer_column: str = "answer"
-    """Column with the reference answer; read by `eval.metric` and by rewards."""
-    teacher_column: str = "teacher"
-    """Column with the name of the prompt's teacher; read if the job has `teachers`."""
-    template: str = "{prompt}"
-    """The student's input text; becomes the user's message if there is a chat template."""
-    eval_path: str | None = None
-    """File of held-out prompts. Default: `eval.prompts` prompts are taken out of `path`."""
-
-
 class TrainConfig(Table):
     """The optimizer (AdamW), and how a step is divided into micro-batches and processes."""
 

@@ -9,7 +9,6 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from clients.config.common import (
     Address,
     Count,
-    DataConfig,
     Name,
     Table,
     Tail,
@@ -17,6 +16,7 @@ from clients.config.common import (
     TrainingJob,
     check_tail,
 )
+from clients.config.data import DataConfig, prompt_rules
 from clients.config.unused import refuse_unused
 
 # One literal: a union of two has two messages for one wrong value.
@@ -86,6 +86,7 @@ class OnPolicyJob(TrainingJob):
                     "data.answer_column",
                     "answers are only read with eval.metric = 'exact_match'; set it",
                 ),
+                *prompt_rules(self.data),
             ],
         )
 

@@ -60,6 +60,7 @@ class Batch:
     sample_ids [N, M] int64: the teacher's tail samples, or the student's draws, if any.
     draw_logprobs [N, M] float32: of the draws, as `TailDraws.logprobs`. sampling_logprobs [N]
     float32: log-probs in nats under the policy that sampled the tokens; None for stored sequences.
+    sequence_weights [N] float32: the weight of the row's sequence; None if all are 1.
     teachers: the name of the teacher of each sequence, "" if the job has one teacher.
     """
 
@@ -74,6 +75,7 @@ class Batch:
     sample_ids: Tensor | None
     draw_logprobs: Tensor | None
     sampling_logprobs: Tensor | None
+    sequence_weights: Tensor | None
     teachers: tuple[str, ...]
 
     @property
@@ -145,6 +147,7 @@ def make_batch(
         sample_ids=_sample_ids(blocks, device) if draws is None else draws.ids.to(device).long(),
         draw_logprobs=None if draws is None else draws.logprobs.to(device),
         sampling_logprobs=_sampling_logprobs(texts, device),
+        sequence_weights=_weights(texts, counts, device),
         teachers=tuple(t.teacher if isinstance(t, Rollout) else "" for t in texts),
     )
 
@@ -185,6 +188,13 @@ def _sampling_logprobs(texts: Sequence[TokenSequence], device: torch.device) -> 
         text.token_logprobs[text.places - text.start] for text in texts if isinstance(text, Rollout)
     ]
     return torch.cat(sampled).to(device) if sampled else None
+
+
+def _weights(texts: Sequence[TokenSequence], counts: Tensor, device: torch.device) -> Tensor | None:
+    weights = [text.weight for text in texts]
+    if all(weight == 1 for weight in weights):
+        return None
+    return torch.tensor(weights).repeat_interleave(counts).to(device)
 
 
 def _floats(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from clients.config.common import LoraConfig, StudentConfig
+from clients.data.prompt_format import PromptFormat
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
 from student_trainer.data.rollout import TailDraws
@@ -249,7 +250,7 @@ def test_a_privileged_anchor_reads_a_prompt_of_its_own() -> None:
     words = tiny.tokenizer()
     student, anchor = anchored(tiny.model(seed=2))
     move(student, anchor, 1)
-    prompt = privileged_prompt("{hint}={answer}", "{prompt}0", words)
+    prompt = privileged_prompt("{hint}={answer}", PromptFormat(template="{prompt}0"), words)
     written = rollouts()
     blocks = rows_of(teacher_of(anchor, student, prompt=prompt), written)
     oracle = ModelTeacher(model_in_place(anchor, student), temperature=TEMPERATURE)
@@ -266,10 +267,10 @@ def test_what_cannot_be_filled_in_is_refused() -> None:
     words = tiny.tokenizer()
     (rollout,) = rollouts(1)
     with pytest.raises(InvalidInput, match="no column 'solution'"):
-        privileged_prompt("{solution}", "{prompt}", words)(rollout)
+        privileged_prompt("{solution}", PromptFormat(), words)(rollout)
     with pytest.raises(InvalidInput, match="would read 9 tokens, but it can read only 8"):
-        privileged_prompt("{hint}=", "{prompt}", words, max_tokens=8)(rollout)
-    assert len(privileged_prompt("{hint}=", "{prompt}", words, max_tokens=9)(rollout)) == 8
+        privileged_prompt("{hint}=", PromptFormat(), words, max_tokens=8)(rollout)
+    assert len(privileged_prompt("{hint}=", PromptFormat(), words, max_tokens=9)(rollout)) == 8
 
 
 @pytest.mark.parametrize("head", ["frozen", "trained"])
