@@ -100,7 +100,7 @@ def assemble(
     sources = [f"teacher {connection.info.model}" for connection in teachers.values()]
     sources += [stores.training.label] if stores else []
     student_at = f"{config.student.model} on {accelerator.device}"
-    log.info("%s, %s, step %d", student_at, ", ".join(sources), step)
+    log.info("%s, step %d", ", ".join([student_at, *sources]), step)
     parts = Parts(
         step=step,
         accelerator=accelerator,
