@@ -33,8 +33,8 @@ eval/kl_bound_stderr standard error of eval/kl_bound over the held-out sequences
 eval/perplexity      exp(cross_entropy) on held-out sequences
 time/rollout         seconds to wait for the disk, and to sample if the job has a live teacher
 
-Metrics of supervised fine-tuning: loss, entropy, cross_entropy, eval/perplexity and eval/accuracy as
-above, without the names that begin with kl/, topk/ and ratio/, and:
+Metrics of supervised fine-tuning: those above, without the names that begin with kl/, topk/, ratio/
+and eval/kl, and:
 
 eval/cross_entropy   cross_entropy of the reference answers to held-out prompts, nats per token
 eval/cross_entropy_stderr  standard error of eval/cross_entropy over the held-out sequences

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from clients.jobs.client import DistillClient
-from clients.jobs.job import JobState
 from clients.runs.directory import RunDirectory
 from tests.end_to_end.conftest import Once
 from tests.end_to_end.forked_trainer import finish, trainer
-from tests.end_to_end.processes import MakeServer, metrics_of, new_run, weights
+from tests.end_to_end.processes import ENVIRONMENT, metrics_of, new_run, weights
 from tests.end_to_end.test_two_processes import assert_close
 
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 # 7 sequences a step, few a micro-batch: one process has more micro-batches than the other.
 PAIR = {"max_steps": 6, "train__prompts_per_step": 7, "eval__every": 3, "eval__prompts": 5}
 
@@ -97,17 +98,33 @@ def test_two_processes(
 
 
 @pytest.mark.slow
-def test_submitted(
-    material: Material, undisturbed: RunDirectory, mixed: dict[str, Any], make_server: MakeServer,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    """By way of a server, with the same weights; the best checkpoint is the one to download."""
-    server = make_server()
-    with DistillClient(server.address) as client:
-        job = client.submit(job_of(material, **mixed))
-        for event in client.watch(job.id):
-            last = event
-        assert last.state is JobState.SUCCEEDED, last.reason
-        client.pull(job.id, str(tmp_path / "pulled"))
-    assert weights(RunDirectory(server.runs / job.id)) == weights(undisturbed)
-    assert (tmp_path / "pulled" / "model.safetensors").is_file()
+def test_the_example(tmp_path: Path) -> None:
+    """`distill run` on examples/sft.toml, with a small student in place of the one it names."""
+    from tests.student_trainer import tiny
+
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}{# enable_thinking #}"
+    )
+    characters = template + (EXAMPLES / "conversations.jsonl").read_text()
+    words = tiny.tokenizer(characters)
+    words.chat_template = template
+    student = tiny.save(
+        tiny.model(seed=3, spread=0.2, characters=characters), words, tmp_path / "student"
+    )
+    sets = [f"student.model={student}", "train.learning_rate=3e-3", "track.tensorboard=false"]
+    command = [sys.executable, "-m", "clients", "run", "examples/sft.toml", "--runs", str(tmp_path)]
+    done = subprocess.run(
+        command + [word for one in sets for word in ("--set", one)],
+        capture_output=True,
+        text=True,
+        cwd=EXAMPLES.parent,
+        env=ENVIRONMENT,
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("sft-*")
+    run = RunDirectory(path)
+    held_out = [m["eval/cross_entropy"] for m in metrics_of(run) if "eval/cross_entropy" in m]
+    assert len(held_out) == 4
+    assert held_out[-1] < 0.7 * held_out[0]
+    assert (run.export / "chat_template.jinja").read_text() == template

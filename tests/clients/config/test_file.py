@@ -243,6 +243,7 @@ def test_only_files_that_exist_here_become_absolute(job_file: Write, tmp_path: P
 SHIPPED = [
     *(Path(__file__).parents[3] / "deploy" / "jobs").glob("*.toml"),
     *(Path(__file__).parents[3] / "clients").rglob("*.toml"),
+    *(Path(__file__).parents[3] / "examples").glob("*.toml"),
 ]
 
 
