@@ -29,8 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.offline_material import as_options, run
 from benchmarks.search_material import Material, Sizes, make_material
 from benchmarks.search_picture import draw
-from clients.config.common import StudentConfig
-from clients.config.data import DataConfig
+from clients.config.common import DataConfig, StudentConfig
 from clients.config.file import load_job
 from clients.config.rl import RLJob
 from student_trainer.data.prompts import load_prompts

@@ -11,12 +11,12 @@ from clients.config.common import (
     Count,
     Name,
     Priority,
+    PromptKeys,
     ResourcesConfig,
     StudentConfig,
     Table,
     TeacherConfig,
 )
-from clients.config.data import PromptKeys
 from clients.config.unused import refuse_unused
 from clients.data.prompt_format import PromptFormat
 

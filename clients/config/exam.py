@@ -7,8 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from clients.config.common import Count, Name, Table
-from clients.config.data import DataConfig, prompt_rules
+from clients.config.common import Count, DataConfig, Name, Table, prompt_rules
 from clients.config.reward import RewardConfig
 from clients.config.unused import refuse_unused
 

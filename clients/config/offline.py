@@ -6,8 +6,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.common import Count, Name, Table, TeacherLink, TrainingJob
-from clients.config.data import PromptKeys, prompt_rules
+from clients.config.common import (
+    Count,
+    Name,
+    PromptKeys,
+    Table,
+    TeacherLink,
+    TrainingJob,
+    prompt_rules,
+)
 from clients.config.unused import refuse_unused
 from clients.data.prompt_format import PromptFormat
 

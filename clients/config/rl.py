@@ -12,14 +12,15 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from clients.config.common import (
     FORMER_TAIL,
     Count,
+    DataConfig,
     Table,
     Tail,
     TailDraws,
     TeacherLink,
     TrainingJob,
     check_tail,
+    prompt_rules,
 )
-from clients.config.data import DataConfig, prompt_rules
 from clients.config.environment import SearchConfig
 from clients.config.reward import HARMLESS, RewardConfig
 from clients.config.unused import Rule, refuse_unused

@@ -6,8 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from clients.config.common import Count, Table, TrainingJob
-from clients.config.data import DataConfig, prompt_rules
+from clients.config.common import Count, DataConfig, Table, TrainingJob, prompt_rules
 from clients.config.unused import refuse_unused
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, assert_never
 
 from clients.config.capture import CaptureData, CaptureJob
-from clients.config.data import DataConfig
+from clients.config.common import DataConfig
 from clients.config.kinds import AnyJob
 from clients.config.offline import OfflineData, OfflineJob
 from clients.config.on_policy import OnPolicyJob

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clients.config.data import DataConfig
+from clients.config.common import DataConfig
 from clients.config.sft import SFTJob
 from clients.data.answer_ids import answered_ids, assistant_ids, completion_ids
 from clients.data.prompt_format import (

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clients.config.data import DataConfig
+from clients.config.common import DataConfig
 from clients.config.exam import ExamConfig
 from protos.errors import DistillError, ExitCode, InvalidInput
 from protos.extras import install_command

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from clients.config.data import DataConfig
+from clients.config.common import DataConfig
 from clients.config.exam import ExamConfig
 from clients.data.conversation import Conversation
 from clients.data.prompt_format import PromptFormat

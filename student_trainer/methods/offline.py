@@ -37,7 +37,7 @@ import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
 
-from clients.config.data import DataConfig, PromptKeys
+from clients.config.common import DataConfig, PromptKeys
 from clients.config.offline import OfflineJob
 from clients.store.dataset import LogitDataset
 from student_trainer.data.captured_stores import Stores, without_copies

@@ -10,8 +10,7 @@ import json
 
 import torch
 
-from clients.config.common import StudentConfig
-from clients.config.data import DataConfig
+from clients.config.common import DataConfig, StudentConfig
 from student_trainer.data.prompts import load_prompts
 from student_trainer.loop.evaluation import greedy_answers
 from student_trainer.model.loading import load_model, load_tokenizer

@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from clients.config.common import StudentConfig
-from clients.config.data import DataConfig
+from clients.config.common import DataConfig, StudentConfig
 from clients.config.on_policy import OnPolicyJob
 from clients.jobs.client import DistillClient
 from distill_server.runners.local.process import claim, identity_of, kill_family

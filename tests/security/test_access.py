@@ -15,8 +15,7 @@ import pytest
 from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from clients.config.common import StudentConfig
-from clients.config.data import DataConfig
+from clients.config.common import DataConfig, StudentConfig
 from clients.config.on_policy import OnPolicyJob
 from clients.jobs.client import DistillClient
 from clients.teacher.client import TeacherClient

@@ -17,8 +17,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from clients.config.common import StudentConfig
-from clients.config.data import DataConfig
+from clients.config.common import DataConfig, StudentConfig
 from clients.store.store import LogitStore, StoredRows
 from protos.errors import Corrupt, DistillError, InvalidInput
 from student_trainer.data.prompts import load_prompts

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from clients.config.common import StudentConfig
-from clients.config.data import DataConfig
+from clients.config.common import DataConfig, StudentConfig
 from clients.config.on_policy import OnPolicyJob
 from clients.jobs.download import Download
 from clients.jobs.job import JobState

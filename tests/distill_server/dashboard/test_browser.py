@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.config.common import StudentConfig, TeacherConfig
-from clients.config.data import DataConfig
+from clients.config.common import DataConfig, StudentConfig, TeacherConfig
 from clients.config.on_policy import OnPolicyJob
 from clients.jobs.client import DistillClient
 from tests.distill_server.dashboard.browser import IN_BROWSER, Browser, eventually

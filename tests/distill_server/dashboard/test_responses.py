@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from clients.config.common import StudentConfig, TeacherConfig
-from clients.config.data import DataConfig
+from clients.config.common import DataConfig, StudentConfig, TeacherConfig
 from clients.config.on_policy import OnPolicyJob
 from distill_server.jobs.database import open_database
 from distill_server.jobs.store import JobStore

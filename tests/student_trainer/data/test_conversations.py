@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from clients.config.data import DataConfig
+from clients.config.common import DataConfig
 from protos.errors import InvalidInput
 from student_trainer.data.prompts import ItemsOfSteps, Prompt, load_prompts
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN

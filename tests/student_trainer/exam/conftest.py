@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clients.config.data import DataConfig
+from clients.config.common import DataConfig
 from clients.config.exam import ExamConfig
 from clients.config.reward import RewardConfig
 from tests.student_trainer import tiny
