@@ -7,7 +7,7 @@ so the model computes it at position t - 1. `Batch.select` makes this shift, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -75,8 +75,8 @@ class Batch:
     sample_ids: Tensor | None
     draw_logprobs: Tensor | None
     sampling_logprobs: Tensor | None
-    sequence_weights: Tensor | None
     teachers: tuple[str, ...]
+    sequence_weights: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def inputs(self) -> Mapping[str, Tensor]:
@@ -99,7 +99,7 @@ class Batch:
 
     def without_rows(self) -> Batch:
         """Return a batch with one token to read and no rows, for a rank without work left."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Batch)}
+        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(Batch)}
         nothing: dict[str, Any] = {
             name: value if value is None else value[:0] for name, value in values.items()
         }

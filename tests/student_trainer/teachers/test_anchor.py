@@ -26,6 +26,7 @@ from student_trainer.model.loading import load_model
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.privileged import privileged_prompt
+from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
 from tests.student_trainer import tiny
 from tests.student_trainer.model.test_student import soft_capped, untied
 from tests.student_trainer.model_teacher import ModelTeacher, completion_logprobs
@@ -261,6 +262,19 @@ def test_a_privileged_anchor_reads_a_prompt_of_its_own() -> None:
         assert_rows(block, oracle.score(by_hand).result())
         plain = oracle.score(rollout).result()
         assert np.abs(plain.token_logprobs - block.token_logprobs).max() > 1e-3, "it was not read"
+
+
+def test_the_context_comes_before_the_last_user_message() -> None:
+    words = tiny.tokenizer(CHARACTERS)
+    words.chat_template = PLAIN
+    form = PromptFormat(messages_column="m", system="9")
+    (rollout,) = rollouts(1)
+    asked = replace(rollout, fields={"m": TALK, "hint": "3"})
+    ids = privileged_prompt("{hint}=", form, words)(asked)
+    assert words.decode(ids) == "S9U1+1=A2<|end|>U3=2+2=A"
+    spoken = replace(rollout, fields={"hint": "3"})
+    ids = privileged_prompt("{hint}=", PromptFormat(system="9"), words)(spoken)
+    assert words.decode(ids) == f"S9U3={spoken.text}A"
 
 
 def test_what_cannot_be_filled_in_is_refused() -> None:
