@@ -100,7 +100,7 @@ def _is_message(value: Any) -> bool:
 def _check(message: Message, where: str) -> None:
     if message["role"] not in _ROLES:
         raise InvalidInput(
-            f"{where} has the role {message['role']!r}",
+            f"{where} has the role {message['role'][:40]!r}",
             field=_FIELD,
             hint=f"use one of {', '.join(_ROLES)}",
         )

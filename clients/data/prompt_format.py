@@ -15,6 +15,9 @@ from clients.data.conversation import TOOLS, Conversation, conversation_in
 from clients.data.records import text_of
 from protos.errors import InvalidInput
 
+# Roles of messages that say how to behave.
+_SYSTEM = ("system", "developer")
+
 
 @dataclass(frozen=True)
 class PromptFormat:
@@ -137,9 +140,6 @@ class PromptFormat:
             return conversation
         message = {"role": "system", "content": self.system}
         return replace(conversation, messages=(message, *conversation.messages))
-
-
-_SYSTEM = ("system", "developer")
 
 
 def check_generation(template: str | None) -> None:

@@ -152,14 +152,22 @@ def weight_of(record: Mapping[str, Any], column: str, where: str) -> float:
     """
     value = record.get(column)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
-        told = f"has {value!r} in" if column in record else "has no"
+    try:
+        weight = float(value) if number else math.nan  # type: ignore[arg-type]
+    except OverflowError:  # an integer of hundreds of digits
+        weight = math.inf
+    if not 0 <= weight < math.inf:
+        told = "has no" if column not in record else f"has {_kind(value, weight, number)} in"
         raise InvalidInput(
             f"{where} {told} column {column!r}, which must hold a number of at least 0",
             field="data.weight_column",
             hint="correct the row, or remove it",
         )
-    return float(value)  # type: ignore[arg-type]
+    return weight
+
+
+def _kind(value: Any, weight: float, number: bool) -> str:
+    return f"{weight:g}" if number else type(value).__name__
 
 
 def _holds_splits(path: str) -> bool:

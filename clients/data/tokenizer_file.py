@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from clients.data.regular_file import MOST_BYTES, open_regular, read_document
+from clients.data.regular_file import open_regular, read_document
+
+_MOST_TEMPLATE_BYTES = 1 << 20
 
 
 def tokens_in(model: Path) -> list[str] | None:
@@ -47,4 +49,7 @@ def chat_template_in(model: Path) -> str | None:
 
 def _text(file: Path) -> str:
     with open_regular(file) as stream:
-        return stream.read(MOST_BYTES).decode()
+        found = stream.read(_MOST_TEMPLATE_BYTES + 1)
+    if len(found) > _MOST_TEMPLATE_BYTES:
+        raise ValueError(f"{file} is longer than {_MOST_TEMPLATE_BYTES >> 20} MiB")
+    return found.decode()

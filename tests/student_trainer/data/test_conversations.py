@@ -14,6 +14,7 @@ import pytest
 from clients.config.common import DataConfig
 from protos.errors import InvalidInput
 from student_trainer.data.prompts import ItemsOfSteps, Prompt, load_prompts
+from student_trainer.methods.rl_prompts import load_rl_prompts
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN
 from tests.student_trainer import tiny
 
@@ -77,7 +78,7 @@ def test_a_conversation_that_asks_nothing(chat: Any, tmp_path: Path) -> None:
         load(DataConfig(path=path, messages_column="m"), chat)
 
 
-@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "1", True, None, [1]])
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), 10**400, "1", True, None, [1]])
 def test_weights_that_are_no_numbers(words: Any, tmp_path: Path, weight: Any) -> None:
     records = [{"prompt": "1+1=", "w": 1}, {"prompt": "2+2=", "w": weight}]
     data = DataConfig(path=write(tmp_path / "a.jsonl", records), weight_column="w")
@@ -139,3 +140,25 @@ def test_the_data_set_of_an_error_is_named(mixture: DataConfig, words: Any) -> N
     with pytest.raises(InvalidInput) as caught:
         load(mixture, words)
     assert caught.value.field == "data.mix.1.path"
+
+
+def test_conversations_and_mixtures_of_rewards(
+    chat: Any, material: tiny.Material, tmp_path: Path
+) -> None:
+    """RL keeps all columns, for rewards and for the anchor's context."""
+    for name, numbers in (("a", range(10)), ("b", range(10, 20))):
+        write(tmp_path / f"{name}.jsonl", [{"m": talk(n), "hint": name} for n in numbers])
+    job = tiny.rl_job(
+        material,
+        data__path=str(tmp_path / "a.jsonl"),
+        data__messages_column="m",
+        data__mix=[{"path": str(tmp_path / "b.jsonl"), "share": 0.5}],
+        eval__prompts=2,
+    )
+    training = load_rl_prompts(job, chat).training
+    found = training.of_step(1, 8)
+    assert Counter(prompt.fields["hint"] for prompt in found) == {"a": 4, "b": 4}
+    for prompt in found:
+        asked = f"{int(prompt.answer) - 1}+1="
+        assert (chat.decode(prompt.ids), prompt.text) == (f"U{asked}A", asked)
+        assert prompt.fields["m"][0]["content"] == asked
