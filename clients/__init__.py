@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from clients.config.offline import OfflineJob
     from clients.config.on_policy import OnPolicyJob
     from clients.config.rl import RLJob
+    from clients.config.sft import SFTJob
     from clients.jobs.artifacts import pull_run
     from clients.jobs.client import DistillClient
     from clients.jobs.job import Job, JobEvent, JobState
@@ -43,6 +44,7 @@ _MODULES = {
     "LogitDataset": "clients.store.dataset",
     "LogitStore": "clients.store.store",
     "OfflineJob": "clients.config.offline",
+    "SFTJob": "clients.config.sft",
     "OnPolicyJob": "clients.config.on_policy",
     "RLJob": "clients.config.rl",
     "RowBlock": "protos.rows.codec",
@@ -71,6 +73,7 @@ __all__ = [
     "RLJob",
     "RowBlock",
     "RunDirectory",
+    "SFTJob",
     "ScoreQuery",
     "TeacherClient",
     "TeacherInfo",

@@ -20,12 +20,14 @@ from clients.config.kinds import AnyTraining
 from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
+from clients.config.sft import SFTJob
 from clients.preflight.teachers import check_length
 from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
 from protos.errors import DistillError, InvalidInput
 from student_trainer.data.captured_stores import Stores, TrainingStore, check_same_store
-from student_trainer.data.prompts import Prompt, PromptSet, load_prompts
+from student_trainer.data.examples import load_examples
+from student_trainer.data.prompts import ItemsOfSteps, Prompt, load_prompts
 from student_trainer.environments.retriever import make_retriever
 from student_trainer.loop import checkpoint
 from student_trainer.loop.trainer import Parts, Trainer
@@ -34,6 +36,7 @@ from student_trainer.methods.offline import load_examined, offline_method
 from student_trainer.methods.on_policy import on_policy_method
 from student_trainer.methods.rl import RLMaterial, rl_method
 from student_trainer.methods.rl_prompts import load_rl_prompts
+from student_trainer.methods.sft import sft_method
 from student_trainer.model.loading import (
     computes_in_bfloat16,
     load_config,
@@ -48,6 +51,7 @@ from student_trainer.parallel.time_limit import time_limit
 from student_trainer.rewards import Rewards
 from student_trainer.run.metrics import open_metrics
 from student_trainer.run.model_checks import (
+    check_max_tokens,
     check_stored_length,
     check_stored_vocabulary,
     check_top_k,
@@ -82,7 +86,9 @@ def assemble(
         check_same_store(stores.training, checkpoint.facts_of(saved))
 
     progress.say("loading student", step)
-    accelerator, student = _load_student(config, saved, pack=stores is not None)
+    accelerator, student = _load_student(
+        config, saved, pack=isinstance(config, OfflineJob | SFTJob)
+    )
     progress.agree = lambda wish: largest(accelerator, wish)
     if accelerator.is_main_process:
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
@@ -98,7 +104,7 @@ def assemble(
     sources += [stores.training.label] if stores else []
     dtype = "bfloat16" if student.trained.bf16 else "float32"
     student_at = f"{config.student.model} on {accelerator.device} in {dtype}"
-    log.info("%s, %s, step %d", student_at, ", ".join(sources), step)
+    log.info("%s, step %d", ", ".join([student_at, *sources]), step)
     parts = Parts(
         step=step,
         accelerator=accelerator,
@@ -166,6 +172,17 @@ def _prepared(
         return lambda accelerator, student: offline_method(
             config, stores, examined, teachers, accelerator, student, tokenizer
         )
+    if isinstance(config, SFTJob):
+        check_max_tokens(config.method.max_tokens, most)
+        examples = load_examples(config, tokenizer)
+        held_out = examples[1]
+        _check_shares(config, len(held_out))
+        if config.eval.metric != "none":
+            longest = max(len(one.prompt.ids) for one in held_out)
+            check_length(longest + config.method.max_new_tokens, "student", most)
+        return lambda accelerator, student: sft_method(
+            config, examples, accelerator, student, tokenizer
+        )
     for connection in teachers.values():
         check_vocabulary(connection, tokens, shape.vocab_size)
     check_length(config.method.max_prompt_tokens + config.method.max_new_tokens, "student", most)
@@ -210,7 +227,7 @@ def _resumed(
     return found
 
 
-def _prompts(config: OnPolicyJob, tokenizer: Any) -> tuple[PromptSet, list[Prompt]]:
+def _prompts(config: OnPolicyJob, tokenizer: Any) -> tuple[ItemsOfSteps[Prompt], list[Prompt]]:
     prompts, held_out = load_prompts(
         config.data,
         tokenizer,
@@ -223,7 +240,7 @@ def _prompts(config: OnPolicyJob, tokenizer: Any) -> tuple[PromptSet, list[Promp
     return prompts, held_out
 
 
-def _check_shares(config: OnPolicyJob | RLJob, held_out: int) -> None:
+def _check_shares(config: OnPolicyJob | RLJob | SFTJob, held_out: int) -> None:
     if held_out < config.train.processes:
         data = config.data
         raise InvalidInput(

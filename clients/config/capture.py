@@ -11,12 +11,14 @@ from clients.config.common import (
     Count,
     Name,
     Priority,
+    PromptKeys,
     ResourcesConfig,
     StudentConfig,
     Table,
     TeacherConfig,
 )
 from clients.config.unused import refuse_unused
+from clients.data.prompt_format import PromptFormat
 
 
 class CaptureTeacher(TeacherConfig):
@@ -37,7 +39,7 @@ class CaptureTeacher(TeacherConfig):
     """Padded tokens per forward pass of `model`."""
 
 
-class CaptureData(Table):
+class CaptureData(PromptKeys):
     """The sequences to score, in the order of the data."""
 
     path: Name
@@ -52,14 +54,18 @@ class CaptureData(Table):
     """Column with the prompt (form `completion`)."""
     answer_column: str = "answer"
     """Column with the answer; its tokens are scored (form `completion`)."""
-    template: str = "{prompt}"
-    """Text before the answer; becomes the user's message if there is a chat template."""
     messages_column: str = "messages"
     """Column with the conversation; its last assistant turn is scored (form `messages`)."""
     text_column: str = "text"
     """Column with the document; every token is scored (form `text`)."""
     tokenizer: str | None = None
     """Directory or hub id; default: the tokenizer of `student.model` or `teacher.model`."""
+
+    @property
+    def prompt_format(self) -> PromptFormat:
+        """The format of the prompts; it means nothing for plain text."""
+        conversations = self.form == "messages"
+        return self.format_of(self.prompt_column, self.messages_column if conversations else None)
 
 
 class RayConfig(Table):
@@ -158,6 +164,22 @@ class CaptureJob(Table):
                     data.form == "completion",
                     "data.prompt_column data.answer_column data.template",
                     "it belongs to data.form = 'completion'; leave it out, or set this form",
+                ),
+                (
+                    data.form != "text",
+                    "data.system data.chat_template data.template_arguments",
+                    "plain text has no chat template; leave it out, or set another data.form",
+                ),
+                (
+                    data.chat_template,
+                    "data.system data.template_arguments",
+                    "data.chat_template = false switches the chat template off; leave one of them "
+                    "out",
+                ),
+                (
+                    data.form != "messages",
+                    "data.chat_template",
+                    "data.form = 'messages' needs the chat template; leave one of them out",
                 ),
                 (
                     data.form == "messages",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from clients.config.common import Count, DataConfig, Name, Table
+from clients.config.common import Count, DataConfig, Name, Table, prompt_rules
 from clients.config.reward import RewardConfig
+from clients.config.unused import refuse_unused
 
 
 class ExamConfig(Table):
@@ -42,3 +43,25 @@ class ExamConfig(Table):
     """Most concurrent requests to the endpoint."""
     patience_seconds: Annotated[float, Field(gt=0)]
     """Seconds to wait for one answer of the endpoint."""
+
+    @model_validator(mode="after")
+    def _uses_every_key(self) -> Self:
+        served, data = self.endpoint is not None, self.data
+        text = served and self.api == "completions"
+        return refuse_unused(
+            self,
+            [
+                *prompt_rules(data),
+                (False, "data.mix data.weight_column", "it is for training; leave it out"),
+                (
+                    not text,
+                    "data.messages_column data.system data.template_arguments",
+                    "text completions have no chat template; use --api chat",
+                ),
+                (
+                    not served or text,
+                    "data.chat_template",
+                    "the endpoint applies its chat template; use --api completions",
+                ),
+            ],
+        )

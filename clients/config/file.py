@@ -95,18 +95,28 @@ def localized(config: AnyJob) -> AnyJob:
     A server needs absolute paths, because its working directory is another one.
     """
     for dotted, name in named_files(config):
-        table_name, key = dotted.split(".")
         if Path(name).exists():
-            table = getattr(config, table_name)
-            made = table.model_copy(update={key: str(Path(name).absolute())})
-            config = config.model_copy(update={table_name: made})
+            config = _replaced(config, tuple(dotted.split(".")), str(Path(name).absolute()))
     return config
+
+
+def _replaced(of: Any, path: KeyPath, value: str) -> Any:
+    """Return a copy of a job, a table or a tuple of tables with another value at `path`."""
+    key, *rest = path
+    if isinstance(of, tuple):
+        changed = _replaced(of[int(key)], tuple(rest), value)
+        return (*of[: int(key)], changed, *of[int(key) + 1 :])
+    new = _replaced(getattr(of, key), tuple(rest), value) if rest else value
+    return of.model_copy(update={key: new})
 
 
 def named_files(config: AnyJob) -> list[tuple[str, str]]:
     """Return (key, value) of each key that may name a file or directory; URLs are left out."""
     said = [(key, getattr(getattr(config, key[0], None), key[1], None)) for key in FILE_KEYS]
-    return [(".".join(key), name) for key, name in said if name and "://" not in name]
+    named = [(".".join(key), name) for key, name in said]
+    mixed = getattr(getattr(config, "data", None), "mix", ())
+    named += [(f"data.mix.{number}.path", other.path) for number, other in enumerate(mixed)]
+    return [(key, name) for key, name in named if name and "://" not in name]
 
 
 def parse_override(override: str) -> tuple[KeyPath, Any]:

@@ -12,14 +12,18 @@ from clients.config.common import TrainingJob
 from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
+from clients.config.sft import SFTJob
 
-AnyTraining: TypeAlias = OnPolicyJob | OfflineJob | RLJob
+AnyTraining: TypeAlias = OnPolicyJob | OfflineJob | RLJob | SFTJob
 AnyJob: TypeAlias = AnyTraining | CaptureJob
-Kind: TypeAlias = type[OnPolicyJob] | type[OfflineJob] | type[RLJob] | type[CaptureJob]
+Kind: TypeAlias = (
+    type[OnPolicyJob] | type[OfflineJob] | type[RLJob] | type[SFTJob] | type[CaptureJob]
+)
 KINDS: Mapping[str, Kind] = {
     "on_policy": OnPolicyJob,
     "offline": OfflineJob,
     "rl": RLJob,
+    "sft": SFTJob,
     "capture": CaptureJob,
 }
 

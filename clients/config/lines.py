@@ -13,6 +13,7 @@ import yaml
 KeyPath = tuple[str, ...]
 
 _TOML_HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?$")
+_TOML_LIST_HEADER = re.compile(r"\s*\[\[([^\[\]]+)\]\]\s*(#.*)?$")
 _TOML_KEY = re.compile(r"[\w\"'.\- \t]+")
 # Finds dotted keys of more than 64 parts: tomllib needs quadratic time for them. The quantifiers
 # are possessive, because this search would be quadratic too with backtracking.
@@ -79,6 +80,12 @@ def _toml_lines(text: str) -> Mapping[KeyPath, int]:
         if header := _TOML_HEADER.match(line):
             table = _toml_path(header[1])
             lines.setdefault(table, number)
+        elif header := _TOML_LIST_HEADER.match(line):
+            listed = _toml_path(header[1])
+            lines.setdefault(listed, number)
+            count = sum(key[:-1] == listed and key[-1].isdigit() for key in lines)
+            table = (*listed, str(count))
+            lines[table] = number
         elif "=" in line and _TOML_KEY.fullmatch(key := line.partition("=")[0]):
             lines.setdefault(table + _toml_path(key), number)
     return lines

@@ -6,11 +6,20 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.common import Count, Name, Table, TeacherLink, TrainingJob
+from clients.config.common import (
+    Count,
+    Name,
+    PromptKeys,
+    Table,
+    TeacherLink,
+    TrainingJob,
+    prompt_rules,
+)
 from clients.config.unused import refuse_unused
+from clients.data.prompt_format import PromptFormat
 
 
-class OfflineData(Table):
+class OfflineData(PromptKeys):
     """The stored sequences."""
 
     path: Name
@@ -21,10 +30,20 @@ class OfflineData(Table):
     """A .jsonl or .parquet file of prompts and reference answers, for `eval.metric`."""
     prompt_column: str = "prompt"
     """Column of `eval_prompts` with the prompt."""
+    messages_column: Name | None = None
+    """Column of `eval_prompts` with a conversation instead; as in `on_policy`."""
     answer_column: str = "answer"
     """Column of `eval_prompts` with the reference answer."""
-    template: str = "{prompt}"
-    """The student's input text; becomes the user's message if there is a chat template."""
+
+    @property
+    def training_paths(self) -> list[tuple[str, str]]:
+        """The store that the job learns from, with its key in the job file."""
+        return [("data.path", self.path)]
+
+    @property
+    def prompt_format(self) -> PromptFormat:
+        """The format of the prompts in `eval_prompts`."""
+        return self.format_of(self.prompt_column, self.messages_column)
 
 
 class OfflineConfig(Table):
@@ -87,7 +106,8 @@ class OfflineJob(TrainingJob):
                 ),
                 (
                     self.data.eval_prompts is not None,
-                    "data.prompt_column data.answer_column data.template",
+                    "data.prompt_column data.messages_column data.answer_column data.template "
+                    "data.system data.chat_template data.template_arguments",
                     "stored sequences have no columns; it belongs to data.eval_prompts",
                 ),
                 (
@@ -96,6 +116,7 @@ class OfflineJob(TrainingJob):
                     "the student samples no answers; leave it out, or set "
                     "method.on_policy_fraction or eval.metric",
                 ),
+                *prompt_rules(self.data),
             ],
         )
 

@@ -16,6 +16,7 @@ from clients.config.common import (
     TeacherConfig,
     TrainingJob,
     check_tail,
+    prompt_rules,
 )
 from clients.config.unused import refuse_unused
 
@@ -86,6 +87,7 @@ class OnPolicyJob(TrainingJob):
                     "data.answer_column",
                     "answers are only read with eval.metric = 'exact_match'; set it",
                 ),
+                *prompt_rules(self.data),
             ],
         )
 

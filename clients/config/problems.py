@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -29,7 +29,14 @@ def fields(
 
 
 def table_in(info: FieldInfo) -> type[BaseModel] | None:
-    """Return the table class of a key, also of an optional one; None if the key holds a value."""
+    """Return the table class of a key, also of an optional one; None if the key holds a value.
+
+    A list of tables is a value.
+    """
+    return None if get_origin(info.annotation) is tuple else _table_class(info)
+
+
+def _table_class(info: FieldInfo) -> type[BaseModel] | None:
     for kind in (info.annotation, *get_args(info.annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
@@ -55,7 +62,9 @@ def describe(
         case "missing":
             if path[:-1] in fields(model):
                 yield path[:-1], f"has too few values (got {_shown(error['input'])})"
-            for key, info in fields(model).items():
+            listed = _listed_table(path[:-1], model)
+            required = fields(listed, path[:-1]) if listed else fields(model)
+            for key, info in required.items():
                 if key[: len(path)] == path and info.is_required():
                     yield key, f"missing; {(info.description or '').rstrip('.')}"
         case "extra_forbidden":
@@ -77,12 +86,14 @@ def describe(
 def _suggestion(path: KeyPath, model: type[BaseModel]) -> str:
     """Return a suggestion for an unknown key, to append to the message; "" if there is none."""
     table, name = path[:-1], path[-1]
+    if (listed := _listed_table(table, model)) is not None:
+        return _near(name, listed.model_fields)
     keys = _keys(model)
     if kinds := [repr(kind) for kind, other in KINDS.items() if path in _keys(other)]:
         return f"; only a job with method.type = {' or '.join(kinds)} has it"
     here = [key[-1] for key in keys if key[:-1] == table]
-    if near := difflib.get_close_matches(name, here, n=1, cutoff=0.75):
-        return f"; did you mean '{near[0]}'?"
+    if found := _near(name, here):
+        return found
     if owners := [key for key in keys if key[-1] == name]:
         return "; it belongs to " + " or ".join(_table_of(key) for key in owners)
     # If two keys have the same name, prefer the one in the same table.
@@ -91,6 +102,19 @@ def _suggestion(path: KeyPath, model: type[BaseModel]) -> str:
         meant = names[near[0]]
         return f"; did you mean '{'.'.join(meant if meant[:-1] != table else meant[-1:])}'?"
     return ""
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def _listed_table(path: KeyPath, model: type[BaseModel]) -> type[BaseModel] | None:
+    """Return the class of a table in a list, by its path (a key and a number); otherwise None."""
+    if not path or not path[-1].isdigit():
+        return None
+    info = fields(model).get(path[:-1])
+    return None if info is None else _table_class(info)
 
 
 def _keys(model: type[BaseModel]) -> list[KeyPath]:

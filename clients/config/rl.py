@@ -19,6 +19,7 @@ from clients.config.common import (
     TeacherLink,
     TrainingJob,
     check_tail,
+    prompt_rules,
 )
 from clients.config.environment import SearchConfig
 from clients.config.reward import HARMLESS, RewardConfig
@@ -276,7 +277,8 @@ class RLJob(TrainingJob):
 
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:
-        return refuse_unused(self, [*self._rules_of_rewards(), *self._rules_of_kls()])
+        rules = [*self._rules_of_rewards(), *self._rules_of_kls(), *prompt_rules(self.data)]
+        return refuse_unused(self, rules)
 
     def _rules_of_rewards(self) -> list[Rule]:
         method, reward = self.method, self.reward
@@ -306,6 +308,7 @@ class RLJob(TrainingJob):
                 "answers are only read by rewards and by eval.metric; leave it out",
             ),
             (False, "data.teacher_column", "a job of method rl has one teacher; leave it out"),
+            (False, "data.weight_column", "rewards decide what counts in a job of method rl"),
             (
                 self.environment is None or self.environment.remote,
                 "environment.timeout_seconds",

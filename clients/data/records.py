@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +143,31 @@ def text_of(record: Mapping[str, Any], column: str, field: str, where: str) -> s
             hint="write it as one string",
         )
     return str(value).encode("utf-8", "replace").decode()  # a lone surrogate is not valid text
+
+
+def weight_of(record: Mapping[str, Any], column: str, where: str) -> float:
+    """Return the weight in a column of a record, a finite number of at least 0.
+
+    Raises InvalidInput, naming `where`, if the column is missing or holds something else.
+    """
+    value = record.get(column)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    try:
+        weight = float(value) if number else math.nan  # type: ignore[arg-type]
+    except OverflowError:  # an integer of hundreds of digits
+        weight = math.inf
+    if not 0 <= weight < math.inf:
+        told = "has no" if column not in record else f"has {_kind(value, weight, number)} in"
+        raise InvalidInput(
+            f"{where} {told} column {column!r}, which must hold a number of at least 0",
+            field="data.weight_column",
+            hint="correct the row, or remove it",
+        )
+    return weight
+
+
+def _kind(value: Any, weight: float, number: bool) -> str:
+    return f"{weight:g}" if number else type(value).__name__
 
 
 def _holds_splits(path: str) -> bool:

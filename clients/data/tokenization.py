@@ -1,60 +1,9 @@
-"""Tokenization of prompts and conversations with a transformers tokenizer.
-
-Training and capture share these functions, so that both see the same token ids.
-"""
+"""The tokens of a tokenizer by id, and the first difference between two."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from protos.errors import InvalidInput
-
-Turn = Mapping[str, str]
-
-
-def prompt_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a prompt; with a chat template, the prompt is the user's message.
-
-    A final end-of-sequence token is removed, because the completion follows.
-    """
-    if tokenizer.chat_template:
-        return template_ids(tokenizer, [{"role": "user", "content": text}])
-    ids: list[int] = tokenizer(text)["input_ids"]
-    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
-
-
-def template_ids(tokenizer: Any, turns: Sequence[Turn]) -> list[int]:
-    """Return the token ids of a conversation, up to the start of the assistant's next turn."""
-    return plain_ids(tokenizer, rendered(tokenizer, turns, add_generation_prompt=True))
-
-
-def rendered(tokenizer: Any, turns: Sequence[Turn], *, add_generation_prompt: bool) -> str:
-    """Return the text of a conversation, with the special tokens of the chat template.
-
-    Raises InvalidInput if the template fails on the conversation.
-    """
-    from jinja2 import TemplateError
-
-    try:
-        text: str = tokenizer.apply_chat_template(
-            list(turns), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except TemplateError as error:
-        # transformers renders templates in a sandbox: a template that tries to reach Python
-        # internals ends here too.
-        raise InvalidInput(
-            f"the model's chat template cannot be used: {error}",
-            field="student.model",
-            hint="correct chat_template.jinja in its directory, or choose another model",
-        ) from error
-    return text
-
-
-def plain_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a text without adding special tokens."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
 
 
 def tokens_of(tokenizer: Any) -> list[str]:

@@ -1,10 +1,12 @@
-"""Reads the tokens of a Hugging Face directory from tokenizer.json, without transformers."""
+"""Reads tokens and chat templates of a Hugging Face directory, without transformers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from clients.data.regular_file import read_document
+from clients.data.regular_file import open_regular, read_document
+
+_MOST_TEMPLATE_BYTES = 1 << 20
 
 
 def tokens_in(model: Path) -> list[str] | None:
@@ -27,3 +29,27 @@ def tokens_in(model: Path) -> list[str] | None:
         return tokens if all(isinstance(token, str) for token in tokens) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def chat_template_in(model: Path) -> str | None:
+    """Return the text of the chat templates of a Hugging Face directory; None if it has none.
+
+    transformers prefers chat_template.jinja, and reads tokenizer_config.json without it. Raises
+    OSError or ValueError if a file cannot be interpreted.
+    """
+    files = [model / "chat_template.jinja", *(model / "additional_chat_templates").glob("*.jinja")]
+    texts = [_text(file) for file in files if file.exists()]
+    if not texts and (model / "tokenizer_config.json").exists():
+        document = read_document(model / "tokenizer_config.json")
+        found = document.get("chat_template") if isinstance(document, dict) else None
+        named = found if isinstance(found, list) else [{"template": found}]
+        texts = [one["template"] for one in named if isinstance(one, dict) and one.get("template")]
+    return "\n".join(map(str, texts)) or None
+
+
+def _text(file: Path) -> str:
+    with open_regular(file) as stream:
+        found = stream.read(_MOST_TEMPLATE_BYTES + 1)
+    if len(found) > _MOST_TEMPLATE_BYTES:
+        raise ValueError(f"{file} is longer than {_MOST_TEMPLATE_BYTES >> 20} MiB")
+    return found.decode()

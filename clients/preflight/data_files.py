@@ -7,10 +7,10 @@ Hub ids and directories are left to the job's program.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeAlias, assert_never
+from typing import Any, BinaryIO, TypeAlias, assert_never
 
 from clients.config.capture import CaptureData, CaptureJob
 from clients.config.common import DataConfig
@@ -19,12 +19,15 @@ from clients.config.offline import OfflineData, OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.reward import RewardConfig
 from clients.config.rl import RLJob
-from clients.data.records import FILE_SUFFIXES, record_in
+from clients.config.sft import SFTJob
+from clients.data.records import FILE_SUFFIXES, record_in, weight_of
 from clients.data.regular_file import open_regular
 from protos.errors import InvalidInput
 
 # Column names by the keys that set them.
 Columns: TypeAlias = tuple[tuple[str, str], ...]
+# The first records of a file.
+Records: TypeAlias = Sequence[Mapping[str, Any]]
 
 _MOST_RECORDS = 8
 # Bytes that are read in search of the first records. A longer line is not parsed.
@@ -42,12 +45,14 @@ _PASSAGES = "contents"
 class Expected:
     """A data file, and the columns that the job reads.
 
-    field: the key that names the file. columns: the columns that must exist.
+    field: the key that names the file. columns: the columns that must exist. check: raises
+    InvalidInput if the first records cannot be used; None accepts them.
     """
 
     field: str
     path: str
     columns: Columns
+    check: Callable[[Records], None] | None = None
 
 
 def check_data(config: AnyJob) -> None:
@@ -67,9 +72,9 @@ def data_files(config: AnyJob) -> Iterator[Expected]:
             yield Expected("data.path", config.data.path, _captured(config.data))
         case OfflineJob():
             if config.eval.metric != "none" and config.data.eval_prompts is not None:
-                columns = prompt_columns(config.data, answers=True)
-                yield Expected("data.eval_prompts", config.data.eval_prompts, columns)
-        case OnPolicyJob() | RLJob():
+                path = config.data.eval_prompts
+                yield expected_prompts("data.eval_prompts", path, config.data, answers=True)
+        case OnPolicyJob() | RLJob() | SFTJob():
             if config.data is not None:
                 yield from _prompts(config, config.data)
             searched = config.environment if isinstance(config, RLJob) else None
@@ -89,8 +94,8 @@ def check_file(expected: Expected) -> None:
                 raise _unknown_format(expected)
             return
         with open_regular(path) as file:
-            read = _json_columns if path.suffix == ".jsonl" else _parquet_columns
-            found = read(file, expected)
+            read = _json_start if path.suffix == ".jsonl" else _parquet_start
+            found, records = read(file, expected)
     except OSError as error:
         raise InvalidInput(
             f"cannot read {expected.path}: {error.strerror or error}",
@@ -107,12 +112,69 @@ def check_file(expected: Expected) -> None:
                 if key == expected.field
                 else f"set {key} to one of them",
             )
+    if expected.check is not None:
+        expected.check(records)
 
 
-def prompt_columns(data: DataConfig | OfflineData, *, answers: bool) -> Columns:
-    """Return the columns of prompts; `answers`: also the column of reference answers."""
-    prompt = ("data.prompt_column", data.prompt_column)
-    return (prompt, ("data.answer_column", data.answer_column)) if answers else (prompt,)
+def expected_prompts(
+    field: str,
+    path: str,
+    data: DataConfig | OfflineData,
+    *,
+    answers: bool,
+    learned: bool = False,
+    more: Columns = (),
+) -> Expected:
+    """Return what a file of prompts must hold.
+
+    `answers`: reference answers too. The reference of a conversation is its last message if that is
+    the assistant's, so the column of answers may be missing. `learned`: answers that are learned,
+    which are always messages of a conversation. `more`: columns besides those of the prompt.
+    """
+    if data.messages_column is None:
+        columns: Columns = (("data.prompt_column", data.prompt_column),)
+        columns += (("data.answer_column", data.answer_column),) if answers else ()
+    else:
+        columns = (("data.messages_column", data.messages_column),)
+
+    def check(records: Records) -> None:
+        check_first_prompts(path, data, records, answers=answers, learned=learned)
+
+    return Expected(field, path, columns + more, check)
+
+
+def check_first_prompts(
+    path: str, data: DataConfig | OfflineData, records: Records, *, answers: bool, learned: bool
+) -> None:
+    """Raise InvalidInput if the first records have wrong conversations or weights, or no answers.
+
+    `records`: the first ones of the file `path`. A record without the column is not refused here.
+    """
+    answered = False
+    conversations, weights = data.messages_column, getattr(data, "weight_column", None)
+    for number, record in enumerate(records, 1):
+        where = f"row {number} of {path}"
+        if weights is not None and weights in record:
+            weight_of(record, weights, where)
+        answered |= not learned and record.get(data.answer_column) is not None
+        if conversations in record:
+            found = data.prompt_format.conversation(record, where)
+            answered |= (found.up_to_answer() if learned else found).is_answered
+    if conversations is None or not records or answered:
+        return
+    if learned:
+        raise InvalidInput(
+            f"the conversations of {path} have no message of the assistant to learn",
+            field="data.messages_column",
+            hint='add messages like {"role": "assistant", "content": "..."}',
+        )
+    if answers:
+        raise InvalidInput(
+            f"the conversations of {path} do not end with the assistant's message, and there is no"
+            f" column {data.answer_column!r}",
+            field="data.answer_column",
+            hint="set it to the column of the reference answers",
+        )
 
 
 def needs_reference(reward: RewardConfig | None) -> bool:
@@ -122,16 +184,27 @@ def needs_reference(reward: RewardConfig | None) -> bool:
     return reward.type != "regex" or re.compile(reward.pattern or "").groups > 0
 
 
-def _prompts(job: OnPolicyJob | RLJob, data: DataConfig) -> Iterator[Expected]:
+def _prompts(job: OnPolicyJob | RLJob | SFTJob, data: DataConfig) -> Iterator[Expected]:
     rewarded = isinstance(job, RLJob) and needs_reference(job.reward)
+    learned = isinstance(job, SFTJob)
     taught = isinstance(job, OnPolicyJob) and bool(job.teachers)
     teacher: Columns = (("data.teacher_column", data.teacher_column),) if taught else ()
+    weight: Columns = ()
+    if data.weight_column is not None:
+        weight = (("data.weight_column", data.weight_column),)
     examined = job.eval.metric != "none"
-    answers = rewarded or (examined and data.eval_path is None)
-    yield Expected("data.path", data.path, prompt_columns(data, answers=answers) + teacher)
+    for field, path in data.training_paths:
+        aside = field == "data.path" and data.eval_path is None
+        answers = learned or rewarded or (examined and aside)
+        yield expected_prompts(
+            field, path, data, answers=answers, learned=learned, more=teacher + weight
+        )
     if data.eval_path is not None:
-        columns = prompt_columns(data, answers=rewarded or examined) + teacher
-        yield Expected("data.eval_path", data.eval_path, columns)
+        answers = learned or rewarded or examined
+        field, path = "data.eval_path", data.eval_path
+        yield expected_prompts(
+            field, path, data.without_weights(), answers=answers, learned=learned, more=teacher
+        )
 
 
 def _captured(data: CaptureData) -> Columns:
@@ -157,8 +230,8 @@ def _unknown_format(expected: Expected) -> InvalidInput:
     )
 
 
-def _json_columns(file: BinaryIO, expected: Expected) -> list[str]:
-    """Return the columns of the first records; an empty list if the first line is very long."""
+def _json_start(file: BinaryIO, expected: Expected) -> tuple[list[str], Records]:
+    """Return the columns of the first records, and these; both empty if the line is very long."""
     data = file.read(_MOST_BYTES)
     if b"\0" in data[:4096] or data.startswith(_PARQUET_MAGIC):
         raise InvalidInput(
@@ -168,29 +241,30 @@ def _json_columns(file: BinaryIO, expected: Expected) -> list[str]:
         )
     lines = data.split(b"\n")
     whole = len(data) < _MOST_BYTES
-    columns: dict[str, None] = {}
-    records = 0
+    records: list[Mapping[str, Any]] = []
     for number, line in enumerate(lines if whole else lines[:-1], 1):
         record = record_in(line, f"{expected.path}:{number}", expected.field)
         if record is not None:
-            columns |= dict.fromkeys(record)
-            records += 1
-        if records == _MOST_RECORDS:
+            records.append(record)
+        if len(records) == _MOST_RECORDS:
             break
     if whole and not records:
         raise _empty(expected)
-    return list(columns)
+    return list(dict.fromkeys(column for record in records for column in record)), records
 
 
-def _parquet_columns(file: BinaryIO, expected: Expected) -> list[str]:
-    """Return the columns of the schema; an empty list if pyarrow is not installed."""
+def _parquet_start(file: BinaryIO, expected: Expected) -> tuple[list[str], Records]:
+    """Return the columns of the schema, and the first records; both empty without pyarrow.
+
+    The records are read only if the job checks them.
+    """
     if file.read(len(_PARQUET_MAGIC)) != _PARQUET_MAGIC:
         raise _not_parquet(expected, "it does not start with PAR1")
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        return []
+        return [], []
     file.seek(0)
     try:
         found = pyarrow.parquet.ParquetFile(file)
@@ -198,7 +272,13 @@ def _parquet_columns(file: BinaryIO, expected: Expected) -> list[str]:
         raise _not_parquet(expected, (str(error).splitlines() or ["no footer"])[0]) from error
     if not found.metadata.num_rows:
         raise _empty(expected)
-    return list(found.schema_arrow.names)
+    if expected.check is None:
+        return list(found.schema_arrow.names), []
+    try:
+        first = next(found.iter_batches(batch_size=_MOST_RECORDS, row_groups=[0]))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _not_parquet(expected, (str(error).splitlines() or ["damaged"])[0]) from error
+    return list(found.schema_arrow.names), first.to_pylist()
 
 
 def _not_parquet(expected: Expected, why: str) -> InvalidInput:

@@ -14,6 +14,7 @@ from clients.config.file import named_files
 from clients.config.kinds import AnyJob, AnyTraining
 from clients.config.offline import OfflineJob
 from clients.data.records import FILE_SUFFIXES
+from clients.preflight.chat_template import check_template
 from clients.preflight.data_files import check_data
 from clients.preflight.disk import check_space
 from clients.preflight.packages import check_packages
@@ -40,6 +41,7 @@ def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE, packages: boo
     if not isinstance(config, TrainingJob):
         return
     check_student(config.student)
+    check_template(config)
     check_processes(config)
     check_trackers(config.track)
     check_space(config, run)

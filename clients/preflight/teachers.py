@@ -40,7 +40,7 @@ def services_of(config: AnyJob) -> Mapping[str, str | list[str]]:
     A single teacher has the name "". The result is empty if the job needs no service.
     """
     if not isinstance(config, CaptureJob):
-        return {} if config.teacher is None else config.teacher_addresses
+        return config.teacher_addresses
     loads_its_own = config.teacher.model is not None or config.method.ray is not None
     return {} if loads_its_own else {"": config.teacher.address}
 

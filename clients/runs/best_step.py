@@ -8,14 +8,20 @@ from collections.abc import Collection, Iterable
 from clients.runs.metrics_follower import Point
 
 # The first metric in this list that was measured decides. Sign +1: larger is better.
-_JUDGES = (("eval/reward", 1.0), ("eval/kl", -1.0), ("eval/kl_bound", -1.0))
+_JUDGES = (
+    ("eval/reward", 1.0),
+    ("eval/kl", -1.0),
+    ("eval/kl_bound", -1.0),
+    ("eval/cross_entropy", -1.0),
+)
 
 
 def best_step(points: Iterable[Point], steps: Collection[int]) -> int | None:
     """Return the step in `steps` with the best evaluation, or None if none was evaluated.
 
     The best step has the largest eval/reward. Without rewards it has the smallest eval/kl, or
-    eval/kl_bound if a store allows only the bound. Of equal values, the later step is returned.
+    eval/kl_bound if a store allows only the bound, or eval/cross_entropy without a teacher. Of
+    equal values, the later step is returned.
     """
     measured = {point.step: point.metrics for point in points if point.step in steps}
     for metric, sign in _JUDGES:

@@ -7,7 +7,7 @@ so the model computes it at position t - 1. `Batch.select` makes this shift, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,7 @@ class Batch:
     sample_ids [N, M] int64: the teacher's tail samples, or the student's draws, if any.
     draw_logprobs [N, M] float32: of the draws, as `TailDraws.logprobs`. sampling_logprobs [N]
     float32: log-probs in nats under the policy that sampled the tokens; None for stored sequences.
+    sequence_weights [N] float32: the weight of the row's sequence; None if all are 1.
     teachers: the name of the teacher of each sequence, "" if the job has one teacher.
     """
 
@@ -75,6 +76,7 @@ class Batch:
     draw_logprobs: Tensor | None
     sampling_logprobs: Tensor | None
     teachers: tuple[str, ...]
+    sequence_weights: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def inputs(self) -> Mapping[str, Tensor]:
@@ -97,7 +99,7 @@ class Batch:
 
     def without_rows(self) -> Batch:
         """Return a batch with one token to read and no rows, for a rank without work left."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Batch)}
+        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(Batch)}
         nothing: dict[str, Any] = {
             name: value if value is None else value[:0] for name, value in values.items()
         }
@@ -145,6 +147,7 @@ def make_batch(
         sample_ids=_sample_ids(blocks, device) if draws is None else draws.ids.to(device).long(),
         draw_logprobs=None if draws is None else draws.logprobs.to(device),
         sampling_logprobs=_sampling_logprobs(texts, device),
+        sequence_weights=_weights(texts, counts, device),
         teachers=tuple(t.teacher if isinstance(t, Rollout) else "" for t in texts),
     )
 
@@ -185,6 +188,13 @@ def _sampling_logprobs(texts: Sequence[TokenSequence], device: torch.device) -> 
         text.token_logprobs[text.places - text.start] for text in texts if isinstance(text, Rollout)
     ]
     return torch.cat(sampled).to(device) if sampled else None
+
+
+def _weights(texts: Sequence[TokenSequence], counts: Tensor, device: torch.device) -> Tensor | None:
+    weights = [text.weight for text in texts]
+    if all(weight == 1 for weight in weights):
+        return None
+    return torch.tensor(weights).repeat_interleave(counts).to(device)
 
 
 def _floats(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:

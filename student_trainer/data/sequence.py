@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,10 +12,14 @@ from protos.rows.codec import RowBlock
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """token_ids [T] int64 on the CPU; the tokens from index `start` (at least 1) on are learned."""
+    """token_ids [T] int64 on the CPU; the tokens from index `start` (at least 1) on are learned.
+
+    weight: multiplies the loss of the sequence.
+    """
 
     token_ids: Tensor
     start: int
+    weight: float = field(default=1.0, kw_only=True)
 
     @property
     def completion(self) -> Tensor:
@@ -41,3 +45,15 @@ class TokenSequence:
         if len(rows) == self.learned:
             return rows
         return rows.taken((self.places - self.start).numpy())
+
+
+@dataclass(frozen=True)
+class MaskedSequence(TokenSequence):
+    """A sequence of which only some tokens from `start` on are learned; mask [T - start] bool."""
+
+    mask: Tensor
+
+    @property
+    def places(self) -> Tensor:
+        """Positions in `token_ids` of the learned tokens, [learned] int64."""
+        return super().places[self.mask]

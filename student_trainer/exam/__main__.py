@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from clients.config.common import DataConfig
 from clients.config.exam import ExamConfig
 from protos.errors import DistillError, ExitCode, InvalidInput
 from protos.extras import install_command
@@ -130,8 +131,17 @@ def _settings(config: ExamConfig, model: str) -> dict[str, Any]:
         "data": fingerprint(config),
         "template": config.data.template if config.data else config.reward.template,
         "prompt_column": config.data.prompt_column if config.data else None,
+        **_of_prompts(config.data),
         "weights": None if config.endpoint else _weights(Path(model)),
     }
+
+
+def _of_prompts(data: DataConfig | None) -> dict[str, Any]:
+    """Return the keys of the prompt's format; None for a default, as in older directories."""
+    keys = ("messages_column", "system", "chat_template", "template_arguments")
+    fields = DataConfig.model_fields
+    said = {key: getattr(data, key, None) for key in keys}
+    return {key: None if of == fields[key].default else of for key, of in said.items()}
 
 
 def _weights(model: Path) -> list[list[Any]]:

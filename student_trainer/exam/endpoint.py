@@ -124,10 +124,14 @@ class ModelEndpoint:
         raise fault
 
     def _body(self, question: Question, sample: int) -> dict[str, Any]:
+        config, asked = self._config, question.conversation
         text: dict[str, Any] = {"prompt": question.text}
         if self._chat:
-            text = {"messages": [{"role": "user", "content": question.text}]}
-        config = self._config
+            text = {"messages": list(asked.messages)}
+            if asked.tools is not None:
+                text["tools"] = list(asked.tools)
+            if config.data is not None and config.data.template_arguments:
+                text["chat_template_kwargs"] = config.data.template_arguments
         return {
             "model": self._model,
             **text,

@@ -8,7 +8,7 @@ import torch
 
 from clients.config.common import StudentConfig
 from clients.config.exam import ExamConfig
-from clients.data.tokenization import prompt_ids
+from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
 from protos.errors import InvalidInput
 from student_trainer.exam.answer_store import StoredAnswer
 from student_trainer.exam.asking import Ask, Keep, Refusals, seed_of
@@ -30,6 +30,8 @@ class LocalModel:
             loaded = load_model(student).eval()
         except InvalidInput as error:
             raise InvalidInput(error.message, field="MODEL", hint=error.hint) from error
+        self._form = PromptFormat() if config.data is None else config.data.prompt_format
+        check_chat_template(self._form, template_text(self._tokenizer.chat_template))
         shape = loaded.config.get_text_config()
         self._positions: int | None = getattr(shape, "max_position_embeddings", None)
         if torch.cuda.is_available():
@@ -69,7 +71,7 @@ class LocalModel:
         for question, _ in asked:
             if question.number in encoded:
                 continue
-            ids = prompt_ids(self._tokenizer, question.text)
+            ids = self._form.ids(self._tokenizer, question.conversation)
             encoded[question.number] = torch.tensor(ids, dtype=torch.long)
             if positions is not None and len(ids) + most > positions:
                 told = f"a prompt of {len(ids)} tokens and an answer of {most} exceed the "

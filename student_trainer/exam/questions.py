@@ -10,6 +10,8 @@ import numpy as np
 
 from clients.config.common import DataConfig
 from clients.config.exam import ExamConfig
+from clients.data.conversation import Conversation
+from clients.data.prompt_format import PromptFormat
 from clients.data.records import DataSet, text_of
 from protos.errors import InvalidInput
 from student_trainer.rewards.reasoning_gym import Task, TaskQuestions
@@ -22,14 +24,20 @@ _NEED_NO_REFERENCE = ("python", "regex")
 class Question:
     """A question.
 
-    number: the index of its record in the data, or of the prompt in the task. text: the prompt with
-    the template. reference: the reference answer, "" if none is needed. fields: the columns.
+    number: the index of its record in the data, or of the prompt in the task. conversation: what
+    the model is asked, with the template. reference: the reference answer, "" if none is needed.
+    fields: the columns.
     """
 
     number: int
-    text: str
+    conversation: Conversation
     reference: str
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The text of the question with the template; of a conversation, the last user message."""
+        return self.conversation.question
 
 
 def load_questions(config: ExamConfig) -> list[Question]:
@@ -38,11 +46,11 @@ def load_questions(config: ExamConfig) -> list[Question]:
     Raises InvalidInput if the data cannot be read, is empty, or lacks prompts or references.
     """
     if config.reward.task is not None:
-        template = config.reward.template
+        form = PromptFormat(template=config.reward.template)
         task = Task(config.reward.task, config.reward.options)
         asked = TaskQuestions(task, config.seed, config.prompts or _GENERATED).held_out
         return [
-            Question(number, template.replace("{prompt}", one.text), one.answer, one.fields)
+            Question(number, form.asked(one.text), one.answer, one.fields)
             for number, one in enumerate(asked)
         ]
     assert config.data is not None, "the command asks for it"
@@ -69,8 +77,9 @@ def _records(data: DataConfig, *, needed: bool) -> Iterator[Question]:
     source = DataSet(data.path, data.name, data.split, "--data")
     for number, record in enumerate(source.records([])):
         where = f"row {number + 1} of {data.path}"
-        text = text_of(record, data.prompt_column, "--prompt-column", where)
-        reference = ""
-        if needed or record.get(data.answer_column) is not None:
+        conversation = data.prompt_format.conversation(record, where)
+        reference = conversation.answer
+        missing = needed and not reference
+        if missing or record.get(data.answer_column) is not None:
             reference = text_of(record, data.answer_column, "--answer-column", where)
-        yield Question(number, data.template.replace("{prompt}", text), reference, record)
+        yield Question(number, conversation.unanswered(), reference, record)

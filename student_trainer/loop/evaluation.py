@@ -1,10 +1,10 @@
-"""Held-out evaluation: KL to the teacher, perplexity of stored text, task accuracy and reward."""
+"""Held-out evaluation: KL, cross-entropy of stored text, task accuracy and reward."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,32 +12,32 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from student_trainer.data.batch import make_batch
+from student_trainer.data.batch import Batch, make_batch
+from student_trainer.data.metric_sums import sum_and_count
 from student_trainer.data.packing import micro_batches
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
+from student_trainer.loop.step import Objective
+from student_trainer.losses import FusedLoss
 from student_trainer.model.student import Student
-from student_trainer.objectives.distillation import (
-    DistillationObjective,
-    batch_metrics,
-    distillation_loss,
-    measured_kl,
-)
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.rewards.rollout_rewards import RolloutRewards
 from student_trainer.rewards.text_match import exact_match
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.source import PendingRows
 
-# Names in `batch_metrics` -> names in metrics.jsonl; the perplexity is exp of the mean.
-_MEASURED = {
-    "kl/teacher": "eval/kl",
-    "kl/teacher_bound": "eval/kl_bound",
-    "cross_entropy": "eval/perplexity",
-}
+# Metrics of held-out tokens; the perplexity is exp of the mean.
+_MEASURED = ("eval/kl", "eval/kl_bound", "eval/cross_entropy", "eval/perplexity")
 # Metrics that select the best checkpoint; each has a standard error, in this order.
-_SELECTING = ("eval/kl", "eval/kl_bound", "eval/reward")
+_SELECTING = ("eval/kl", "eval/kl_bound", "eval/cross_entropy", "eval/reward")
 _HIGHEST_LOG = 700.0  # exp of it is still finite in float64
+
+
+class HeldOutObjective(Objective, Protocol):
+    """An objective that can be measured on held-out sequences."""
+
+    def held_out(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
+        """Return values of each token, [n], by names in _MEASURED."""
 
 
 class TaskEvaluation:
@@ -93,12 +93,12 @@ class TaskEvaluation:
 
 
 class Evaluation:
-    """Computes the KL on held-out sequences and, if the job wants it, the task evaluation."""
+    """Measures held-out sequences and, if the job wants it, the task evaluation."""
 
     def __init__(
         self,
         accelerator: Accelerator,
-        objective: DistillationObjective,
+        objective: HeldOutObjective,
         held_out: Callable[[], list[PendingRows]],
         examination: TaskEvaluation | None,
         *,
@@ -128,7 +128,7 @@ class Evaluation:
         device = self._accelerator.device
         total = self._accelerator.reduce(sums.to(device)).tolist()
         spread = self._accelerator.reduce(spreads.to(device)).tolist()
-        names = [*_MEASURED.values(), "eval/accuracy", "eval/reward"]
+        names = [*_MEASURED, "eval/accuracy", "eval/reward"]
         counts = dict(zip(names, total, strict=True))
         metrics = {name: found / count for name, (found, count) in counts.items() if count}
         for name, of_name in zip(_SELECTING, spread, strict=True):
@@ -142,7 +142,7 @@ class Evaluation:
         """Return this process's sums, moments and transcripts.
 
         Sums: (sum, number) of each metric, [len(_MEASURED) + 2, 2]. Moments: of each metric in
-        _SELECTING, [3, 4]. Both are float64.
+        _SELECTING, [4, 4]. Both are float64.
         """
         sums = torch.zeros(len(_MEASURED) + 2, 2, dtype=torch.float64)
         spreads = torch.zeros(len(_SELECTING), 4, dtype=torch.float64)
@@ -154,21 +154,24 @@ class Evaluation:
 
     @torch.no_grad()
     def _measured(self, student: Student) -> tuple[Tensor, Tensor]:
-        """Return (sum, number) of each metric of _MEASURED, and the moments of the two KLs."""
+        """Return (sum, number) of each metric of _MEASURED, and moments of those in _SELECTING."""
         sums = torch.zeros(len(_MEASURED), 2, dtype=torch.float64)
-        spreads = torch.zeros(2, 4, dtype=torch.float64)
+        spreads = torch.zeros(len(_SELECTING) - 1, 4, dtype=torch.float64)
         objective = self._objective
         for group in micro_batches(self._held_out(), self._most, pack=student.packs):
             scored = [item.wait() for item in group]
             batch = make_batch(scored, self._accelerator.device, pack=student.packs)
-            out = student(batch, distillation_loss(batch, objective), objective.temperature)
-            found = batch_metrics(batch, out, objective)
-            sums += torch.stack([found[name] for name in _MEASURED]).double().cpu()
-            kl, unbiased = measured_kl(batch, out, objective)
-            of_sequence = torch.zeros(2, len(scored), dtype=torch.float64, device=kl.device)
-            of_sequence[0].index_add_(0, batch.sequence, kl.double())
-            of_sequence[1].index_add_(0, batch.sequence, torch.ones_like(kl, dtype=torch.float64))
-            spreads[0 if unbiased else 1] += moments(*of_sequence.cpu())
+            out = student(batch, objective.loss(batch), objective.temperature)
+            for name, values in objective.held_out(batch, out).items():
+                sums[_MEASURED.index(name)] += sum_and_count(values).double().cpu()
+                if name in _SELECTING:
+                    of_sequence = torch.zeros(
+                        2, len(scored), dtype=torch.float64, device=values.device
+                    )
+                    of_sequence[0].index_add_(0, batch.sequence, values.double())
+                    ones = torch.ones_like(values, dtype=torch.float64)
+                    of_sequence[1].index_add_(0, batch.sequence, ones)
+                    spreads[_SELECTING.index(name)] += moments(*of_sequence.cpu())
         return sums, spreads
 
 

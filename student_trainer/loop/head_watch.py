@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from clients.config.common import TrainingJob
 from clients.config.rl import RLJob
+from clients.config.sft import SFTJob
 from clients.runs.metrics_follower import Point
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ class HeadWatch:
 
 def learns_from_a_head(config: TrainingJob) -> bool:
     """Return whether the loss has a KL over a head; rewards alone may move the mass anywhere."""
+    if isinstance(config, SFTJob):
+        return False
     if not isinstance(config, RLJob):
         return True
     method = config.method

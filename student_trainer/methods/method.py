@@ -1,7 +1,7 @@
 """The interface of a method, and the parts that more than one method builds.
 
-Each method file (`on_policy.py`, `offline.py`, `rl.py`) builds one `Method` from a job. The trainer
-(`loop/trainer.py`) runs it without knowing which method it is.
+Each method file (`on_policy.py`, `offline.py`, `rl.py`, `sft.py`) builds one `Method` from a job.
+The trainer (`loop/trainer.py`) runs it without knowing which method it is.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from accelerate import Accelerator
 from clients.config.kinds import AnyTraining
 from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.data.prompts import Prompt
-from student_trainer.loop.evaluation import Evaluation, TaskEvaluation
+from student_trainer.loop.evaluation import Evaluation, HeldOutObjective, TaskEvaluation
 from student_trainer.loop.step import Objective, Steps
 from student_trainer.model.loading import computes_in_bfloat16
-from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollouts.hf import HuggingFaceRollouts
 from student_trainer.teachers.anchor import Anchor
@@ -70,16 +69,16 @@ def plain_rollouts(
     )
 
 
-def kl_evaluation(
+def held_out_evaluation(
     config: AnyTraining,
     accelerator: Accelerator,
-    objective: DistillationObjective,
+    objective: HeldOutObjective,
     held_out: Callable[[], list[PendingRows]],
     examined: list[Prompt],
     tokenizer: Any,
     rollouts: HuggingFaceRollouts,
 ) -> Evaluation:
-    """Return the held-out evaluation of a distillation job: the KL, and exact match if wanted.
+    """Return the held-out evaluation of a job without rewards, with exact match if wanted.
 
     `held_out`: returns this process's sequences with their rows. `examined`: the prompts for exact
     match, of all processes; an empty list leaves exact match out.

@@ -37,7 +37,7 @@ import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
 
-from clients.config.common import DataConfig
+from clients.config.common import DataConfig, PromptKeys
 from clients.config.offline import OfflineJob
 from clients.store.dataset import LogitDataset
 from student_trainer.data.captured_stores import Stores, without_copies
@@ -45,7 +45,7 @@ from student_trainer.data.order import EpochOrder, permutation
 from student_trainer.data.prompts import Prompt, load_prompts
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.loop.step import one_update
-from student_trainer.methods.method import Method, kl_evaluation, plain_rollouts
+from student_trainer.methods.method import Method, held_out_evaluation, plain_rollouts
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
@@ -207,7 +207,7 @@ def offline_method(
     def read_held_out() -> list[PendingRows]:
         return [read(aside, int(index)) for index in mine]
 
-    evaluation = kl_evaluation(
+    evaluation = held_out_evaluation(
         config, accelerator, objective, read_held_out, examined, tokenizer, rollouts
     )
     facts = {"store": store.identity}
@@ -227,8 +227,9 @@ def load_examined(config: OfflineJob, tokenizer: Any, longest: int) -> list[Prom
         path=path,
         eval_path=path,
         prompt_column=config.data.prompt_column,
+        messages_column=config.data.messages_column,
         answer_column=config.data.answer_column,
-        template=config.data.template,
+        **{key: getattr(config.data, key) for key in PromptKeys.model_fields},
     )
     _, examined = load_prompts(
         data, tokenizer, held_out=config.eval.prompts, max_tokens=longest, seed=config.seed

@@ -32,9 +32,9 @@ from typing import Any
 from accelerate import Accelerator
 
 from clients.config.on_policy import OnPolicyJob
-from student_trainer.data.prompts import Prompt, PromptSet
+from student_trainer.data.prompts import ItemsOfSteps, Prompt
 from student_trainer.loop.step import one_update
-from student_trainer.methods.method import Method, kl_evaluation, plain_rollouts
+from student_trainer.methods.method import Method, held_out_evaluation, plain_rollouts
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.teachers.connections import Connection
@@ -50,7 +50,7 @@ class OnPolicySteps:
         self,
         config: OnPolicyJob,
         accelerator: Accelerator,
-        prompts: PromptSet,
+        prompts: ItemsOfSteps[Prompt],
         held_out: Sequence[Prompt],
         answers: ScoredRollouts,
     ) -> None:
@@ -89,7 +89,7 @@ class OnPolicySteps:
 
 def on_policy_method(
     config: OnPolicyJob,
-    prompts: tuple[PromptSet, list[Prompt]],
+    prompts: tuple[ItemsOfSteps[Prompt], list[Prompt]],
     teachers: Mapping[str, Connection],
     accelerator: Accelerator,
     student: Replicated | Sharded,
@@ -125,7 +125,7 @@ def on_policy_method(
     training, held_out = prompts
     steps = OnPolicySteps(config, accelerator, training, held_out, answers)
     examined = held_out if config.eval.metric == "exact_match" else []
-    evaluation = kl_evaluation(
+    evaluation = held_out_evaluation(
         config, accelerator, objective, steps.held_out, examined, tokenizer, rollouts
     )
     return Method(objective, one_update(steps.of_step), evaluation)

@@ -47,6 +47,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from clients.config.rl import RLJob
+from clients.data.prompt_format import PromptFormat
 from protos.rows.codec import RowBlock
 from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.data.prompts import Prompt
@@ -392,8 +393,9 @@ def _anchor_teacher(
 def _context(config: RLJob, material: RLMaterial) -> Callable[[Rollout], Tensor] | None:
     if config.anchor.context is None:
         return None
-    asked = config.data or config.reward
-    assert asked is not None, "one of them has the prompts"
-    return privileged_prompt(
-        config.anchor.context, asked.template, material.tokenizer, material.most
-    )
+    if config.data is not None:
+        form = config.data.prompt_format
+    else:
+        assert config.reward is not None, "one of them has the prompts"
+        form = PromptFormat(template=config.reward.template)
+    return privileged_prompt(config.anchor.context, form, material.tokenizer, material.most)

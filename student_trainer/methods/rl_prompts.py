@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from clients.config.rl import RLJob
-from clients.data.tokenization import prompt_ids
+from clients.data.prompt_format import PromptFormat
 from student_trainer.data.prompts import Prompt, load_prompts
 from student_trainer.rewards.reasoning_gym import Task, TaskQuestion, TaskQuestions
 
@@ -51,10 +51,10 @@ def load_rl_prompts(config: RLJob, tokenizer: Any) -> RLPrompts:
 def _generated(config: RLJob, tokenizer: Any) -> RLPrompts:
     assert config.reward is not None, "the job was checked"
     assert config.reward.task is not None, "the job was checked"
-    template, most = config.reward.template, config.method.max_prompt_tokens
+    form, most = PromptFormat(template=config.reward.template), config.method.max_prompt_tokens
 
     def ids(text: str) -> list[int]:
-        return prompt_ids(tokenizer, template.replace("{prompt}", text))
+        return form.ids(tokenizer, form.asked(text))
 
     def prompt(question: TaskQuestion) -> Prompt:
         tokens = np.array(ids(question.text), dtype=np.int32)

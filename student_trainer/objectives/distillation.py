@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from student_trainer.losses import (
     mismatch,
     topk_kl,
 )
+from student_trainer.objectives.weighted import weighted
 
 # Mean squared norm of a token's gradient in the logits; below it, float32 rounding is the gradient.
 EQUAL_POLICIES = 1e-10
@@ -57,12 +58,24 @@ class DistillationObjective:
         return make_batch(scored, device, pack=pack)
 
     def loss(self, batch: Batch) -> LossFunction:
-        """Return the loss of the batch, as a function of rows; see `distillation_loss`."""
-        return distillation_loss(batch, self)
+        """Return the loss of the batch, times the weight of each sequence; see `distillation_loss`.
+
+        A function of rows, as the trainer takes it.
+        """
+        return weighted(distillation_loss(batch, self), batch.sequence_weights)
 
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
         """Return (sum, number) of each metric of the batch; see `batch_metrics`."""
         return batch_metrics(batch, out, self)
+
+    @torch.no_grad()
+    def held_out(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
+        """Return the held-out metrics of each token, [n], by their names in metrics.jsonl."""
+        kl, unbiased = measured_kl(batch, out, self)
+        found = {"eval/kl" if unbiased else "eval/kl_bound": kl}
+        if batch.sampling_logprobs is None:
+            found["eval/perplexity"] = -out.rows.token_logprobs
+        return found
 
     def tail_of(self, batch: Batch) -> Tail:
         """Return the tail mode for a batch; it depends on which samples the batch has.

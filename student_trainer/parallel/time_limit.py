@@ -19,6 +19,7 @@ from datetime import timedelta
 
 from clients.config.kinds import AnyTraining
 from clients.config.rl import RLJob
+from clients.config.sft import SFTJob
 
 _START_SECONDS = 600.0
 _BYTES_PER_WEIGHT = 24  # float32: the model, AdamW's moments and an anchor, some of them read twice
@@ -31,7 +32,7 @@ def time_limit(config: AnyTraining, weights: int) -> timedelta:
     answers = max(config.sequences_per_step, config.eval.prompts) / config.train.processes
     seconds = _START_SECONDS + _BYTES_PER_WEIGHT * weights / _BYTES_PER_SECOND
     seconds += answers * config.method.max_new_tokens / _TOKENS_PER_SECOND
-    if config.teacher is not None:
+    if not isinstance(config, SFTJob) and config.teacher is not None:
         seconds += config.teacher.patience_seconds
     if isinstance(config, RLJob):
         if config.environment is not None:

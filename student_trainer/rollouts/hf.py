@@ -82,4 +82,5 @@ def _rollout(prompt: Prompt, written: SampledTokens) -> Rollout:
         teacher=prompt.teacher,
         fields=prompt.fields,
         text=prompt.text,
+        weight=prompt.weight,
     )

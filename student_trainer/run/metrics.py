@@ -1,6 +1,6 @@
 """The metrics of a run: each name in metrics.jsonl and what it means.
 
-loss                 mean loss of a token, the value that training minimises
+loss                 mean loss of a token, with its weight: the value that training minimises
 kl/teacher           unbiased estimate of the KL between student and teacher, nats per token
 entropy              entropy of the student over the whole vocabulary, nats per token
 ratio/mean           mean of rho = p(y) / mu(y), mu the policy that sampled y; its expectation is 1
@@ -32,6 +32,12 @@ eval/kl_bound        kl/teacher_bound on held-out sequences
 eval/kl_bound_stderr standard error of eval/kl_bound over the held-out sequences
 eval/perplexity      exp(cross_entropy) on held-out sequences
 time/rollout         seconds to wait for the disk, and to sample if the job has a live teacher
+
+Metrics of supervised fine-tuning: those above, without the names that begin with kl/, topk/, ratio/
+and eval/kl, and:
+
+eval/cross_entropy   cross_entropy of the reference answers to held-out prompts, nats per token
+eval/cross_entropy_stderr  standard error of eval/cross_entropy over the held-out sequences
 
 Additional metrics of RL, where the metrics of the teacher need a job with a teacher:
 

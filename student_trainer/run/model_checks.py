@@ -23,8 +23,8 @@ def check_hub(config: AnyTraining) -> None:
 
     Call it before these libraries are imported.
     """
-    path = config.data.path if config.data is not None else None
-    local_data = path is None or path.endswith(FILE_SUFFIXES) or Path(path).exists()
+    paths = [] if config.data is None else [path for _, path in config.data.training_paths]
+    local_data = all(path.endswith(FILE_SUFFIXES) or Path(path).exists() for path in paths)
     if local_data and Path(config.student.model).is_dir():
         return
     use_caches_if_away()
@@ -37,6 +37,16 @@ def check_top_k(top_k: int, width: int) -> None:
             f"{top_k} is more than the {width} token ids of the student",
             field="method.top_k",
             hint=f"lower it to at most {width}, where the KL is exact",
+        )
+
+
+def check_max_tokens(max_tokens: int, most: int | None) -> None:
+    """Raise InvalidInput if the student reads less than `max_tokens`; `most`: None is no limit."""
+    if most is not None and max_tokens > most:
+        raise InvalidInput(
+            f"{max_tokens} is more than the {most} tokens that the student can read",
+            field="method.max_tokens",
+            hint=f"lower it to {most}",
         )
 
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from clients.config.kinds import AnyTraining
+from clients.config.sft import SFTJob
 from clients.preflight.teachers import field_of, label_of, services_of
 from clients.teacher.client import TeacherClient, TeacherInfo
 
@@ -31,7 +32,7 @@ def connect(config: AnyTraining) -> Iterator[Mapping[str, Connection]]:
     different weights. `teacher.prefetch_mib` is divided equally among the teachers.
     """
     addresses = services_of(config)
-    if config.teacher is None:
+    if isinstance(config, SFTJob) or config.teacher is None:
         yield {}
         return
     with ExitStack() as stack:

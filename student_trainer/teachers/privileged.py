@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.data.tokenization import prompt_ids
+from clients.data.prompt_format import PromptFormat
 from protos.errors import InvalidInput
 from student_trainer.data.rollout import Rollout
 
@@ -22,13 +22,14 @@ _COLUMN = re.compile(r"\{(\w+)\}")
 
 
 def privileged_prompt(
-    context: str, template: str, tokenizer: Any, max_tokens: int | None = None
+    context: str, form: PromptFormat, tokenizer: Any, max_tokens: int | None = None
 ) -> Callable[[Rollout], Tensor]:
     """Return a function from a rollout to the prompt ids [P] int64 that the anchor reads.
 
-    The ids are those of `context` followed by `template`. `context` may contain {column} for every
+    The ids are those of the prompt with `context` before it; in a conversation, before the last
+    user message. `form`: of the student's prompts. `context` may contain {column} for every
     column of the data, and {prompt} and {answer} for the prompt and the reference answer, whatever
-    their columns are called. `template`: as data.template. The function raises InvalidInput if a
+    their columns are called. The function raises InvalidInput if a
     column does not exist, or if its prompt and the completion exceed `max_tokens` (None: no limit).
     """
 
@@ -44,8 +45,11 @@ def privileged_prompt(
                 )
             return str(columns[match[1]])
 
-        text = _COLUMN.sub(value, context) + template.replace("{prompt}", rollout.text)
-        ids = torch.tensor(prompt_ids(tokenizer, text))
+        if form.messages_column is None:
+            asked = form.asked(rollout.text)
+        else:
+            asked = form.conversation(rollout.fields, "the record").unanswered()
+        ids = torch.tensor(form.ids(tokenizer, asked.prefixed(_COLUMN.sub(value, context))))
         length = len(ids) + len(rollout.completion)
         if max_tokens is not None and length > max_tokens:
             raise InvalidInput(

@@ -10,8 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.config.capture import CaptureData
+from clients.data.answer_ids import answered_ids, completion_ids
+from clients.data.prompt_format import (
+    check_chat_template,
+    template_text,
+)
 from clients.data.records import DataSet, text_of
-from clients.data.tokenization import plain_ids, prompt_ids, rendered
 from protos.errors import InvalidInput
 
 
@@ -66,38 +70,23 @@ class SequenceReader:
             yield f"row {number} of {self._data.path}", record
 
     def _completions(self) -> Iterator[tuple[list[int], list[int]]]:
-        data, tokenizer = self._data, self._tokenizer
+        data, form, tokenizer = self._data, self._data.prompt_format, self._tokenizer
+        check_chat_template(form, template_text(tokenizer.chat_template))
         for where, record in self._records(data.prompt_column, data.answer_column):
-            prompt = text_of(record, data.prompt_column, "data.prompt_column", where)
+            asked = form.conversation(record, where)
             answer = text_of(record, data.answer_column, "data.answer_column", where)
-            ids = prompt_ids(tokenizer, data.template.replace("{prompt}", prompt))
+            ids = form.ids(tokenizer, asked, where)
             _require_tokens(ids, where)
-            yield ids, _ended(plain_ids(tokenizer, answer), tokenizer) if answer else []
+            yield ids, completion_ids(tokenizer, answer)
 
     def _conversations(self) -> Iterator[tuple[list[int], list[int]]]:
-        tokenizer, column = self._tokenizer, self._data.messages_column
-        if not tokenizer.chat_template:
-            raise InvalidInput(
-                "the tokenizer has no chat template, which the form messages needs",
-                field="data.form",
-                hint="use the tokenizer of an instruct model, or another form",
-            )
-        for where, record in self._records(column):
-            turns = _turns(record, column, where)
-            if not turns:
-                yield [], []
-                continue
-            prompt = rendered(tokenizer, turns[:-1], add_generation_prompt=True)
-            whole = rendered(tokenizer, turns, add_generation_prompt=False)
-            if not whole.startswith(prompt):
-                raise InvalidInput(
-                    f"the chat template changes the prompt of {where} once its answer is added",
-                    field="data.form",
-                    hint="put prompt and answer into two columns, and use the form completion",
-                )
-            ids = plain_ids(tokenizer, prompt)
-            _require_tokens(ids, where)
-            yield ids, _ended(plain_ids(tokenizer, whole.removeprefix(prompt)), tokenizer)
+        form, tokenizer = self._data.prompt_format, self._tokenizer
+        check_chat_template(form, template_text(tokenizer.chat_template))
+        for where, record in self._records(*form.columns):
+            ids, answer = answered_ids(form, tokenizer, form.conversation(record, where), where)
+            if answer:
+                _require_tokens(ids, where)
+            yield ids, answer
 
     def _packed(self) -> Iterator[CaptureSequence]:
         """Yield pieces of `max_tokens` tokens of the joined documents, each with an end token."""
@@ -123,28 +112,6 @@ class SequenceReader:
             yield CaptureSequence(np.array(waiting, np.int32), 1)
 
 
-def _turns(record: Mapping[str, Any], column: str, where: str) -> list[Mapping[str, str]]:
-    """Return the conversation up to its last assistant turn; empty if there is no such turn."""
-    turns = record.get(column)
-    if not isinstance(turns, list) or not all(map(_is_turn, turns)):
-        raise InvalidInput(
-            f"{where} has no list of messages in column {column!r}; its columns are"
-            f" {', '.join(record)}",
-            field="data.messages_column",
-            hint='each message must be like {"role": "user", "content": "..."}',
-        )
-    for number, turn in enumerate(turns, 1):
-        if not isinstance(turn["content"], str):
-            raise InvalidInput(
-                f"message {number} of {where} has no text: its content is {_kind(turn)}",
-                field="data.messages_column",
-                hint="remove such messages, or write their content as one string",
-            )
-    while turns and turns[-1]["role"] != "assistant":
-        turns = turns[:-1]
-    return turns
-
-
 def _require_tokens(prompt: list[int], where: str) -> None:
     if not prompt:
         raise InvalidInput(
@@ -152,20 +119,3 @@ def _require_tokens(prompt: list[int], where: str) -> None:
             field="data.path",
             hint="give every record a prompt; a completion is scored given the tokens before it",
         )
-
-
-def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, dict) and isinstance(turn.get("role"), str) and "content" in turn
-
-
-def _kind(turn: Mapping[str, Any]) -> str:
-    content = turn["content"]
-    return "null" if content is None else f"a {type(content).__name__}"
-
-
-def _ended(ids: list[int], tokenizer: Any) -> list[int]:
-    """Return `ids` up to the first end token; append one if there is none."""
-    end = tokenizer.eos_token_id
-    if end is None:
-        return ids
-    return ids[: ids.index(end) + 1] if end in ids else [*ids, end]

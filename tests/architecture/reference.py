@@ -18,6 +18,7 @@ from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.problems import table_in
 from clients.config.rl import RLJob
+from clients.config.sft import SFTJob
 from tests.architecture.command_reference import sections
 
 OFFLINE = """\
@@ -25,6 +26,9 @@ Training from a store (`method.type = "offline"`) has `student`, `train`, `eval`
 `export` and `track` as above. Of `data`, `method` and `teacher` these are its own:"""
 RL = """\
 Learning from rewards (`method.type = "rl"`) has `student`, `data`, `teacher` (without `top_k`),
+`train`, `eval`, `checkpoint`, `export` and `track` as above. These are its own:"""
+SFT = """\
+Supervised fine-tuning (`method.type = "sft"`) has `student`, `data` (without `teacher_column`),
 `train`, `eval`, `checkpoint`, `export` and `track` as above. These are its own:"""
 CAPTURE = """\
 A capture (`method.type = "capture"`) has no tables but `student`, `teacher`, `data` and `method`.
@@ -51,7 +55,7 @@ def table() -> str:
     head = ["| key | default | |", "|---|---|---|"]
     training = [*rows(OnPolicyJob)]
     lines = [*head, *training]
-    for intro, kind in ((OFFLINE, OfflineJob), (RL, RLJob), (CAPTURE, CaptureJob)):
+    for intro, kind in ((OFFLINE, OfflineJob), (RL, RLJob), (SFT, SFTJob), (CAPTURE, CaptureJob)):
         lines += ["", intro, "", *head, *(row for row in rows(kind) if row not in training)]
     return "".join(line.replace("||", "\\|\\|") + "\n" for line in lines)
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
+from clients.config.sft import SFTJob
 from student_trainer.data.prompts import Prompt
 from student_trainer.tools import addition
 from student_trainer.tools.pretrain import make_model, make_tokenizer
@@ -113,6 +114,22 @@ def offline_job(material: Material, store: Path, **changes: Any) -> OfflineJob:
     if values["method"].get("on_policy_fraction") or values["eval"].get("metric", "none") != "none":
         values["method"].setdefault("max_new_tokens", 6)  # refused in a job that samples nothing
     return OfflineJob.model_validate(values)
+
+
+def sft_job(material: Material, **changes: Any) -> SFTJob:
+    """The same job from the answers of the data, with no teacher."""
+    plain = job(material)
+    values: dict[str, Any] = {
+        "student": {"model": str(material.student)},
+        "data": {"path": str(material.prompts)},
+        "max_steps": plain.max_steps,
+        "method": {"type": "sft", "max_tokens": 24},
+        "train": plain.train.model_dump(),
+        "eval": {"every": 10, "prompts": 8},
+        "checkpoint": {"every": 4},
+        "track": {"tensorboard": False},
+    }
+    return SFTJob.model_validate(_changed(values, changes))
 
 
 def rl_job(material: Material, **changes: Any) -> RLJob:

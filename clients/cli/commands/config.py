@@ -21,6 +21,7 @@ class MethodName(StrEnum):
     ON_POLICY = "on_policy"
     OFFLINE = "offline"
     RL = "rl"
+    SFT = "sft"
     CAPTURE = "capture"
 
 
@@ -61,11 +62,15 @@ def schema(
 
 def print_values(output: Output, file: JobFile) -> None:
     """Print each key of a job file with its value and the source of the value."""
+    from pydantic import BaseModel
+
     rows = []
     for key, source in file.sources.items():
         value: Any = file.config
         for part in key.split("."):
             value = None if value is None else getattr(value, part)  # None: the table is absent
+        if isinstance(value, tuple):
+            value = [one.model_dump() if isinstance(one, BaseModel) else one for one in value]
         shown = value if output.as_json else "-" if value is None else json.dumps(value)
         rows.append({"key": key, "value": shown, "source": source})
     output.table("values", rows, ("key", "value", "source"))

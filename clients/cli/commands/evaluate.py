@@ -232,11 +232,11 @@ def _require_file(file: str, field: str) -> None:
 
 
 def _require_columns(config: ExamConfig) -> None:
-    from clients.preflight.data_files import Expected, check_file, needs_reference, prompt_columns
+    from clients.preflight.data_files import check_file, expected_prompts, needs_reference
 
     if config.data is not None:
-        columns = prompt_columns(config.data, answers=needs_reference(config.reward))
-        check_file(Expected("--data", config.data.path, columns))
+        answers = needs_reference(config.reward)
+        check_file(expected_prompts("--data", config.data.path, config.data, answers=answers))
 
 
 def _digest(config: ExamConfig) -> str:

@@ -12,7 +12,7 @@ from protos.errors import InvalidInput
 
 # (title, metrics, logarithmic y axis); a panel is omitted if none of its metrics was recorded.
 DEFAULTS = (
-    ("loss", ("loss",), False),
+    ("loss", ("loss", "eval/cross_entropy"), False),
     ("KL, nats per token", ("kl/teacher", "kl/teacher_bound", "eval/kl", "eval/kl_bound"), True),
     ("KL to the anchor, nats per token", ("kl/anchor",), True),
     ("reward, accuracy", ("reward/mean", "eval/reward", "eval/accuracy"), False),

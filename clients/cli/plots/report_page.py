@@ -63,6 +63,7 @@ def _tiles(record: JobRecord) -> Iterator[str]:
     for label, metric, spec in (
         ("held-out KL, nats per token", "eval/kl", ".3f"),
         ("held-out KL, lower bound", "eval/kl_bound", ".3f"),
+        ("held-out cross-entropy, nats per token", "eval/cross_entropy", ".3f"),
         ("held-out accuracy", "eval/accuracy", ".1%"),
         ("held-out reward", "eval/reward", ".3f"),
         ("perplexity", "eval/perplexity", ".3f"),

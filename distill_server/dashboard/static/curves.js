@@ -12,7 +12,7 @@ const isError = (name) => name.endsWith("_stderr");
 const evaluated = (name) => name.slice("eval/".length).replace("anchor/", "anchor's ");
 
 const CHARTS = [
-  {title: "Loss", unit: "nats a token", holds: one("loss", "cross_entropy")},
+  {title: "Loss", unit: "nats a token", holds: one("loss", "cross_entropy", "eval/cross_entropy")},
   {
     title: "KL",
     unit: "nats a token, log axis",

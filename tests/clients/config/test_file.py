@@ -16,7 +16,9 @@ from protos.errors import ExitCode, InvalidInput
 from tests.documents import blocks
 
 Write = Callable[..., str]
+MIX = "[[data.mix]]\npath = 'b.jsonl'\n"
 HEAD = '[student]\nmodel = "m"\n[data]\npath = "d"\n'
+SFT = HEAD + "[method]\ntype = 'sft'\n"
 
 
 def complaint(name: str, *overrides: str) -> str:
@@ -68,7 +70,7 @@ def test_every_problem_at_once_with_its_line(job_file: Write) -> None:
         "  a.toml:7: teacher.top_k: must be greater than or equal to 1 (got 0)\n"
         "  a.toml:6: teacher.topk: unknown key; did you mean 'top_k'?\n"
         "  a.toml:9: method.type: got 'on-policy', expected one of"
-        " 'on_policy', 'offline', 'rl', 'capture'\n"
+        " 'on_policy', 'offline', 'rl', 'sft', 'capture'\n"
         "  a.toml:10: method.divergence: got 'kl', expected one of 'reverse_kl', 'forward_kl'"
     )
 
@@ -99,6 +101,29 @@ def test_the_same_of_yaml(job_file: Write) -> None:
          "a.toml:6: train.seed: unknown key; it belongs to the top of the file"),
         (HEAD + "[tracker]\nwandb = 2", "a.toml:5: tracker: unknown key; did you mean 'track'?"),
         (HEAD + "[eval]\nzzzz = 2", "a.toml:6: eval.zzzz: unknown key"),
+        (HEAD + MIX + "share = 0.5\n" + MIX + "shar = 0.2\n",
+         "a.toml: 2 problems\n"
+         "  a.toml:8: data.mix.1.share: missing; Its share of the prompts of every step;"
+         " the rest comes from `data.path`\n"
+         "  a.toml:10: data.mix.1.shar: unknown key; did you mean 'share'?"),
+        (HEAD + MIX + "share = 1.5\n",
+         "a.toml:7: data.mix.0.share: must be less than 1 (got 1.5)"),
+        (HEAD + "mix = [{ path = 'b', share = 0.7 }, { path = 'c', share = 0.3 }]",
+         "a.toml:5: data.mix: the shares must add up to less than 1; data.path has the rest"),
+        (HEAD + "mix = { path = 'b', share = 0.7 }", "a.toml:5: data.mix: must be a valid"),
+        (HEAD + "template_arguments = { tokenize = true }",
+         "a.toml:5: data.template_arguments: 'tokenize' is set by the program; leave it out"),
+        (HEAD + "system = ''", "a.toml:5: data.system: String should have at least 1 character"),
+        (HEAD + "chat_templat = false",
+         "a.toml:5: data.chat_templat: unknown key; did you mean 'chat_template'?"),
+        (HEAD + "message_column = 'm'",
+         "a.toml:5: data.message_column: unknown key; did you mean 'messages_column'?"),
+        (SFT + "max_tokens = 1", "a.toml:7: method.max_tokens: must be greater than or equal to 2"),
+        (SFT + "train_on = 'first'",
+         "a.toml:7: method.train_on: got 'first', expected one of 'last', 'all'"),
+        (SFT + "max_prompt_tokens = 4",
+         "a.toml:7: method.max_prompt_tokens: unknown key; only a job with method.type ="
+         " 'on_policy' or 'rl' has it"),
         ("max_steps = 1.5\n" + HEAD, "a.toml:1: max_steps: must be a valid integer (got 1.5)"),
         ("max_steps = true\n" + HEAD, "a.toml:1: max_steps: must be a valid integer (got true)"),
         ("name = 3\n" + HEAD, "a.toml:1: name: must be a valid string (got 3)"),
@@ -209,12 +234,16 @@ def test_only_files_that_exist_here_become_absolute(job_file: Write, tmp_path: P
     config = localized(load_job(job_file(), chosen).config)
     assert config.data.path == str(tmp_path / "prompts.jsonl")
     assert config.data.eval_path == "none.jsonl"
+    mix = "[{ path = 'none.jsonl', share = 0.5 }, { path = 'prompts.jsonl', share = 0.2 }]"
+    mixed = localized(load_job(job_file(), [f"data.mix={mix}"]).config)
+    assert [other.path for other in mixed.data.mix] == ["none.jsonl", config.data.path]
     assert config.student.model == "org/model"
 
 
 SHIPPED = [
     *(Path(__file__).parents[3] / "deploy" / "jobs").glob("*.toml"),
     *(Path(__file__).parents[3] / "clients").rglob("*.toml"),
+    *(Path(__file__).parents[3] / "examples").glob("*.toml"),
 ]
 
 

@@ -16,6 +16,8 @@ RL = ON_POLICY + 'method.type = "rl"\nreward.type = "math"\n'
 KL = ON_POLICY + 'method.type = "rl"\nteacher.address = "t:1"\n'
 COIN, FORWARD = "method.tail = 'bucket+sampled'\n", "method.divergence = 'forward_kl'\n"
 OFFLINE = STUDENT + 'data.path = "store"\nmethod.type = "offline"\n'
+SFT = ON_POLICY + 'method.type = "sft"\n'
+TEXT, TALK = "data.chat_template = false\n", "data.messages_column = 'm'\n"
 CAPTURE = 'method.type = "capture"\ndata.path = "d.jsonl"\n'
 SERVED = CAPTURE + 'teacher.address = "t:1"\n'
 LOADED = CAPTURE + 'teacher.model = "t"\n'
@@ -49,6 +51,24 @@ REFUSED = [
     (KL, "method.clip_high = 0.1", "add the table `reward`"),
     (KL, "method.ratio = 'sequence'", "add the table `reward`"),
     (KL, "data.answer_column = 'a'", "leave it out"),
+    (RL, "data.weight_column = 'w'", "rewards decide"),
+    (ON_POLICY + TEXT, "data.messages_column = 'm'", "leave one of them out"),
+    (ON_POLICY + TEXT, "data.system = 'Be brief.'", "data.chat_template = false"),
+    (ON_POLICY + TEXT, "data.template_arguments = { a = 1 }", "leave one of them out"),
+    (ON_POLICY + TALK, "data.prompt_column = 'q'", "conversations of data.messages_column"),
+    (ON_POLICY + TALK, "data.template = 'Q: {prompt}'", "conversations of data.messages_column"),
+    (RL + TALK, "data.template = 'Q: {prompt}'", "conversations of data.messages_column"),
+    (SFT, "data.teacher_column = 'by'", "has no teacher"),
+    (SFT, "method.max_new_tokens = 7", "set eval.metric"),
+    (SFT, "method.train_on = 'all'", "set data.messages_column"),
+    (SFT + TALK, "data.answer_column = 'a'", "messages of data.messages_column"),
+    (SFT + TEXT, "data.system = 'Be brief.'", "data.chat_template = false"),
+    (OFFLINE, "data.system = 'Be brief.'", "data.eval_prompts"),
+    (OFFLINE, "data.chat_template = false", "data.eval_prompts"),
+    (OFFLINE, "data.messages_column = 'm'", "data.eval_prompts"),
+    (LOADED + TEXT, "data.system = 'Be brief.'", "data.chat_template = false"),
+    (LOADED + "data.form = 'text'\n", "data.system = 'Be brief.'", "set another data.form"),
+    (LOADED + "data.form = 'messages'\n", "data.chat_template = false", "needs the chat template"),
     (OFFLINE, "data.eval_prompts = 'e.jsonl'", "eval.metric = 'exact_match'"),
     (OFFLINE, "data.prompt_column = 'q'", "data.eval_prompts"),
     (OFFLINE, "data.answer_column = 'a'", "data.eval_prompts"),
@@ -91,6 +111,17 @@ USED = [
     "method.max_new_tokens = 7\n",
     OFFLINE + "eval.metric = 'exact_match'\ndata.eval_prompts = 'e.jsonl'\n"
     "data.template = 'Q: {prompt}'\nmethod.max_new_tokens = 7\n",
+    ON_POLICY + TALK + "data.system = 'Be brief.'\ndata.template_arguments = { a = 1 }\n",
+    ON_POLICY + TEXT + "data.template = 'Q: {prompt}'\n",
+    ON_POLICY + "data.mix = [{ path = 'b.jsonl', share = 0.25 }]\ndata.weight_column = 'w'\n",
+    SFT + "data.answer_column = 'a'\ndata.weight_column = 'w'\nmethod.max_tokens = 9\n",
+    SFT + TALK + "method.train_on = 'all'\n",
+    SFT + TALK + "eval.metric = 'exact_match'\ndata.answer_column = 'a'\n",
+    SFT + "eval.metric = 'exact_match'\nmethod.max_new_tokens = 7\n",
+    OFFLINE + "eval.metric = 'exact_match'\ndata.eval_prompts = 'e.jsonl'\n"
+    "data.messages_column = 'm'\ndata.system = 'Be brief.'\n",
+    LOADED + "data.system = 'Be brief.'\ndata.template_arguments = { a = 1 }\n",
+    LOADED + TEXT,
     LOADED + "teacher.engine = 'vllm'\nmethod.ray = {}\n",
     SERVED + "teacher.patience_seconds = 1.0\n",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -23,6 +24,8 @@ QUESTIONS = '{"question": "1+1=", "answer": "2"}\n'
 PROMPTS = '{"prompt": "1+1=", "answer": "2"}\n'
 RL = {"method": {"type": "rl"}, "teacher": None}
 OFFLINE = {"method": {"type": "offline"}, "data": {"path": "store"}, "teacher": None}
+SFT = {"method": {"type": "sft"}, "teacher": None}
+TALK = {"data": {"messages_column": "m"}}
 CAPTURE = {"method": {"type": "capture"}}
 
 
@@ -128,6 +131,72 @@ REFUSED = {
         "data.text_column: d.jsonl has no column 'text'",
         changes=CAPTURE | {"data": {"form": "text"}},
     ),
+    "no conversation": Case(
+        "data.messages_column: row 1 of d.jsonl has no list of messages in column 'question'",
+        changes={"data": {"messages_column": "question"}},
+    ),
+    "conversation column": Case(
+        "data.messages_column: d.jsonl has no column 'messages'",
+        changes={"data": {"messages_column": "messages"}},
+    ),
+    "role": Case(
+        "data.messages_column: message 1 of row 1 of d.jsonl has the role 'asistant'; use one of",
+        '{"m": [{"role": "asistant", "content": "1"}]}\n',
+        changes=TALK,
+    ),
+    "role in parquet": Case(
+        "data.messages_column: message 1 of row 1 of d.parquet has the role 'asistant'",
+        parquet(m=[[{"role": "asistant", "content": "1"}]]),
+        "d.parquet",
+        TALK,
+    ),
+    "system twice": Case(
+        "data.system: row 1 of d.jsonl has a system message of its own",
+        '{"m": [{"role": "system", "content": "1"}]}\n',
+        changes={"data": {"messages_column": "m", "system": "2"}},
+    ),
+    "no reference": Case(
+        "data.answer_column: the conversations of d.jsonl do not end with the assistant's",
+        '{"m": [{"role": "user", "content": "1"}]}\n',
+        changes=TALK | {"eval": {"metric": "exact_match"}},
+    ),
+    "nothing to learn": Case(
+        "data.messages_column: the conversations of d.jsonl have no message of the assistant",
+        '{"m": [{"role": "user", "content": "1"}], "answer": "2"}\n',
+        changes=TALK | SFT,
+    ),
+    "answer to learn": Case(
+        "data.answer_column: d.jsonl has no column 'answer'", '{"prompt": "x"}\n', changes=SFT
+    ),
+    "weight column": Case(
+        "data.weight_column: d.jsonl has no column 'w'",
+        PROMPTS,
+        changes={"data": {"weight_column": "w"}},
+    ),
+    "weight": Case(
+        "data.weight_column: row 2 of d.jsonl has -1 in column 'w', which must hold a number",
+        '{"prompt": "x", "w": 1}\n{"prompt": "x", "w": -1}\n',
+        changes={"data": {"weight_column": "w"}},
+    ),
+    "not a number": Case(
+        "data.weight_column: row 1 of d.jsonl has nan in column 'w'",
+        '{"prompt": "x", "w": NaN}\n',
+        changes={"data": {"weight_column": "w"}},
+    ),
+    "mixture": Case(
+        "data.prompt_column: d.jsonl has no column 'prompt'",
+        changes={"data": {"path": "some/data", "mix": [{"path": "d.jsonl", "share": 0.5}]}},
+    ),
+    "mixed file": Case(
+        "data.mix.0.path: no such file: e.jsonl",
+        PROMPTS,
+        changes={"data": {"mix": [{"path": "e.jsonl", "share": 0.5}]}},
+    ),
+    "mixed format": Case(
+        "data.mix.1.path: e.csv is neither",
+        PROMPTS,
+        changes={"data": {"mix": [{"path": p, "share": 0.5 / 2} for p in ("d.jsonl", "e.csv")]}},
+    ),
     "passages": Case(
         "environment.retriever: d.jsonl has no column 'contents'; .*; rename a column to",
         changes=RL
@@ -147,6 +216,25 @@ ACCEPTED = {
         "",
         '{"prompt": "x"}',
         changes=RL | {"reward": {"type": "regex", "pattern": "x"}},
+    ),
+    "conversation": Case("", '{"m": [{"role": "user", "content": "1"}]}\n', changes=TALK),
+    "conversation later": Case(
+        "", '{"x": 1}\n{"m": [{"role": "user", "content": "1"}]}\n', changes=TALK
+    ),
+    "reference in a column": Case(
+        "",
+        '{"m": [{"role": "user", "content": "1"}], "answer": "2"}\n',
+        changes=TALK | {"eval": {"metric": "exact_match"}},
+    ),
+    "learned conversation": Case(
+        "",
+        '{"m": [{"role": "assistant", "content": "1"}, {"role": "user", "content": "1"}]}\n',
+        changes=TALK | SFT,
+    ),
+    "held out without weights": Case(
+        "",
+        PROMPTS,
+        changes={"data": {"path": "some/data", "eval_path": "d.jsonl", "weight_column": "w"}},
     ),
     "hub": Case("", changes={"data": {"path": "openai/gsm8k"}}),
 }
@@ -225,3 +313,39 @@ def test_only_the_start_of_a_large_file_is_read(here: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr
+
+
+def directory(template: str | None) -> Path:
+    """A student of which only the chat template can be read."""
+    path = Path("student")
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").touch()
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("template", "changes", "says"),
+    [
+        (None, {"system": "Be brief."}, "data.system: the tokenizer has no chat template"),
+        (None, {"template_arguments": {"a": 1}}, "data.template_arguments: the tokenizer has no"),
+        ("{{ enable_thinking }}", {"template_arguments": {"enable_thinkin": False}},
+         "data.template_arguments: the chat template of the tokenizer reads no argument"
+         " 'enable_thinkin'; did you mean 'enable_thinking'"),
+    ],
+)  # fmt: skip
+def test_a_chat_template_that_does_not_fit_is_refused(
+    template: str | None, changes: dict[str, Any], says: str
+) -> None:
+    student = {"student": {"model": str(directory(template))}}
+    with pytest.raises(InvalidInput, match=f"^{says}"):
+        check_here(job(Case("", PROMPTS, changes=student | {"data": changes})), Path("runs"))
+
+
+def test_a_chat_template_must_mark_what_is_learned() -> None:
+    line = '{"m": [{"role": "assistant", "content": "1"}]}\n'
+    student = {"student": {"model": str(directory("{{ messages }}"))}}
+    method = {"method": {"type": "sft", "train_on": "all"}, "teacher": None}
+    with pytest.raises(InvalidInput, match=r"^method.train_on: the tokenizer's chat template has"):
+        check_here(job(Case("", line, changes=TALK | student | method)), Path("runs"))

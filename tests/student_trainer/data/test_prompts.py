@@ -11,7 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from clients.config.common import DataConfig
-from clients.data.tokenization import prompt_ids
+from clients.data.conversation import Conversation
+from clients.data.prompt_format import PromptFormat
 from protos.errors import InvalidInput
 from student_trainer.data.order import permutation
 from student_trainer.data.prompts import Prompt, PromptSet, load_prompts
@@ -108,11 +109,13 @@ def test_only_prompts_that_are_needed_are_tokenized(
 ) -> None:
     asked: list[str] = []
 
-    def counted(tokenizer: Any, text: str) -> list[int]:
-        asked.append(text)
-        return prompt_ids(tokenizer, text)
+    ids = PromptFormat.ids
 
-    monkeypatch.setattr("student_trainer.data.prompts.prompt_ids", counted)
+    def counted(form: PromptFormat, tokenizer: Any, asking: Conversation, where: str) -> list[int]:
+        asked.append(asking.question)
+        return ids(form, tokenizer, asking, where)
+
+    monkeypatch.setattr(PromptFormat, "ids", counted)
     chosen, _ = load(data, words)
     assert len(asked) == 6, "5 held out, and one to know that there is a training prompt"
     for _ in range(2):

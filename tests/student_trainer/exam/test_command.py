@@ -13,7 +13,9 @@ import pytest
 from clients.cli.app import main
 from protos.errors import ExitCode, InvalidInput
 from student_trainer.exam.__main__ import run
+from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
 from tests.documents import blocks
+from tests.student_trainer import tiny
 from tests.student_trainer.exam.conftest import Material, exam
 from tests.student_trainer.exam.openai_server import OpenAIServer
 
@@ -202,3 +204,25 @@ def test_a_column_that_is_not_there_is_told_at_once(material: Material, capfd: C
         "has no column 'solution'; the data has the columns prompt, answer; set data.answer_column"
         " to one of them\n"
     )
+
+
+def test_conversations_of_a_local_model(material: Material, tmp_path: Path) -> None:
+    words = tiny.tokenizer(CHARACTERS)
+    words.chat_template = PLAIN
+    model = tiny.save(
+        tiny.model(seed=1, spread=0.07, characters=CHARACTERS), words, tmp_path / "chat"
+    )
+    path = tmp_path / "talks.jsonl"
+    path.write_text("".join(json.dumps({"m": TALK, "answer": None}) + "\n" for _ in range(3)))
+    data = {"path": str(path), "messages_column": "m"}
+    changes = {"models": {"chat": str(model)}, "samples": 2, "prompts": 3}
+    (row,) = run(exam(material, tmp_path / "out", data=data, **changes))
+    assert (row["prompts"], row["samples"], row["errors"]) == (3, 2, 0)
+    judged = pyarrow.parquet.read_table(tmp_path / "out" / "chat" / "judged.parquet").to_pylist()
+    assert {one["question"] for one in judged} == {"2+2="}
+    # The answers depend on the system text: the directory keeps answers of one setting.
+    with pytest.raises(InvalidInput, match="holds answers for system = None, not 9"):
+        run(exam(material, tmp_path / "out", data=data | {"system": "9"}, **changes))
+    plain = {**changes, "models": {"plain": str(material.model)}}
+    with pytest.raises(InvalidInput, match="has no chat template"):
+        run(exam(material, tmp_path / "other", data=data, **plain))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from protos.errors import (
     DistillError,
@@ -26,6 +27,7 @@ from protos.errors import (
 from student_trainer.exam import endpoint
 from student_trainer.exam.__main__ import run
 from student_trainer.exam.asking import seed_of
+from student_trainer.exam.questions import load_questions
 from tests.student_trainer.environments.server import dripping
 from tests.student_trainer.exam.conftest import Material, exam
 from tests.student_trainer.exam.openai_server import OpenAIServer, answered
@@ -238,3 +240,38 @@ def test_an_endpoint_needs_no_torch(material: Material) -> None:
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
+
+
+def test_conversations(material: Material, tmp_path: Path) -> None:
+    """Messages, tools and template arguments go to the endpoint; the last answer stays here."""
+    talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"m": talk, "tools": [{"type": "function"}]}) + "\n")
+    data = {"path": str(path), "messages_column": "m", "system": "9"}
+    data |= {"template_arguments": {"thinking": False}}
+    config = exam(material, tmp_path, endpoint="http://x/v1", api="chat", data=data)
+    (question,) = load_questions(config)
+    assert (question.text, question.reference) == ("1+1=", "2")
+    body = endpoint.ModelEndpoint(config, "tiny")._body(question, 0)
+    assert body["messages"] == [{"role": "system", "content": "9"}, talk[0]]
+    assert body["tools"] == [{"type": "function"}]
+    assert body["chat_template_kwargs"] == {"thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("data", "changes", "says"),
+    [
+        ({"system": "9"}, {"api": "completions"}, "text completions have no chat template"),
+        ({"messages_column": "m"}, {"api": "completions"}, "use --api chat"),
+        ({"chat_template": False}, {"api": "chat"}, "use --api completions"),
+        ({"weight_column": "w"}, {"api": "chat"}, "it is for training"),
+        ({"mix": [{"path": "b", "share": 0.5}]}, {"api": "chat"}, "it is for training"),
+        ({"chat_template": False, "system": "9"}, {"endpoint": None}, "leave one of them out"),
+    ],
+)
+def test_keys_that_exclude_each_other(
+    material: Material, tmp_path: Path, data: Any, changes: Any, says: str
+) -> None:
+    table = {"path": str(material.prompts), **data}
+    with pytest.raises(ValidationError, match=says):
+        exam(material, tmp_path, data=table, **{"endpoint": "http://x/v1", **changes})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -22,8 +23,9 @@ from protos.errors import Corrupt, InvalidInput
 from student_trainer.assembly import assemble
 from student_trainer.data.captured_stores import open_stores
 from student_trainer.loop.trainer import Trainer
-from student_trainer.methods.offline import StoredSteps, _split
+from student_trainer.methods.offline import StoredSteps, _split, load_examined
 from student_trainer.model.loading import load_model
+from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
 from tests.student_trainer import tiny
 from tests.student_trainer.small_store import Text, block_of, logprobs_of, sums, write_store
 
@@ -233,3 +235,22 @@ def test_a_damaged_sequence_is_named(store: Path, tmp_path: Path) -> None:
     assert f"(shard {shard.name})" in caught.value.message
     assert caught.value.hint.startswith(f"run distill store verify {copied}")
     wait(steps._reads.values())
+
+
+def test_conversations_for_exact_match(
+    material: tiny.Material, store: Path, tmp_path: Path
+) -> None:
+    words = tiny.tokenizer(CHARACTERS)
+    words.chat_template = PLAIN
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"m": TALK}) + "\n")
+    config = tiny.offline_job(
+        material,
+        store,
+        eval__metric="exact_match",
+        data__eval_prompts=str(path),
+        data__messages_column="m",
+        data__system="9",
+    )
+    (found,) = load_examined(config, words, 32)
+    assert (words.decode(found.ids), found.answer) == ("S9U1+1=A2<|end|>U2+2=A", "4")

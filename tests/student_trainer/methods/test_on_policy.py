@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,37 @@ def test_metrics_are_those_of_the_table(material: tiny.Material, tmp_path: Path)
     assert written == explained
     assert (run.export / "model.safetensors").is_file()
     assert len((run.samples / "step-000002.jsonl").read_text().splitlines()) == 8
+
+
+def test_weights_multiply_the_loss_of_their_sequences(
+    material: tiny.Material, tmp_path: Path
+) -> None:
+    """Over the number of tokens, not the sum of weights; metrics count every token once."""
+    run = RunDirectory.create(tmp_path / "run", tiny.job(material))
+    made, student, _ = trainer(material, run)
+    pending = made._steps(1).updates[0]
+    weights = [0.0, 0.5, 1.0, 3.0] * 2
+    assert len(pending) == len(weights)
+    weighted = [
+        replace(item, sequence=replace(item.sequence, weight=weight))
+        for item, weight in zip(pending, weights, strict=True)
+    ]
+
+    def learned(items: Any) -> tuple[dict[str, float], Tensor]:
+        means, _ = made._learn(items)
+        gradient = torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
+        student.zero_grad()
+        return means, gradient
+
+    plain, _ = learned(pending)
+    means, gradient = learned(weighted)
+    loss, expected = 0.0, torch.zeros_like(gradient)
+    for item, weight in zip(pending, weights, strict=True):
+        alone, of_one = learned([item])
+        share = weight * item.sequence.learned / plain["tokens"]
+        loss += share * alone["loss"]
+        expected += share * of_one
+    assert means["loss"] == pytest.approx(loss, rel=1e-5)
+    assert float((gradient - expected).norm() / expected.norm()) < 1e-5
+    assert means["kl/teacher"] == pytest.approx(plain["kl/teacher"], rel=1e-6)
+    assert means["tokens"] == plain["tokens"]

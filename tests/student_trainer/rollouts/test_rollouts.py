@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +52,11 @@ def test_records_are_those_of_a_whole_forward_pass(student: Any, temperature: fl
         torch.testing.assert_close(rollout.token_logprobs.double(), token, rtol=0, atol=1e-4)
         assert torch.equal(rollout.head_ids, exact.topk(5).indices)
         assert rollout.head_ids.shape == (len(rollout.completion), 5)
+
+
+def test_a_rollout_has_the_weight_of_its_prompt(student: Any) -> None:
+    prompts = [replace(PROMPTS[0], weight=0.5), PROMPTS[1]]
+    assert [one.weight for one in written(source(student), prompts, range(2))] == [0.5, 1.0]
 
 
 def test_prompts_come_back_in_their_order(student: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from clients.data.prompt_format import PromptFormat
 from protos.errors import InvalidInput
 from student_trainer.loop import checkpoint
 from student_trainer.parallel.sharding import local
@@ -77,7 +78,7 @@ def score_without_a_column(out: Path) -> None:
     teacher = teacher_of(
         Anchor(student, tau=TAU, update_period=PERIOD),
         student,
-        prompt=privileged_prompt("{hint}", "{prompt}", tiny.tokenizer()),
+        prompt=privileged_prompt("{hint}", PromptFormat(template="{prompt}"), tiny.tokenizer()),
     )
     (rollout,) = rollouts(1)
     try:

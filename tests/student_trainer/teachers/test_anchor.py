@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from clients.config.common import LoraConfig, StudentConfig
+from clients.data.prompt_format import PromptFormat
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
 from student_trainer.data.rollout import TailDraws
@@ -25,6 +26,7 @@ from student_trainer.model.loading import load_model
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.privileged import privileged_prompt
+from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
 from tests.student_trainer import tiny
 from tests.student_trainer.model.test_student import soft_capped, untied
 from tests.student_trainer.model_teacher import ModelTeacher, completion_logprobs
@@ -249,7 +251,7 @@ def test_a_privileged_anchor_reads_a_prompt_of_its_own() -> None:
     words = tiny.tokenizer()
     student, anchor = anchored(tiny.model(seed=2))
     move(student, anchor, 1)
-    prompt = privileged_prompt("{hint}={answer}", "{prompt}0", words)
+    prompt = privileged_prompt("{hint}={answer}", PromptFormat(template="{prompt}0"), words)
     written = rollouts()
     blocks = rows_of(teacher_of(anchor, student, prompt=prompt), written)
     oracle = ModelTeacher(model_in_place(anchor, student), temperature=TEMPERATURE)
@@ -262,14 +264,27 @@ def test_a_privileged_anchor_reads_a_prompt_of_its_own() -> None:
         assert np.abs(plain.token_logprobs - block.token_logprobs).max() > 1e-3, "it was not read"
 
 
+def test_the_context_comes_before_the_last_user_message() -> None:
+    words = tiny.tokenizer(CHARACTERS)
+    words.chat_template = PLAIN
+    form = PromptFormat(messages_column="m", system="9")
+    (rollout,) = rollouts(1)
+    asked = replace(rollout, fields={"m": TALK, "hint": "3"})
+    ids = privileged_prompt("{hint}=", form, words)(asked)
+    assert words.decode(ids) == "S9U1+1=A2<|end|>U3=2+2=A"
+    spoken = replace(rollout, fields={"hint": "3"})
+    ids = privileged_prompt("{hint}=", PromptFormat(system="9"), words)(spoken)
+    assert words.decode(ids) == f"S9U3={spoken.text}A"
+
+
 def test_what_cannot_be_filled_in_is_refused() -> None:
     words = tiny.tokenizer()
     (rollout,) = rollouts(1)
     with pytest.raises(InvalidInput, match="no column 'solution'"):
-        privileged_prompt("{solution}", "{prompt}", words)(rollout)
+        privileged_prompt("{solution}", PromptFormat(), words)(rollout)
     with pytest.raises(InvalidInput, match="would read 9 tokens, but it can read only 8"):
-        privileged_prompt("{hint}=", "{prompt}", words, max_tokens=8)(rollout)
-    assert len(privileged_prompt("{hint}=", "{prompt}", words, max_tokens=9)(rollout)) == 8
+        privileged_prompt("{hint}=", PromptFormat(), words, max_tokens=8)(rollout)
+    assert len(privileged_prompt("{hint}=", PromptFormat(), words, max_tokens=9)(rollout)) == 8
 
 
 @pytest.mark.parametrize("head", ["frozen", "trained"])

@@ -103,6 +103,22 @@ def test_a_prompt_is_the_users_message(chat: Any, tmp_path: Path) -> None:
     assert read(chat, path)[0] == [([1, 5, 6, 2, 7, END], 4)]
 
 
+def test_keys_of_the_prompt(chat: Any, tmp_path: Path) -> None:
+    """As in training: a system message, arguments of the template, and no template at all."""
+    chat.chat_template = "{% if spare %}t9 {% endif %}" + TEMPLATE
+    path = write_pairs(tmp_path / "a.jsonl", [([5, 6], [7])])
+    keys: dict[str, Any] = {"system": "t8", "template_arguments": {"spare": True}}
+    assert read(chat, path, **keys)[0] == [([9, 2, 8, END, 3, 1, 5, 6, 2, 7, END], 9)]
+    assert read(chat, path, chat_template=False)[0] == [([5, 6, 7, END], 2)]
+    talk = [{"role": "user", "content": "t5"}, {"role": "assistant", "content": "t6"}]
+    path = write_lines(tmp_path / "b.jsonl", [{"messages": talk}])
+    assert read(chat, path, form="messages", template_arguments={"spare": True})[0] == [
+        ([9, 1, 5, 2, 6, END], 4)
+    ]
+    with pytest.raises(InvalidInput, match="reads no argument 'spar'"):
+        read(chat, path, form="messages", template_arguments={"spar": True})
+
+
 def test_texts_are_packed(tokenizer: Any, tmp_path: Path) -> None:
     documents = [a for a, _ in pairs(40)]
     path = write_lines(tmp_path / "a.jsonl", [{"text": text(one)} for one in documents])

@@ -1,0 +1,67 @@
+"""The model of supervised fine-tuning: a job file with `method.type = "sft"`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from clients.config.common import Count, DataConfig, Table, TrainingJob, prompt_rules
+from clients.config.unused import refuse_unused
+
+
+class SFTConfig(Table):
+    """Supervised fine-tuning: cross-entropy of the reference answers; no teacher."""
+
+    type: Literal["sft"]
+    """The method."""
+    train_on: Literal["last", "all"] = "last"
+    """last: a conversation's last assistant message. all: all of them; needs {% generation %}."""
+    max_tokens: Annotated[int, Field(ge=2, lt=2**31)] = 2048
+    """Longer sequences, prompt and answer, are skipped and counted."""
+    max_new_tokens: Count = 256
+    """Maximum number of tokens of an answer that the student samples for `eval.metric`."""
+
+
+class SFTJob(TrainingJob):
+    """A supervised fine-tuning job."""
+
+    data: DataConfig
+    method: SFTConfig
+
+    @model_validator(mode="after")
+    def _uses_every_key(self) -> Self:
+        conversations = self.data.messages_column is not None
+        examined = self.eval.metric != "none"
+        return refuse_unused(
+            self,
+            [
+                (
+                    examined,
+                    "method.max_new_tokens",
+                    "the student samples no answers; leave it out, or set eval.metric",
+                ),
+                (
+                    conversations,
+                    "method.train_on",
+                    "a prompt has one answer; set data.messages_column, or leave it out",
+                ),
+                (
+                    examined or not conversations,
+                    "data.answer_column",
+                    "the answers are messages of data.messages_column; leave it out",
+                ),
+                (False, "data.teacher_column", "a job of method sft has no teacher; leave it out"),
+                *prompt_rules(self.data),
+            ],
+        )
+
+    @property
+    def teacher_addresses(self) -> dict[str, str | list[str]]:
+        """As OnPolicyJob.teacher_addresses: empty, because the job has no teacher."""
+        return {}
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Number of sequences in a step, over all processes."""
+        return self.train.prompts_per_step

@@ -1,0 +1,132 @@
+"""Reads a conversation, and the tools that its model may call, from a record of a data set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from protos.errors import InvalidInput
+
+Message: TypeAlias = Mapping[str, Any]
+
+# The column of the tools, beside the column of the messages.
+TOOLS = "tools"
+# Chat templates leave out messages of a role that they do not know, without an error.
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_FIELD = "data.messages_column"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation for a chat template.
+
+    messages: each has a role and its content. tools: JSON schemas of functions that the assistant
+    may call; None if there are none.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the last message is the assistant's."""
+        return bool(self.messages) and self.messages[-1]["role"] == "assistant"
+
+    @property
+    def question(self) -> str:
+        """The text of the last user message; "" if there is none."""
+        asked = (m for m in reversed(self.messages) if m["role"] == "user")
+        return str(next(asked, {}).get("content") or "")
+
+    @property
+    def answer(self) -> str:
+        """The text of the last message if it is the assistant's, otherwise ""."""
+        return str(self.messages[-1].get("content") or "") if self.is_answered else ""
+
+    def unanswered(self) -> Conversation:
+        """Return the conversation without its last message if that is the assistant's."""
+        return replace(self, messages=self.messages[:-1]) if self.is_answered else self
+
+    def up_to_answer(self) -> Conversation:
+        """Return the conversation up to its last assistant message; empty if there is none."""
+        end = len(self.messages)
+        while end and self.messages[end - 1]["role"] != "assistant":
+            end -= 1
+        return replace(self, messages=self.messages[:end])
+
+    def prefixed(self, text: str) -> Conversation:
+        """Return the conversation with `text` before its last user message.
+
+        Without a user message, `text` is one, at the end.
+        """
+        messages = list(self.messages)
+        for number in reversed(range(len(messages))):
+            if messages[number]["role"] == "user":
+                content = text + str(messages[number]["content"])
+                messages[number] = {**messages[number], "content": content}
+                return replace(self, messages=tuple(messages))
+        return replace(self, messages=(*messages, {"role": "user", "content": text}))
+
+
+def conversation_in(record: Mapping[str, Any], column: str, where: str) -> Conversation:
+    """Return the conversation in a column of a record, with the tools in its column `tools`.
+
+    `where` describes the record in messages, such as `row 3 of data.jsonl`. Keys without a value
+    are left out: Parquet adds them to every message. Raises InvalidInput if the column is missing
+    or holds something else, or if a message has no text; a message with tool calls needs none.
+    """
+    found = record.get(column)
+    if not isinstance(found, list) or not all(map(_is_message, found)):
+        raise InvalidInput(
+            f"{where} has no list of messages in column {column!r}; its columns are"
+            f" {', '.join(record)}",
+            field=_FIELD,
+            hint='each message must be like {"role": "user", "content": "..."}',
+        )
+    messages = [{key: value for key, value in m.items() if value is not None} for m in found]
+    for number, message in enumerate(messages, 1):
+        _check(message, f"message {number} of {where}")
+    return Conversation(tuple(messages), _tools(record.get(TOOLS), where))
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return "content" in value or bool(value.get("tool_calls"))
+
+
+def _check(message: Message, where: str) -> None:
+    if message["role"] not in _ROLES:
+        raise InvalidInput(
+            f"{where} has the role {message['role'][:40]!r}",
+            field=_FIELD,
+            hint=f"use one of {', '.join(_ROLES)}",
+        )
+    content = message.get("content")
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        kind = "null" if content is None else f"a {type(content).__name__}"
+        raise InvalidInput(
+            f"{where} has no text: its content is {kind}",
+            field=_FIELD,
+            hint="remove such messages, or write their content as one string",
+        )
+
+
+def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...] | None:
+    """Return tools that are a list of objects, or JSON text of one, as Parquet files have it."""
+    if value is None:
+        return None
+    try:
+        listed = json.loads(value) if isinstance(value, str) else value
+        tools = [json.loads(one) if isinstance(one, str) else one for one in listed]
+    except (ValueError, TypeError, RecursionError):
+        tools = [None]
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidInput(
+            f"the column {TOOLS!r} of {where} is no list of tools",
+            field=_FIELD,
+            hint='each tool must be like {"type": "function", "function": {...}}; or rename it',
+        )
+    return tuple(tools) or None

@@ -1,0 +1,124 @@
+"""Prompts with their reference answers as token sequences, for supervised fine-tuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from clients.config.common import DataConfig
+from clients.config.sft import SFTJob
+from clients.data.answer_ids import answered_ids, assistant_ids, completion_ids
+from clients.data.prompt_format import (
+    PromptFormat,
+    check_chat_template,
+    check_generation,
+    template_text,
+)
+from protos.errors import InvalidInput
+from student_trainer.data.prompts import ItemsOfSteps, LeftOut, Prompt, load_items, require_tokens
+from student_trainer.data.records import PromptRecord, RecordReader
+from student_trainer.data.sequence import MaskedSequence, TokenSequence
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A sequence of tokens, int32 [T], of which some are learned.
+
+    start: index of the first learned token. mask [T - start] bool: the learned ones; None: all from
+    `start` on. prompt: the tokens before the last answer, with the reference, for `eval.metric`.
+    """
+
+    token_ids: NDArray[np.int32]
+    start: int
+    mask: NDArray[np.bool_] | None
+    prompt: Prompt
+
+    @property
+    def sequence(self) -> TokenSequence:
+        """The sequence as the trainer takes it."""
+        ids, weight = torch.from_numpy(self.token_ids).long(), self.prompt.weight
+        if self.mask is None:
+            return TokenSequence(ids, self.start, weight=weight)
+        return MaskedSequence(ids, self.start, torch.from_numpy(self.mask), weight=weight)
+
+
+def load_examples(config: SFTJob, tokenizer: Any) -> tuple[ItemsOfSteps[Example], list[Example]]:
+    """Return the training examples and the held-out ones.
+
+    Records without an answer, and sequences of more than `method.max_tokens` tokens, are left out
+    and counted in the log as they are met. Raises InvalidInput as `load_items` does, or if the chat
+    template cannot be used for the job.
+    """
+    template = template_text(tokenizer.chat_template)
+    check_chat_template(config.data.prompt_format, template)
+    if config.method.train_on == "all":
+        check_generation(template)
+    encoder = _ExampleEncoder(
+        config.data, tokenizer, config.method.max_tokens, every=config.method.train_on == "all"
+    )
+    reader = RecordReader(config.data, needs_answers=True)
+    return load_items(reader, encoder, held_out=config.eval.prompts, seed=config.seed)
+
+
+class _ExampleEncoder:
+    """Turns records into examples, and counts those that are left out."""
+
+    def __init__(self, data: DataConfig, tokenizer: Any, max_tokens: int, *, every: bool) -> None:
+        """`every`: all assistant messages are learned, not only the last one."""
+        self._form: PromptFormat = data.prompt_format
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._every = every
+        self._too_long = LeftOut(
+            f"sequences so far that are longer than method.max_tokens = {max_tokens}"
+        )
+        self._empty = LeftOut("records so far that have no answer")
+
+    def is_doubtful(self, record: PromptRecord) -> bool:
+        """Return whether the prompt may have no tokens."""
+        return self._form.messages_column is None and not record.conversation.question.strip()
+
+    def encode(self, record: PromptRecord, field: str) -> Example | None:
+        """Return the example of a record; None if it is too long or has no answer.
+
+        Raises InvalidInput, naming `field`, if the prompt has no tokens.
+        """
+        ids, mask = self._tokens(record)
+        learned = np.flatnonzero(mask)
+        if not len(learned):
+            self._empty.add()
+            return None
+        start = int(learned[0])
+        require_tokens(ids[:start], record.where, field)
+        if len(ids) > self._max_tokens:
+            self._too_long.add()
+            return None
+        tokens = np.array(ids, dtype=np.int32)
+        # The last answer starts after the last token that is not learned.
+        last = int(np.flatnonzero(~mask)[-1]) + 1
+        prompt = Prompt(tokens[:last], record.answer, text=record.text, weight=record.weight)
+        return Example(tokens, start, None if last == start else mask[start:], prompt)
+
+    def _tokens(self, record: PromptRecord) -> tuple[list[int], NDArray[np.bool_]]:
+        """Return the token ids of a record, and which of them are learned; none without answer."""
+        form, tokenizer, asked = self._form, self._tokenizer, record.conversation
+        if self._every:
+            return assistant_ids(form, tokenizer, asked, record.where)
+        if form.messages_column is not None:
+            before, answer = answered_ids(form, tokenizer, asked, record.where)
+        else:
+            before = form.ids(tokenizer, asked, record.where)
+            answer = completion_ids(tokenizer, record.answer)
+        return before + answer, np.arange(len(before) + len(answer)) >= len(before)
+
+    def nothing_left(self, field: str) -> InvalidInput:
+        """Return the error for data without a usable sequence."""
+        return InvalidInput(
+            f"no sequence of at most {self._max_tokens} tokens with an answer is left",
+            field=field,
+            hint="add data, lower eval.prompts, or raise method.max_tokens",
+        )

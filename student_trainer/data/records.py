@@ -1,0 +1,99 @@
+"""Reads and checks the records of a job's data, before anything is tokenized."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clients.config.common import DataConfig
+from clients.data.conversation import Conversation
+from clients.data.records import DataSet, text_of, weight_of
+from protos.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """A record of the data before tokenization.
+
+    conversation: may end with the assistant's answer. text: the prompt for rewards, before the
+    template. answer: the reference answer, "" if there is none. teacher: the name of its teacher,
+    "" if the job has one. weight: of its sequences in the loss. fields: all columns, if they are
+    kept. where: the row, for messages.
+    """
+
+    conversation: Conversation
+    text: str
+    answer: str
+    teacher: str
+    weight: float
+    fields: Mapping[str, Any]
+    where: str
+
+
+@dataclass(frozen=True)
+class RecordReader:
+    """Reads the data sets of one job.
+
+    teachers: the names that a record may give; if there are none, the column is not read.
+    with_fields: keep all columns. needs_answers: a text prompt without an answer is refused.
+    """
+
+    data: DataConfig
+    teachers: Collection[str] = ()
+    with_fields: bool = False
+    needs_answers: bool = False
+
+    def read(self, source: DataSet) -> Iterator[PromptRecord]:
+        """Yield the records in order. Raises InvalidInput at a record that cannot be used."""
+        columns = [*self.data.prompt_format.columns, self.data.answer_column]
+        if self.teachers:
+            columns.append(self.data.teacher_column)
+        if self.data.weight_column is not None:
+            columns.append(self.data.weight_column)
+        for number, record in enumerate(source.records([] if self.with_fields else columns), 1):
+            yield self._record(record, f"row {number} of {source.path}")
+
+    def _record(self, record: Mapping[str, Any], where: str) -> PromptRecord:
+        data, form = self.data, self.data.prompt_format
+        conversation = form.conversation(record, where)
+        if not self.needs_answers:
+            _require_question(conversation, where)
+        elif form.messages_column is not None:
+            conversation = conversation.up_to_answer()
+        return PromptRecord(
+            conversation,
+            form.text(record, conversation),
+            self._answer(record, conversation, where),
+            _teacher(record, data.teacher_column, self.teachers, where) if self.teachers else "",
+            1.0 if data.weight_column is None else weight_of(record, data.weight_column, where),
+            record if self.with_fields else {},
+            where,
+        )
+
+    def _answer(self, record: Mapping[str, Any], conversation: Conversation, where: str) -> str:
+        column = self.data.answer_column
+        needed = self.needs_answers and self.data.messages_column is None
+        if needed or record.get(column) is not None:
+            return text_of(record, column, "data.answer_column", where)
+        return conversation.answer
+
+
+def _require_question(conversation: Conversation, where: str) -> None:
+    if not conversation.unanswered().messages:
+        raise InvalidInput(
+            f"the conversation of {where} has no message before the assistant's answer",
+            field="data.messages_column",
+            hint="remove the row, or give it a user message",
+        )
+
+
+def _teacher(record: Mapping[str, Any], column: str, teachers: Collection[str], where: str) -> str:
+    name = text_of(record, column, "data.teacher_column", where)
+    if name not in teachers:
+        raise InvalidInput(
+            f"{where} names the teacher {name!r}; the job has {', '.join(sorted(teachers))}",
+            field="data.teacher_column",
+            hint="add the teacher's address to [teachers], or correct the data",
+        )
+    return name

@@ -1,0 +1,96 @@
+"""Supervised fine-tuning: the student learns the reference answers of the data; no teacher runs.
+
+One step, in order:
+
+1. Examples. `load_examples` (`data/examples.py`) reads the records: a prompt and an answer, or a
+   conversation. `PromptSet.of_step` (`data/prompts.py`) selects `train.prompts_per_step` of them by
+   the seed and the step number, and tokenizes them. Each of n processes takes every n-th of them,
+   starting at its rank. Sequences longer than `method.max_tokens`, and records without an answer,
+   are left out and counted: an answer that is cut would teach the student to stop anywhere.
+2. Learned tokens. `Example.sequence` marks the tokens of the answer, with its end token; with
+   `method.train_on = "all"`, those of every assistant message. Prompt tokens are read only.
+   `Example` -> `TokenSequence` (`data/sequence.py`) -> `PendingRows` (`teachers/source.py`), whose
+   rows are placeholders, because there is no teacher.
+3. Micro-batches. The trainer (`loop/trainer.py`) groups the sequences (`data/packing.py`), several
+   to a line if the model allows it, and makes the tensors of a group (`ScoredSequence` -> `Batch`,
+   both in `data/batch.py`).
+4. Loss. `CrossEntropyObjective` (`objectives/cross_entropy.py`) is -log p of each learned token
+   (`model/student.py`, which calls `losses/fused.py`), times `data.weight_column` if it is set.
+5. Update. The trainer divides by the number of learned tokens of all processes, clips the gradient
+   and runs AdamW.
+
+`sft_method` connects these parts. `assembly.py` calls it once when an attempt starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+
+from clients.config.sft import SFTJob
+from student_trainer.data.batch import placeholder_rows
+from student_trainer.data.examples import Example
+from student_trainer.data.prompts import ItemsOfSteps
+from student_trainer.loop.step import one_update
+from student_trainer.methods.method import Method, held_out_evaluation, plain_rollouts
+from student_trainer.objectives.cross_entropy import CrossEntropyObjective
+from student_trainer.parallel.sharding import Replicated, Sharded
+from student_trainer.teachers.source import PendingRows, resolved
+
+
+class SFTSteps:
+    """Steps of reference answers: a pure function of the seed and the step number."""
+
+    def __init__(
+        self,
+        config: SFTJob,
+        accelerator: Accelerator,
+        examples: ItemsOfSteps[Example],
+        held_out: Sequence[Example],
+    ) -> None:
+        """`held_out`: the held-out examples of all processes; this process keeps its share."""
+        self._examples = examples
+        self._per_step = config.sequences_per_step
+        self._mine = slice(accelerator.process_index, None, accelerator.num_processes)
+        self._held_out = held_out[self._mine]
+
+    def of_step(self, step: int) -> list[PendingRows]:
+        """Return this process's sequences of `step` (from 1)."""
+        return [pending(one) for one in self._examples.of_step(step, self._per_step)[self._mine]]
+
+    def held_out(self) -> list[PendingRows]:
+        """Return this process's held-out sequences, the same every time."""
+        return [pending(one) for one in self._held_out]
+
+
+def pending(example: Example) -> PendingRows:
+    """Return the sequence of an example with placeholder rows that have no head."""
+    sequence = example.sequence
+    rows = placeholder_rows(np.zeros((sequence.learned, 0), np.int32))
+    return PendingRows(sequence, resolved(rows))
+
+
+def sft_method(
+    config: SFTJob,
+    examples: tuple[ItemsOfSteps[Example], list[Example]],
+    accelerator: Accelerator,
+    student: Replicated | Sharded,
+    tokenizer: Any,
+) -> Method:
+    """Build the method of a fine-tuning job. The module docstring lists the steps.
+
+    `examples`: the training examples and the held-out ones, whose prompts are also those of exact
+    match, if the job wants it.
+    """
+    training, held_out = examples
+    objective = CrossEntropyObjective()
+    steps = SFTSteps(config, accelerator, training, held_out)
+    examined = [one.prompt for one in held_out] if config.eval.metric == "exact_match" else []
+    rollouts = plain_rollouts(config, student, tokenizer, top_k=0, temperature=1.0)
+    evaluation = held_out_evaluation(
+        config, accelerator, objective, steps.held_out, examined, tokenizer, rollouts
+    )
+    return Method(objective, one_update(steps.of_step), evaluation)

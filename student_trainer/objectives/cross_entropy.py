@@ -1,0 +1,48 @@
+"""The objective of supervised fine-tuning: the cross-entropy of stored tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from student_trainer.data.batch import Batch, ScoredSequence, make_batch
+from student_trainer.data.metric_sums import sum_and_count
+from student_trainer.losses import FusedLoss, LossFunction, Rows
+from student_trainer.objectives.weighted import weighted
+
+
+@dataclass(frozen=True)
+class CrossEntropyObjective:
+    """The objective to minimise: -log p of each learned token, in nats."""
+
+    temperature = 1.0
+    needs_all_rows = False
+
+    def batch(self, scored: Sequence[ScoredSequence], device: torch.device, *, pack: bool) -> Batch:
+        """Make the tensors of one micro-batch; see `make_batch`."""
+        return make_batch(scored, device, pack=pack)
+
+    def loss(self, batch: Batch) -> LossFunction:
+        """Return the loss of the batch as a function of rows, times the weight of each sequence."""
+        return weighted(_cross_entropy, batch.sequence_weights)
+
+    @torch.no_grad()
+    def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
+        """Return (sum, number) of each metric over the tokens of a batch; weights do not count."""
+        return {
+            "cross_entropy": sum_and_count(-out.rows.token_logprobs),
+            "entropy": sum_and_count(out.metrics["entropy"]),
+        }
+
+    @torch.no_grad()
+    def held_out(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
+        """Return the held-out metrics of each token, [n], by their names in metrics.jsonl."""
+        values = -out.rows.token_logprobs
+        return {"eval/cross_entropy": values, "eval/perplexity": values}
+
+
+def _cross_entropy(rows: Rows, index: slice) -> Tensor:
+    return -rows.token_logprobs

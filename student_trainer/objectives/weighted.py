@@ -1,0 +1,18 @@
+"""Losses of tokens, multiplied by the weights of their sequences."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from student_trainer.losses import LossFunction, Rows
+
+
+def weighted(loss: LossFunction, weights: Tensor | None) -> LossFunction:
+    """Return `loss` times `weights` [N], one for each row of the batch; None: all are 1."""
+    if weights is None:
+        return loss
+
+    def times_weights(rows: Rows, index: slice) -> Tensor:
+        return loss(rows, index) * weights[index]
+
+    return times_weights

@@ -1,0 +1,217 @@
+"""Text and conversations become prompts; what cannot be one is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.data.answer_ids import answered_ids, assistant_ids, completion_ids
+from clients.data.conversation import conversation_in
+from clients.data.prompt_format import (
+    PromptFormat,
+    check_chat_template,
+    check_generation,
+    template_text,
+)
+from clients.data.tokenizer_file import chat_template_in
+from protos.errors import InvalidInput
+from tests.student_trainer import tiny
+
+CHARACTERS = "SUATN0123456789+="
+# S system, U user, A assistant, T tools: each message begins with the letter of its role.
+PLAIN = (
+    "{% if tools %}T{{ tools | length }}{% endif %}"
+    "{% for m in messages %}{{ m.role[0] | upper }}{{ m.content }}"
+    "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}A{% if thinking is defined and not thinking %}N{% endif %}"
+    "{% endif %}"
+)
+MARKED = PLAIN.replace(
+    "{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}<|end|>"
+    "{% else %}{{ m.content }}{% endif %}",
+)
+TALK = [
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2="},
+    {"role": "assistant", "content": "4"},
+]
+
+
+@pytest.fixture(scope="module")
+def chat() -> Any:
+    words = tiny.tokenizer(CHARACTERS)
+    words.chat_template = PLAIN
+    return words
+
+
+@pytest.fixture(scope="module")
+def marked() -> Any:
+    words = tiny.tokenizer(CHARACTERS)
+    words.chat_template = MARKED
+    return words
+
+
+def shown(words: Any, form: PromptFormat, record: dict[str, Any]) -> str:
+    conversation = form.conversation(record, "row 1").unanswered()
+    return str(words.decode(form.ids(words, conversation, "row 1")))
+
+
+@pytest.mark.parametrize(
+    ("keys", "record", "expected"),
+    [
+        ({}, {"prompt": "1+1="}, "U1+1=A"),
+        ({"template": "0{prompt}="}, {"prompt": "1+1"}, "U01+1=A"),
+        ({"system": "9"}, {"prompt": "1+1="}, "S9U1+1=A"),
+        ({"chat_template": False}, {"prompt": "1+1="}, "1+1="),
+        ({"template_arguments": {"thinking": False}}, {"prompt": "1"}, "U1AN"),
+        ({"template_arguments": {"thinking": True}}, {"prompt": "1"}, "U1A"),
+        ({"messages_column": "m"}, {"m": TALK}, "U1+1=A2<|end|>U2+2=A"),
+        ({"messages_column": "m"}, {"m": TALK[:3]}, "U1+1=A2<|end|>U2+2=A"),
+        ({"messages_column": "m", "system": "9"}, {"m": TALK[:1]}, "S9U1+1=A"),
+        (
+            {"messages_column": "m"},
+            {"m": [{"role": "system", "content": "7"}, *TALK[:1]], "tools": [{}, {}]},
+            "T2S7U1+1=A",
+        ),
+        ({"messages_column": "m"}, {"m": TALK[:1], "tools": '[{"name": "f"}]'}, "T1U1+1=A"),
+        ({"messages_column": "m"}, {"m": TALK[:1], "tools": ['{"name": "f"}']}, "T1U1+1=A"),
+        ({"messages_column": "m"}, {"m": TALK[:1], "tools": None}, "U1+1=A"),
+    ],
+)
+def test_prompts(chat: Any, keys: Any, record: Any, expected: str) -> None:
+    assert shown(chat, PromptFormat(**keys), record) == expected
+
+
+def test_null_keys_of_parquet_are_left_out(chat: Any) -> None:
+    """A Parquet file gives every message the keys of all."""
+    talk = [{**message, "tool_calls": None, "name": None} for message in TALK]
+    found = conversation_in({"m": talk}, "m", "row 1")
+    assert found == conversation_in({"m": TALK}, "m", "row 1")
+
+
+def test_a_message_of_tool_calls_needs_no_text() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    talk = [TALK[0], call, {"role": "tool", "content": "2"}]
+    assert len(conversation_in({"m": talk}, "m", "row 1").messages) == 3
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"x": 1}, "row 1 has no list of messages in column 'm'; its columns are x"),
+        ({"m": "U1"}, "row 1 has no list of messages"),
+        ({"m": [{"from": "human", "value": "1"}]}, "row 1 has no list of messages"),
+        ({"m": [{"role": "human", "content": "1"}]}, "message 1 of row 1 has the role 'human'"),
+        ({"m": [{"role": "user", "content": None}]}, "message 1 of row 1 has no text"),
+        ({"m": [{"role": "user", "content": [{"type": "text"}]}]}, "its content is a list"),
+        ({"m": TALK, "tools": "f"}, "the column 'tools' of row 1 is no list of tools"),
+        ({"m": TALK, "tools": [3]}, "the column 'tools' of row 1 is no list of tools"),
+        ({"m": TALK, "tools": 3}, "the column 'tools' of row 1 is no list of tools"),
+    ],
+)
+def test_records_without_a_conversation(record: Any, says: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        PromptFormat(messages_column="m").conversation(record, "row 1")
+    assert says in caught.value.message
+    assert (caught.value.field, bool(caught.value.hint)) == ("data.messages_column", True)
+
+
+def test_two_system_texts_are_refused() -> None:
+    form = PromptFormat(messages_column="m", system="9")
+    talk = [{"role": "system", "content": "7"}, *TALK]
+    with pytest.raises(InvalidInput, match="row 1 has a system message of its own") as caught:
+        form.conversation({"m": talk}, "row 1")
+    assert caught.value.field == "data.system"
+
+
+def test_a_template_that_fails_names_the_row(chat: Any) -> None:
+    words = tiny.tokenizer(CHARACTERS)
+    words.chat_template = "{{ raise_exception('roles must alternate') }}"
+    form = PromptFormat(messages_column="m")
+    with pytest.raises(InvalidInput, match="cannot be used on row 1: roles must alternate"):
+        shown(words, form, {"m": TALK})
+
+
+@pytest.mark.parametrize(
+    ("keys", "template", "field", "says"),
+    [
+        ({"system": "9"}, None, "data.system", "no chat template"),
+        ({"messages_column": "m"}, None, "data.messages_column", "no chat template"),
+        ({"template_arguments": {"thinking": False}}, None, "data.template_arguments", "no chat"),
+        (
+            {"template_arguments": {"thinkng": False}},
+            PLAIN,
+            "data.template_arguments",
+            "reads no argument 'thinkng'",
+        ),
+    ],
+)
+def test_templates_that_do_not_fit(keys: Any, template: Any, field: str, says: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        check_chat_template(PromptFormat(**keys), template)
+    assert says in caught.value.message
+    assert caught.value.field == field
+    if "thinkng" in says:
+        assert caught.value.hint == "did you mean 'thinking'?"
+
+
+def test_templates_that_fit() -> None:
+    check_chat_template(PromptFormat(), None)
+    check_chat_template(PromptFormat(template_arguments={"thinking": False}, system="9"), PLAIN)
+    check_generation(MARKED)
+    for other in (None, PLAIN):
+        with pytest.raises(InvalidInput, match=r"has no {% generation %}") as caught:
+            check_generation(other)
+        assert caught.value.field == "method.train_on"
+
+
+def test_the_template_of_a_directory(chat: Any, tmp_path: Path) -> None:
+    """As transformers finds it, in each place that a tokenizer may be saved to."""
+    from transformers import AutoTokenizer
+
+    assert chat_template_in(tmp_path) is None
+    chat.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert chat_template_in(tmp_path) == template_text(loaded.chat_template) == PLAIN
+    (tmp_path / "chat_template.jinja").unlink()
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    for said in (PLAIN, [{"name": "default", "template": PLAIN}]):
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps(config | {"chat_template": said})
+        )
+        assert chat_template_in(tmp_path) == PLAIN
+
+
+def test_the_last_answer_and_its_end(chat: Any) -> None:
+    form = PromptFormat(messages_column="m")
+    for talk in (TALK, [*TALK, {"role": "user", "content": "5"}]):
+        found = form.conversation({"m": talk}, "row 1")
+        before, answer = answered_ids(form, chat, found, "row 1")
+        assert chat.decode(before) == "U1+1=A2<|end|>U2+2=A"
+        assert chat.decode(answer) == "4<|end|>"
+    nobody = form.conversation({"m": TALK[:1]}, "row 1")
+    assert answered_ids(form, chat, nobody, "row 1") == ([], [])
+    assert completion_ids(chat, "4") == answer
+    assert completion_ids(chat, "") == []
+
+
+def test_all_answers_and_their_ends(marked: Any) -> None:
+    form = PromptFormat(messages_column="m")
+    talk = form.conversation({"m": [*TALK, {"role": "user", "content": "5"}]}, "row 1")
+    ids, learned = assistant_ids(form, marked, talk, "row 1")
+    text = [marked.decode([one]) for one in ids]
+    assert "".join(text) == "U1+1=A2<|end|>U2+2=A4<|end|>"
+    assert [one for one, mark in zip(text, learned, strict=True) if mark] == [
+        "2", "<|end|>", "4", "<|end|>",
+    ]  # fmt: skip
+    # Without an end in the template, one ends the last answer, and no other.
+    marked = tiny.tokenizer(CHARACTERS)
+    marked.chat_template = MARKED.replace("<|end|>", "")
+    ids, learned = assistant_ids(form, marked, talk, "row 1")
+    assert marked.decode(ids) == "U1+1=A2U2+2=A4<|end|>"
+    assert learned.sum() == 3

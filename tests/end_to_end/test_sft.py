@@ -1,0 +1,130 @@
+"""Supervised fine-tuning by real trainers: it learns, resumes, and divides its work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from clients.runs.directory import RunDirectory
+from tests.end_to_end.conftest import Once
+from tests.end_to_end.forked_trainer import finish, trainer
+from tests.end_to_end.processes import ENVIRONMENT, metrics_of, new_run, weights
+from tests.end_to_end.test_two_processes import assert_close
+
+if TYPE_CHECKING:
+    from tests.student_trainer.tiny import Material
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# 7 sequences a step, few a micro-batch: one process has more micro-batches than the other.
+PAIR = {"max_steps": 6, "train__prompts_per_step": 7, "eval__every": 3, "eval__prompts": 5}
+
+
+def job_of(material: Material, **changes: Any) -> Any:
+    from tests.student_trainer.tiny import sft_job
+
+    return sft_job(material, **{"max_steps": 40, **changes})
+
+
+@pytest.fixture(scope="session")
+def mixed(material: Material, once: Once) -> dict[str, Any]:
+    """Weights, and a second data set of which each step has a quarter."""
+
+    def make(path: Path) -> None:
+        path.mkdir()
+        lines = [json.loads(line) for line in material.prompts.read_text().splitlines()]
+        for name, part in (("first", lines[:100]), ("second", lines[100:120])):
+            records = [{**record, "weight": 0.5 + n % 2} for n, record in enumerate(part)]
+            text = "".join(json.dumps(record) + "\n" for record in records)
+            (path / f"{name}.jsonl").write_text(text)
+
+    path = once("mixed-data", make)
+    return {
+        "data__path": str(path / "first.jsonl"),
+        "data__mix": [{"path": str(path / "second.jsonl"), "share": 0.25}],
+        "data__weight_column": "weight",
+    }
+
+
+@pytest.fixture(scope="session")
+def undisturbed(material: Material, mixed: dict[str, Any], once: Once) -> RunDirectory:
+    config = job_of(material, **mixed)
+    return RunDirectory(once("sft", lambda path: finish(new_run(path, config))))
+
+
+@pytest.fixture(scope="session")
+def alone(material: Material, mixed: dict[str, Any], once: Once) -> RunDirectory:
+    """One process of what two processes repeat."""
+    config = job_of(material, **mixed, **PAIR)
+    return RunDirectory(once("sft-alone", lambda path: finish(new_run(path, config))))
+
+
+@pytest.mark.slow
+def test_the_held_out_loss_falls(undisturbed: RunDirectory) -> None:
+    lines = metrics_of(undisturbed)
+    assert (lines[0]["step"], lines[-1]["step"]) == (0, 40)
+    assert lines[-1]["eval/cross_entropy"] < 0.5 * lines[0]["eval/cross_entropy"]
+
+
+@pytest.mark.slow
+def test_killed_and_resumed(
+    material: Material, mixed: dict[str, Any], undisturbed: RunDirectory, tmp_path: Path
+) -> None:
+    """Within the third epoch of the small data set, and the fourth of the other."""
+    from tests.student_trainer.tiny import curve
+
+    run = new_run(tmp_path / "run", job_of(material, **mixed))
+    for attempt, step in ((1, 10), (2, 31)):
+        with trainer(run, attempt) as process:
+            process.wait_for_step(step)
+            process.kill()
+    finish(run, 3)
+    assert curve(metrics_of(run)) == curve(metrics_of(undisturbed))
+    assert weights(run) == weights(undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_two_processes(
+    material: Material, mixed: dict[str, Any], alone: RunDirectory, tmp_path: Path, sharding: str
+) -> None:
+    changes = {"train__processes": 2, "train__sharding": sharding}
+    run = finish(new_run(tmp_path / "run", job_of(material, **mixed, **PAIR, **changes)))
+    assert_close(metrics_of(run), metrics_of(alone))
+
+
+@pytest.mark.slow
+def test_the_example(tmp_path: Path) -> None:
+    """`distill run` on examples/sft.toml, with a small student in place of the one it names."""
+    from tests.student_trainer import tiny
+
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}{# enable_thinking #}"
+    )
+    characters = template + (EXAMPLES / "conversations.jsonl").read_text()
+    words = tiny.tokenizer(characters)
+    words.chat_template = template
+    student = tiny.save(
+        tiny.model(seed=3, spread=0.2, characters=characters), words, tmp_path / "student"
+    )
+    sets = [f"student.model={student}", "train.learning_rate=3e-3", "track.tensorboard=false"]
+    command = [sys.executable, "-m", "clients", "run", "examples/sft.toml", "--runs", str(tmp_path)]
+    done = subprocess.run(
+        command + [word for one in sets for word in ("--set", one)],
+        capture_output=True,
+        text=True,
+        cwd=EXAMPLES.parent,
+        env=ENVIRONMENT,
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("sft-*")
+    run = RunDirectory(path)
+    held_out = [m["eval/cross_entropy"] for m in metrics_of(run) if "eval/cross_entropy" in m]
+    assert len(held_out) == 4
+    assert held_out[-1] < 0.7 * held_out[0]
+    assert (run.export / "chat_template.jinja").read_text() == template

@@ -1,0 +1,45 @@
+"""How prompts are divided among data sets, against the definition of Webster's method."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from student_trainer.data.shares import counts_of, sources_of
+
+SHARES = [
+    ["1/2", "1/2"],
+    ["7/10", "3/10"],
+    ["97/100", "1/100", "1/100", "1/100"],
+    ["1/3", "1/3", "1/3"],
+    ["3/10", "1/10", "1/5", "3/20", "1/4"],
+]
+
+
+def of_definition(shares: list[Fraction], total: int) -> list[int]:
+    """One prompt after the other, each to the data set with the largest share / (2 count + 1)."""
+    chosen: list[int] = []
+    for _ in range(total):
+        weights = [share / (2 * chosen.count(n) + 1) for n, share in enumerate(shares)]
+        chosen.append(weights.index(max(weights)))
+    return chosen
+
+
+@pytest.mark.parametrize("written", SHARES, ids=" ".join)
+def test_shares(written: list[str]) -> None:
+    shares = [Fraction(share) for share in written]
+    assert sum(shares) == 1
+    expected = of_definition(shares, 300)
+    assert sources_of(shares, 0, 300) == expected
+    for first in range(0, 280, 7):
+        counts = [expected[:first].count(number) for number in range(len(shares))]
+        assert counts_of(shares, first) == counts
+        assert sources_of(shares, first, 20) == expected[first : first + 20]
+        for share, count in zip(shares, counts, strict=True):
+            assert abs(count - share * first) < len(shares) / 2 + 1
+
+
+def test_a_late_step_costs_no_more() -> None:
+    shares = [Fraction("0.7"), Fraction("0.3")]
+    assert counts_of(shares, 10**12) == [7 * 10**11, 3 * 10**11]

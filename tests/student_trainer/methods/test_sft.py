@@ -1,0 +1,258 @@
+"""Supervised fine-tuning: which tokens are learned, and that the loss is their cross-entropy."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from clients.config.sft import SFTJob
+from clients.runs.directory import RunDirectory
+from clients.runs.progress import Progress
+from protos.errors import InvalidInput
+from student_trainer.assembly import assemble
+from student_trainer.data.examples import load_examples
+from student_trainer.loop.trainer import Trainer
+from tests.clients.data.test_prompt_format import CHARACTERS, MARKED, PLAIN
+from tests.student_trainer import tiny
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> tiny.Material:
+    """A student with a chat template, and conversations of up to three answers."""
+    material = tiny.Material.at(tmp_path_factory.mktemp("chats"))
+    words = tiny.tokenizer(CHARACTERS)
+    words.chat_template = MARKED
+    tiny.save(tiny.model(seed=2, spread=0.2, characters=CHARACTERS), words, material.student)
+    material.prompts.parent.mkdir()
+    records = [
+        {
+            "messages": [
+                {"role": role, "content": f"{n}+{turn}=" if role == "user" else f"{n + turn}"}
+                for turn in range(1 + n % 3)
+                for role in ("user", "assistant")
+            ],
+            "weight": [0.0, 0.5, 1.0, 2.5][n % 4],
+        }
+        for n in range(40)
+    ]
+    material.prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return material
+
+
+@contextmanager
+def trainer_of(path: Path, config: SFTJob) -> Iterator[Trainer]:
+    run = RunDirectory.create(path, config)
+    progress = Progress(run, attempt=1, max_steps=9, main=True, terminated=lambda: False)
+    made = assemble(config, run, {}, None, progress, 1, None)
+    yield made
+    assert made._metrics is not None
+    made._metrics.close()
+
+
+def learned(made: Trainer, step: int = 1) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """The means and gradients of a step."""
+    means, _ = made._learn(made._steps(step).updates[0])
+    model = made._student.trained.model
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return means, grads
+
+
+def segments(words: Any, record: Mapping[str, Any]) -> list[tuple[list[int], bool]]:
+    """The pieces of a sequence in plain words of this test, and whether they are learned."""
+
+    def ids(text: str) -> list[int]:
+        return [words.convert_tokens_to_ids(one) for one in text]
+
+    end = words.eos_token_id
+    if "prompt" in record:
+        return [(ids(record["prompt"]), False), ([*ids(record["answer"]), end], True)]
+    pieces = []
+    for message in record["messages"]:
+        if message["role"] == "user":
+            pieces.append((ids("U" + message["content"] + "A"), False))
+        else:
+            pieces.append(([*ids(message["content"]), end], True))
+    return pieces
+
+
+def reference(
+    config: SFTJob, texts: Sequence[str], *, every: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Cross-entropies [N] and weights [N] of learned tokens, by transformers in float64.
+
+    `texts`: the sequences to look up among the records, decoded; one forward pass for each.
+    """
+    words = AutoTokenizer.from_pretrained(config.student.model)
+    model = AutoModelForCausalLM.from_pretrained(config.student.model, dtype=torch.float64)
+    found = {}
+    for line in Path(config.data.path).read_text().splitlines():
+        record = json.loads(line)
+        pieces = segments(words, record)
+        tokens = [token for piece, _ in pieces for token in piece]
+        last = len(pieces) - 1
+        marks = [
+            mark and (every or n == last) for n, (piece, mark) in enumerate(pieces) for _ in piece
+        ]
+        found[words.decode(tokens)] = (tokens, marks, float(record.get("weight", 1.0)))
+    losses, weights = [], []
+    for text in texts:
+        tokens, marks, weight = found[text]
+        logits = model(torch.tensor([tokens])).logits[0]
+        loss = torch.nn.functional.cross_entropy(
+            logits[:-1], torch.tensor(tokens[1:]), reduction="none"
+        )[torch.tensor(marks[1:])]
+        losses.append(loss)
+        weights.append(torch.full_like(loss, weight).detach())
+    return torch.cat(losses), torch.cat(weights), model
+
+
+@pytest.mark.parametrize("tokens", [1, 48, 100_000], ids=["one by one", "some", "packed"])
+@pytest.mark.parametrize("kind", ["prompts", "last", "all", "weights"])
+def test_the_loss_is_the_cross_entropy(
+    material: tiny.Material, chats: tiny.Material, tmp_path: Path, kind: str, tokens: int
+) -> None:
+    changes: dict[str, Any] = {"train__tokens_per_micro_batch": tokens}
+    if kind != "prompts":
+        changes |= {"data__messages_column": "messages", "method__max_tokens": 64}
+    if kind == "all":
+        changes["method__train_on"] = "all"
+    if kind == "weights":
+        changes["data__weight_column"] = "weight"
+    config = tiny.sft_job(material if kind == "prompts" else chats, **changes)
+    with trainer_of(tmp_path / "run", config) as made:
+        means, found = learned(made)
+        step = [item.sequence.token_ids for item in made._steps(1).updates[0]]
+        assert made._student.full.packs
+    words = AutoTokenizer.from_pretrained(config.student.model)
+    texts = [words.decode(ids) for ids in step]
+    losses, weights, model = reference(config, texts, every=kind == "all")
+    if kind != "weights":
+        weights = torch.ones_like(losses)
+    loss = (losses * weights).sum() / len(losses)
+    loss.backward()
+    assert means["tokens"] == len(losses)
+    assert means["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert means["cross_entropy"] == pytest.approx(losses.mean().item(), abs=1e-6)
+    for name, parameter in model.named_parameters():
+        error = (found[name].double() - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 1e-5, name
+
+
+def test_held_out_loss(material: tiny.Material, tmp_path: Path) -> None:
+    config = tiny.sft_job(material)
+    with trainer_of(tmp_path / "run", config) as made:
+        evaluated = made._evaluate()
+        aside = [item.sequence.token_ids for item in made._evaluation._held_out()]
+    words = AutoTokenizer.from_pretrained(config.student.model)
+    losses, _, _ = reference(config, [words.decode(ids) for ids in aside])
+    assert len(aside) == config.eval.prompts
+    assert evaluated["eval/cross_entropy"] == pytest.approx(losses.mean().item(), abs=1e-6)
+    perplexity = math.exp(losses.mean().item())
+    assert evaluated["eval/perplexity"] == pytest.approx(perplexity, rel=1e-6)
+    names = {"eval/cross_entropy", "eval/cross_entropy_stderr", "eval/perplexity"}
+    assert evaluated.keys() == names
+
+
+def test_the_names_of_metrics(chats: tiny.Material, tmp_path: Path) -> None:
+    from student_trainer.run import metrics
+    from tests.end_to_end.processes import metrics_of
+
+    config = tiny.sft_job(
+        chats,
+        max_steps=2,
+        data__messages_column="messages",
+        method__max_tokens=64,
+        method__max_new_tokens=4,
+        eval__every=1,
+        eval__metric="exact_match",
+    )
+    with trainer_of(tmp_path / "run", config) as made:
+        assert made.train() == "succeeded"
+    lines = metrics_of(RunDirectory(tmp_path / "run"))
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert metrics.__doc__ is not None
+    explained = {line.split()[0].strip(",;") for line in metrics.__doc__.splitlines() if line}
+    for line in lines:
+        assert {"eval/cross_entropy", "eval/accuracy"} <= line.keys()
+        assert not {"kl/teacher", "topk/student_mass", "ratio/mean", "eval/kl"} & line.keys()
+        others = {name for name in line if not name.startswith("time/")}
+        assert others - {"attempt", "step"} <= explained
+    sample = json.loads((tmp_path / "run/samples/step-000002.jsonl").read_text().splitlines()[0])
+    assert sample["prompt"].endswith("=A"), "it ends where the last answer starts"
+    assert sample["reference"].isdigit()
+
+
+def test_what_is_left_out_is_counted(
+    material: tiny.Material, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Long sequences and empty answers: not cut, not learned as an end alone."""
+    words = tiny.tokenizer()
+    records = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
+    records += [{"prompt": "1+1=", "answer": ""}, {"prompt": "1+1=", "answer": "2" * 21}]
+    records += [{"prompt": "1" * 24, "answer": "1"}, {"prompt": "2" * 20, "answer": "333"}]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = tiny.sft_job(material, data__path=str(path), eval__prompts=2)
+    training, held_out = load_examples(config, words)
+    found = training.of_step(1, 10) + held_out
+    lengths = {len(one.token_ids) for one in found}
+    assert lengths == {6, 7, 24}, "24 tokens with the end token just fit"
+    counts = [message for message in caplog.messages if message.startswith("left out")]
+    assert sorted(counts) == [
+        "left out 1 records so far that have no answer",
+        "left out 1 sequences so far that are longer than method.max_tokens = 24",
+        "left out 2 sequences so far that are longer than method.max_tokens = 24",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "record", "field", "says"),
+    [
+        ({}, {"prompt": "1+1="}, "data.answer_column", "no column 'answer' in row 1"),
+        ({}, {"prompt": "", "answer": "1"}, "data.path", "the prompt of row 1 of"),
+        ({"data__messages_column": "m"}, {"m": []}, "data.messages_column", "no chat template"),
+        (
+            {"method__max_tokens": 3},
+            {"prompt": "1+1=", "answer": "2"},
+            "data.eval_path",
+            "at most 3",
+        ),
+        ({}, {"prompt": "1+1=", "answer": ""}, "data.eval_path", "with an answer is left"),
+    ],
+)
+def test_data_that_cannot_be_learned(
+    material: tiny.Material, tmp_path: Path, changes: Any, record: Any, field: str, says: str
+) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    config = tiny.sft_job(material, data__path=str(path), data__eval_path=str(path), **changes)
+    with pytest.raises(InvalidInput) as caught:
+        load_examples(config, tiny.tokenizer())
+    assert says in caught.value.message
+    assert (caught.value.field, bool(caught.value.hint)) == (field, True)
+
+
+def test_all_answers_need_marks(chats: tiny.Material) -> None:
+    words = tiny.tokenizer(CHARACTERS)
+    words.chat_template = PLAIN
+    config = tiny.sft_job(chats, data__messages_column="messages", method__train_on="all")
+    with pytest.raises(InvalidInput, match=r"^method.train_on: .* has no {% generation %}"):
+        load_examples(config, words)
+
+
+def test_more_tokens_than_the_student_reads(material: tiny.Material, tmp_path: Path) -> None:
+    config = tiny.sft_job(material, method__max_tokens=10**6)
+    with (
+        pytest.raises(InvalidInput, match=r"^method.max_tokens: 1000000 is more than the"),
+        trainer_of(tmp_path / "run", config),
+    ):
+        pass
