@@ -4,8 +4,8 @@
 
 Each process is a real one of a gloo group on the CPU, with a random student. `update` is the
 peak of resident memory in an update of two micro-batches, `sampling` that of sampling a batch of
-answers, both over the memory before the student was made. Writes
-benchmarks/results/memory_plan.json.
+answers, both over the memory before the student was made. The percentages are the relative errors
+of the formulas. Writes benchmarks/results/memory_plan.json.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,23 @@ from student_trainer.rollouts.hf import HuggingFaceRollouts
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 SHAPE = ModelShape(8, 256, 768, 4, 2, 64, 4096)
 LINE, NEW = 256, 16
-SMALL = replace(SHAPE, layers=1, vocabulary=512)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: the architecture of a student, and what decides its memory."""
+
+    model: str
+    load: Load
+
+    @property
+    def label(self) -> str:
+        """The name of the case."""
+        load = self.load
+        sharding = "" if load.processes == 1 else " fsdp2" if load.sharded else " ddp"
+        dtype = "bfloat16" if load.bf16 else "float32"
+        rest = " lora" * bool(load.lora) + " checkpointing" * load.checkpointing
+        return f"{self.model} {dtype} {load.processes} x {load.tokens}{sharding}{rest}"
 
 
 class Ends:
@@ -51,77 +67,90 @@ class Ends:
     eos_token_id = pad_token_id = None
 
 
-def cases() -> Iterator[tuple[str, Load]]:
-    """Yield (architecture, load) of all measurements."""
+def cases() -> Iterator[Case]:
+    """Yield the cases of all measurements."""
     for name in MODELS:
         shape = replace(SHAPE, query_norm=name == "qwen3", tied=name == "qwen3")
-        base = Load(shape, 1, False, False, False, 2048, LINE, 32, LINE, LINE - NEW, cuda=False)
         for bf16 in (False, True):
-            for tokens in (1024, 4096, 8192):
-                sampled = 4 * tokens // LINE
+            base = Load(shape, 1, False, bf16, False, 2048, LINE, 32, LINE, LINE - NEW, cuda=False)
+            for tokens in (1024, 2048, 4096, 8192):
                 for checkpointing in (False, True):
-                    yield name, replace(
-                        base,
-                        bf16=bf16,
-                        tokens=tokens,
-                        sampled=sampled,
-                        checkpointing=checkpointing,
-                    )
+                    sampled = 4 * tokens // LINE
+                    load = replace(base, tokens=tokens, sampled=sampled)
+                    yield Case(name, replace(load, checkpointing=checkpointing))
+            yield Case(name, replace(base, lora=16))
+            yield Case(name, replace(base, lora=16, checkpointing=True))
             for sharded in (False, True):
-                yield name, replace(base, bf16=bf16, processes=2, sharded=sharded)
-            yield name, replace(base, bf16=bf16, lora=16)
+                yield Case(name, replace(base, processes=2, sharded=sharded))
+            yield Case(name, replace(base, processes=2, sharded=True, checkpointing=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="measure only cases with this text in them")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/memory_plan.json"))
-    parser.add_argument("--rank", help="measure this case in this process, one of a group")
+    parser.add_argument("--processes", type=int, help="measure in this process, one of a group")
     options = parser.parse_args()
-    if options.rank is not None:
-        case = json.loads(options.rank)
-        load = Load(**{**case["load"], "shape": ModelShape(**case["load"]["shape"])})
-        print(json.dumps(measure(case["model"], load)))
+    wanted = [case for case in cases() if options.only in case.label]
+    if options.processes is not None:
+        accelerator = Accelerator()
+        for case in wanted:
+            if case.load.processes == options.processes:
+                print(json.dumps([case.label, measure(accelerator, case)]), flush=True)
         return
-    found = []
-    for name, load in cases():
-        if options.only not in label(name, load):
-            continue
-        measured = group(name, load)
-        planned = plan(load)
-        found.append({"case": label(name, load), "planned": planned, "measured": measured})
-        errors = {stage: planned[stage] / measured[stage] - 1 for stage in planned}
-        text = ", ".join(
-            f"{stage} {measured[stage] / 2**20:7.1f} MiB {error:+6.1%}"
-            for stage, error in errors.items()
-        )
-        print(f"{label(name, load):52s} {text}", flush=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    found = {}
+    for processes in sorted({case.load.processes for case in wanted}):
+        for line in group(options.only, processes):
+            name, measured = json.loads(line)
+            planned = plan(next(case.load for case in wanted if case.label == name))
+            found[name] = {"planned": planned, "measured": measured}
+            print(row(name, planned, measured), flush=True)
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def label(name: str, load: Load) -> str:
-    """Return the name of a case."""
-    sharding = "" if load.processes == 1 else " fsdp2" if load.sharded else " ddp"
-    dtype = "bfloat16" if load.bf16 else "float32"
-    rest = " checkpointing" * load.checkpointing + " lora" * bool(load.lora)
-    return f"{name} {dtype} {load.processes} x {load.tokens}{sharding}{rest}"
+def row(name: str, planned: Mapping[str, int], measured: Mapping[str, int]) -> str:
+    """Return a line of the table: what was measured, and the relative error of the plan."""
+    parts = (
+        f"{stage} {measured[stage] / 2**20:7.1f} MiB {planned[stage] / measured[stage] - 1:+6.1%}"
+        for stage in planned
+    )
+    return f"{name:42s} {', '.join(parts)}"
+
+
+def table(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
+    """Return the table of docs/deployment.md: the range of relative errors by kind of case."""
+    kinds: dict[str, list[Mapping[str, Mapping[str, int]]]] = {}
+    for name, one in found.items():
+        _, dtype, processes, _, _, *rest = name.split()
+        adverb = "es" if processes != "1" else ""
+        kind = ", ".join([dtype, f"{processes} process{adverb}", *rest])
+        kinds.setdefault(kind, []).append(one)
+    lines = ["| student | cases | update | sampling |", "|---|---|---|---|"]
+    for kind, ones in kinds.items():
+        ranges = []
+        for stage in ("update", "sampling"):
+            errors = [one["planned"][stage] / one["measured"][stage] - 1 for one in ones]
+            ranges.append(f"{min(errors):+.0%} to {max(errors):+.0%}")
+        lines.append(f"| {kind} | {len(ones)} | {' | '.join(ranges)} |")
+    return "\n".join(lines) + "\n"
 
 
 def plan(load: Load) -> dict[str, int]:
     """Return the formula of what `measure` measures."""
-    own = held(load)
-    update = sum(own.values()) + max(sum(of(load).values()) for of in (learning, optimizer))
-    return {"update": update, "sampling": sum(own.values()) + sum(sampling(load).values())}
+    own = sum(held(load).values())
+    update = own + max(sum(of(load).values()) for of in (learning, optimizer))
+    return {"update": update, "sampling": own + sum(sampling(load).values())}
 
 
-def group(name: str, load: Load) -> dict[str, int]:
-    """Run the processes of a case, and return the figures of the first one."""
+def group(only: str, processes: int) -> Iterator[str]:
+    """Run the cases of a number of processes, and yield what the first process prints."""
     with socket.socket() as chosen:
         chosen.bind(("127.0.0.1", 0))
         port = chosen.getsockname()[1]
-    case = json.dumps({"model": name, "load": asdict(load)})
+    command = [sys.executable, "-m", "benchmarks.memory_plan", "--only", only]
+    command += ["--processes", str(processes)]
     running = []
-    for rank in range(load.processes):
+    for rank in range(processes):
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -130,39 +159,36 @@ def group(name: str, load: Load) -> dict[str, int]:
             "MALLOC_MMAP_THRESHOLD_": "65536",
             "MALLOC_TRIM_THRESHOLD_": "0",
         }
-        if load.processes > 1:
+        if processes > 1:
             environment |= {
-                "WORLD_SIZE": str(load.processes),
+                "WORLD_SIZE": str(processes),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-        command = [sys.executable, "-m", "benchmarks.memory_plan", "--rank", case]
-        running.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        )
-    outputs = [process.communicate()[0] for process in running]
-    if any(process.returncode for process in running):
+        printed = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        running.append(subprocess.Popen(command, env=environment, stdout=printed, text=True))
+    assert running[0].stdout is not None
+    yield from running[0].stdout
+    if any(process.wait() for process in running):
         raise SystemExit("a process failed")
-    found: dict[str, int] = json.loads(outputs[0].splitlines()[-1])
-    return found
 
 
-def measure(name: str, load: Load) -> dict[str, int]:
+def measure(accelerator: Accelerator, case: Case) -> dict[str, int]:
     """Measure in this process; collective."""
-    accelerator = Accelerator()
-    small = replace(load, tokens=2 * LINE, sampled=2, checkpointing=False)
-    use(accelerator, name, replace(small, shape=replace(SMALL, query_norm=name == "qwen3")), 0)
+    small = replace(case.load.shape, layers=1, vocabulary=512)
+    use(accelerator, Case(case.model, replace(case.load, tokens=512, sampled=2, shape=small)), 0)
     gc.collect()
-    return use(accelerator, name, load, resident_before())
+    return use(accelerator, case, resident_before())
 
 
-def use(accelerator: Accelerator, name: str, load: Load, before: int) -> dict[str, int]:
+def use(accelerator: Accelerator, case: Case, before: int) -> dict[str, int]:
     """Make a student, update it twice, and sample; return bytes of each stage over `before`."""
     torch.manual_seed(0)
+    load = case.load
     student = distribute(
-        accelerator, Student(model_of(name, load), bf16=load.bf16), "fsdp2" if load.sharded else ""
+        accelerator, Student(model_of(case), bf16=load.bf16), "fsdp2" if load.sharded else ""
     )
     learned = [weight for weight in student.trained.parameters() if weight.requires_grad]
     adamw = torch.optim.AdamW(learned, lr=1e-4)
@@ -205,10 +231,10 @@ def stage(run: Callable[[], None]) -> int:
     return resident_peak()
 
 
-def model_of(name: str, load: Load) -> Any:
+def model_of(case: Case) -> Any:
     """Return a random student of the load's sizes."""
-    config, model = MODELS[name]
-    shape = load.shape
+    config, model = MODELS[case.model]
+    load, shape = case.load, case.load.shape
     made = model(
         config(
             vocab_size=shape.vocabulary,
@@ -224,7 +250,7 @@ def model_of(name: str, load: Load) -> Any:
     if load.lora:
         made = made.to(torch.bfloat16 if load.bf16 else torch.float32)
         rank = {"rank": load.lora, "train_head": load.train_head}
-        add_adapters(made, StudentConfig.model_validate({"model": name, "lora": rank}))
+        add_adapters(made, StudentConfig.model_validate({"model": case.model, "lora": rank}))
     if load.checkpointing:
         enable = getattr(made, "activation_checkpointing_enable", None)
         (enable or made.gradient_checkpointing_enable)({"use_reentrant": False})

@@ -10,7 +10,6 @@ fragmentation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clients.data.model_shape import ModelShape
@@ -196,11 +195,11 @@ def learning(load: Load) -> dict[str, int]:
         found["bfloat16 weights"] = BFLOAT16 * s.layers * linear
     found["activations"] = activations(load)
     at_loss = head(load, learns=True)
-    # The backward pass of the MLP: two more tensors of its width, and gradients of the residual.
-    backward = load.tokens * (2 * c * s.intermediate + 3 * load.residual * s.hidden)
+    # The backward pass of the MLP: two more tensors of its width, and the residual's gradient.
+    backward = load.tokens * (2 * c * s.intermediate + load.residual * s.hidden)
     backward += 3 * _math_attention(load) * load.tokens
-    if load.checkpointing:
-        backward += load.tokens * saved_per_token(load)
+    if load.checkpointing:  # the input of the layer is saved already
+        backward += load.tokens * (saved_per_token(load) - load.residual * s.hidden)
         backward -= found.get("bfloat16 weights", 0) * (s.layers - 1) // s.layers
     found["logits" if at_loss > backward else "one layer"] = max(at_loss, backward)
     return found
@@ -225,9 +224,13 @@ def gathered(load: Load) -> dict[str, int]:
 
 
 def _without_gradient(load: Load, tokens: int) -> int:
-    """Return the bytes of one layer's forward pass over `tokens` tokens, most of them the MLP's."""
+    """Return the bytes of one layer's forward pass over `tokens` tokens: those of its MLP.
+
+    Gate, up and their product, with adapters also their output; residual, norm and its copy.
+    """
     s, c = load.shape, load.itemsize
-    return tokens * (3 * c * s.intermediate + 2 * load.residual * s.hidden)
+    width = (4 if load.lora else 3) * s.intermediate
+    return tokens * (c * width + 3 * load.residual * s.hidden)
 
 
 def sampling(load: Load) -> dict[str, int]:
@@ -258,7 +261,7 @@ def scoring(load: Load) -> dict[str, int]:
     return found
 
 
-def stages(load: Load) -> Mapping[str, Mapping[str, int]]:
+def stages(load: Load) -> dict[str, dict[str, int]]:
     """Return the bytes of each stage by part, beside `held`. Stages that do not happen are {}."""
     return {
         "sampling": sampling(load),

@@ -188,7 +188,7 @@ def changes_of(job: AnyTraining, shape: ModelShape, usable: int, most: int) -> l
                 f"all of these together, and train.tokens_per_micro_batch = {smallest}: fits"
             )
         else:
-            found.append("all of these together do not fit: choose a smaller student or larger GPUs")
+            found.append("all of these together: do not fit; the student is too large")
     return found
 
 

@@ -9,6 +9,8 @@ checkpointing computes again.
 
 from __future__ import annotations
 
+from torch import Tensor, nn
+
 from student_trainer.model.student import Student
 
 
@@ -22,7 +24,7 @@ class LearningFlops:
     def __init__(self, student: Student) -> None:
         """Count the weights of `student`, before or after they are sharded."""
         head = student.model.get_output_embeddings()
-        body = [module for module in student.linear if module is not head]
+        body = [one for one in student.linear if isinstance(one, nn.Linear) and one is not head]
         self._body = sum(_of_weight(module.weight) for module in body)
         self._head = _of_weight(head.weight) if head is not None else 0
         config = student.model.config.get_text_config()
@@ -35,5 +37,5 @@ class LearningFlops:
         return float(tokens * (self._body + self._attention * tokens) + learned * self._head)
 
 
-def _of_weight(weight: object) -> int:
-    return weight.numel() * (6 if weight.requires_grad else 4)  # type: ignore[attr-defined]
+def _of_weight(weight: Tensor) -> int:
+    return weight.numel() * (6 if weight.requires_grad else 4)

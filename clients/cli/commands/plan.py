@@ -12,6 +12,8 @@ from protos.errors import ExitCode, InvalidInput
 if TYPE_CHECKING:
     from clients.preflight.memory_plan import Plan
 
+PART = "GiB per GPU"  # title of the first column
+
 
 def plan(
     context: typer.Context,
@@ -47,7 +49,7 @@ def plan(
         output.result(_record(found), "")
     else:
         print(_head(found))
-        output.table("parts", _rows(found), ("GiB", *found.parts))
+        output.table("parts", _rows(found), (PART, *found.parts))
         print("\n".join(_conclusion(found, memory)))
     return ExitCode.OK if found.fits else ExitCode.JOB_FAILED
 
@@ -78,18 +80,14 @@ def _head(plan: Plan) -> str:
 def _rows(plan: Plan) -> list[dict[str, str]]:
     from clients.preflight.memory_plan import gib
 
-    names = list(dict.fromkeys(name for parts in plan.parts.values() for name in parts))
-    rows = [
-        {"GiB": name} | {stage: gib(of[name]) if of.get(name) else "" for stage, of in _stages(plan)}
+    stages = plan.parts.items()
+    names = dict.fromkeys(name for parts in plan.parts.values() for name in parts)
+    totals = {stage: gib(sum(parts.values())) for stage, parts in stages}
+    return [
+        {PART: name} | {stage: gib(of[name]) if of.get(name) else "" for stage, of in stages}
         for name in names
-        if any(of.get(name) for _, of in _stages(plan))
-    ]
-    totals = {stage: gib(sum(of.values())) for stage, of in _stages(plan)}
-    return [*rows, {"GiB": "total"} | totals]
-
-
-def _stages(plan: Plan) -> list[tuple[str, dict[str, int]]]:
-    return [(stage, dict(of)) for stage, of in plan.parts.items()]
+        if any(parts.get(name) for _, parts in stages)
+    ] + [{PART: "total"} | totals]
 
 
 def _conclusion(plan: Plan, memory: float) -> list[str]:
