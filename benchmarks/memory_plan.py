@@ -83,6 +83,7 @@ def cases() -> Iterator[Case]:
             for sharded in (False, True):
                 yield Case(name, replace(base, processes=2, sharded=sharded))
             yield Case(name, replace(base, processes=2, sharded=True, checkpointing=True))
+            yield Case(name, replace(base, processes=2, sharded=True, lora=16))
 
 
 def main() -> None:

@@ -226,11 +226,15 @@ def gathered(load: Load) -> dict[str, int]:
 def _without_gradient(load: Load, tokens: int) -> int:
     """Return the bytes of one layer's forward pass over `tokens` tokens: those of its MLP.
 
-    Gate, up and their product, with adapters also their output; residual, norm and its copy.
+    Gate, up and their product; the residual, and two tensors of its norm, which is float32.
+    Adapters have an output besides, and read a float32 copy of a bfloat16 input.
     """
     s, c = load.shape, load.itemsize
-    width = (4 if load.lora else 3) * s.intermediate
-    return tokens * (c * width + 3 * load.residual * s.hidden)
+    width, inputs = 3 * c * s.intermediate, load.residual + 2 * FLOAT32
+    if load.lora:
+        width += c * s.intermediate
+        inputs += FLOAT32 * load.bf16
+    return tokens * (width + inputs * s.hidden)
 
 
 def sampling(load: Load) -> dict[str, int]:

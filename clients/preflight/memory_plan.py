@@ -139,10 +139,15 @@ def _sequences(job: AnyTraining) -> tuple[int, int, int]:
 
 
 def _longest(job: OfflineJob) -> int:
+    return longest_stored(job) or job.train.tokens_per_micro_batch
+
+
+def longest_stored(job: OfflineJob) -> int | None:
+    """Return the tokens of the longest sequence of the job's store; None if it cannot be read."""
     try:
         return int(LogitDataset(job.data.path).lengths.max())
     except (DistillError, OSError):
-        return job.train.tokens_per_micro_batch
+        return None
 
 
 def largest_micro_batch(job: AnyTraining, shape: ModelShape, usable: int) -> int:

@@ -33,8 +33,9 @@ def plan(
     """
     from clients.config.common import TrainingJob
     from clients.config.file import load_job
+    from clients.config.offline import OfflineJob
     from clients.preflight.files import check_processes
-    from clients.preflight.memory_plan import plan_of, shape_of_student
+    from clients.preflight.memory_plan import longest_stored, plan_of, shape_of_student
 
     chosen = [*(sets or []), *([f"train.processes={gpus}"] if gpus else [])]
     config = load_job(job, chosen).config
@@ -43,8 +44,13 @@ def plan(
             "a capture trains no student", field="method.type", hint="plan a training job"
         )
     check_processes(config)
-    found = plan_of(config, shape_of_student(config), memory)
     output = settings_of(context).output
+    found = plan_of(config, shape_of_student(config), memory)
+    if isinstance(config, OfflineJob) and longest_stored(config) is None:
+        output.say(
+            f"the store {config.data.path} cannot be read: its sequences count as long as a"
+            " micro-batch"
+        )
     if output.as_json:
         output.result(_record(found), "")
     else:
