@@ -27,6 +27,9 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from clients.data.model_shape import ModelShape
+from clients.preflight.memory import Load
+from clients.preflight.memory import held as held_bytes
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.rollout import Rollout
 from student_trainer.model.student import Student
@@ -35,24 +38,24 @@ from student_trainer.parallel.sharding import distribute
 from student_trainer.teachers.anchor import Anchor
 
 MICRO_BATCHES = 3
+# The bytes a weight are those of any model without frozen weights.
+SHAPE = ModelShape(4, 256, 1024, 4, 4, 64, 4096, tied=True, query_norm=True)
 
 
 def held(processes: int, sharding: str) -> dict[str, float]:
     """Return the formula: bytes a weight that a process holds after each stage.
 
-    float32 weights, AdamW's two moments, and the anchor. Sharded, each process has its share. The
-    gradients (4 bytes, or their share) are freed after an update; DDP keeps its buffers of them
-    from the first backward pass on.
+    The gradients (4 bytes, or their share) are freed after an update.
     """
-    shares = processes if sharding == "fsdp2" else 1
-    buffers = 4 if sharding == "none" and processes > 1 else 0
-    of_update = (4 + 8) / shares + buffers
+    load = Load(SHAPE, processes, sharding == "fsdp2", True, False, 1, 1, anchor=True)
+    parts = {name: count / SHAPE.weights for name, count in held_bytes(load).items()}
+    of_update = parts["weights"] + parts["optimizer"] + parts["DDP buckets"]
     return {
-        "weights": 4 / shares,
+        "weights": parts["weights"],
         "update": of_update,
         "second update": of_update,
         "gathered": of_update,
-        "anchor": of_update + 4 / shares,
+        "anchor": of_update + parts["anchor"],
     }
 
 

@@ -34,7 +34,7 @@ def means_of(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
 
 
 def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the updates, but the sum of tokens and seconds.
+    """Return the mean of each metric over the updates, but the sum of tokens, flops and seconds.
 
     An update whose loss was not finite does not count, unless none was.
     """
@@ -42,6 +42,6 @@ def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for name in updates[0]:
         every = [update[name] for update in updates if name in update]
         found = [value for value in every if math.isfinite(value)] or every
-        added = name == "tokens" or name.startswith("time/")
+        added = name in ("tokens", "flops") or name.startswith("time/")
         means[name] = sum(found) / (1 if added else len(found))
     return means

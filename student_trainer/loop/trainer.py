@@ -43,6 +43,7 @@ from student_trainer.data.batch import ScoredSequence
 from student_trainer.data.packing import micro_batches
 from student_trainer.loop import checkpoint
 from student_trainer.loop.anchor_watch import StabilityWatch
+from student_trainer.loop.efficiency import Efficiency
 from student_trainer.loop.evaluation import Evaluation
 from student_trainer.loop.head_watch import HeadWatch, learns_from_a_head
 from student_trainer.loop.reward_watch import RewardWatch, learns_from_groups
@@ -98,6 +99,8 @@ class Trainer:
         self._values = parts.values
         self._facts = parts.facts
         self._of_step = parts.of_step
+        processes = parts.accelerator.num_processes
+        self._efficiency = Efficiency(parts.student.trained, parts.student.device, processes)
         self._skipped = 0  # updates in a row, up to the last one, whose gradient was not finite
         self._watches: list[HeadWatch | StabilityWatch | RewardWatch] = []
         self._reward_watch = RewardWatch()
@@ -191,6 +194,7 @@ class Trainer:
 
     def _train_step(self, step: int) -> dict[str, float]:
         started = time.monotonic()
+        self._efficiency.begin()
         made = self._steps(step)
         self._within_step = self._values is not None  # `steps` has already updated the critic
         written = time.monotonic()
@@ -201,12 +205,19 @@ class Trainer:
             self._within_step = True
         ended = time.monotonic()
         measured = means_of(self._reduce(made.measured)) if made.measured else {}
+        means = over_updates(updates)
+        speed = means["tokens"] / (ended - started)
+        learning = ended - written - means["time/teacher_wait"]
+        efficiency = self._efficiency.of_step(
+            flops=means.pop("flops"), learning=learning, speed=speed
+        )
         return {
-            **over_updates(updates),
+            **means,
             **measured,
             **self._of_anchor(),
             "lr": rate,
-            "tokens_per_sec": sum(update["tokens"] for update in updates) / (ended - started),
+            "tokens_per_sec": speed,
+            **efficiency,
             "time/step": ended - started,
             "time/rollout": written - started - sum(made.seconds.values()),
             **made.seconds,
@@ -233,8 +244,9 @@ class Trainer:
 
         Returns the means of the metrics, and the seconds spent waiting for rows.
         """
-        lengths = self._reduce(lengths_of(pending))
-        tokens = lengths["length/mean"][0]
+        flops = torch.tensor([self._efficiency.flops(pending), 0], dtype=torch.float64)
+        lengths = self._reduce({**lengths_of(pending), "flops": flops})
+        tokens, flops_of_all = lengths["length/mean"][0], lengths.pop("flops")[0]
         counted = lengths.pop("counted")[0]
         # DDP and FSDP average gradients over processes; the loss is divided by the global count.
         scale = self._accelerator.num_processes / max(counted, 1.0)
@@ -264,7 +276,7 @@ class Trainer:
             sums = {name: sums.get(name, 0) + value for name, value in found.items()}
         totals = {**self._reduce(sums), **lengths}
         totals["loss"] = (totals["loss"][0], max(counted, 1.0))
-        return {**means_of(totals), "tokens": tokens}, waited
+        return {**means_of(totals), "tokens": tokens, "flops": flops_of_all}, waited
 
     def _rows(self, group: list[PendingRows]) -> list[ScoredSequence]:
         """Collective. Wait for the rows of a micro-batch on all ranks.

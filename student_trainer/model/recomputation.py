@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 _ATEN = torch.ops.aten
 # Their outputs are kept by the selective policy: what costs time.
-_PRODUCTS = [
+PRODUCTS = [
     _ATEN.mm.default,
     _ATEN.addmm.default,
     _ATEN.bmm.default,
@@ -38,7 +38,7 @@ def recompute_activations(model: Any, policy: bool | int | str) -> None:
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if policy == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _PRODUCTS)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, PRODUCTS)
     # The newer name of the method; the older one warns if both exist.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)(options)

@@ -16,6 +16,8 @@ grad_norm/skipped    share of updates without a finite gradient, which changed n
 lr                   learning rate
 tokens               learned tokens of the step, over all processes
 tokens_per_sec       learned tokens per second of the step, over all processes
+tokens_per_sec/process tokens_per_sec over the number of processes: of one GPU
+memory/peak          most GiB of tensors on the GPU in the step; CPU: resident, since the start
 time/step            seconds of the step without evaluation and saving
 time/rollout         seconds to sample the rollouts and request their rows
 time/teacher_wait    seconds that training waited for rows after sampling
@@ -23,6 +25,12 @@ time/optim           seconds to clip the gradient, run AdamW and update the anch
 eval/kl              kl/teacher on held-out sequences
 eval/kl_stderr       standard error of eval/kl over the held-out sequences
 eval/accuracy        share of the greedy answers to held-out prompts that match the reference
+
+Additional metrics on a GPU:
+
+mfu                  model FLOPs of forward and backward passes of the updates, over what the GPUs
+                     could do in that time and in the updates of the weights; known GPUs only
+memory/reserved      most GiB that PyTorch reserved on the GPU in the step
 
 Additional metrics of stored sequences, which have no ratio/... and no length/truncated:
 
@@ -67,7 +75,7 @@ eval/anchor/reward   eval/reward of the anchor
 eval/anchor/reward_stderr eval/reward_stderr of the anchor
 
 If the job has several teachers, kl/teacher/NAME is kl/teacher over the tokens that NAME scored.
-Times are those of the main process. A mean with nothing to count is left out.
+Times and memory are those of the main process. A mean with nothing to count is left out.
 """
 
 from __future__ import annotations

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
 import pytest
 
+from benchmarks.memory_plan import cases, plan, table
+from clients.cli.app import main
 from clients.config.file import load_job
 from clients.config.rl import RLJob
 
@@ -56,3 +59,40 @@ def test_eight_processes_have_a_share_each(name: str) -> None:
     for job in jobs(name):
         assert (job.train.processes, job.train.sharding) == (8, "fsdp2")
         assert (job.train.learning_rate, job.method.beta) == (1e-6, 0.001)
+
+
+# The published config.json, without what has no size.
+R1_QWEN_1_5B = {
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+PAGE = (ROOT / "docs" / "deployment.md").read_text()
+
+
+def test_the_plan_of_the_page_is_that_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(R1_QWEN_1_5B))
+    job = str(ROOT / "deploy" / "jobs" / "rl_maths_8gpu.toml")
+    assert main(["plan", job, "--memory", "80", "--set", f"student.model={tmp_path}"]) == 0
+    command = "$ distill plan deploy/jobs/rl_maths_8gpu.toml --memory 80\n"
+    assert command + capsys.readouterr().out in PAGE
+
+
+def test_the_plan_is_within_a_tenth_of_what_was_measured() -> None:
+    """The figures of the benchmark, against the formulas as they are now."""
+    text = (ROOT / "benchmarks" / "results" / "memory_plan.json").read_text()
+    found = json.loads(text)
+    loads = {case.label: case.load for case in cases()}
+    assert found.keys() <= loads.keys()
+    for name, one in found.items():
+        assert one["planned"] == plan(loads[name]), name
+        for stage, measured in one["measured"].items():
+            assert one["planned"][stage] == pytest.approx(measured, rel=0.1), (name, stage)
+    assert table(found) in PAGE

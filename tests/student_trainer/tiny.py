@@ -174,7 +174,7 @@ def _changed(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     return values
 
 
-TIMES = ("time/", "tokens_per_sec")
+TIMES = ("time/", "tokens_per_sec", "memory/")
 
 
 def curve(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -10,19 +10,10 @@ from importlib.resources import files
 from typing import Any
 
 from clients.cli.plots.panels import panels_of
-from clients.cli.plots.svg import panel_svg
+from clients.cli.plots.stages import bars_of, stages_of
+from clients.cli.plots.svg import bars_svg, panel_svg
 from clients.jobs.record import JobRecord
 from clients.jobs.view import duration
-
-# Timing metric -> label. The rest of a step is the loss, forward and backward.
-_PARTS = {
-    "time/rollout": "sampling rollouts",
-    "time/teacher_wait": "waiting for the teacher",
-    "time/reward": "computing rewards",
-    "time/anchor": "scoring by the anchor",
-    "time/optim": "optimizer",
-}
-_REST = "loss, forward and backward"
 
 
 def report_page(record: JobRecord) -> str:
@@ -96,26 +87,20 @@ def _curves(record: JobRecord) -> list[str]:
 
 
 def _timings(record: JobRecord) -> list[str]:
-    whole = sum(value for _, value in record.series("time/step"))
+    stages = stages_of(record)
+    bars = bars_of(record, stages) if stages else []
+    totals = bars_of(record, stages, most=1)[0].seconds if bars else []
+    whole, count = sum(totals), len(record.series("time/step"))
     if not whole:
         return []
-    parts = {
-        label: sum(value for _, value in record.series(metric))
-        for metric, label in _PARTS.items()
-        if metric in record.metrics
-    }
-    parts[_REST] = max(0.0, whole - sum(parts.values()))
-    bar = "".join(
-        f'<span class="c{place}" style="width:{seconds / whole:.2%}"></span>'
-        for place, seconds in enumerate(parts.values())
-    )
     rows = "".join(
-        f'<tr><th><span class="key c{place}">{escape(label)}</span></th>'
-        f"<td>{seconds / whole:.0%}, {duration(seconds)}</td></tr>"
-        for place, (label, seconds) in enumerate(parts.items())
+        f'<tr><th><span class="key c{stage.color}">{escape(stage.label)}</span></th>'
+        f"<td>{seconds / whole:.0%}, {duration(seconds * count)}</td></tr>"
+        for stage, seconds in zip(stages, totals, strict=True)
     )
-    table = f'<div class="bar">{bar}</div><table>{rows}</table>'
-    return [f'<h2>Time in steps</h2><div class="card">{table}</div>']
+    figure = f"<figure><figcaption>seconds a step</figcaption>{bars_svg(stages, bars)}</figure>"
+    table = f'<div class="card"><table>{rows}</table></div>'
+    return [f'<h2>Time in steps</h2><div class="stages">{figure}{table}</div>']
 
 
 def _samples(record: JobRecord) -> Iterator[str]:

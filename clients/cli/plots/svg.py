@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from clients.cli.plots.panels import Curve, Panel, smoothed, ticks
+from clients.cli.plots.stages import Bar, Stage
 
 WIDTH, HEIGHT = 520, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 30
@@ -26,6 +27,34 @@ def panel_svg(panel: Panel) -> str:
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(panel.title)}">'
         f"{''.join(drawn)}</svg></figure>"
     )
+
+
+def bars_svg(stages: Sequence[Stage], bars: Sequence[Bar]) -> str:
+    """Return an `<svg>` of stacked bars: the mean seconds of a step by stage. At least one bar."""
+    highest = max(sum(bar.seconds) for bar in bars)
+    ends = [(bars[0].first - 0.5, 0.0), (bars[-1].last + 0.5, highest or 1.0)]
+    panel = Panel("seconds a step", [Curve("", 0, ends, False)], False)
+    drawn = "".join(_bar(panel, stages, bar) for bar in bars)
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="seconds a step, by stage">'
+        f"{''.join(_grid(panel))}{drawn}</svg>"
+    )
+
+
+def _bar(panel: Panel, stages: Sequence[Stage], bar: Bar) -> str:
+    (left, _), (right, _) = _places(panel, [(bar.first - 0.5, 0), (bar.last + 0.5, 0)])
+    gap = min(1.5, (right - left) / 8)
+    below, parts = 0.0, []
+    for stage, seconds in zip(stages, bar.seconds, strict=True):
+        (_, bottom), (_, top) = _places(panel, [(bar.first, below), (bar.first, below + seconds)])
+        below += seconds
+        steps = f"step {bar.first}" if bar.first == bar.last else f"steps {bar.first}-{bar.last}"
+        parts.append(
+            f'<rect class="c{stage.color}" x="{left + gap:.1f}" y="{top:.1f}"'
+            f' width="{right - left - 2 * gap:.1f}" height="{bottom - top:.1f}">'
+            f"<title>{steps}, {escape(stage.label)}: {seconds:.3g} s</title></rect>"
+        )
+    return "".join(parts)
 
 
 def _grid(panel: Panel) -> list[str]:

@@ -54,6 +54,9 @@ const CHARTS = [
   },
   {title: "Time", unit: "seconds a step", zero: true, holds: (name) => name.startsWith("time/"),
     label: rest("time/")},
+  {title: "MFU", unit: "of the GPUs' peak", zero: true, percent: true, holds: one("mfu")},
+  {title: "Memory", unit: "GiB", zero: true, holds: (name) => name.startsWith("memory/"),
+    label: rest("memory/")},
   {title: "Gradient", unit: "before clipping", holds: one("grad_norm"), label: () => "norm"},
 ];
 

@@ -11,6 +11,7 @@ import {History} from "./history.js";
 import {LogView} from "./log_view.js";
 import {SamplesView} from "./samples_view.js";
 import {Fault, follow, get, repeat} from "./server.js";
+import {StagesView} from "./stages_view.js";
 import {facts} from "./teachers_page.js";
 import {UsageView} from "./usage_view.js";
 
@@ -31,6 +32,7 @@ class JobPage {
     this.asked = id;
     this.server = access.server;
     this.curves = new Curves();
+    this.stages = new StagesView();
     this.actions = access.may_act ? new Actions((job) => this.learn(job)) : null;
     this.closers = [];
   }
@@ -83,7 +85,7 @@ class JobPage {
       this.reason, this.progress, this.facts,
       el("div", {class: "cards"}, this.attempts.element, this.usage.element),
       el("h2", {}, "Curves"), this.curves.view.element, this.curves.nothing, this.curves.main,
-      this.curves.others, this.samples.element, this.checkpoints.element, this.log.element,
+      this.curves.others, this.stages.element, this.samples.element, this.checkpoints.element, this.log.element,
       new CommandsView(job.id, this.server).element,
       el("details", {}, el("summary", {}, "Configuration"), config));
   }
@@ -139,7 +141,9 @@ class JobPage {
   }
 
   draw() {
-    if (!this.closed) this.curves.draw([{label: this.job.name, history: this.history}]);
+    if (this.closed) return;
+    this.curves.draw([{label: this.job.name, history: this.history}]);
+    this.stages.draw(this.history);
   }
 
   show() {

@@ -15,12 +15,14 @@ import pytest
 
 from clients.cli.app import main
 from clients.cli.plots.panels import Curve, Panel, panels_of, smoothed, ticks
+from clients.cli.plots.stages import bars_of, stages_of
 from clients.cli.plots.svg import panel_svg
 from clients.cli.plots.text import HEIGHT, panel_text
 from clients.config.on_policy import OnPolicyJob
 from clients.jobs.job import JobEvent, JobState
 from clients.jobs.record import JobRecord, notes_in, points_of, record_of_run
 from clients.runs.directory import RunDirectory, Status
+from clients.runs.metrics_follower import Point
 from protos.errors import ExitCode, InvalidInput
 from protos.extras import install_command
 
@@ -228,6 +230,25 @@ def test_a_negative_kl_is_left_out_of_a_logarithm(make_run: MakeRun) -> None:
         panels_of([record], ["reward"])
 
 
+def test_stages_are_stacked_to_the_time_of_a_step(make_run: MakeRun) -> None:
+    """Ten steps in three bars; `time/anchor` starts in the seventh, learning is the rest."""
+    points = [Point(0, {"eval/kl": 1.0})]
+    for step in range(1, 11):
+        found = {"time/step": 10.0, "time/rollout": float(step), "time/optim": 0.5}
+        points.append(Point(step, found | ({"time/anchor": 1.0} if step > 6 else {})))
+    record = replace(record_of_run(make_run("one").path), points=points)
+    stages = stages_of(record)
+    assert [one.metric for one in stages] == ["time/rollout", "time/anchor", "", "time/optim"]
+    bars = bars_of(record, stages, most=3)
+    assert [(bar.first, bar.last) for bar in bars] == [(1, 4), (5, 8), (9, 10)]
+    assert [list(bar.seconds) for bar in bars] == [
+        [2.5, 0, 7, 0.5],
+        [6.5, 0.5, 2.5, 0.5],
+        [9.5, 1, 0, 0.5],
+    ]
+    assert stages_of(replace(record, points=points[:1])) == []
+
+
 class Page(HTMLParser):
     """What a browser would make of a report: its words, its tags, and what it would fetch."""
 
@@ -272,7 +293,9 @@ def test_a_report_needs_nothing_else(capsys: Capture, make_run: MakeRun) -> None
     assert (page.open, page.fetched) == ([], [])
     assert "script" not in page.tags
     assert "link" not in page.tags
-    assert page.tags.count("svg") == 4
+    assert page.tags.count("svg") == 5
+    # The time of its four stages, in 25 bars of 4 steps.
+    assert page.tags.count("rect") == 4 * 25
     for word in ("<script>alert(1)</script>", "SUCCEEDED", "at 100?", "<b>&", "9.9.9", "Reports"):
         assert (word in page.words) is (word != "Reports")
     assert "at 50?" not in page.words

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
+from clients.cli.plots.stages import STAGES
 from distill_server.dashboard.gate import STATIC
 
 FILES = sorted(STATIC.iterdir())
@@ -43,3 +45,15 @@ def test_every_module_that_is_imported_is_there() -> None:
     for path in FILES:
         imported = re.findall(r'^import .* from "\./(.+)";$', path.read_text(), re.MULTILINE)
         assert set(imported) <= names, path.name
+
+
+def test_the_stages_of_a_step_are_those_of_the_report() -> None:
+    text = (STATIC / "stages_view.js").read_text()
+    shown = re.findall(r'{label: "(.+)", metric: (?:"(.+)"|null), colour: (\d)}', text)
+    assert [(one.label, one.metric, str(one.color)) for one in STAGES] == shown
+    report = files("clients.cli.plots").joinpath("report.css").read_text()
+    page = (STATIC / "style.css").read_text()
+    for stage in STAGES:
+        colours = re.findall(rf"--c{stage.color}: (#\w+)", report)
+        assert colours == re.findall(rf"--line-{stage.color}: (#\w+)", page)
+        assert len(colours) == 2, "light and dark"

@@ -1,0 +1,272 @@
+"""Measures the memory of real processes, and compares it with the formulas of `distill plan`.
+
+    python -m benchmarks.memory_plan [--only TEXT]
+
+Each process is a real one of a gloo group on the CPU, with a random student. `update` is the
+peak of resident memory in an update of two micro-batches, `sampling` that of sampling a batch of
+answers, both over the memory before the student was made. The percentages are the relative errors
+of the formulas. Writes benchmarks/results/memory_plan.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.process_memory import resident_before, resident_peak
+from clients.config.common import StudentConfig
+from clients.data.model_shape import ModelShape
+from clients.preflight.memory import Load, held, learning, optimizer, sampling
+from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
+from student_trainer.data.prompts import Prompt
+from student_trainer.data.rollout import Rollout
+from student_trainer.model.lora import add_adapters
+from student_trainer.model.recomputation import recompute_activations
+from student_trainer.model.student import Student
+from student_trainer.parallel.sharding import distribute
+from student_trainer.rollouts.hf import HuggingFaceRollouts
+
+MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+SHAPE = ModelShape(8, 256, 768, 4, 2, 64, 4096)
+LINE, NEW = 256, 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: the architecture of a student, and what decides its memory."""
+
+    model: str
+    load: Load
+
+    @property
+    def label(self) -> str:
+        """The name of the case."""
+        load = self.load
+        sharding = "" if load.processes == 1 else " fsdp2" if load.sharded else " ddp"
+        dtype = "bfloat16" if load.bf16 else "float32"
+        rest = " lora" * bool(load.lora) + " checkpointing" * load.checkpointing
+        return f"{self.model} {dtype} {load.processes} x {load.tokens}{sharding}{rest}"
+
+
+class Ends:
+    """A tokenizer without an end token: every answer has all its tokens."""
+
+    eos_token_id = pad_token_id = None
+
+
+def cases() -> Iterator[Case]:
+    """Yield the cases of all measurements."""
+    for name in MODELS:
+        shape = replace(SHAPE, query_norm=name == "qwen3", tied=name == "qwen3")
+        for bf16 in (False, True):
+            base = Load(shape, 1, False, bf16, False, 2048, LINE, 32, LINE, LINE - NEW, cuda=False)
+            for tokens in (1024, 2048, 4096, 8192):
+                for checkpointing in (False, True):
+                    sampled = 4 * tokens // LINE
+                    load = replace(base, tokens=tokens, sampled=sampled)
+                    yield Case(name, replace(load, checkpointing=checkpointing))
+            yield Case(name, replace(base, lora=16))
+            yield Case(name, replace(base, lora=16, checkpointing=True))
+            for sharded in (False, True):
+                yield Case(name, replace(base, processes=2, sharded=sharded))
+            yield Case(name, replace(base, processes=2, sharded=True, checkpointing=True))
+            yield Case(name, replace(base, processes=2, sharded=True, lora=16))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="measure only cases with this text in them")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/memory_plan.json"))
+    parser.add_argument("--processes", type=int, help="measure in this process, one of a group")
+    options = parser.parse_args()
+    wanted = [case for case in cases() if options.only in case.label]
+    if options.processes is not None:
+        accelerator = Accelerator()
+        for case in wanted:
+            if case.load.processes == options.processes:
+                print(json.dumps([case.label, measure(accelerator, case)]), flush=True)
+        return
+    found = {}
+    for processes in sorted({case.load.processes for case in wanted}):
+        for line in group(options.only, processes):
+            name, measured = json.loads(line)
+            planned = plan(next(case.load for case in wanted if case.label == name))
+            found[name] = {"planned": planned, "measured": measured}
+            print(row(name, planned, measured), flush=True)
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def row(name: str, planned: Mapping[str, int], measured: Mapping[str, int]) -> str:
+    """Return a line of the table: what was measured, and the relative error of the plan."""
+    parts = (
+        f"{stage} {measured[stage] / 2**20:7.1f} MiB {planned[stage] / measured[stage] - 1:+6.1%}"
+        for stage in planned
+    )
+    return f"{name:42s} {', '.join(parts)}"
+
+
+def table(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
+    """Return the table of docs/deployment.md: the range of relative errors by kind of case."""
+    kinds: dict[str, list[Mapping[str, Mapping[str, int]]]] = {}
+    for name, one in found.items():
+        _, dtype, processes, _, _, *rest = name.split()
+        adverb = "es" if processes != "1" else ""
+        kind = ", ".join([dtype, f"{processes} process{adverb}", *rest])
+        kinds.setdefault(kind, []).append(one)
+    lines = ["| student | cases | update | sampling |", "|---|---|---|---|"]
+    for kind, ones in kinds.items():
+        ranges = []
+        for stage in ("update", "sampling"):
+            errors = [one["planned"][stage] / one["measured"][stage] - 1 for one in ones]
+            ranges.append(f"{min(errors):+.0%} to {max(errors):+.0%}")
+        lines.append(f"| {kind} | {len(ones)} | {' | '.join(ranges)} |")
+    return "\n".join(lines) + "\n"
+
+
+def plan(load: Load) -> dict[str, int]:
+    """Return the formula of what `measure` measures."""
+    own = sum(held(load).values())
+    update = own + max(sum(of(load).values()) for of in (learning, optimizer))
+    return {"update": update, "sampling": own + sum(sampling(load).values())}
+
+
+def group(only: str, processes: int) -> Iterator[str]:
+    """Run the cases of a number of processes, and yield what the first process prints."""
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        port = chosen.getsockname()[1]
+    command = [sys.executable, "-m", "benchmarks.memory_plan", "--only", only]
+    command += ["--processes", str(processes)]
+    running = []
+    for rank in range(processes):
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "ACCELERATE_USE_CPU": "true",
+            # Freed memory goes back to the kernel at once, so that it counts what is in use.
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+            "MALLOC_TRIM_THRESHOLD_": "0",
+        }
+        if processes > 1:
+            environment |= {
+                "WORLD_SIZE": str(processes),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+        printed = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        running.append(subprocess.Popen(command, env=environment, stdout=printed, text=True))
+    assert running[0].stdout is not None
+    yield from running[0].stdout
+    if any(process.wait() for process in running):
+        raise SystemExit("a process failed")
+
+
+def measure(accelerator: Accelerator, case: Case) -> dict[str, int]:
+    """Measure in this process; collective."""
+    small = replace(case.load.shape, layers=1, vocabulary=512)
+    use(accelerator, Case(case.model, replace(case.load, tokens=512, sampled=2, shape=small)), 0)
+    gc.collect()
+    return use(accelerator, case, resident_before())
+
+
+def use(accelerator: Accelerator, case: Case, before: int) -> dict[str, int]:
+    """Make a student, update it twice, and sample; return bytes of each stage over `before`."""
+    torch.manual_seed(0)
+    load = case.load
+    student = distribute(
+        accelerator, Student(model_of(case), bf16=load.bf16), "fsdp2" if load.sharded else ""
+    )
+    learned = [weight for weight in student.trained.parameters() if weight.requires_grad]
+    adamw = torch.optim.AdamW(learned, lr=1e-4)
+    batch = random_batch(load, accelerator.device)
+
+    def update() -> None:
+        for last in (False, True):
+            with student.synchronized(last=last):
+                out = student(batch, lambda rows, index: -rows.token_logprobs, 1.0)
+                accelerator.backward(out.loss_sum)
+        adamw.step()
+        adamw.zero_grad()
+
+    def sample() -> None:
+        rollouts = HuggingFaceRollouts(
+            student.full.model,
+            Ends(),
+            top_k=16,
+            temperature=1.0,
+            max_new_tokens=NEW,
+            batch_tokens=load.sampled * LINE,
+            draws=48,
+            bf16=load.bf16,
+        )
+        prompts = [Prompt(np.arange(LINE - NEW, dtype=np.int32), "")] * load.sampled
+        with student.gathered():
+            student.full.eval()
+            list(rollouts.generate(prompts, range(load.sampled), seed=0))
+            student.full.train()
+
+    update()
+    return {"update": stage(update) - before, "sampling": stage(sample) - before}
+
+
+def stage(run: Callable[[], None]) -> int:
+    """Return the peak of resident memory while `run` runs."""
+    gc.collect()
+    resident_before()
+    run()
+    return resident_peak()
+
+
+def model_of(case: Case) -> Any:
+    """Return a random student of the load's sizes."""
+    config, model = MODELS[case.model]
+    load, shape = case.load, case.load.shape
+    made = model(
+        config(
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            tie_word_embeddings=shape.tied,
+        )
+    )
+    if load.lora:
+        made = made.to(torch.bfloat16 if load.bf16 else torch.float32)
+        rank = {"rank": load.lora, "train_head": load.train_head}
+        add_adapters(made, StudentConfig.model_validate({"model": case.model, "lora": rank}))
+    recompute_activations(made, load.checkpointing)
+    return made
+
+
+def random_batch(load: Load, device: torch.device) -> Any:
+    """Return a micro-batch of `load.tokens` tokens in lines of `load.line`."""
+    scored = []
+    for _ in range(load.tokens // load.line):
+        ids = torch.randint(0, load.shape.vocabulary, (load.line,))
+        top = torch.zeros(load.line - 1, 1, dtype=torch.long)
+        rollout = Rollout(ids, 1, top, torch.zeros(load.line - 1), False, "")
+        scored.append(ScoredSequence(rollout, placeholder_rows(top.int().numpy())))
+    return make_batch(scored, device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""`distill plan`: the GPU memory of a job, computed before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from clients.cli.settings import JobFileArgument, SetOption, settings_of
+from protos.errors import ExitCode, InvalidInput
+
+if TYPE_CHECKING:
+    from clients.preflight.memory_plan import Plan
+
+PART = "GiB per GPU"  # title of the first column
+
+
+def plan(
+    context: typer.Context,
+    job: JobFileArgument,
+    sets: SetOption = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Number of GPUs; default: train.processes.")
+    ] = None,
+    memory: Annotated[
+        float, typer.Option(min=1, max=10_000, metavar="GIB", help="Memory of a GPU in GiB.")
+    ] = 80.0,
+) -> ExitCode:
+    """Compute the GPU memory of a job before anything is loaded.
+
+    It prints what a GPU needs in each stage of a step, the largest micro-batch that fits, and, if
+    the job does not fit, which change makes it fit. Exit code 1: it does not fit.
+    """
+    from clients.config.common import TrainingJob
+    from clients.config.file import load_job
+    from clients.config.offline import OfflineJob
+    from clients.preflight.files import check_processes
+    from clients.preflight.memory_plan import longest_stored, plan_of, shape_of_student
+
+    chosen = [*(sets or []), *([f"train.processes={gpus}"] if gpus else [])]
+    config = load_job(job, chosen).config
+    if not isinstance(config, TrainingJob):
+        raise InvalidInput(
+            "a capture trains no student", field="method.type", hint="plan a training job"
+        )
+    check_processes(config)
+    output = settings_of(context).output
+    found = plan_of(config, shape_of_student(config), memory)
+    if isinstance(config, OfflineJob) and longest_stored(config) is None:
+        output.say(
+            f"the store {config.data.path} cannot be read: its sequences count as long as a"
+            " micro-batch"
+        )
+    if output.as_json:
+        output.result(_record(found), "")
+    else:
+        print(_head(found))
+        output.table("parts", _rows(found), (PART, *found.parts))
+        print("\n".join(_conclusion(found, memory)))
+    return ExitCode.OK if found.fits else ExitCode.JOB_FAILED
+
+
+def _record(plan: Plan) -> dict[str, object]:
+    return {
+        "fits": plan.fits,
+        "bytes": plan.parts,
+        "peak": plan.peak,
+        "usable": plan.usable,
+        "largest_micro_batch": plan.micro_batch,
+        "changes": plan.changes,
+    }
+
+
+def _head(plan: Plan) -> str:
+    load = plan.load
+    sharding = "" if load.processes == 1 else ", FSDP2" if load.sharded else ", DDP"
+    trained = f"{load.trained / 1e9:.3g} billion" if load.trained >= 1e8 else f"{load.trained:,}"
+    sampled = f", {load.sampled} answers sampled at a time" if load.sampled else ""
+    return (
+        f"{load.shape.weights / 1e9:.3g} billion weights, {trained} trained, on"
+        f" {load.processes} GPU{'s' * (load.processes > 1)}{sharding}; micro-batches of"
+        f" {load.tokens} tokens in sequences of {load.line}{sampled}\n"
+    )
+
+
+def _rows(plan: Plan) -> list[dict[str, str]]:
+    from clients.preflight.memory_plan import gib
+
+    stages = plan.parts.items()
+    names = dict.fromkeys(name for parts in plan.parts.values() for name in parts)
+    totals = {stage: gib(sum(parts.values())) for stage, parts in stages}
+    return [
+        {PART: name} | {stage: gib(of[name]) if of.get(name) else "" for stage, of in stages}
+        for name in names
+        if any(parts.get(name) for _, parts in stages)
+    ] + [{PART: "total"} | totals]
+
+
+def _conclusion(plan: Plan, memory: float) -> list[str]:
+    from clients.preflight.memory_plan import USABLE, gib
+
+    verdict = "fits" if plan.fits else "does not fit"
+    lines = [
+        f"\nThe job {verdict}: {gib(plan.peak)} GiB of {gib(plan.usable)} GiB"
+        f" ({USABLE:.0%} of {memory:g} GiB)."
+    ]
+    if plan.micro_batch:
+        lines.append(f"Largest micro-batch that fits: {plan.micro_batch} tokens.")
+    else:
+        lines.append(f"Not even one sequence of {plan.load.line} tokens fits.")
+    return lines + [f"- {sentence}" for sentence in plan.changes]

@@ -1,0 +1,169 @@
+"""The sizes of a dense decoder model (Llama, Mistral, Qwen2, Qwen3), read from its config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clients.data.hub import use_caches_if_away
+from protos.errors import InvalidInput
+
+FIELD = "student.model"
+# The layers of these architectures have the same linear modules. Qwen2 always has biases on the
+# projections of queries, keys and values; Qwen3 has norms of the queries and keys of a head.
+_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder of `layers` layers, each of attention and a gated MLP.
+
+    hidden: width of the residual stream. intermediate: width of the MLP. heads, kv_heads: of
+    queries, and of keys and values; head_dim: width of one. tied: the head shares the weights of
+    the embeddings. query_norm: norms of the queries and keys of a head. query_bias, output_bias,
+    mlp_bias: biases of the linear modules.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool = False
+    query_norm: bool = False
+    query_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def queries(self) -> int:
+        """Width of the queries of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Width of the keys of all heads; the values have the same."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def linear_modules(self) -> list[tuple[int, int]]:
+        """(in, out) of the linear modules of a layer."""
+        attention = [self.queries, self.keys, self.keys]
+        return [
+            *((self.hidden, out) for out in attention),
+            (self.queries, self.hidden),
+            *[(self.hidden, self.intermediate)] * 2,
+            (self.intermediate, self.hidden),
+        ]
+
+    @property
+    def linear_weights(self) -> int:
+        """Number of weights of the linear modules of a layer, without biases."""
+        return sum(inside * out for inside, out in self.linear_modules)
+
+    @property
+    def other_weights(self) -> int:
+        """Number of weights of a layer outside its linear modules' matrices: norms and biases."""
+        norms = 2 * self.hidden + 2 * self.head_dim * self.query_norm
+        biases = self.query_bias * (self.queries + 2 * self.keys) + self.output_bias * self.hidden
+        return norms + biases + self.mlp_bias * (2 * self.intermediate + self.hidden)
+
+    @property
+    def table_weights(self) -> int:
+        """Number of weights of the embeddings; the head has as many, or shares them."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def root_weights(self) -> int:
+        """Number of weights outside the layers: embeddings, head and last norm."""
+        return self.table_weights * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def weights(self) -> int:
+        """Number of all weights; shared ones count once."""
+        return self.layers * (self.linear_weights + self.other_weights) + self.root_weights
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Return the sizes that a config.json states.
+
+    Raises InvalidInput (`student.model`) for another architecture, or if a size is missing.
+    """
+    kind = config.get("model_type")
+    if kind not in _KINDS:
+        raise InvalidInput(
+            f"the sizes of a model of type {kind!r} are not known",
+            field=FIELD,
+            hint=f"known are {', '.join(_KINDS)}",
+        )
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        projections = kind == "qwen2" or bool(config.get("attention_bias"))
+        return ModelShape(
+            layers=int(config["num_hidden_layers"]),
+            hidden=hidden,
+            intermediate=int(config["intermediate_size"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            vocabulary=int(config["vocab_size"]),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            query_norm=kind == "qwen3",
+            query_bias=projections,
+            output_bias=projections and kind != "qwen2",
+            mlp_bias=kind == "llama" and bool(config.get("mlp_bias")),
+        )
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise InvalidInput(
+            f"config.json lacks a size, or a size is no number: {error}",
+            field=FIELD,
+            hint="restore the file",
+        ) from error
+
+
+def config_file(model: str, revision: str | None = None) -> Path:
+    """Return the path of the config.json of a directory or a hub id, which is downloaded.
+
+    Raises InvalidInput (`student.model`) if there is none.
+    """
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InvalidInput(
+                f"{model} has no config.json", field=FIELD, hint="give a Hugging Face directory"
+            )
+        return path / "config.json"
+    use_caches_if_away()
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError as error:
+        raise InvalidInput(
+            f"{model!r} is no directory, and huggingface_hub is not installed to ask the hub",
+            field=FIELD,
+            hint="give a Hugging Face directory, or install the extra `train`",
+        ) from error
+    try:
+        return Path(hf_hub_download(model, "config.json", revision=revision))
+    except (OSError, ValueError) as error:
+        raise InvalidInput(
+            f"no config.json of {model!r}: {str(error).strip().splitlines()[0]}",
+            field=FIELD,
+            hint="give a Hugging Face directory or reachable hub id",
+        ) from error
+
+
+def read_shape(model: str, revision: str | None = None) -> tuple[ModelShape, Path]:
+    """Return the sizes of a model and the directory of its config.json; see `config_file`."""
+    file = config_file(model, revision)
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise InvalidInput(f"{file} is not JSON", field=FIELD, hint="restore the file") from error
+    if not isinstance(config, dict):
+        raise InvalidInput(f"{file} is not a JSON object", field=FIELD, hint="restore the file")
+    return shape_of(config), file.parent

@@ -1,0 +1,238 @@
+"""Whether a job fits into the memory of a GPU, and which change of the job makes it fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clients.config.common import LoraConfig
+from clients.config.kinds import AnyTraining
+from clients.config.offline import OfflineJob
+from clients.config.rl import RLJob
+from clients.config.sft import SFTJob
+from clients.data.model_shape import ModelShape, read_shape
+from clients.preflight.disk import parameters_of
+from clients.preflight.memory import Load, held, peak, stages
+from clients.store.dataset import LogitDataset
+from protos.errors import DistillError, InvalidInput
+
+GIB = 1 << 30
+# Share of a GPU's memory for tensors. The rest: CUDA context, NCCL buffers, fragmentation.
+USABLE = 0.9
+_MOST_PROCESSES = 1024
+
+# Changes of the job that save memory: name -> keys by table.
+_Change = Mapping[str, Mapping[str, Any]]
+_CHANGES: Mapping[str, _Change] = {
+    'train.sharding = "fsdp2"': {"train": {"sharding": "fsdp2"}},
+    "student.gradient_checkpointing = true": {"student": {"gradient_checkpointing": True}},
+    'student.dtype = "bfloat16"': {"student": {"dtype": "bfloat16"}},
+    "student.lora = {}": {"student": {"lora": LoraConfig()}},
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The memory of a process of a job on a GPU, in bytes.
+
+    parts: bytes of each stage by part. peak: of the largest stage. usable: what tensors may use.
+    micro_batch: most tokens per micro-batch that fit; 0: not even one sequence does. changes:
+    sentences on what makes the job fit; empty if it fits.
+    """
+
+    load: Load
+    parts: Mapping[str, Mapping[str, int]]
+    peak: int
+    usable: int
+    micro_batch: int
+    changes: Sequence[str]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the usable memory."""
+        return self.peak <= self.usable
+
+
+def plan_of(job: AnyTraining, shape: ModelShape, memory: float) -> Plan:
+    """Return the plan of a job. `shape`: of its student. `memory`: of a GPU, in GiB."""
+    usable = round(USABLE * memory * GIB)
+    load = load_of(job, shape)
+    found = {name: held(load) | parts for name, parts in stages(load).items() if parts}
+    most = largest_micro_batch(job, shape, usable)
+    fits = peak(load) <= usable
+    changes = [] if fits else changes_of(job, shape, usable, most)
+    return Plan(load, found, peak(load), usable, most, changes)
+
+
+def shape_of_student(job: AnyTraining) -> ModelShape:
+    """Return the sizes of the job's student; loads no weights.
+
+    Raises InvalidInput (`student.model`) if they are not known, or if the headers of the weights
+    have another number of weights than config.json states.
+    """
+    shape, directory = read_shape(job.student.model, job.student.revision)
+    stored = parameters_of(directory)
+    # Some tied models store their head beside the embeddings.
+    if stored not in (0, shape.weights, shape.weights + shape.table_weights * shape.tied):
+        raise InvalidInput(
+            f"the files have {stored:,} weights, but a model of this config.json {shape.weights:,}",
+            field="student.model",
+            hint="this architecture is not known to the plan",
+        )
+    return shape
+
+
+def load_of(job: AnyTraining, shape: ModelShape, *, cuda: bool = True) -> Load:
+    """Return what decides the memory of a process of the job.
+
+    Prompts and answers are taken as long as the job allows. Sequences of a store are as long as its
+    longest one; those of a store that is not there yet, as a micro-batch.
+    """
+    processes, most = job.train.processes, job.train.tokens_per_micro_batch
+    line, of_update, of_step = _sequences(job)
+    stored = isinstance(job, OfflineJob | SFTJob)
+    answer = line + job.method.max_new_tokens * stored
+    lora, rl = job.student.lora, isinstance(job, RLJob)
+    critic = isinstance(job, RLJob) and job.method.advantages == "gae"
+    # Each turn reads everything before it again.
+    several_turns = isinstance(job, RLJob) and job.environment is not None
+    written = math.ceil(job.train.prompts_per_step / processes)
+    if isinstance(job, RLJob):
+        written *= job.method.rollouts_per_prompt
+    return Load(
+        shape=shape,
+        processes=processes,
+        sharded=job.train.sharding == "fsdp2" and processes > 1,
+        bf16=job.student.dtype == "bfloat16" or (cuda and job.student.dtype == "auto"),
+        checkpointing=job.student.gradient_checkpointing,
+        tokens=line * min(max(1, most // line), of_update),
+        line=line,
+        sampled=min(max(1, 4 * most // answer), of_step),
+        sampled_line=answer,
+        sampled_prompt=answer if several_turns else answer - job.method.max_new_tokens,
+        lora=0 if lora is None else lora.rank,
+        train_head=lora is not None and lora.train_head,
+        anchor=isinstance(job, RLJob) and job.method.beta > 0,
+        critic_tokens=written * job.method.max_new_tokens if rl and critic else 0,
+        cuda=cuda,
+    )
+
+
+def _sequences(job: AnyTraining) -> tuple[int, int, int]:
+    """Return tokens of the longest sequence, and sequences of a process.
+
+    The sequences are those of an update, and the most that are sampled in a step or an evaluation.
+    """
+    processes, train = job.train.processes, job.train
+    examined = math.ceil(job.eval.prompts / processes)
+    if isinstance(job, OfflineJob):
+        own = math.ceil(train.prompts_per_step / processes)
+        mixed = math.ceil(job.method.on_policy_fraction * train.prompts_per_step / processes)
+        return _longest(job), own, max(mixed, examined * (job.eval.metric != "none"))
+    if isinstance(job, SFTJob):
+        own = math.ceil(train.prompts_per_step / processes)
+        return job.method.max_tokens, own, examined * (job.eval.metric != "none")
+    line = job.method.max_prompt_tokens + job.method.max_new_tokens
+    size = job.method.rollouts_per_prompt
+    if not isinstance(job, RLJob):
+        own = math.ceil(train.prompts_per_step * size / processes)
+        return line, own, max(own, examined)
+    own = size * math.ceil(train.prompts_per_step / job.method.updates_per_step / processes)
+    return line, own, max(size * math.ceil(train.prompts_per_step / processes), examined)
+
+
+def _longest(job: OfflineJob) -> int:
+    return longest_stored(job) or job.train.tokens_per_micro_batch
+
+
+def longest_stored(job: OfflineJob) -> int | None:
+    """Return the tokens of the longest sequence of the job's store; None if it cannot be read."""
+    try:
+        return int(LogitDataset(job.data.path).lengths.max())
+    except (DistillError, OSError):
+        return None
+
+
+def largest_micro_batch(job: AnyTraining, shape: ModelShape, usable: int) -> int:
+    """Return the most tokens per micro-batch that fit; 0 if not even one sequence does.
+
+    More than a process's sequences of a step change nothing, so they are not tried.
+    """
+    line, of_update, of_step = _sequences(job)
+    # `fits` is true up to some number of lines, and false from there on.
+    most, too_many = 0, max(of_update, of_step) + 1
+    while too_many - most > 1:
+        middle = (most + too_many) // 2
+        tried = changed(job, {"train": {"tokens_per_micro_batch": middle * line}})
+        if peak(load_of(tried, shape)) <= usable:
+            most = middle
+        else:
+            too_many = middle
+    return most * line
+
+
+def changes_of(job: AnyTraining, shape: ModelShape, usable: int, most: int) -> list[str]:
+    """Return a sentence on each change of the job that alone makes it fit, or on all together."""
+    found = []
+    together: AnyTraining = job
+    for name, change in _CHANGES.items():
+        if not _is_change(job, change):
+            continue
+        together = changed(together, change)
+        needed = peak(load_of(changed(job, change), shape))
+        verdict = "fits" if needed <= usable else "does not fit alone"
+        found.append(f"{name}: {gib(needed)} GiB, {verdict}")
+    if most:
+        found.append(f"train.tokens_per_micro_batch = {most}: fits")
+    if (processes := _enough(job, shape, usable)) is not None:
+        found.append(f'{processes} GPUs with train.sharding = "fsdp2": fits')
+    if not any(one.endswith(" fits") or one.endswith(": fits") for one in found):
+        smallest = largest_micro_batch(together, shape, usable)
+        needed = peak(load_of(together, shape))
+        if needed <= usable:
+            found.append(f"all of these together: {gib(needed)} GiB, fits")
+        elif smallest:
+            found.append(
+                f"all of these together, and train.tokens_per_micro_batch = {smallest}: fits"
+            )
+        else:
+            found.append("all of these together: do not fit; the student is too large")
+    return found
+
+
+def _enough(job: AnyTraining, shape: ModelShape, usable: int) -> int | None:
+    """Return the fewest processes, doubled from the job's, with which FSDP2 fits; None: none."""
+    count = 2 * job.train.processes
+    while count <= min(_MOST_PROCESSES, job.sequences_per_step):
+        tried = changed(job, {"train": {"processes": count, "sharding": "fsdp2"}})
+        if peak(load_of(tried, shape)) <= usable:
+            return count
+        count *= 2
+    return None
+
+
+def _is_change(job: AnyTraining, change: _Change) -> bool:
+    if "train" in change and job.train.processes == 1:
+        return False  # a single process shards nothing
+    for table, values in change.items():
+        for key, value in values.items():
+            now = getattr(getattr(job, table), key)
+            if now not in (value, "auto") and not isinstance(now, LoraConfig):
+                return True
+    return False
+
+
+def changed(job: AnyTraining, change: _Change) -> AnyTraining:
+    """Return the job with other values of keys, given by table. They are not checked."""
+    tables = {
+        table: getattr(job, table).model_copy(update=dict(values))
+        for table, values in change.items()
+    }
+    return job.model_copy(update=tables)
+
+
+def gib(count: int) -> str:
+    """Format a number of bytes in GiB."""
+    return f"{count / GIB:.2f}"

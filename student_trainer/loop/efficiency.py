@@ -1,0 +1,86 @@
+"""How well a step uses the device: tokens per second of a process, MFU, memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from student_trainer.model.flops import LearningFlops
+from student_trainer.model.student import Student
+from student_trainer.teachers.source import PendingRows
+
+_GIB = 1 << 30
+
+# Part of a device's name -> peak TFLOPS of bfloat16 on tensor cores, without sparsity (float32
+# sums). From NVIDIA's data sheets of the devices, and for GeForce the white paper of the Ada
+# architecture. The first name whose words all occur counts. TF32, in which float32 students
+# compute, has half of it on all of them.
+_PEAKS = {
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "RTX 4090": 165.2,
+}
+# Devices with less than the peak of their name.
+_SLOWER = {"Laptop", "MIG"}
+
+
+def peak_flops(device: str, *, bf16: bool) -> float | None:
+    """Return the peak operations per second of a device by its name; None if it is unknown."""
+    words = set(device.replace("-", " ").split())
+    for name, peak in _PEAKS.items():
+        if set(name.split()) <= words and not words & _SLOWER:
+            return peak * 1e12 * (1 if bf16 else 0.5)
+    return None
+
+
+class Efficiency:
+    """Measures the steps of this process. Operations are those of learning alone."""
+
+    def __init__(self, student: Student, device: torch.device, processes: int) -> None:
+        self._flops = LearningFlops(student)
+        self._device = device
+        self._processes = processes
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._peak = peak_flops(name, bf16=student.bf16)
+
+    def begin(self) -> None:
+        """Start a step: its peak of memory is counted from here."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def flops(self, pending: Sequence[PendingRows]) -> float:
+        """Return the operations of learning from sequences."""
+        texts = [item.sequence for item in pending]
+        return sum(self._flops.of_sequence(len(text.token_ids), text.learned) for text in texts)
+
+    def of_step(self, *, flops: float, learning: float, speed: float) -> dict[str, float]:
+        """Return the metrics of a step.
+
+        `flops`: operations of all processes. `learning`: seconds of forward and backward passes and
+        the optimizer. `speed`: learned tokens per second of the step, over all processes.
+        """
+        found = {"tokens_per_sec/process": speed / self._processes}
+        if self._peak is not None and learning > 0:
+            found["mfu"] = flops / (learning * self._processes * self._peak)
+        if self._device.type == "cuda":
+            found["memory/peak"] = torch.cuda.max_memory_allocated(self._device) / _GIB
+            found["memory/reserved"] = torch.cuda.max_memory_reserved(self._device) / _GIB
+        else:
+            found["memory/peak"] = _resident_peak() / _GIB
+        return found
+
+
+def _resident_peak() -> int:
+    """Return the peak of resident bytes of this process since it started."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

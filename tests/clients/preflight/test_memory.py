@@ -1,0 +1,291 @@
+"""The memory formulas against what autograd saves, and the plan of a job."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.memory_plan import LINE, SHAPE, Case, model_of, random_batch
+from clients.cli.app import main
+from clients.config.kinds import AnyTraining, parse_job
+from clients.config.on_policy import OnPolicyJob
+from clients.config.rl import RLJob
+from clients.data.model_shape import shape_of
+from clients.preflight.memory import (
+    Load,
+    activations,
+    held,
+    optimizer,
+    peak,
+    products_per_token,
+    sampling,
+    saved_per_token,
+)
+from clients.preflight.memory_plan import (
+    GIB,
+    USABLE,
+    changed,
+    largest_micro_batch,
+    load_of,
+    plan_of,
+    shape_of_student,
+)
+from protos.errors import InvalidInput
+from student_trainer.model.recomputation import PRODUCTS
+from student_trainer.model.student import Student
+
+# The published config.json of Qwen2.5-7B, without what has no size.
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+WEIGHTS_7B = 7_615_616_512  # of its safetensors index
+TOKENS = 2 * LINE
+ROOT = Path(__file__).parents[3]
+
+
+def saved(model: str, load: Load, kernel: SDPBackend) -> int:
+    """Return the bytes that autograd saves in one forward pass, without weights."""
+    torch.manual_seed(0)
+    student = Student(model_of(Case(model, load)), bf16=load.bf16)
+    student.train()
+    batch = random_batch(load, torch.device("cpu"))
+    weights = [*student.parameters(), *student.buffers()]
+    shapes = {tuple(weight.shape) for weight in weights}
+    shapes |= {shape[::-1] for shape in shapes if len(shape) == 2}
+    own = {weight.untyped_storage().data_ptr() for weight in weights}
+    found: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        # A bfloat16 copy of a weight is a weight, too.
+        if place not in own and tuple(tensor.shape) not in shapes:
+            found[place] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), sdpa_kernel(kernel):
+        student(batch, lambda rows, index: -rows.token_logprobs, 1.0)
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+@pytest.mark.parametrize("lora", [0, 8])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+def test_autograd_saves_these_bytes(model: str, bf16: bool, lora: int) -> None:
+    shape = replace(SHAPE, vocabulary=1024, query_norm=model == "qwen3")
+    load = Load(shape, 1, False, bf16, False, TOKENS, LINE, lora=lora, cuda=False)
+    few, many = (
+        saved(model, replace(load, shape=replace(shape, layers=n)), SDPBackend.FLASH_ATTENTION)
+        for n in (1, 3)
+    )
+    assert (many - few) / 2 / TOKENS == pytest.approx(saved_per_token(load), rel=0.02)
+
+
+class Products(TorchDispatchMode):
+    """Adds up the bytes of the outputs that the selective policy keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in PRODUCTS:
+            tensors = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
+            self.bytes += sum(one.numel() * one.element_size() for one in tensors)
+        return out
+
+
+@pytest.mark.parametrize("lora", [0, 8])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_selective_policy_keeps_these_bytes(bf16: bool, lora: int) -> None:
+    shape = replace(SHAPE, vocabulary=1024, layers=3)
+    load = Load(shape, 1, False, bf16, "selective", TOKENS, LINE, lora=lora, cuda=False)
+    body = model_of(Case("llama", load)).get_decoder()
+    ids = random_batch(load, torch.device("cpu")).inputs["input_ids"]
+    with Products() as products, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        body(input_ids=ids, use_cache=False)
+    assert products.bytes / 3 / TOKENS == pytest.approx(products_per_token(load), rel=0.05)
+
+
+def test_layers_that_recompute_save_their_input_only() -> None:
+    load = Load(replace(SHAPE, layers=5), 1, False, True, False, TOKENS, LINE)
+    policies: tuple[bool | int | str, ...] = (False, 3, 2, "selective", True)
+    found = [activations(replace(load, checkpointing=policy)) for policy in policies]
+    layer = TOKENS * (saved_per_token(load) - 4 * SHAPE.hidden)
+    assert found[0] - found[1] == 2 * layer
+    assert found[0] - found[2] == 3 * layer
+    assert found[0] - found[4] == 5 * layer
+    assert found[3] - found[4] == 5 * TOKENS * products_per_token(load)
+
+
+def test_a_gpu_without_a_kernel_for_float32_groups_saves_the_scores() -> None:
+    """PyTorch then takes the kernel `MATH`, which a CPU has too."""
+    shape = replace(SHAPE, vocabulary=1024)
+    load = Load(shape, 1, False, False, False, TOKENS, LINE)
+    few, many = (
+        saved("llama", replace(load, shape=replace(shape, layers=n)), SDPBackend.MATH)
+        for n in (1, 3)
+    )
+    assert (many - few) / 2 / TOKENS == pytest.approx(saved_per_token(load), rel=0.1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+def test_weights_are_those_of_the_model(model: str, tied: bool) -> None:
+    shape = replace(SHAPE, query_norm=model == "qwen3", tied=tied)
+    load = Load(shape, 1, False, False, False, TOKENS, LINE)
+    student = model_of(Case(model, load))
+    assert shape.weights == sum(weight.numel() for weight in student.parameters())
+    assert shape_of(json.loads(student.config.to_json_string())) == shape
+    adapters = replace(load, lora=8)
+    with_adapters = model_of(Case(model, adapters))
+    trained = [weight for weight in with_adapters.parameters() if weight.requires_grad]
+    assert adapters.trained == sum(weight.numel() for weight in trained)
+    assert adapters.frozen == shape.weights
+
+
+def test_a_published_model_has_its_published_weights() -> None:
+    assert shape_of(QWEN_7B).weights == WEIGHTS_7B
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt2"}, "a model of type 'gpt2'"),
+        ({"hidden_size": None}, "config.json lacks a size"),
+        ({"hidden_size": "wide"}, "config.json lacks a size"),
+        ({"num_attention_heads": 0}, "config.json lacks a size"),
+    ],
+)
+def test_other_models_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        shape_of({**QWEN_7B, **changes})
+
+
+def job(tmp_path: Path, **tables: Any) -> AnyTraining:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    student = {"model": str(tmp_path), "dtype": "bfloat16"}
+    values = {"student": student, "data": {"path": "p.jsonl"}, "train": {"processes": 8}}
+    made = parse_job(json.dumps(values | tables))
+    assert isinstance(made, OnPolicyJob | RLJob)
+    return made
+
+
+def test_states_and_weights_are_shared_by_fsdp2(tmp_path: Path) -> None:
+    rl = {"method": {"type": "rl", "beta": 0.01}, "reward": {"type": "exact_match"}}
+    config = job(tmp_path, **rl)
+    shape = shape_of_student(config)
+    alone = held(load_of(config, shape))
+    shared = held(load_of(changed(config, {"train": {"sharding": "fsdp2"}}), shape))
+    assert alone["weights"] == alone["anchor"] == alone["DDP buckets"] == 4 * WEIGHTS_7B
+    assert alone["optimizer"] == 8 * WEIGHTS_7B
+    assert shared["weights"] == shared["anchor"] == 4 * WEIGHTS_7B // 8
+    assert (shared["DDP buckets"], shared["critic"]) == (0, 0)
+
+
+def test_the_cache_of_sampling_by_hand(tmp_path: Path) -> None:
+    config = job(tmp_path)
+    load = load_of(config, shape_of_student(config))
+    # 32 prompts on 8 processes, and 128 held-out ones; at most 4 * 16384 tokens at a time.
+    assert (load.sampled, load.sampled_line) == (16, 512 + 256)
+    # Keys and values of 4 heads of 128 numbers, float32, in 28 layers.
+    assert sampling(load)["key-value cache"] == 16 * 768 * 2 * 4 * 128 * 4 * 28
+
+
+def test_a_job_that_does_not_fit_gets_changes_that_do(tmp_path: Path) -> None:
+    config = job(tmp_path)
+    shape = shape_of_student(config)
+    plan = plan_of(config, shape, 80.0)
+    assert not plan.fits
+    assert plan.micro_batch == 0
+    # 7.6 billion weights, moments, buckets, gradients and AdamW's temporary tensors.
+    assert plan.peak >= WEIGHTS_7B * (4 + 8 + 4 + 4 + 4)
+    (sharded,) = [one for one in plan.changes if one.startswith("train.sharding")]
+    assert sharded.endswith("GiB, fits")
+    better = changed(config, {"train": {"sharding": "fsdp2"}})
+    assert peak(load_of(better, shape)) <= USABLE * 80 * GIB
+    assert not plan_of(better, shape, 80.0).changes
+
+
+def test_the_largest_micro_batch_is_the_largest(tmp_path: Path) -> None:
+    config = changed(job(tmp_path), {"train": {"sharding": "fsdp2", "prompts_per_step": 4096}})
+    shape = shape_of_student(config)
+    usable = round(80 * GIB)
+    most = largest_micro_batch(config, shape, usable)
+    assert most % 768 == 0
+
+    def needed(tokens: int) -> int:
+        return peak(load_of(changed(config, {"train": {"tokens_per_micro_batch": tokens}}), shape))
+
+    assert needed(most) <= usable < needed(most + 768)
+
+
+def test_headers_with_other_weights_are_refused(tmp_path: Path) -> None:
+    config = job(tmp_path)
+    save_file({"x": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidInput, match="the files have 3 weights"):
+        shape_of_student(config)
+
+
+def test_adamw_needs_a_gradient_and_a_temporary_tensor_on_a_gpu() -> None:
+    load = Load(SHAPE, 2, True, True, False, TOKENS, LINE)
+    assert sum(optimizer(load).values()) == 8 * SHAPE.weights // 2
+
+
+class TestCommand:
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+        path = tmp_path / "job.toml"
+        path.write_text(
+            f'[student]\nmodel = "{tmp_path}"\ndtype = "bfloat16"\n[data]\npath = "p.jsonl"\n'
+            '[train]\nsharding = "fsdp2"\n'
+        )
+        return str(path)
+
+    def test_it_prints_every_stage(self, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["plan", file, "--gpus", "8"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith("7.62 billion weights, 7.62 billion trained, on 8 GPUs, FSDP2")
+        for word in ("SAMPLING", "LEARNING", "key-value cache", "activations", "The job fits"):
+            assert word in out
+
+    def test_json_has_bytes(self, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["--json", "plan", file, "--gpus", "8", "--memory", "24"]) == 1
+        found = json.loads(capsys.readouterr().out)
+        assert found["fits"] is False
+        assert found["usable"] == round(USABLE * 24 * GIB)
+        stages = [sum(parts.values()) for parts in found["bytes"].values()]
+        assert max(stages) == found["peak"] > found["usable"]
+        assert any(one.startswith("student.lora") for one in found["changes"])
+
+    def test_wrong_requests_are_one_sentence(
+        self, file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        capture = str(ROOT / "deploy" / "jobs" / "gsm8k_capture.toml")
+        for words, said in (
+            ([file, "--gpus", "0"], "--gpus"),
+            ([file, "--gpus", "64"], "train.prompts_per_step: 32 sequences are too few for 64"),
+            ([file, "--set", "student.model=no/model"], "student.model: no config.json of"),
+            ([capture], "method.type: a capture trains no student"),
+        ):
+            assert main(["plan", *words]) == 2
+            assert said in capsys.readouterr().err
