@@ -34,6 +34,7 @@ from student_trainer.methods.offline import load_examined, offline_method
 from student_trainer.methods.on_policy import on_policy_method
 from student_trainer.methods.rl import RLMaterial, rl_method
 from student_trainer.methods.rl_prompts import load_rl_prompts
+from student_trainer.model.attention import choose_attention
 from student_trainer.model.loading import load_config, load_model, load_tokenizer, vocabulary
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import largest, make_accelerator
@@ -84,8 +85,9 @@ def assemble(
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
         checkpoint.delete_after(run.checkpoints, step)
     bf16 = config.student.dtype == "bfloat16"
-    unsharded = Student(model, bf16=bf16, pack=stores is not None)
-    student = distribute(accelerator, unsharded, config.train.sharding)
+    student = distribute(accelerator, Student(model, bf16=bf16), config.train.sharding)
+    with student.gathered():
+        choose_attention(student.trained, student.full, config.student)
     method = make_method(accelerator, student)
     if saved is not None:
         _restore(method, saved)

@@ -12,7 +12,9 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    ValidationInfo,
     WithJsonSchema,
+    field_validator,
 )
 
 # The upper end keeps every count within the integers of messages and of SQLite.
@@ -88,8 +90,17 @@ class StudentConfig(Table):
     """Dtype of the computation; trained weights and optimizer state are always float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    attention: Literal["auto", "sdpa", "flash", "eager"] = "auto"
+    """auto: flash if installed, on a GPU in bfloat16; else sdpa. Set it if one fails."""
     lora: LoraConfig | None = None
     """Train LoRA adapters; use about ten times the learning rate of full training."""
+
+    @field_validator("attention")
+    @classmethod
+    def _fits_dtype(cls, attention: str, info: ValidationInfo) -> str:
+        if attention == "flash" and info.data.get("dtype") == "float32":
+            raise ValueError("needs dtype = 'bfloat16': flash attention has no float32")
+        return attention
 
 
 class TeacherLink(Table):

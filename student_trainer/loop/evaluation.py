@@ -158,9 +158,9 @@ class Evaluation:
         sums = torch.zeros(len(_MEASURED), 2, dtype=torch.float64)
         spreads = torch.zeros(2, 4, dtype=torch.float64)
         objective = self._objective
-        for group in micro_batches(self._held_out(), self._most, pack=student.packs):
+        for group in micro_batches(self._held_out(), self._most, student.layout):
             scored = [item.wait() for item in group]
-            batch = make_batch(scored, self._accelerator.device, pack=student.packs)
+            batch = make_batch(scored, self._accelerator.device, student.layout)
             out = student(batch, distillation_loss(batch, objective), objective.temperature)
             found = batch_metrics(batch, out, objective)
             sums += torch.stack([found[name] for name in _MEASURED]).double().cpu()
