@@ -84,10 +84,7 @@ def assemble(
     if accelerator.is_main_process:
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
         checkpoint.delete_after(run.checkpoints, step)
-    bf16 = config.student.dtype == "bfloat16"
-    student = distribute(accelerator, Student(model, bf16=bf16), config.train.sharding)
-    with student.gathered():
-        choose_attention(student.trained, student.full, config.student)
+    student = _distributed(accelerator, config, model)
     method = make_method(accelerator, student)
     if saved is not None:
         _restore(method, saved)
@@ -115,6 +112,15 @@ def assemble(
         of_step=checkpoint.metrics_of(saved) if saved else None,
     )
     return Trainer(config, run, progress, parts)
+
+
+def _distributed(accelerator: Accelerator, config: AnyTraining, model: Any) -> Replicated | Sharded:
+    """Collective. Distribute the student over the processes, and choose its attention."""
+    made = Student(model, bf16=config.student.dtype == "bfloat16")
+    student = distribute(accelerator, made, config.train.sharding)
+    with student.gathered():
+        choose_attention(student.trained, student.full, config.student)
+    return student
 
 
 def _restore(method: Method, saved: Path) -> None:
