@@ -231,6 +231,7 @@ def _optimizer(config: AnyTraining, model: Any, saved: Path | None) -> torch.opt
     optimizer = torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=config.train.learning_rate,
+        betas=config.train.adam_betas,
         weight_decay=config.train.weight_decay,
     )
     if saved is not None:
