@@ -2,7 +2,8 @@
 
 A step is a pure function of (weights, optimizer state, anchor, critic, seed, step number). Nothing
 else is carried from one step to the next, so a run that is killed and resumed computes the same
-bits as one that was never killed. A step has one optimizer update; in RL `method.total_updates`.
+bits as one that was never killed. A step has one optimizer update; in RL
+`method.updates_per_step` in each of `method.epochs_per_step` epochs.
 
 For each step the trainer gets the sequences from the method (`steps`), splits them into
 micro-batches, waits for the teacher's rows of one micro-batch at a time, adds up the gradients, and

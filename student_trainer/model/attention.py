@@ -64,7 +64,10 @@ def _wanted(student: Student, attention: str) -> str | None:
     installed = _installed_flash()
     match attention:
         case "auto":
-            return installed if on_gpu and student.bf16 else None
+            # For these models transformers would download another kernel from the hub.
+            only = getattr(student.model, "_compatible_flash_implementations", None)
+            usable = on_gpu and student.bf16 and (only is None or installed in only)
+            return installed if usable else None
         case "flash" if not on_gpu:
             raise _refused(attention, "it needs an NVIDIA GPU")
         case "flash":

@@ -117,6 +117,11 @@ def test_rl(material: tiny.Material, tmp_path: Path, changes: dict[str, Any]) ->
             one, two = made._steps(2).updates
             steps[layout] = [*one, *two]
             grads[layout] = learned(made, list(one), layout), learned(made, list(two), layout)
+            for update in (one, two):
+                means, expected = learned(made, list(update), "padded")
+                packed, found = learned(made, list(update), "lines")
+                assert_near(found, expected, 1e-6)
+                assert_equal_means(packed, means)
     assert_shared(steps["lines"])
     for padded, packed in zip(steps["padded"], steps["lines"], strict=True):
         assert torch.equal(padded.sequence.token_ids, packed.sequence.token_ids)

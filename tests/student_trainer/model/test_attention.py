@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,4 +140,29 @@ def test_a_line_of_everything_takes_any_lengths() -> None:
     groups = micro_batches(items, 16, layout)
     lengths = [[len(item.sequence.token_ids) for item in group] for group in groups]
     assert lengths == [[30], [9, 4, 2]]
-    assert attention._wanted(Student(tiny.model(), bf16=True), "auto") is None
+
+
+@pytest.mark.parametrize(
+    ("device", "bf16", "only", "installed", "wanted"),
+    [
+        ("cuda", True, None, "flash_attention_2", "flash_attention_2"),
+        ("cuda", True, ["flash_attention_2"], "flash_attention_2", "flash_attention_2"),
+        ("cuda", True, ["kernels-community/other"], "flash_attention_2", None),
+        ("cuda", True, None, None, None),
+        ("cuda", False, None, "flash_attention_2", None),
+        ("cpu", True, None, "flash_attention_2", None),
+    ],
+)
+def test_auto_takes_what_is_installed(
+    device: str,
+    bf16: bool,
+    only: list[str] | None,
+    installed: str | None,
+    wanted: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Never a kernel of the hub, nor flash attention in float32."""
+    monkeypatch.setattr(attention, "_installed_flash", lambda: installed)
+    model = SimpleNamespace(device=torch.device(device), _compatible_flash_implementations=only)
+    student: Any = SimpleNamespace(model=model, bf16=bf16)
+    assert attention._wanted(student, "auto") == wanted
