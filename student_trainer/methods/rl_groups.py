@@ -43,11 +43,6 @@ class Groups:
     measured: dict[str, Tensor]
     reward_seconds: float
 
-    @property
-    def rollouts(self) -> list[Rollout]:
-        """The sequences of `written`."""
-        return [cast(Rollout, item.sequence) for item in self.written]
-
 
 class GroupSampler:
     """Samples and judges the groups of a step; every process samples whole groups.
