@@ -33,6 +33,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.gpu import default_out, machine
+from clients.config.common import StudentConfig
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import ScoredSequence, placeholder_rows
 from student_trainer.data.packing import micro_batches
@@ -40,6 +41,7 @@ from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.loop.efficiency import peak_flops
 from student_trainer.loop.step import Objective
+from student_trainer.model.attention import choose_attention
 from student_trainer.model.flops import LearningFlops
 from student_trainer.model.recomputation import recompute_activations
 from student_trainer.model.student import Student
@@ -162,7 +164,8 @@ def our_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], flo
     accelerator = Accelerator(cpu=device == "cpu")
     model = random_model(case, sizes, device).train()
     recompute_activations(model, case.recompute)
-    student = Student(model, bf16=True, pack=True)
+    student = Student(model, bf16=True)
+    choose_attention(student, student, StudentConfig(model=case.model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     scored: list[ScoredSequence] = []
     objective: Objective
@@ -172,12 +175,12 @@ def our_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], flo
     else:
         objective = CrossEntropyObjective()
         scored = [example(sizes, number) for number in range(sizes.sequences)]
-    groups = micro_batches(scored, sizes.micro_batch, pack=True)
+    groups = micro_batches(scored, sizes.micro_batch, student.layout)
     rows = sum(item.sequence.learned for item in scored)
 
     def update() -> None:
         for group in groups:
-            batch = objective.batch(group, accelerator.device, pack=True)
+            batch = objective.batch(group, accelerator.device, student.layout)
             out = student(batch, objective.loss(batch), 1.0, objective.needs_all_rows)
             (out.loss_sum / rows).backward()
             objective.metrics(batch, out)

@@ -37,6 +37,7 @@ from student_trainer.methods.on_policy import on_policy_method
 from student_trainer.methods.rl import RLMaterial, rl_method
 from student_trainer.methods.rl_prompts import load_rl_prompts
 from student_trainer.methods.sft import sft_method
+from student_trainer.model.attention import choose_attention
 from student_trainer.model.loading import (
     computes_in_bfloat16,
     load_config,
@@ -86,9 +87,7 @@ def assemble(
         check_same_store(stores.training, checkpoint.facts_of(saved))
 
     progress.say("loading student", step)
-    accelerator, student = _load_student(
-        config, saved, pack=isinstance(config, OfflineJob | SFTJob)
-    )
+    accelerator, student = _load_student(config, saved)
     progress.agree = lambda wish: largest(accelerator, wish)
     if accelerator.is_main_process:
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
@@ -124,15 +123,21 @@ def assemble(
 
 
 def _load_student(
-    config: AnyTraining, saved: Path | None, *, pack: bool
+    config: AnyTraining, saved: Path | None
 ) -> tuple[Accelerator, Replicated | Sharded]:
-    """Collective. Load the student, with the weights of a checkpoint if one is given."""
+    """Collective. Load the student, distribute it over the processes, and choose its attention.
+
+    `saved`: the checkpoint that has the weights; None: they are the job's.
+    """
     torch.manual_seed(config.seed)  # new LoRA weights are the same in every attempt
     sharded = config.train.sharding == "fsdp2" and config.train.processes > 1
     model = load_model(config.student, saved / "model" if saved else None, mapped=sharded)
     accelerator = make_accelerator(time_limit(config, model.num_parameters()))
-    student = Student(model, bf16=computes_in_bfloat16(config.student), pack=pack)
-    return accelerator, distribute(accelerator, student, config.train.sharding)
+    made = Student(model, bf16=computes_in_bfloat16(config.student))
+    student = distribute(accelerator, made, config.train.sharding)
+    with student.gathered():
+        choose_attention(student.trained, student.full, config.student)
+    return accelerator, student
 
 
 def _restore(method: Method, saved: Path) -> None:
@@ -254,6 +259,7 @@ def _optimizer(config: AnyTraining, model: Any, saved: Path | None) -> torch.opt
     optimizer = torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=config.train.learning_rate,
+        betas=config.train.adam_betas,
         weight_decay=config.train.weight_decay,
     )
     if saved is not None:

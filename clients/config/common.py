@@ -13,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    ValidationInfo,
     WithJsonSchema,
     field_validator,
 )
@@ -75,6 +76,9 @@ def check_tail(tail: str | None, divergence: str | None) -> str | None:
     return tail
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Table(BaseModel):
     """Base class of all tables of a job file. Frozen; unknown keys are refused."""
 
@@ -109,8 +113,17 @@ class StudentConfig(Table):
     """Of the computation; auto: bfloat16 on a GPU, else float32. Trained weights are float32."""
     gradient_checkpointing: Recomputation = False
     """Recompute activations: true, every n-th layer (n), or selective: all but matrix products."""
+    attention: Literal["auto", "sdpa", "flash", "eager"] = "auto"
+    """auto: flash if installed, on a GPU in bfloat16; else sdpa. Set it if one fails."""
     lora: LoraConfig | None = None
     """Train LoRA adapters; use about ten times the learning rate of full training."""
+
+    @field_validator("attention")
+    @classmethod
+    def _fits_dtype(cls, attention: str, info: ValidationInfo) -> str:
+        if attention == "flash" and info.data.get("dtype") == "float32":
+            raise ValueError("needs dtype = 'bfloat16': flash attention has no float32")
+        return attention
 
 
 class TeacherLink(Table):
@@ -286,6 +299,8 @@ class TrainConfig(Table):
     """Steps in which the learning rate rises linearly to its peak."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
+    adam_betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """AdamW's decay rates of the first and the second moment."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients with a larger norm are scaled down to this norm."""
     max_skipped_updates: Annotated[int, Field(ge=0)] = 3
@@ -309,6 +324,24 @@ class EvalConfig(Table):
     """Number of held-out prompts (or stored sequences)."""
     metric: Literal["none", "exact_match"] = "none"
     """exact_match: compare final answers (the line after the last '####', or all of it)."""
+
+
+class SampledEvalConfig(EvalConfig):
+    """Held-out evaluation with one greedy answer per prompt, or with several sampled ones."""
+
+    samples: Count = 1
+    """Answers per held-out prompt: eval/reward and eval/accuracy are means over all (mean@n)."""
+    temperature: Annotated[float, Field(ge=0), Field(validate_default=True)] = 0.0
+    """Temperature of the held-out answers; 0: the most likely token each time (greedy)."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _gives_different_answers(cls, temperature: float, info: ValidationInfo) -> float:
+        if 0 < temperature < 1e-3:
+            raise ValueError("must be 0 (greedy), or 0.001 or more")
+        if temperature == 0 and info.data.get("samples", 1) > 1:
+            raise ValueError("must be above 0 for samples > 1: greedy answers are all equal")
+        return temperature
 
 
 # If the newest checkpoint is damaged, the one before it is needed.

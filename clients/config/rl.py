@@ -9,10 +9,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from clients.config.anchor import AnchorConfig
 from clients.config.common import (
     FORMER_TAIL,
     Count,
     DataConfig,
+    SampledEvalConfig,
     Table,
     Tail,
     TailDraws,
@@ -32,17 +34,6 @@ UNWEIGHTED = ("none", "bucket", "bucket+draws")
 BASELINES = ("bucket+draws", "bucket", FORMER_TAIL)
 
 
-class AnchorConfig(Table):
-    """The anchor: a moving average of the student's weights, for the KL (EMA-PG, 2602.04417)."""
-
-    tau: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """anchor = tau * anchor + (1 - tau) * student. 1 keeps the initial student as the anchor."""
-    update_period: Count = 10
-    """Optimizer updates between two updates of the anchor."""
-    context: str | None = None
-    """Text that only the anchor reads, before the prompt; may contain {columns} of the data."""
-
-
 class RLConfig(Table):
     """Reinforcement learning (GRPO), with a KL to the anchor, to a teacher, or to both."""
 
@@ -60,6 +51,10 @@ class RLConfig(Table):
     """Answers sampled per prompt (the group)."""
     updates_per_step: Count = 1
     """Optimizer updates per step; each uses its share of the step's prompts (PPO)."""
+    epochs_per_step: Count = 1
+    """Times that the updates of a step are repeated, with the same rollouts (PPO)."""
+    dynamic_sampling: Count = 1
+    """Most rounds of sampling per step, to replace prompts with equal rewards (DAPO). 1: off."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Lower clip of the policy ratio, at 1 - clip_low (PPO)."""
     clip_high: Weight = 0.28
@@ -162,6 +157,11 @@ class RLConfig(Table):
         return bounds
 
     @property
+    def total_updates(self) -> int:
+        """Optimizer updates of a step, over all epochs."""
+        return self.updates_per_step * self.epochs_per_step
+
+    @property
     def tail_mode(self) -> Tail:
         """The tail mode of `topk_kl`. Both defaults are unbiased."""
         return self.tail or _default_tail(self.divergence)
@@ -181,6 +181,7 @@ class RLJob(TrainingJob):
     """A reinforcement learning job."""
 
     method: RLConfig
+    eval: SampledEvalConfig = SampledEvalConfig()
     teacher: TeacherLink | None = None
     """The table `teacher` adds a KL to a teacher service, weighted by `method.teacher_beta`."""
     anchor: AnchorConfig = AnchorConfig()
@@ -241,7 +242,7 @@ class RLJob(TrainingJob):
         method = info.data.get("method")
         if not (method and method.beta) or anchor.context is not None:
             return anchor
-        if anchor.tau == 0 and anchor.update_period == method.updates_per_step == 1:
+        if anchor.tau == 0 and anchor.update_period == method.total_updates == 1:
             raise ValueError(
                 "with tau = 0 and update_period = 1 the anchor equals the student, so the KL is "
                 "zero; raise one of them, or set method.beta = 0"
@@ -287,6 +288,16 @@ class RLJob(TrainingJob):
         return [
             (reward is not None or not method.reward_weight, "method.reward_weight", no_reward),
             (rewarded, "method.advantages", no_reward),
+            (
+                rewarded and method.advantages != "gae",
+                "method.dynamic_sampling",
+                "no advantage comes from a group; leave it out, or learn from a reward without gae",
+            ),
+            (
+                reward is not None or self.eval.metric != "none",
+                "eval.samples eval.temperature",
+                "held-out answers are not scored; leave it out, or set eval.metric or a reward",
+            ),
             (
                 method.advantages == "gae",
                 "method.gae_lambda method.critic_learning_rate",

@@ -80,7 +80,7 @@ class CriticAdvantages:
         """
         measured = torch.zeros(2, dtype=torch.float64)
         count = self._over_processes(torch.tensor([float(len(states))], device=states.device))
-        for update in range(self._method.updates_per_step):
+        for update in range(self._method.total_updates):
             losses = value_loss(self._critic(states), values, targets, clip=_CLIP)
             if update == 0:
                 measured = sum_and_count(losses.detach())

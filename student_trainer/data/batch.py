@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from protos.rows.codec import RowBlock
-from student_trainer.data.packing import places
+from student_trainer.data.packing import Layout, places
 from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.losses import Rows
@@ -110,18 +110,17 @@ class Batch:
 
 
 def make_batch(
-    scored: Sequence[ScoredSequence], device: torch.device, *, pack: bool = False
+    scored: Sequence[ScoredSequence], device: torch.device, layout: Layout = "padded"
 ) -> Batch:
     """Make the tensors of one micro-batch on `device`. `scored`: a group of `micro_batches`.
 
-    Padding is at the end of a line, where a causal model does not see it. `pack`: sequences share
-    lines, which are as long as the longest sequence of the group.
+    Padding is at the end of a line, where a causal model does not see it. `layout`: how sequences
+    share lines; see `packing.py`.
     """
     texts = [item.sequence for item in scored]
     blocks = [item.rows for item in scored]
     lengths = [len(text.token_ids) for text in texts]
-    width = max(lengths)
-    placed = places(lengths, width, pack=pack)
+    width, placed = places(lengths, layout)
     ids = torch.zeros(1 + max(line for line, _ in placed), width, dtype=torch.long)
     # The padding of a line is a sequence of its own, from position 0.
     positions = torch.arange(width).repeat(len(ids), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,8 +41,21 @@ class HeldOutObjective(Objective, Protocol):
         """Return values of each token, [n], by names in _MEASURED."""
 
 
+@dataclass(frozen=True)
+class Samples:
+    """Sampled held-out answers in place of greedy ones.
+
+    count: answers per prompt. seed: of the job. Answer n of prompt i has the rollout number
+    first - (i * count + n), whatever the number of processes.
+    """
+
+    count: int
+    seed: int
+    first: int
+
+
 class TaskEvaluation:
-    """Scores greedy answers to fixed prompts by exact match and by the job's reward."""
+    """Scores answers to fixed prompts, greedy or sampled, by exact match and the job's reward."""
 
     def __init__(
         self,
@@ -52,13 +66,18 @@ class TaskEvaluation:
         *,
         matched: bool = True,
         judged: RolloutRewards | None = None,
+        sampled: Samples | None = None,
     ) -> None:
         """`prompts`: of all processes; this process keeps its share.
 
         `matched`: whether to compare answers with the references. `judged`: the job's reward, None
-        if it has none.
+        if it has none. `sampled`: None for one greedy answer to each prompt.
         """
-        self._prompts = prompts[accelerator.process_index :: accelerator.num_processes]
+        self._prompts = list(enumerate(prompts))[
+            accelerator.process_index :: accelerator.num_processes
+        ]
+        self._sampled = sampled
+        self._each = sampled.count if sampled else 1
         self._tokenizer = tokenizer
         self._rollouts = rollouts
         self._matched = matched
@@ -70,19 +89,35 @@ class TaskEvaluation:
         Returns a tensor [2, 2] float64, (sum, number) of right answers and of finite rewards; the
         `moments` of the rewards; and the transcripts of the first 8 answers.
         """
-        answers = greedy_answers(self._rollouts, self._tokenizer, self._prompts)
+        asked = [prompt for _, prompt in self._prompts for _ in range(self._each)]
+        answers = self._answers(asked)
         right = [exact_match(text, rollout.answer) for rollout, text in answers if self._matched]
-        transcripts = [self._transcript(*pair) for pair in answers[:8]]
-        rewards = self._rewards([rollout for rollout, _ in answers])
-        for transcript, reward in zip(transcripts, rewards.tolist(), strict=False):
+        each = self._each
+        transcripts = [self._transcript(*pair) for pair in answers[::each][:8]]
+        rewards = self._rewards(asked, [rollout for rollout, _ in answers])
+        for transcript, reward in zip(transcripts, rewards[::each].tolist(), strict=False):
             transcript["reward"] = reward if math.isfinite(reward) else None
-        known = rewards[np.isfinite(rewards)]
-        sums = [[sum(right), len(right)], [float(known.sum()), len(known)]]
-        spread = moments(torch.from_numpy(known), torch.ones(len(known), dtype=torch.float64))
-        return torch.tensor(sums, dtype=torch.float64), spread, transcripts
+        known = np.isfinite(rewards)
+        of_prompt = torch.from_numpy(np.where(known, rewards, 0.0)).reshape(-1, each).sum(1)
+        counts = torch.from_numpy(known.astype(np.float64)).reshape(-1, each).sum(1)
+        sums = [[sum(right), len(right)], [float(of_prompt.sum()), float(counts.sum())]]
+        return torch.tensor(sums, dtype=torch.float64), moments(of_prompt, counts), transcripts
 
-    def _rewards(self, rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
-        return np.empty(0) if self._judged is None else self._judged(self._prompts, rollouts)
+    def _answers(self, asked: Sequence[Prompt]) -> list[tuple[Rollout, str]]:
+        """Return the rollouts of the prompts, and their texts."""
+        sampled = self._sampled
+        if sampled is None:
+            return greedy_answers(self._rollouts, self._tokenizer, asked)
+        numbers = [
+            sampled.first - (index * sampled.count + n)
+            for index, _ in self._prompts
+            for n in range(sampled.count)
+        ]
+        batches = self._rollouts.generate(asked, numbers, seed=sampled.seed)
+        return [(one, one.answer_text(self._tokenizer)) for batch in batches for one in batch]
+
+    def _rewards(self, asked: Sequence[Prompt], rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
+        return np.empty(0) if self._judged is None else self._judged(asked, rollouts)
 
     def _transcript(self, rollout: Rollout, text: str) -> dict[str, Any]:
         prompt = self._tokenizer.decode(rollout.token_ids[: rollout.start])
@@ -158,9 +193,9 @@ class Evaluation:
         sums = torch.zeros(len(_MEASURED), 2, dtype=torch.float64)
         spreads = torch.zeros(len(_SELECTING) - 1, 4, dtype=torch.float64)
         objective = self._objective
-        for group in micro_batches(self._held_out(), self._most, pack=student.packs):
+        for group in micro_batches(self._held_out(), self._most, student.layout):
             scored = [item.wait() for item in group]
-            batch = make_batch(scored, self._accelerator.device, pack=student.packs)
+            batch = make_batch(scored, self._accelerator.device, student.layout)
             out = student(batch, objective.loss(batch), objective.temperature)
             for name, values in objective.held_out(batch, out).items():
                 sums[_MEASURED.index(name)] += sum_and_count(values).double().cpu()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from student_trainer.data.batch import Batch, ScoredSequence
+from student_trainer.data.packing import Layout
 from student_trainer.losses import FusedLoss, LossFunction
 from student_trainer.teachers.source import PendingRows
 
@@ -48,8 +49,10 @@ class Objective(Protocol):
     def needs_all_rows(self) -> bool:
         """Whether the loss needs all rows of a batch at once; costs one more matrix product."""
 
-    def batch(self, scored: Sequence[ScoredSequence], device: torch.device, *, pack: bool) -> Batch:
-        """Make the tensors of one micro-batch on `device`. `pack`: as in `make_batch`."""
+    def batch(
+        self, scored: Sequence[ScoredSequence], device: torch.device, layout: Layout
+    ) -> Batch:
+        """Make the tensors of one micro-batch on `device`. `layout`: as in `make_batch`."""
 
     def loss(self, batch: Batch) -> LossFunction:
         """Return the loss of the batch as a function of the student's rows: one term per token."""

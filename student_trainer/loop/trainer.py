@@ -2,7 +2,8 @@
 
 A step is a pure function of (weights, optimizer state, anchor, critic, seed, step number). Nothing
 else is carried from one step to the next, so a run that is killed and resumed computes the same
-bits as one that was never killed. A step has one optimizer update; in RL `method.updates_per_step`.
+bits as one that was never killed. A step has one optimizer update; in RL
+`method.updates_per_step` in each of `method.epochs_per_step` epochs.
 
 For each step the trainer gets the sequences from the method (`steps`), splits them into
 micro-batches, waits for the teacher's rows of one micro-batch at a time, adds up the gradients, and
@@ -251,11 +252,11 @@ class Trainer:
         # DDP and FSDP average gradients over processes; the loss is divided by the global count.
         scale = self._accelerator.num_processes / max(counted, 1.0)
         objective, device = self._objective, self._accelerator.device
-        packs = self._student.full.packs
+        layout = self._student.full.layout
         sums: dict[str, Tensor] = {}
         waited = 0.0
         self._student.trained.train()
-        groups = micro_batches(pending, self._config.train.tokens_per_micro_batch, pack=packs)
+        groups = micro_batches(pending, self._config.train.tokens_per_micro_batch, layout)
         own_groups = len(groups)
         # Every rank must run the same number of micro-batches: a rank with fewer repeats its last
         # one without rows.
@@ -264,7 +265,7 @@ class Trainer:
             started = time.monotonic()
             scored = self._rows(group)
             waited += time.monotonic() - started
-            batch = objective.batch(scored, device, pack=packs)
+            batch = objective.batch(scored, device, layout)
             if number >= own_groups:
                 batch = batch.without_rows()
             with self._student.synchronized(last=number == len(groups) - 1):

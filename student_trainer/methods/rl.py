@@ -4,7 +4,9 @@ One step, in order:
 
 1. Prompts. `RLPrompts.training` (`methods/rl_prompts.py`) returns `train.prompts_per_step` prompts
    by the seed and the step number. They are divided into `method.updates_per_step` parts, and each
-   part among the processes. A process samples whole groups of `method.rollouts_per_prompt`.
+   part among the processes. A process samples whole groups of `method.rollouts_per_prompt`. With
+   `method.dynamic_sampling`, `GroupSampler` (`methods/rl_groups.py`) repeats 1, 2 and 4 for other
+   prompts before 3.
 2. Rollouts. `HuggingFaceRollouts` (`rollouts/hf.py`) samples one completion for each prompt; with a
    table `environment`, `SearchRollouts` (`rollouts/search.py`) samples several turns:
    `SampledTokens` (`rollouts/sampler.py`) -> `Rollout` (`data/rollout.py`).
@@ -19,7 +21,8 @@ One step, in order:
 7. Weights. `sequence_weights` (`losses/aggregate.py`) returns how much each answer counts. The
    rollout, its rows, its advantage and its weight become one `PendingRLSequence`.
 8. Log-probs of p_old, the student before the first update (`rollouts/old_policy.py`), for the
-   policy gradient of the updates after the first one.
+   policy gradient of the updates after the first one. All updates are made
+   `method.epochs_per_step` times.
 9. Micro-batches, for each update. The trainer (`loop/trainer.py`) groups the sequences
    (`data/packing.py`), waits for the rows of one group (`PendingRLSequence` -> `RLSequence`) and
    makes its tensors (`RLSequence` -> `RLBatch`, both in `objectives/rl.py`).
@@ -38,10 +41,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any, cast
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -53,11 +55,12 @@ from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.environments.retriever import Retriever
-from student_trainer.loop.evaluation import Evaluation, TaskEvaluation
+from student_trainer.loop.evaluation import Evaluation, Samples, TaskEvaluation
 from student_trainer.loop.step import Step
 from student_trainer.losses.advantages import group_advantages
 from student_trainer.losses.aggregate import sequence_weights
 from student_trainer.methods.method import Method, plain_rollouts
+from student_trainer.methods.rl_groups import GroupSampler
 from student_trainer.methods.rl_prompts import RLPrompts
 from student_trainer.model.loading import computes_in_bfloat16
 from student_trainer.objectives.distillation import DistillationObjective
@@ -65,7 +68,7 @@ from student_trainer.objectives.rl import RLObjective, RLSequence
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rewards import Rewards
-from student_trainer.rewards.rollout_rewards import RolloutRewards, reward_metrics, search_metrics
+from student_trainer.rewards.rollout_rewards import RolloutRewards, search_metrics
 from student_trainer.rollouts.old_policy import OldPolicy
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.rollouts.sampler import Sampler
@@ -118,56 +121,47 @@ class RLSteps:
         self,
         config: RLJob,
         accelerator: Accelerator,
-        prompts: RLPrompts,
+        held_out: Sequence[Prompt],
+        groups: GroupSampler,
         answers: ScoredRollouts,
-        judged: RolloutRewards | None,
         sources: Sequence[TeacherSource],
         values: CriticAdvantages | None,
         old_policy: OldPolicy | None,
     ) -> None:
         """Keep the parts of a step.
 
-        `answers`: samples rollouts and requests the rows of `sources[0]`. `sources`: at least one;
-        the rows of the others are requested at the same head ids. `judged`: None if the job has no
-        reward. `values`: the critic, None if advantages come from the group.
+        `held_out`: the held-out prompts of all processes. `answers`: samples rollouts and requests
+        the rows of `sources[0]`. `sources`: at least one; the rows of the others are requested at
+        the same head ids. `values`: the critic, None if advantages come from the group.
         """
         self._method = config.method
         self._searches = config.environment is not None
-        self._prompts_per_step = config.train.prompts_per_step
         self._accelerator = accelerator
-        self._prompts = prompts
+        self._groups = groups
         self._answers = answers
-        self._judged = judged
         self._sources = sources
         self._values = values
         self._old_policy = old_policy
         rank, world = accelerator.process_index, accelerator.num_processes
-        self._held_out = list(enumerate(prompts.held_out))[rank::world]
+        self._held_out = list(enumerate(held_out))[rank::world]
 
     def of_step(self, step: int) -> Step:
         """Collective. Sample and score the rollouts of `step` (from 1), divided into its updates.
 
         A DistillError of one rank is raised on all ranks.
         """
-        size = self._method.rollouts_per_prompt
-        prompts = self._prompts.training.of_step(step, self._prompts_per_step)
-        shares = self._shares(len(prompts))
-        mine = [index for share in shares for index in share for _ in range(size)]
-        offset = (step - 1) * len(prompts) * size
-        numbers = [offset + index * size + n % size for n, index in enumerate(mine)]
-        asked = [prompts[index] for index in mine]
-        written = raise_on_all_ranks(self._accelerator, lambda: self._written(asked, numbers))
+        groups = self._groups.of_step(step)
+        written = raise_on_all_ranks(self._accelerator, lambda: self._at_one_head(groups.written))
         began = time.monotonic()
-        rewards = self._rewards(asked, written)
-        judged = time.monotonic()
         others = self._other_rows(written)
-        seconds = {"time/reward": judged - began, "time/anchor": time.monotonic() - judged}
-        measured = reward_metrics(rewards) if self._judged else {}
-        advantages = self._advantages(_rollouts(written), rewards, measured)
+        seconds = {"time/reward": groups.reward_seconds, "time/anchor": time.monotonic() - began}
+        measured = groups.measured
+        advantages = self._advantages(_rollouts(written), groups.rewards, measured)
         rollouts = iter(self._weighed(written, others, advantages))
-        first, *later = [list(islice(rollouts, len(share) * size)) for share in shares]
+        size = self._method.rollouts_per_prompt
+        parts = [list(islice(rollouts, len(share) * size)) for share in self._groups.shares()]
         began = time.monotonic()
-        updates = [first, *self._with_old_logprobs(later)]
+        updates = self._epochs(parts)
         seconds["time/old_policy"] = time.monotonic() - began
         if self._searches:
             measured |= search_metrics(_rollouts(written))
@@ -183,25 +177,10 @@ class RLSteps:
         numbers = [-1 - index for index, _ in self._held_out]
         return self._answers.to([prompt for _, prompt in self._held_out], numbers)
 
-    def _shares(self, count: int) -> list[range]:
-        """Return the indices of this process's prompts for each update of a step."""
-        rank, world = self._accelerator.process_index, self._accelerator.num_processes
-        updates = self._method.updates_per_step
-        ends = [count * update // updates for update in range(updates + 1)]
-        return [range(first + rank, last, world) for first, last in pairwise(ends)]
-
-    def _written(self, asked: Sequence[Prompt], numbers: Sequence[int]) -> list[PendingRows]:
-        written = self._answers.gathered_to(asked, numbers)
+    def _at_one_head(self, written: list[PendingRows]) -> list[PendingRows]:
         if len(self._sources) > 1 and self._method.direction == "forward":
             return [_at_its_head(item) for item in written]
         return written
-
-    def _rewards(self, asked: Sequence[Prompt], written: Sequence[PendingRows]) -> Tensor:
-        """Return rewards [G, n] float64 of G groups of n answers; NaN if an answer has none."""
-        values = np.full(len(written), np.nan)
-        if self._judged is not None:
-            values = self._judged(asked, _rollouts(written))
-        return torch.from_numpy(values).reshape(-1, self._method.rollouts_per_prompt)
 
     def _other_rows(self, written: Sequence[PendingRows]) -> list[tuple[Future[RowBlock], ...]]:
         """Collective. Request the rows of the sources after the first, for each rollout."""
@@ -241,17 +220,22 @@ class RLSteps:
             )
         ]
 
-    def _with_old_logprobs(
-        self, updates: list[list[PendingRLSequence]]
-    ) -> list[list[PendingRLSequence]]:
-        """Collective. Return the updates after the first, with log-probs under p_old."""
-        if self._old_policy is None or not updates:
-            return updates
-        found = self._old_policy([_rollouts(update) for update in updates])
-        return [
-            [replace(item, old_logprobs=of) for item, of in zip(update, logprobs, strict=True)]
-            for update, logprobs in zip(updates, found, strict=True)
+    def _epochs(self, parts: list[list[PendingRLSequence]]) -> list[list[PendingRLSequence]]:
+        """Collective. Return the updates of all epochs; `parts`: the sequences of one epoch's.
+
+        All but the first update have log-probs under p_old, computed once.
+        """
+        first, *later = parts
+        again = self._method.epochs_per_step - 1
+        needed = parts if again else later
+        if self._old_policy is None or not needed:
+            return parts * (1 + again)
+        found = self._old_policy([_rollouts(part) for part in needed])
+        old = [
+            [replace(item, old_logprobs=of) for item, of in zip(part, logprobs, strict=True)]
+            for part, logprobs in zip(needed, found, strict=True)
         ]
+        return [first, *old[len(old) - len(later) :], *old * again]
 
 
 def _at_its_head(item: PendingRows) -> PendingRows:
@@ -305,38 +289,55 @@ def rl_method(
     if objective.has_policy_gradient:
         most = config.train.tokens_per_micro_batch
         old_policy = OldPolicy(student, temperature=method.temperature, tokens_per_micro_batch=most)
+    prompts = material.prompts
+    groups = GroupSampler(config, accelerator, prompts.training, answers, judged)
     steps = RLSteps(
-        config, accelerator, material.prompts, answers, judged, sources, values, old_policy
+        config, accelerator, prompts.held_out, groups, answers, sources, values, old_policy
     )
     evaluation = Evaluation(
         accelerator,
         DistillationObjective(method.direction, "bucket+sampled", method.temperature),
         list if config.teacher is None else steps.held_out,
         TaskEvaluation(
-            material.prompts.held_out,
+            prompts.held_out,
             accelerator,
             material.tokenizer,
-            rollouts,
+            _make_rollouts(config, material, student, examined=True),
             matched=config.eval.metric == "exact_match",
             judged=judged,
+            sampled=_held_out_samples(config),
         ),
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )
     return Method(objective, steps.of_step, evaluation, anchor, values)
 
 
-def _make_rollouts(config: RLJob, material: RLMaterial, student: Replicated | Sharded) -> Rollouts:
+def _held_out_samples(config: RLJob) -> Samples | None:
+    """Return the settings of sampled held-out answers; None: one greedy answer a prompt."""
+    if not config.eval.temperature:
+        return None
+    # Negative, after those of `RLSteps.held_out`: a number fixes the random stream.
+    return Samples(config.eval.samples, config.seed, first=-1 - config.eval.prompts)
+
+
+def _make_rollouts(
+    config: RLJob, material: RLMaterial, student: Replicated | Sharded, *, examined: bool = False
+) -> Rollouts:
+    """Return the sampler of training rollouts, or that of the `examined` held-out answers."""
     method = config.method
+    temperature, draws = method.temperature, config.draws
     # With top_k = 0 only the sampled token counts, but a row needs a head: one id.
     top_k = max(method.top_k, 1)
+    if examined and config.eval.temperature:
+        temperature, draws, top_k = config.eval.temperature, 0, 1
     if config.environment is None:
         return plain_rollouts(
             config,
             student,
             material.tokenizer,
             top_k=top_k,
-            temperature=method.temperature,
-            draws=config.draws,
+            temperature=temperature,
+            draws=draws,
         )
     assert material.retriever is not None, "the environment has one"
     return SearchRollouts(
@@ -344,8 +345,8 @@ def _make_rollouts(config: RLJob, material: RLMaterial, student: Replicated | Sh
             student.full.model,
             material.tokenizer,
             top_k=top_k,
-            temperature=method.temperature,
-            draws=config.draws,
+            temperature=temperature,
+            draws=draws,
             bf16=computes_in_bfloat16(config.student),
         ),
         material.tokenizer,

@@ -33,8 +33,8 @@ def of_rollouts(
         for number, one in enumerate(rollouts)
     ]
     found: dict[int, Tensor] = {}
-    for group in micro_batches(read, tokens_per_micro_batch, pack=student.packs):
-        batch = make_batch(group, device, pack=student.packs)
+    for group in micro_batches(read, tokens_per_micro_batch, student.layout):
+        batch = make_batch(group, device, student.layout)
         parts = torch.split(of_batch(batch), [item.sequence.learned for item in group])
         found |= {item.number: part for item, part in zip(group, parts, strict=True)}
     return [found[number] for number in range(len(rollouts))]

@@ -67,10 +67,12 @@ def has_linear_head(model: Any) -> bool:
 
 
 @torch.no_grad()
-def separates_packed_sequences(model: Any) -> bool:
+def separates_packed_sequences(model: Any, *, lines: int = 2) -> bool:
     """Return True if packed sequences do not influence each other.
 
     Packed sequences share a line, and only their position ids, which restart at 0, separate them.
+    `lines`: of the batch, each with the same sequences; some kernels take another path for one.
+
     When the tokens of the first sequence change, no bit of the second one's hidden states may
     change, and they must be close to those of the second sequence alone. Returns False for a model
     that does not accept position ids.
@@ -80,12 +82,11 @@ def separates_packed_sequences(model: Any) -> bool:
     positions = torch.arange(length, device=model.device).repeat(2)
 
     def states(tokens: Tensor) -> Tensor:
-        # Two lines, since some kernels take another path for a single one.
         inputs = {
-            "input_ids": tokens.repeat(2, 1),
-            "position_ids": positions[: len(tokens)].repeat(2, 1),
+            "input_ids": tokens.repeat(lines, 1),
+            "position_ids": positions[: len(tokens)].repeat(lines, 1),
         }
-        found: Tensor = body(**inputs, use_cache=False).last_hidden_state[1]
+        found: Tensor = body(**inputs, use_cache=False).last_hidden_state[-1]
         return found.float()
 
     try:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from student_trainer.data.batch import Batch
+from student_trainer.data.packing import Layout
 from student_trainer.losses import (
     FusedLoss,
     LossFunction,
@@ -19,11 +20,7 @@ from student_trainer.losses import (
     fused_linear_top_ids,
     rows_from_logits,
 )
-from student_trainer.model.probes import (
-    called_linear_modules,
-    has_linear_head,
-    separates_packed_sequences,
-)
+from student_trainer.model.probes import called_linear_modules, has_linear_head
 
 log = logging.getLogger(__name__)
 
@@ -31,32 +28,29 @@ log = logging.getLogger(__name__)
 class Student(nn.Module):
     """The module that DDP and FSDP wrap: the model, its head and the loss in one forward pass.
 
-    The head runs inside `forward` because FSDP has its full weights only there. `packs`: whether
-    sequences may share a line. `bf16`: whether it computes in bfloat16. `linear`: the
-    linear modules that every forward pass calls.
+    The head runs inside `forward` because FSDP has its full weights only there. `layout`: how
+    sequences share the lines of a batch; `choose_attention` (`attention.py`) sets it. `bf16`:
+    whether it computes in bfloat16. `linear`: the linear modules that every forward pass calls.
     """
 
-    def __init__(self, model: Any, *, bf16: bool = False, pack: bool = False) -> None:
+    def __init__(self, model: Any, *, bf16: bool = False) -> None:
         """Wrap `model`, a transformers causal LM, and probe it on a few tokens.
 
         `bf16`: compute in bfloat16; trainable weights stay float32, because bfloat16 would lose
-        small updates. `pack`: let sequences share a line, if the model supports it.
+        small updates.
         """
         super().__init__()
         self.model = model
         self.bf16 = bf16
         # A cast weight is used once here: the cache of autocast would hold a copy of the model.
-        with self._precision(cache=False), called_linear_modules(model) as linear:
+        with self.precision(cache=False), called_linear_modules(model) as linear:
             self._linear_head = has_linear_head(model)
         self.linear = frozenset(linear)
-        with self._precision(cache=False):
-            self.packs = pack and separates_packed_sequences(model)
+        self.layout: Layout = "padded"
         if not self._linear_head:
             log.info(
                 "the head is not one linear layer: computing full logits, which takes more memory"
             )
-        if pack and not self.packs:
-            log.info("this model cannot separate sequences in one line: padding them instead")
 
     def forward(
         self,
@@ -73,7 +67,7 @@ class Student(nn.Module):
         """
         if not self._linear_head:
             return self._plain(batch, loss_fn, temperature)
-        with self._precision():
+        with self.precision():
             hidden, weight, bias = self._to_head(batch)
             inputs = (hidden, weight, batch.head_ids, batch.token_ids)
             options: dict[str, Any] = {"sample_ids": batch.sample_ids, "bias": bias}
@@ -102,7 +96,7 @@ class Student(nn.Module):
                 sample_ids=batch.sample_ids,
                 temperature=temperature,
             )
-        with self._precision():
+        with self.precision():
             hidden, weight, bias = self._to_head(batch)
             if top_k is not None:
                 ids = fused_linear_top_ids(hidden, weight, top_k, bias=bias)
@@ -120,7 +114,7 @@ class Student(nn.Module):
     @torch.no_grad()
     def states(self, batch: Batch) -> Tensor:
         """Return the hidden states [N, H] that give the rows of the batch, without a gradient."""
-        with self._precision():
+        with self.precision():
             return self._to_head(batch)[0]
 
     def _to_head(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -130,10 +124,14 @@ class Student(nn.Module):
         return batch.select(states), head.weight, getattr(head, "bias", None)
 
     def _logits(self, batch: Batch) -> Tensor:
-        with self._precision():
+        with self.precision():
             return batch.select(self.model(**batch.inputs, use_cache=False).logits)
 
-    def _precision(self, *, cache: bool = True) -> torch.autocast:
+    def precision(self, *, cache: bool = True) -> torch.autocast:
+        """Return the context in which the model computes: autocast to bfloat16, if `bf16`.
+
+        `cache`: keep the bfloat16 copies of weights until the context ends.
+        """
         device = self.model.device.type
         return torch.autocast(device, torch.bfloat16, enabled=self.bf16, cache_enabled=cache)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch
 from student_trainer.data.metric_sums import sum_and_count
+from student_trainer.data.packing import Layout
 from student_trainer.losses import FusedLoss, LossFunction, Rows
 from student_trainer.objectives.weighted import weighted
 
@@ -21,9 +22,11 @@ class CrossEntropyObjective:
     temperature = 1.0
     needs_all_rows = False
 
-    def batch(self, scored: Sequence[ScoredSequence], device: torch.device, *, pack: bool) -> Batch:
+    def batch(
+        self, scored: Sequence[ScoredSequence], device: torch.device, layout: Layout
+    ) -> Batch:
         """Make the tensors of one micro-batch; see `make_batch`."""
-        return make_batch(scored, device, pack=pack)
+        return make_batch(scored, device, layout)
 
     def loss(self, batch: Batch) -> LossFunction:
         """Return the loss of the batch as a function of rows, times the weight of each sequence."""

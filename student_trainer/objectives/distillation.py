@@ -11,6 +11,7 @@ from torch import Tensor
 from clients.config.on_policy import OnPolicyConfig
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch
 from student_trainer.data.metric_sums import sum_and_count
+from student_trainer.data.packing import Layout
 from student_trainer.losses import (
     Direction,
     FusedLoss,
@@ -53,9 +54,11 @@ class DistillationObjective:
         direction: Direction = "reverse" if method.divergence == "reverse_kl" else "forward"
         return cls(direction, method.tail_mode, method.temperature, teachers=tuple(teachers))
 
-    def batch(self, scored: Sequence[ScoredSequence], device: torch.device, *, pack: bool) -> Batch:
+    def batch(
+        self, scored: Sequence[ScoredSequence], device: torch.device, layout: Layout
+    ) -> Batch:
         """Make the tensors of one micro-batch; see `make_batch`."""
-        return make_batch(scored, device, pack=pack)
+        return make_batch(scored, device, layout)
 
     def loss(self, batch: Batch) -> LossFunction:
         """Return the loss of the batch, times the weight of each sequence; see `distillation_loss`.

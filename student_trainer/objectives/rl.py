@@ -22,6 +22,7 @@ from clients.config.rl import RLConfig, RLJob
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch, teacher_rows
 from student_trainer.data.metric_sums import sum_and_count
+from student_trainer.data.packing import Layout
 from student_trainer.losses import (
     FusedLoss,
     LossFunction,
@@ -129,9 +130,9 @@ class RLObjective:
         return self.has_policy_gradient and self.method.ratio == "sequence"
 
     def batch(
-        self, scored: Sequence[ScoredSequence], device: torch.device, *, pack: bool
+        self, scored: Sequence[ScoredSequence], device: torch.device, layout: Layout
     ) -> RLBatch:
-        """Make the tensors of one micro-batch of RLSequence objects. `pack`: as in `make_batch`."""
+        """Make the tensors of one micro-batch of RLSequence objects; see `make_batch`."""
         rollouts = [cast(RLSequence, item) for item in scored]
         lengths = torch.tensor([item.sequence.learned for item in rollouts])
         advantages = [item.advantage.expand(item.sequence.learned) for item in rollouts]
@@ -140,7 +141,7 @@ class RLObjective:
         old = [item.old_logprobs for item in rollouts if item.old_logprobs is not None]
         assert len(old) in (0, len(rollouts)), "all rollouts of an update have them, or none"
         return RLBatch(
-            **vars(make_batch(scored, device, pack=pack)),
+            **vars(make_batch(scored, device, layout)),
             others=tuple(teacher_rows(blocks, device) for blocks in others),
             advantages=torch.cat(advantages).to(device),
             weights=token_weights(lengths, kept, self.method.aggregate).to(device),

@@ -29,7 +29,8 @@ _TOKENS_PER_SECOND = 50.0
 
 def time_limit(config: AnyTraining, weights: int) -> timedelta:
     """Return the time limit of the job's collectives. `weights`: parameters of the student."""
-    answers = max(config.sequences_per_step, config.eval.prompts) / config.train.processes
+    examined = config.eval.prompts * (config.eval.samples if isinstance(config, RLJob) else 1)
+    answers = max(config.sequences_per_step, examined) / config.train.processes
     seconds = _START_SECONDS + _BYTES_PER_WEIGHT * weights / _BYTES_PER_SECOND
     seconds += answers * config.method.max_new_tokens / _TOKENS_PER_SECOND
     if not isinstance(config, SFTJob) and config.teacher is not None:

@@ -24,7 +24,7 @@ time/teacher_wait    seconds that training waited for rows after sampling
 time/optim           seconds to clip the gradient, run AdamW and update the anchor
 eval/kl              kl/teacher on held-out sequences
 eval/kl_stderr       standard error of eval/kl over the held-out sequences
-eval/accuracy        share of the greedy answers to held-out prompts that match the reference
+eval/accuracy        share of the answers to held-out prompts that match the reference
 
 Additional metrics on a GPU:
 
@@ -55,6 +55,8 @@ reward/flat_groups   share of prompts whose answers all have the same reward (gr
 reward/errors        share of answers without a reward: scoring or the retriever failed
 search/queries       mean number of search queries of an answer
 search/failed        share of answers whose retriever failed; they have no reward
+sampling/rounds      rounds of sampling of the step, with method.dynamic_sampling only
+sampling/dropped     groups that were sampled and not learned from, over all processes
 critic/loss          mean of (value - target)^2 / 2 before the critic's update, with GAE only
 ratio/bounded        share of tokens whose weight importance_clip or importance_mask changes
 ratio/clipped        share of tokens whose policy gradient is zero because the ratio is clipped
@@ -66,7 +68,7 @@ anchor/version       number of updates of the anchor
 time/reward          seconds to compute the rewards
 time/anchor          seconds to compute the anchor's rows
 time/old_policy      seconds to compute p_old for the updates after the first
-eval/reward          mean reward of the greedy answers to held-out prompts
+eval/reward          mean reward of the answers to held-out prompts: greedy, or eval.samples
 eval/reward_stderr   standard error of eval/reward over the held-out prompts
 eval/anchor/kl       eval/kl of the anchor in place of the student
 eval/anchor/kl_stderr eval/kl_stderr of the anchor

@@ -20,7 +20,7 @@ from torch import Tensor
 from protos.rows.codec import RowBlock
 from protos.rpc.failpoints import failpoint
 from student_trainer.data.batch import NumberedSequence, make_batch, placeholder_rows
-from student_trainer.data.packing import micro_batches
+from student_trainer.data.packing import in_order_of_request
 from student_trainer.data.rollout import Rollout
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.parallel.collectives import raise_on_all_ranks
@@ -188,10 +188,10 @@ class AnchorTeacher:
             lambda: [self._asked(number, rollout) for number, (rollout, _) in enumerate(pending)],
         )
         blocks: dict[int, RowBlock] = {}
-        packs = self._student.full.packs
+        layout = self._student.full.layout
         with self._anchor.in_place(), self._student.gathered():
             self._student.full.eval()
-            for group in micro_batches(asked, self._most, pack=packs):
+            for group in in_order_of_request(asked, self._most, layout):
                 blocks |= self._scored(group)
         for number, (_, future) in enumerate(pending):
             future.set_result(blocks[number])
@@ -213,7 +213,7 @@ class AnchorTeacher:
 
     def _scored(self, group: Sequence[NumberedSequence]) -> dict[int, RowBlock]:
         student = self._student.full
-        batch = make_batch(group, self._student.device, pack=student.packs)
+        batch = make_batch(group, self._student.device, student.layout)
         ids, rows = student.rows(batch, self._temperature, self._top_k)
         everything = RowBlock(
             ids.int().cpu().numpy(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from student_trainer.data.prompts import Prompt
+from student_trainer.data.rollout import Rollout
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.source import PendingRows, TeacherSource
@@ -42,6 +43,17 @@ class ScoredRollouts:
         """Collective. Call `to` inside `student.gathered()`."""
         with self._student.gathered():
             return self.to(prompts, numbers)
+
+    def sampled(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[Rollout]:
+        """Collective. Sample one rollout for each prompt, and request nothing; see `to`."""
+        with self._student.gathered():
+            self._student.full.eval()
+            made = self._rollouts.generate(prompts, numbers, seed=self._seed)
+            return [rollout for batch in made for rollout in batch]
+
+    def requested(self, rollouts: Sequence[Rollout]) -> list[PendingRows]:
+        """Request the rows of rollouts, without waiting for them."""
+        return [PendingRows(rollout, self._teacher.score(rollout)) for rollout in rollouts]
 
     def finish(self) -> None:
         """Collective. Finish the teacher source after the last rollout of a step.

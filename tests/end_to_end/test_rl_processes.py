@@ -70,3 +70,18 @@ def test_the_same_curve_as_one_process(
         for name, value in tensors(alone, file).items():
             torch.testing.assert_close(tensors(run, file)[name], value, rtol=0, atol=1e-5)
             assert value.any(), f"{name} was never learned"
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_in_two_processes(material: Material, tmp_path: Path) -> None:
+    """Both make the same number of rounds, whoever lacks groups, and end with their share."""
+    from tests.student_trainer.tiny import rl_job
+
+    rounds = {"method__dynamic_sampling": 3, "method__rollouts_per_prompt": 2}
+    job = rl_job(material, **GROUPS, **rounds, train__processes=2, train__sharding="fsdp2")
+    lines = metrics_of(finish(new_run(tmp_path / "run", job)))
+    assert len(lines) == 5
+    for line in lines[1:]:
+        assert line["sampling/rounds"] in (1, 2, 3)
+        assert (line["sampling/dropped"] > 0) == (line["sampling/rounds"] > 1)
+    assert any(line["sampling/dropped"] > 0 for line in lines[1:])

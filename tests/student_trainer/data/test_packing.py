@@ -19,9 +19,11 @@ from transformers import (
     MambaForCausalLM,
 )
 
+from clients.config.common import StudentConfig
 from student_trainer.data.batch import ScoredSequence, make_batch
-from student_trainer.data.packing import micro_batches
+from student_trainer.data.packing import Layout, micro_batches
 from student_trainer.data.sequence import TokenSequence
+from student_trainer.model.attention import choose_attention
 from student_trainer.model.probes import separates_packed_sequences
 from student_trainer.model.student import Student
 from student_trainer.objectives.distillation import DistillationObjective, distillation_loss
@@ -92,12 +94,12 @@ def scored(lengths: list[int], *, seed: int = 0) -> list[ScoredSequence]:
     return found
 
 
-def learned(student: Student, groups: list[list[ScoredSequence]], *, pack: bool) -> Any:
+def learned(student: Student, groups: list[list[ScoredSequence]], layout: Layout) -> Any:
     """The loss of each token by its sequence, and the gradients of their sum."""
     student.zero_grad()
     losses: dict[int, Tensor] = {}
     for group in groups:
-        batch = make_batch(group, CPU, pack=pack)
+        batch = make_batch(group, CPU, layout)
         loss = distillation_loss(batch, OBJECTIVE)
         out = student(batch, loss, OBJECTIVE.temperature)
         out.loss_sum.backward()
@@ -112,13 +114,14 @@ def learned(student: Student, groups: list[list[ScoredSequence]], *, pack: bool)
 )
 def test_packed_is_alone(make: Any) -> None:
     model = make()
-    student = Student(model, pack=True)
-    assert student.packs
+    student = Student(model)
+    choose_attention(student, student, StudentConfig(model="-"))
+    assert student.layout == "lines"
     items = scored([9, 2, 5, 3, 3, 7, 2, 4, 6, 2])
-    groups = micro_batches(items, 18, pack=True)
-    assert any(make_batch(group, CPU, pack=True).position_ids is not None for group in groups)
-    packed, packed_grads = learned(student, groups, pack=True)
-    alone, grads = learned(student, [[item] for item in items], pack=False)
+    groups = micro_batches(items, 18, "lines")
+    assert any(make_batch(group, CPU, "lines").position_ids is not None for group in groups)
+    packed, packed_grads = learned(student, groups, "lines")
+    alone, grads = learned(student, [[item] for item in items], "padded")
     assert packed.keys() == alone.keys()
     for name, losses in alone.items():
         torch.testing.assert_close(packed[name], losses, rtol=1e-5, atol=1e-5)
@@ -130,7 +133,9 @@ def test_packed_is_alone(make: Any) -> None:
 def test_what_does_not_keep_sequences_apart_is_padded(make: Any) -> None:
     model = make()
     assert not separates_packed_sequences(model)
-    assert not Student(model, pack=True).packs
+    student = Student(model)
+    choose_attention(student, student, StudentConfig(model="-"))
+    assert student.layout == "padded"
 
 
 def test_a_model_that_ignores_positions_is_found_out() -> None:
@@ -145,13 +150,13 @@ def test_a_model_that_ignores_positions_is_found_out() -> None:
 def test_lines_are_full_and_no_longer_than_the_longest(most: int) -> None:
     rng = np.random.default_rng(1)
     items = scored([int(n) for n in rng.integers(2, 30, 60)])
-    groups = micro_batches(items, most, pack=True)
+    groups = micro_batches(items, most, "lines")
     flat = [id(item) for group in groups for item in group]
     assert sorted(flat) == sorted(id(item) for item in items), "each one once"
     tokens = sum(len(item.sequence.token_ids) for item in items)
     area = 0
     for group in groups:
-        batch = make_batch(group, CPU, pack=True)
+        batch = make_batch(group, CPU, "lines")
         lengths = [len(item.sequence.token_ids) for item in group]
         assert batch.input_ids.shape[1] == max(lengths)
         assert len(group) == 1 or batch.input_ids.numel() <= max(most, max(lengths))

@@ -48,7 +48,7 @@ def trainer(
         words,
         top_k=top_k,
         temperature=1.0,
-        max_new_tokens=6,
+        max_new_tokens=config.method.max_new_tokens,
         batch_tokens=10_000,
         draws=config.draws,
     )

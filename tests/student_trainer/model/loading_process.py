@@ -56,7 +56,7 @@ class Peak(threading.Thread):
 
 def load(path: str, accelerator: Accelerator) -> Replicated | Sharded:
     config = StudentConfig(model=path, dtype="bfloat16")
-    student = Student(load_model(config, mapped=True), bf16=True, pack=True)
+    student = Student(load_model(config, mapped=True), bf16=True)
     return distribute(accelerator, student, "fsdp2")
 
 

@@ -30,6 +30,11 @@ SIZES: dict[str, Any] = {
         (tiny.job(HERE, **SIZES, eval__prompts=64), 0, 600 + 128 + 60),
         (tiny.job(HERE, **SIZES), 7_000_000_000, 600 + 64 + 60 + 3360),
         (tiny.rl_job(HERE, **SIZES), 0, 600 + 64 + 320),
+        (
+            tiny.rl_job(HERE, **SIZES, eval__samples=8, eval__temperature=1.0),
+            0,
+            600 + 128 + 640,
+        ),
         (tiny.rl_job(HERE, **SIZES, reward__timeout_seconds=60.0), 0, 600 + 64 + 1920),
         (tiny.rl_job(HERE, **SIZES, reward=None, anchor__context="x"), 0, 600 + 64),
         (

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clients.config.common import StudentConfig
 from protos.rows.codec import RowBlock
 from student_trainer.data.rollout import Rollout
+from student_trainer.model.attention import choose_attention
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import make_accelerator
 from student_trainer.parallel.sharding import Replicated, Sharded, distribute, local, shard_like
@@ -20,8 +22,14 @@ TEMPERATURE = 1.3
 LIMIT = timedelta(minutes=10)
 
 
-def spread_student(model: Any, sharding: str = "none", **options: bool) -> Replicated | Sharded:
-    return distribute(make_accelerator(LIMIT), Student(model, **options), sharding)
+def spread_student(
+    model: Any, sharding: str = "none", *, pack: bool = False
+) -> Replicated | Sharded:
+    made = distribute(make_accelerator(LIMIT), Student(model), sharding)
+    if pack:
+        with made.gathered():
+            choose_attention(made.trained, made.full, StudentConfig(model="-"))
+    return made
 
 
 def theta(name: str, like: Tensor, update: int) -> Tensor:
