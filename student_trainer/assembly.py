@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,13 @@ from student_trainer.methods.offline import load_examined, offline_method
 from student_trainer.methods.on_policy import on_policy_method
 from student_trainer.methods.rl import RLMaterial, rl_method
 from student_trainer.methods.rl_prompts import load_rl_prompts
-from student_trainer.model.loading import load_config, load_model, load_tokenizer, vocabulary
+from student_trainer.model.loading import (
+    count_weights,
+    load_config,
+    load_model,
+    load_tokenizer,
+    vocabulary,
+)
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import largest, make_accelerator
 from student_trainer.parallel.sharding import Replicated, Sharded, distribute
@@ -71,14 +78,14 @@ def assemble(
     disable_progress_bar()  # progress bars of every checkpoint would fill the log
     tokenizer = load_tokenizer(config.student)
     make_method = _prepared(config, teachers, stores, rewards, tokenizer)
-    step, saved = _resumed(config, run, from_step)
+    accelerator = make_accelerator(time_limit(config, count_weights(config.student)))
+    step, saved = _resumed(config, run, from_step, accelerator)
     if stores is not None and saved is not None:
         check_same_store(stores.training, checkpoint.facts_of(saved))
 
     progress.say("loading student", step)
     torch.manual_seed(config.seed)  # new LoRA weights are the same in every attempt
     model = load_model(config.student, saved / "model" if saved else None)
-    accelerator = make_accelerator(time_limit(config, model.num_parameters()))
     progress.agree = lambda wish: largest(accelerator, wish)
     if accelerator.is_main_process:
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
@@ -181,10 +188,11 @@ def _stored_tokens(store: TrainingStore) -> list[str] | None:
 
 
 def _resumed(
-    config: AnyTraining, run: RunDirectory, from_step: int | None
+    config: AnyTraining, run: RunDirectory, from_step: int | None, accelerator: Accelerator
 ) -> tuple[int, Path | None]:
-    """Return the step to resume from and its checkpoint; (0, None) for a new run."""
-    found = checkpoint.newest_checkpoint(run.checkpoints, from_step)
+    """Collective. Return the step to resume from and its checkpoint; (0, None) for a new run."""
+    intact = partial(checkpoint.intact_for_all, accelerator)
+    found = checkpoint.newest_checkpoint(run.checkpoints, from_step, intact=intact)
     if found is None:
         return 0, None
     if found[0] > config.max_steps:

@@ -29,6 +29,13 @@ def load_tokenizer(student: StudentConfig) -> Any:
     return _explained(student, AutoTokenizer.from_pretrained)
 
 
+def count_weights(student: StudentConfig) -> int:
+    """Return the number of weights of the student, without adapters; loads none of them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(student))
+    return int(model.num_parameters())
+
+
 def load_model(student: StudentConfig, directory: Path | None = None) -> Any:
     """Return the model with the weights of a checkpoint, if one is given, or those of the job.
 
