@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from student_trainer.methods.sft import sft_method
 from student_trainer.model.attention import choose_attention
 from student_trainer.model.loading import (
     computes_in_bfloat16,
+    count_weights,
     load_config,
     load_model,
     load_tokenizer,
@@ -82,12 +84,13 @@ def assemble(
     disable_progress_bar()  # progress bars of every checkpoint would fill the log
     tokenizer = load_tokenizer(config.student)
     make_method = _prepared(config, teachers, stores, rewards, tokenizer)
-    step, saved = _resumed(config, run, from_step)
+    accelerator = make_accelerator(time_limit(config, count_weights(config.student)))
+    step, saved = _resumed(config, run, from_step, accelerator)
     if stores is not None and saved is not None:
         check_same_store(stores.training, checkpoint.facts_of(saved))
 
     progress.say("loading student", step)
-    accelerator, student = _load_student(config, saved)
+    student = _load_student(config, saved, accelerator)
     progress.agree = lambda wish: largest(accelerator, wish)
     if accelerator.is_main_process:
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
@@ -123,8 +126,8 @@ def assemble(
 
 
 def _load_student(
-    config: AnyTraining, saved: Path | None
-) -> tuple[Accelerator, Replicated | Sharded]:
+    config: AnyTraining, saved: Path | None, accelerator: Accelerator
+) -> Replicated | Sharded:
     """Collective. Load the student, distribute it over the processes, and choose its attention.
 
     `saved`: the checkpoint that has the weights; None: they are the job's.
@@ -132,12 +135,11 @@ def _load_student(
     torch.manual_seed(config.seed)  # new LoRA weights are the same in every attempt
     sharded = config.train.sharding == "fsdp2" and config.train.processes > 1
     model = load_model(config.student, saved / "model" if saved else None, mapped=sharded)
-    accelerator = make_accelerator(time_limit(config, model.num_parameters()))
     made = Student(model, bf16=computes_in_bfloat16(config.student))
     student = distribute(accelerator, made, config.train.sharding)
     with student.gathered():
         choose_attention(student.trained, student.full, config.student)
-    return accelerator, student
+    return student
 
 
 def _restore(method: Method, saved: Path) -> None:
@@ -217,10 +219,11 @@ def _stored_tokens(store: TrainingStore) -> list[str] | None:
 
 
 def _resumed(
-    config: AnyTraining, run: RunDirectory, from_step: int | None
+    config: AnyTraining, run: RunDirectory, from_step: int | None, accelerator: Accelerator
 ) -> tuple[int, Path | None]:
-    """Return the step to resume from and its checkpoint; (0, None) for a new run."""
-    found = checkpoint.newest_checkpoint(run.checkpoints, from_step)
+    """Collective. Return the step to resume from and its checkpoint; (0, None) for a new run."""
+    intact = partial(checkpoint.intact_for_all, accelerator)
+    found = checkpoint.newest_checkpoint(run.checkpoints, from_step, intact=intact)
     if found is None:
         return 0, None
     if found[0] > config.max_steps:

@@ -52,6 +52,11 @@ def is_fenced() -> bool:
     return newest > attempt
 
 
+def own_attempt() -> int:
+    """Return the attempt of this process; 0 without $DISTILL_FENCE."""
+    return int(os.environ.get(VARIABLE, "").partition(":")[0] or 0)
+
+
 def _attempts() -> tuple[int, int]:
     """Return the attempt of this process and the newest attempt; equal without a fence."""
     attempt, _, path = os.environ.get(VARIABLE, "").partition(":")

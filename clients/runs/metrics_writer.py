@@ -68,7 +68,7 @@ class MetricsLog:
         """Flush metrics.jsonl to disk.
 
         Call this before a checkpoint is published: after a power cut, a checkpoint must not be
-        newer than its metrics.
+        newer than its metrics. Another thread may call it.
         """
         os.fsync(self._file.fileno())
 

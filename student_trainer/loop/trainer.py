@@ -9,9 +9,11 @@ For each step the trainer gets the sequences from the method (`steps`), splits t
 micro-batches, waits for the teacher's rows of one micro-batch at a time, adds up the gradients, and
 updates the student, then the anchor. It saves, evaluates and logs at the job's intervals.
 
-The checkpoint of a step is written before the step is evaluated, so that an evaluation that fails
-loses no step. The checkpoint then holds the metrics of its step. An attempt that resumes from it
-and finds no line of the step in metrics.jsonl repeats the evaluation and writes the line.
+The state of a step is copied for its checkpoint before the step is evaluated, so that an evaluation
+that fails loses no step. The checkpoint then holds the metrics of its step. An attempt that resumes
+from it and finds no line of the step in metrics.jsonl repeats the evaluation and writes the line.
+Checkpoints are written while the next steps are computed (`saver.py`). A run ends, also with an
+error, only after the last one is complete.
 """
 
 from __future__ import annotations
@@ -42,12 +44,15 @@ from protos.rpc.failpoints import failpoint
 from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.data.batch import ScoredSequence
 from student_trainer.data.packing import micro_batches
-from student_trainer.loop import checkpoint
 from student_trainer.loop.anchor_watch import StabilityWatch
+from student_trainer.loop.checkpoint import contents, delete_old
 from student_trainer.loop.efficiency import Efficiency
 from student_trainer.loop.evaluation import Evaluation
+from student_trainer.loop.export import export_model
 from student_trainer.loop.head_watch import HeadWatch, learns_from_a_head
+from student_trainer.loop.model_directory import small_files
 from student_trainer.loop.reward_watch import RewardWatch, learns_from_groups
+from student_trainer.loop.saver import Saver
 from student_trainer.loop.schedule import learning_rate
 from student_trainer.loop.step import Objective, Steps
 from student_trainer.loop.step_metrics import lengths_of, means_of, over_updates
@@ -98,10 +103,18 @@ class Trainer:
         self._metrics = parts.metrics
         self._anchor = parts.anchor
         self._values = parts.values
-        self._facts = parts.facts
         self._of_step = parts.of_step
         processes = parts.accelerator.num_processes
         self._efficiency = Efficiency(parts.student.trained, parts.student.device, processes)
+        main = parts.accelerator.is_main_process
+        self._saver = Saver(
+            parts.accelerator,
+            run.checkpoints,
+            small_files=small_files(self._student.trained.model, parts.tokenizer) if main else {},
+            facts=parts.facts,
+            before_publication=self._metrics.sync if self._metrics is not None else lambda: None,
+            after_publication=self._delete_old,
+        )
         self._skipped = 0  # updates in a row, up to the last one, whose gradient was not finite
         self._watches: list[HeadWatch | StabilityWatch | RewardWatch] = []
         self._reward_watch = RewardWatch()
@@ -117,11 +130,13 @@ class Trainer:
 
         Returns "succeeded", or "cancelled" if the run was asked to stop. If an evaluation raises a
         DistillError, or a step before it has changed a weight, saves a checkpoint of the last
-        finished step and then raises the error. Closes the metrics log.
+        finished step and then raises the error. Every checkpoint is complete then. Closes the
+        metrics log.
         """
         try:
             return self._train()
         finally:
+            self._saver.close()
             if self._metrics is not None:
                 self._metrics.close()
 
@@ -136,16 +151,19 @@ class Trainer:
             if stop:
                 if stop == "checkpoint":
                     self._save()
+                self._finish_saving()
                 return "cancelled"
             metrics = self._train_or_save(self._step + 1)
             failpoint("step-done")
             self._step += 1
+            self._saver.poll()
             if self._accelerator.is_main_process:  # one process is enough to log the warnings
                 for watch in self._watches:
                     watch.see(self._step, metrics)
             if self._is_due(config.checkpoint.every):
                 self._save(metrics)
             self._evaluate_and_log(metrics)
+        self._finish_saving()
         self._export()
         self._warn_of_chance()
         return "succeeded"
@@ -178,9 +196,10 @@ class Trainer:
             evaluated = self._evaluate()
         except DistillError:
             self._save(metrics)
+            self._finish_saving()
             raise
         self._log({**metrics, **evaluated})
-        if self._saved == self._step:
+        if self._saved == self._step and not self._saver.is_writing:
             self._delete_old()  # the evaluation may have found a new best checkpoint
 
     def _train_or_save(self, step: int) -> dict[str, float]:
@@ -191,6 +210,7 @@ class Trainer:
             # No weight has changed since the last finished step, on any rank, so it can be saved.
             if not self._within_step:
                 self._save()
+            self._finish_saving()
             raise
 
     def _train_step(self, step: int) -> dict[str, float]:
@@ -340,41 +360,34 @@ class Trainer:
         self._progress.say(f"training ({note})" if note else "training", self._step)
 
     def _save(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Collective. Write the checkpoint of the last finished step, unless it is written already.
+        """Collective. Begin to write the checkpoint of the last finished step, if none was begun.
 
         `metrics`: of this step, if metrics.jsonl does not have them yet.
         """
         if self._step == self._saved:
             return
         self._progress.say("saving", self._step)
-        if self._metrics is not None:
-            self._metrics.sync()
-        main = self._accelerator.is_main_process
-        checkpoint.save_checkpoint(
-            self._run.checkpoints,
-            self._step,
-            model=self._student.trained.model,
-            tokenizer=self._tokenizer,
-            optimizer=self._optimizer,
-            anchor=self._anchor,
-            values=self._values,
-            facts=self._facts,
-            metrics=metrics,
-            main=main,
-        )
-        self._delete_old()
+        model = self._student.trained.model
+        state = contents(model, self._optimizer, self._anchor, self._values)
+        self._saver.save(self._step, state, metrics)
         self._saved = self._step
 
+    def _finish_saving(self) -> None:
+        """Collective. Wait until the last checkpoint is complete and old ones are deleted."""
+        if self._saver.is_writing:
+            self._progress.say("saving", self._step)
+        self._saver.finish()
+        self._delete_old()  # with the last evaluation
+
     def _delete_old(self) -> None:
-        """Collective. Delete all checkpoints but the newest ones and the best one."""
+        """Delete all checkpoints but the newest ones and the best one, in the main process."""
         if self._accelerator.is_main_process:
             best = best_step(read_points(self._run.metrics), self._run.checkpoint_steps())
-            checkpoint.delete_old(self._run.checkpoints, self._config.checkpoint.keep, best=best)
-        self._accelerator.wait_for_everyone()
+            delete_old(self._run.checkpoints, self._config.checkpoint.keep, best=best)
 
     def _export(self) -> None:
         self._progress.say("exporting", self._step)
-        checkpoint.export_model(
+        export_model(
             self._run.export,
             model=self._student.trained.model,
             tokenizer=self._tokenizer,

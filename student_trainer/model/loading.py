@@ -39,6 +39,13 @@ def computes_in_bfloat16(student: StudentConfig) -> bool:
     return student.dtype == "bfloat16"
 
 
+def count_weights(student: StudentConfig) -> int:
+    """Return the number of weights of the student, without adapters; loads none of them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(student))
+    return int(model.num_parameters())
+
+
 def load_model(
     student: StudentConfig, directory: Path | None = None, *, mapped: bool = False
 ) -> Any:

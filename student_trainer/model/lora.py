@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from clients.config.common import StudentConfig
 from protos.errors import InvalidInput
 
-_FILE = "adapter_model.safetensors"
-_ADAPTER = "default"
+FILE = "adapter_model.safetensors"
+ADAPTER = "default"
 
 
 def add_adapters(model: Any, student: StudentConfig) -> None:
@@ -74,23 +74,18 @@ def learned(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def save_adapters(path: Path, model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Write the adapters to the directory `path`, in the format of `peft`.
-
-    `weights`: the trainable weights by name, unsharded. Creates the directory.
-    """
-    path.mkdir(parents=True, exist_ok=True)
-    model.peft_config[_ADAPTER].save_pretrained(path)
-    save_file({_key(name): value.cpu().clone() for name, value in weights.items()}, path / _FILE)
+def save_adapter_configuration(path: Path, model: Any) -> None:
+    """Write adapter_config.json, as `peft` does, to the directory `path`."""
+    model.peft_config[ADAPTER].save_pretrained(path)
 
 
 def load_adapters(path: Path, model: nn.Module) -> None:
-    """Load the weights that `save_adapters` wrote to `path`, in place.
+    """Load the trainable weights from the file FILE in `path`, in place.
 
     Raises InvalidInput (`student.lora`) if their names or shapes are not those of the model.
     """
-    saved = load_file(path / _FILE) if (path / _FILE).is_file() else {}
-    ours = {_key(name): parameter for name, parameter in learned(model).items()}
+    saved = load_file(path / FILE) if (path / FILE).is_file() else {}
+    ours = {adapter_key(name): parameter for name, parameter in learned(model).items()}
     if {key: p.shape for key, p in ours.items()} != {key: v.shape for key, v in saved.items()}:
         raise InvalidInput(
             "the checkpoint has other adapters than the job asks for",
@@ -105,30 +100,29 @@ def load_adapters(path: Path, model: nn.Module) -> None:
 def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of the plain model: each adapter is added to the weight of its layer.
 
-    `weights`: all weights, unsharded, by their names in `model`; two names may share a tensor. The
-    result is on the CPU, in float32.
+    `weights`: unsharded, by their names in `model`, all or those of some layers. The result is in
+    float32.
     """
     from peft.tuners.lora import LoraLayer
     from peft.utils import transpose
 
-    wide = {id(weight): _wide(weight) for weight in weights.values()}
-    plain = {
-        name.replace(".base_layer.", "."): wide[id(weight)]
+    wide = {
+        name: weight.float() if weight.is_floating_point() else weight
         for name, weight in weights.items()
+    }
+    plain = {
+        name.replace(".base_layer.", "."): weight
+        for name, weight in wide.items()
         if ".lora_" not in name
     }
     for name, layer in model.named_modules():
-        if isinstance(layer, LoraLayer):
-            names = (f"{name}.lora_{part}.{_ADAPTER}.weight" for part in "AB")
-            down, up = (wide[id(weights[key])] for key in names)
-            update = transpose(up @ down, layer.fan_in_fan_out) * layer.scaling[_ADAPTER]
+        if isinstance(layer, LoraLayer) and f"{name}.weight" in plain:
+            down, up = (wide[f"{name}.lora_{part}.{ADAPTER}.weight"] for part in "AB")
+            update = transpose(up @ down, layer.fan_in_fan_out) * layer.scaling[ADAPTER]
             plain[f"{name}.weight"] = plain[f"{name}.weight"] + update
     return plain
 
 
-def _wide(weight: Tensor) -> Tensor:
-    return weight.cpu().float() if weight.is_floating_point() else weight.cpu()
-
-
-def _key(name: str) -> str:
-    return "base_model.model." + name.replace(f".{_ADAPTER}.", ".")
+def adapter_key(name: str) -> str:
+    """Return the name that `peft` gives in its files to a trainable weight of the model."""
+    return "base_model.model." + name.replace(f".{ADAPTER}.", ".")

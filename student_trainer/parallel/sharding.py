@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from student_trainer.losses import FusedLoss
 from student_trainer.model.loading import cast_weights
@@ -181,16 +181,30 @@ def full_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tens
     return {name: found[id(tensor)] for name, tensor in tensors.items()} if keep else {}
 
 
-def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return this process's shard of `tensor`, placed as `parameter` is.
+def rows_of_part(rows: int, part: int, parts: int) -> slice:
+    """Return the rows of `part` of `parts`, as `torch.chunk` and FSDP2 divide them.
 
-    `tensor` has the full shape and is the same in every process, so nothing is communicated.
+    The last parts have fewer rows, or none.
     """
-    tensor = tensor.to(parameter.device)
-    if not isinstance(parameter, DTensor):
-        return tensor
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+    each = -(-rows // parts)
+    return slice(min(part * each, rows), min((part + 1) * each, rows))
+
+
+def own_rows(tensor: Tensor) -> slice:
+    """Return the rows of the full tensor that this process has: all, if it is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return slice(None)
+    mesh = tensor.device_mesh
+    return rows_of_part(len(tensor), mesh.get_local_rank(), mesh.size())
+
+
+def with_rows(rows: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor placed as `like` is, of which this process has `rows`; see `own_rows`."""
+    rows = rows.to(like.device)
+    if not isinstance(like, DTensor):
+        return rows
+    mesh, shape, stride = like.device_mesh, like.shape, like.stride()
+    return DTensor.from_local(rows, mesh, like.placements, shape=shape, stride=stride)
 
 
 def _hollow(student: Student) -> Student:

@@ -24,7 +24,7 @@ from student_trainer.data.packing import in_order_of_request
 from student_trainer.data.rollout import Rollout
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.parallel.collectives import raise_on_all_ranks
-from student_trainer.parallel.sharding import Replicated, Sharded, local, shard_like
+from student_trainer.parallel.sharding import Replicated, Sharded, local
 
 
 class Anchor:
@@ -94,15 +94,17 @@ class Anchor:
         """Return this process's shards by parameter name. The tensors are not copies."""
         return dict(self._copies)
 
-    def load_state(self, whole: Callable[[str], Tensor], *, updates: int, version: int) -> None:
+    def load_state(
+        self, stored: Callable[[str, Tensor], Tensor], *, updates: int, version: int
+    ) -> None:
         """Load the state of a checkpoint, in each process its shard.
 
-        `whole`: returns the full tensor of a parameter name. It is called for one tensor at a time,
-        because a process may not have memory for more.
+        `stored`: returns, of the stored tensor of a parameter name, the rows that this process has
+        of the tensor given with the name.
         """
         with torch.no_grad():
             for name, copy in self._copies.items():
-                local(copy).copy_(local(shard_like(whole(name), copy)))
+                local(copy).copy_(stored(name, copy))
         self.updates, self.version = updates, version
 
     def with_anchor_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

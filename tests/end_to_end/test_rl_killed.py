@@ -24,8 +24,8 @@ REPEATS = int(os.environ.get("DISTILL_REPEATS", "2"))
 # With a critic there is more to lose. One case for every two kills.
 CASES = [("none", "gae"), ("fsdp2", "gae"), ("none", "group"), ("fsdp2", "group")]
 # Moments of a step, and how many of each an attempt may live to see: at most two steps' worth.
-IN_STEPS = {"gradients-ready": 4, "anchor-moved": 4, "step-done": 2}
-# Only the first process writes.
+IN_STEPS = {"gradients-ready": 4, "anchor-moved": 4, "step-done": 2, "checkpoint-part-written": 1}
+# Only the first process publishes.
 IN_SAVES = {"metrics-written": 2, "checkpoint-filled": 1, "checkpoint-renamed": 1}
 
 
@@ -46,7 +46,7 @@ def test_killed_as_often_as_one_likes(
     )
     undisturbed = finish(new_run(tmp_path / "undisturbed", config))
     run = new_run(tmp_path / "run", config)
-    numbers = random.Random(4)  # its first kill leaves a checkpoint to go on from
+    numbers = random.Random(31)  # its first kill leaves a checkpoint to go on from
     executed: set[tuple[int, int]] = set()
     for number in range(1, REPEATS + 1):
         dying = numbers.randrange(2)
@@ -70,7 +70,7 @@ def test_killed_as_often_as_one_likes(
 
 @pytest.mark.slow
 def test_a_killed_student_that_searches(material: Material, tmp_path: Path) -> None:
-    """In the second step, and from the checkpoint of the first: the bits of one that nobody killed.
+    """As soon as there is a checkpoint of the first step: the bits of one that nobody killed.
     Prompts end with `=`; to a random student the tags and two digits are the same, and so likely.
     """
     import torch
@@ -101,13 +101,14 @@ def test_a_killed_student_that_searches(material: Material, tmp_path: Path) -> N
     )
     undisturbed = finish(new_run(tmp_path / "undisturbed", config))
     run = new_run(tmp_path / "run", config)
-    assert attempt(run, 1, 0, "gradients-ready:kill:4") == [-signal.SIGKILL]
-    assert [line["step"] for line in metrics_of(run)] == [0, 1]
+    assert attempt(run, 1, 0, "checkpoint-renamed:kill") == [-signal.SIGKILL]
+    assert run.checkpoint_steps() == (1,)
     finish(run, 2)
     lines = metrics_of(run)
     assert curve(lines) == curve(metrics_of(undisturbed))
     assert files(run) == files(undisturbed)
-    assert [line["attempt"] for line in lines] == [1, 1, 2]
+    # The line of the first step may not have been written yet.
+    assert [line["attempt"] for line in lines] in ([1, 1, 2], [1, 2, 2])
     assert lines[-1]["search/queries"] > 0, "nobody asked"
     assert lines[-1]["grad_norm"] > 0, "nothing was learned"
 

@@ -56,11 +56,10 @@ def pair(material: Material, teacher: str, once: Once) -> RunDirectory:
 
 
 def killed(run: RunDirectory) -> RunDirectory:
-    """Killed after the checkpoint of step 4."""
+    """Killed once it has the checkpoint of step 4."""
     with trainer(run, 1) as process:
-        process.wait_for_step(5)
+        process.wait_for_checkpoint(4)
         process.kill()
-    assert (run.checkpoints / "step-000004").is_dir()
     return run
 
 

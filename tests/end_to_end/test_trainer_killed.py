@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 # Where in a save the trainer dies. Several of its files are there by then.
 IN_SAVES: list[Death] = [
-    ("open", ".tmp/model/tokenizer_config.json", 1),  # the weights are written, the rest is not
+    ("open", ".tmp/model/tokenizer_config.json", 1),  # no tensor is written
     ("open", ".tmp/manifest.json", 1),  # everything is written but what says so
-    ("open", ".tmp/model/model.safetensors", 2),  # nothing of it is synced
+    ("open", ".tmp/optimizer.safetensors", 1),  # the weights are written, the rest is not
     ("os.rename", "checkpoints/.step-", 1),  # the last moment before it counts
 ]
-IN_EXPORT: Death = ("os.rename", ".export.tmp", 1)
+IN_EXPORT: Death = ("os.rename", ".export.", 1)
 
 
 def die_at(run: RunDirectory, attempt: int, *death: Any) -> None:
@@ -69,7 +69,8 @@ def test_ten_kills(
         kill(run, attempt, *where)
         executed |= {(line["attempt"], line["step"]) for line in metrics_of(run)}
         if kill is die_at:
-            torn_saves += any([*run.checkpoints.glob(".step-*.tmp"), *run.path.glob(".export.tmp")])
+            torn = [*run.checkpoints.glob(".step-*.tmp"), *run.path.glob(".export.*.tmp")]
+            torn_saves += bool(torn)
     assert not run.export.exists()
     finish(run, len(plan) + 1)
 

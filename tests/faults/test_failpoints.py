@@ -39,6 +39,9 @@ STORE = [
 ]
 SAVES = [
     "checkpoint-begun:kill",
+    "checkpoint-copied:kill",
+    "checkpoint-writing:kill",
+    "checkpoint-part-written:kill",
     "checkpoint-filled:kill",
     "checkpoint-listed:kill",
     "checkpoint-sealed:kill",

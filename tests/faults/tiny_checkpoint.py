@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from student_trainer.loop import checkpoint
 from tests.student_trainer import tiny
+from tests.student_trainer.saving import save_checkpoint
 
 
 @cache
@@ -20,4 +20,4 @@ def material() -> tuple[Any, Any, torch.optim.Optimizer]:
 
 def save(root: Path, step: int) -> None:
     model, tokenizer, optimizer = material()
-    checkpoint.save_checkpoint(root, step, model=model, tokenizer=tokenizer, optimizer=optimizer)
+    save_checkpoint(root, step, model=model, tokenizer=tokenizer, optimizer=optimizer)

@@ -53,7 +53,7 @@ def test_an_old_attempt_publishes_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither when it comes late, nor when it slept while it wrote."""
-    from student_trainer.loop.checkpoint import write_atomically
+    from student_trainer.loop.atomic_directory import write_atomically
 
     step = tmp_path / "checkpoints" / "step-000004"
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 1))

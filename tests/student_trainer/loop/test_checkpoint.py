@@ -13,7 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from protos.errors import Corrupt, NotFound
 from student_trainer.loop import checkpoint
+from student_trainer.loop.atomic_directory import is_intact, write_atomically
+from student_trainer.loop.export import export_model
 from tests.student_trainer import tiny
+from tests.student_trainer.saving import save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +38,7 @@ def step_once(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 def save(root: Path, step: int, trained: tuple[Any, torch.optim.Optimizer]) -> Path:
     model, optimizer = trained
-    checkpoint.save_checkpoint(
-        root, step, model=model, tokenizer=tiny.tokenizer(), optimizer=optimizer
-    )
+    save_checkpoint(root, step, model=model, tokenizer=tiny.tokenizer(), optimizer=optimizer)
     return checkpoint.checkpoint_path(root, step)
 
 
@@ -104,11 +105,11 @@ def test_a_harmed_file_is_found_whichever_it_is(root: Path, tmp_path: Path, harm
         file.write_bytes(harmed(file.read_bytes(), harm, name))
         if harm == "remove":
             file.unlink()
-        assert not checkpoint.is_intact(whole), name
+        assert not is_intact(whole), name
         assert checkpoint.newest_checkpoint(root) == (5, root / "step-000005")
         shutil.rmtree(whole)
         (tmp_path / "kept").rename(whole)
-    assert checkpoint.is_intact(whole)
+    assert is_intact(whole)
 
 
 def test_every_byte_of_a_small_file_counts(root: Path) -> None:
@@ -119,9 +120,9 @@ def test_every_byte_of_a_small_file_counts(root: Path) -> None:
             data = bytearray(whole)
             data[place] ^= 1 << bit
             file.write_bytes(data)
-            assert not checkpoint.is_intact(file.parent)
+            assert not is_intact(file.parent)
     file.write_bytes(whole)
-    assert checkpoint.is_intact(file.parent)
+    assert is_intact(file.parent)
 
 
 def test_a_checkpoint_that_is_asked_for_must_be_good(root: Path) -> None:
@@ -153,11 +154,11 @@ def test_a_crash_leaves_nothing_that_counts(tmp_path: Path, written: int) -> Non
     path = checkpoint.checkpoint_path(tmp_path, 4)
     if written < 3:
         with pytest.raises(Crash):
-            checkpoint.write_atomically(path, write)
+            write_atomically(path, write)
         assert checkpoint.newest_checkpoint(tmp_path) is None
         assert not path.exists()
         written = 3  # the next attempt gets through, over what was left
-    checkpoint.write_atomically(path, write)
+    write_atomically(path, write)
     assert checkpoint.newest_checkpoint(tmp_path) == (4, path)
     assert [file.name for file in files(path)] == ["file-0", "file-1", "file-2", "manifest.json"]
     assert list(tmp_path.iterdir()) == [path]
@@ -166,15 +167,23 @@ def test_a_crash_leaves_nothing_that_counts(tmp_path: Path, written: int) -> Non
 def test_a_rewritten_checkpoint_replaces_the_old_one(tmp_path: Path) -> None:
     path = checkpoint.checkpoint_path(tmp_path, 4)
     for name in ("old", "new"):
-        checkpoint.write_atomically(path, lambda partial, name=name: (partial / name).touch())
+        write_atomically(path, lambda partial, name=name: (partial / name).touch())
     assert [file.name for file in files(path)] == ["manifest.json", "new"]
+
+
+def test_leftovers_of_every_attempt_go(tmp_path: Path) -> None:
+    """The export has one name for all attempts, and versions before had one for its leftovers."""
+    for name in (".export.tmp", ".export.1.tmp", ".other.1.tmp"):
+        (tmp_path / name / "model").mkdir(parents=True)
+    write_atomically(tmp_path / "export", lambda partial: (partial / "file").touch())
+    assert {path.name for path in tmp_path.iterdir()} == {"export", ".other.1.tmp"}
 
 
 def test_old_ones_and_leftovers_go(tmp_path: Path) -> None:
     # 1,000,000 has a digit more: by its name it would be older than 2.
     for step in (2, 9, 11, 1_000_000):
         path = checkpoint.checkpoint_path(tmp_path, step)
-        checkpoint.write_atomically(path, lambda partial: (partial / "file").touch())
+        write_atomically(path, lambda partial: (partial / "file").touch())
     (tmp_path / ".step-000012.tmp").mkdir()
     (tmp_path / "notes").mkdir()
     checkpoint.delete_old(tmp_path, 2, best=2)
@@ -192,7 +201,7 @@ def test_an_export_has_the_dtype_of_the_job(tmp_path: Path, dtype: torch.dtype) 
     model = tiny.model(seed=6)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     export = tmp_path / "export"
-    checkpoint.export_model(export, model=model, tokenizer=tiny.tokenizer(), dtype=dtype)
+    export_model(export, model=model, tokenizer=tiny.tokenizer(), dtype=dtype)
     stored = load_file(export / "model.safetensors")
     assert stored
     for name, weight in stored.items():

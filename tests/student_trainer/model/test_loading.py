@@ -1,4 +1,4 @@
-"""A mapped student: its weights are pages of the file until each process has taken its shares."""
+"""A mapped student: its weights are pages of the file until a process has its shares; sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from clients.config.common import StudentConfig
-from student_trainer.model.loading import cast_weights, load_model
+from student_trainer.model.loading import cast_weights, count_weights, load_model
+from tests.student_trainer import tiny
 from tests.student_trainer.model.loading_process import save_student
 
 SHAPE: dict[str, Any] = {
@@ -85,3 +86,12 @@ def test_four_processes_need_the_memory_of_one_float32_student(
     command += ["-m", "tests.student_trainer.model.loading_process", str(small), str(large)]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert float(run.stdout.splitlines()[-1]) < 1.3 * 4 * weights
+
+
+def test_weights_are_counted_without_loading_them(tmp_path: Path) -> None:
+    """Tied weights once; no file of weights is needed."""
+    model = tiny.model(layers=2)
+    tiny.save(model, tiny.tokenizer(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    assert count_weights(StudentConfig(model=str(tmp_path))) == expected

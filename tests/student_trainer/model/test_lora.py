@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from clients.config.common import LoraConfig, StudentConfig
 from protos.errors import InvalidInput
 from student_trainer.loop import checkpoint
+from student_trainer.loop.export import export_model
 from student_trainer.model.loading import load_model
 from student_trainer.model.lora import add_adapters, learned
 from student_trainer.model.probes import has_linear_head
@@ -28,6 +29,7 @@ from tests.student_trainer.model.test_student import (
     soft_capped,
     untied,
 )
+from tests.student_trainer.saving import save_checkpoint
 
 IDS = torch.arange(12)[None]
 HEADS = ["frozen", "trained"]
@@ -173,7 +175,7 @@ def test_exports_are_the_model(base: Path, tmp_path: Path, head: str, dtype: Any
     """The merged directory in transformers, and the adapter on its base in peft."""
     model = adapted(config(base, head, dtype=dtype))
     export = tmp_path / "export"
-    checkpoint.export_model(export, model=model, tokenizer=tiny.tokenizer())
+    export_model(export, model=model, tokenizer=tiny.tokenizer())
     expected = logits(model.float())
     merged = AutoModelForCausalLM.from_pretrained(export)
     assert {p.dtype for p in merged.parameters()} == {torch.float32}
@@ -206,9 +208,7 @@ def test_a_checkpoint_has_what_learns_and_nothing_else(
 
     model, optimizer = fresh(None)
     steps(model, optimizer, 0)
-    checkpoint.save_checkpoint(
-        tmp_path, 3, model=model, tokenizer=tiny.tokenizer(), optimizer=optimizer
-    )
+    save_checkpoint(tmp_path, 3, model=model, tokenizer=tiny.tokenizer(), optimizer=optimizer)
     saved = checkpoint.checkpoint_path(tmp_path, 3)
     with safe_open(saved / "model" / "adapter_model.safetensors", "pt") as file:
         assert len(file.keys()) == len(learned(model))
@@ -225,7 +225,7 @@ def test_a_checkpoint_has_what_learns_and_nothing_else(
 
 def test_adapters_of_another_table_are_refused(base: Path, tmp_path: Path) -> None:
     model = load_model(config(base))
-    checkpoint.save_checkpoint(
+    save_checkpoint(
         tmp_path,
         1,
         model=model,

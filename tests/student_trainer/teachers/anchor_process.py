@@ -18,6 +18,7 @@ from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.privileged import privileged_prompt
 from tests.forks import Forks
 from tests.student_trainer import tiny
+from tests.student_trainer.saving import save_checkpoint
 from tests.student_trainer.teachers.anchors import (
     move,
     rollouts,
@@ -52,14 +53,13 @@ def work(out: Path, sharding: str, until: int, resumed: Path | None = None) -> P
     }
     out.mkdir(parents=True, exist_ok=True)
     (out / f"rank-{rank}.json").write_text(json.dumps(said))
-    checkpoint.save_checkpoint(
+    save_checkpoint(
         out,
         anchor.updates,
         model=student.trained.model,
         tokenizer=words,
         optimizer=torch.optim.AdamW(student.trained.model.parameters()),
         anchor=anchor,
-        main=rank == 0,
     )
     return checkpoint.checkpoint_path(out, until)
 

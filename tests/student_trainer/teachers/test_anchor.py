@@ -21,6 +21,8 @@ from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
 from student_trainer.data.rollout import TailDraws
 from student_trainer.loop import checkpoint
+from student_trainer.loop.atomic_directory import is_intact
+from student_trainer.loop.export import export_model
 from student_trainer.losses import fused_linear_top_ids
 from student_trainer.model.loading import load_model
 from student_trainer.parallel.sharding import Replicated, Sharded
@@ -30,6 +32,7 @@ from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
 from tests.student_trainer import tiny
 from tests.student_trainer.model.test_student import soft_capped, untied
 from tests.student_trainer.model_teacher import ModelTeacher, completion_logprobs
+from tests.student_trainer.saving import save_checkpoint
 from tests.student_trainer.teachers.anchors import (
     TEMPERATURE,
     move,
@@ -312,10 +315,8 @@ def test_of_adapters_only_those_are_copied(head: str, tmp_path: Path) -> None:
 def save(root: Path, student: Replicated | Sharded, anchor: Anchor) -> Path:
     model, words = student.trained.model, tiny.tokenizer()
     optimizer = torch.optim.AdamW(model.parameters())
-    checkpoint.save_checkpoint(
-        root, 4, model=model, tokenizer=words, optimizer=optimizer, anchor=anchor
-    )
-    checkpoint.export_model(root / "export", model=model, tokenizer=words, anchor=anchor)
+    save_checkpoint(root, 4, model=model, tokenizer=words, optimizer=optimizer, anchor=anchor)
+    export_model(root / "export", model=model, tokenizer=words, anchor=anchor)
     return checkpoint.checkpoint_path(root, 4)
 
 
@@ -334,7 +335,7 @@ def test_saved_resumed_and_exported(tau: float, tmp_path: Path) -> None:
     for update in range(1, 6):
         move(student, anchor, update)
     path = save(tmp_path, student, anchor)
-    assert checkpoint.is_intact(path)
+    assert is_intact(path)
     assert_equal(load_file(path / "anchor.safetensors"), anchor.state())
 
     resumed, again = anchored(load_model(StudentConfig(model=str(path / "model"))), tau=tau)
@@ -358,14 +359,14 @@ def test_the_export_has_both_models(tmp_path: Path) -> None:
     assert_equal(weights_of(AutoModelForCausalLM.from_pretrained(exported)), weights_of(model))
     theirs = AutoModelForCausalLM.from_pretrained(exported / "anchor")
     assert_equal(weights_of(theirs), anchor.state())
-    assert checkpoint.is_intact(exported)
+    assert is_intact(exported)
     assert (exported / "anchor" / "tokenizer.json").is_file()
 
 
 def test_a_run_without_an_anchor_is_not_resumed_with_one(tmp_path: Path) -> None:
     student, anchor = anchored(tiny.model(seed=2))
     model = student.trained.model
-    checkpoint.save_checkpoint(
+    save_checkpoint(
         tmp_path,
         1,
         model=model,

@@ -1,0 +1,162 @@
+"""The export of the trained model: a plain Hugging Face directory, written layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from student_trainer.loop.atomic_directory import write_atomically
+from student_trainer.loop.model_directory import (
+    save_configuration,
+    split_weights,
+    without_aliases,
+)
+from student_trainer.loop.tensor_file import PartWriter, layout
+from student_trainer.model.lora import FILE as ADAPTERS
+from student_trainer.model.lora import (
+    adapter_key,
+    has_adapters,
+    learned,
+    merged,
+    save_adapter_configuration,
+)
+from student_trainer.parallel.sharding import full_tensors
+from student_trainer.teachers.anchor import Anchor
+
+
+def export_model(
+    path: Path,
+    *,
+    model: Any,
+    tokenizer: Any,
+    anchor: Anchor | None = None,
+    dtype: torch.dtype = torch.float32,
+    main: bool = True,
+) -> None:
+    """Collective. Write the model as a plain Hugging Face directory; only `main` writes.
+
+    Weights are rounded to `dtype`, except those in `adapter/`. LoRA adapters are merged into the
+    weights, and also stored alone in `adapter/`. The anchor is written the same way into `anchor/`.
+    Besides the model, `main` needs memory for the weights of one layer, or for the embeddings.
+
+    Raises WrongState if a newer attempt has taken over the run.
+    """
+    weights = model.state_dict(keep_vars=True)
+    models = {"": weights}
+    if anchor is not None:
+        models["anchor"] = anchor.with_anchor_weights(weights)
+
+    def write(partial: Path | None) -> None:
+        for name, of in models.items():
+            _write_model(partial / name if partial else None, model, of, tokenizer, dtype)
+
+    if main:
+        write_atomically(path, write)
+    else:
+        write(None)
+
+
+def _write_model(
+    path: Path | None,
+    model: Any,
+    weights: Mapping[str, Tensor],
+    tokenizer: Any,
+    dtype: torch.dtype,
+) -> None:
+    """Collective. Write a directory; a process whose `path` is None only takes part."""
+    if path is not None:
+        path.mkdir(exist_ok=True)
+        save_configuration(path, model, dtype)
+        tokenizer.save_pretrained(path)
+    stored = without_aliases(model, weights)
+    sizes = {name: _size(weight) for name, weight in stored.items()}
+    published = _published(model, sizes, dtype)
+    files, index = split_weights(published, model.num_parameters())
+    with ExitStack() as stack:
+        places: dict[str, PartWriter] = {}
+        if path is not None:
+            for file, of in files.items():
+                writer = PartWriter(path / file, layout(of, {"format": "pt"}), hashed=False)
+                places |= dict.fromkeys(of, stack.enter_context(closing(writer)))
+        for group in _groups(model, sizes, published):
+            full = full_tensors({name: stored[name] for name in group}, keep=path is not None)
+            on_cpu = {name: weight.cpu() for name, weight in full.items()}
+            for name, weight in _published(model, on_cpu, dtype).items():
+                places[name].write(name, weight)
+    if path is not None:
+        for name, text in index.items():
+            (path / name).write_bytes(text)
+    if has_adapters(model):
+        adapters = {name: weights[name] for name in learned(model)}
+        _write_adapters(path / "adapter" if path is not None else None, model, adapters)
+
+
+def _write_adapters(path: Path | None, model: Any, adapters: Mapping[str, Tensor]) -> None:
+    """Collective. Write the trained weights in the format of `peft`, as they are."""
+    writer = None
+    if path is not None:
+        path.mkdir()
+        save_adapter_configuration(path, model)
+        named = {adapter_key(name): weight for name, weight in adapters.items()}
+        writer = PartWriter(path / ADAPTERS, layout(named), hashed=False)
+    for name, adapter in adapters.items():
+        for weight in full_tensors({name: adapter}, keep=writer is not None).values():
+            assert writer is not None
+            writer.write(adapter_key(name), weight.cpu())
+    if writer is not None:
+        writer.close()
+
+
+def _published(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return weights as they are published: merged, rounded, with the names of the format.
+
+    `weights`: unsharded, on the CPU or without data, all or those of a layer.
+    """
+    plain = merged(model, weights) if has_adapters(model) else weights
+    rounded = {
+        name: weight.to(dtype) if weight.is_floating_point() else weight
+        for name, weight in plain.items()
+    }
+    # transformers notes the conversions of the weights that it loads. A checkpoint of ours needs
+    # none, and the model of a resumed run has an empty list; without one, the default is used.
+    if not getattr(model, "_weight_conversions", None):
+        model._weight_conversions = None
+    found: dict[str, Tensor] = revert_weight_conversion(model, rounded)
+    return found
+
+
+def _groups(
+    model: Any, sizes: Mapping[str, Tensor], published: Mapping[str, Tensor]
+) -> Sequence[Mapping[str, Tensor]]:
+    """Divide the weights by layer, so that those that are merged or converted stay together.
+
+    `published`: what all weights together become.
+    """
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, size in sizes.items():
+        layers.setdefault(_layer(name), {})[name] = size
+    apart = {
+        name: of.shape
+        for group in layers.values()
+        for name, of in _published(model, group, torch.float32).items()
+    }
+    if apart != {name: of.shape for name, of in published.items()}:
+        return [sizes]  # a conversion needs weights of several layers
+    return list(layers.values())
+
+
+def _layer(name: str) -> str:
+    """Return the name up to its first number, or else its first two words."""
+    words = name.split(".")
+    number = next((place for place, word in enumerate(words) if word.isdecimal()), 1)
+    return ".".join(words[: number + 1])
+
+
+def _size(weight: Tensor) -> Tensor:
+    return torch.empty(weight.shape, dtype=weight.dtype, device="meta")

@@ -1,0 +1,92 @@
+"""The files of a Hugging Face model directory: names, sizes, and all that holds no weights."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+
+from student_trainer.model.lora import has_adapters, save_adapter_configuration
+
+# Of a file of weights; transformers' default for `save_pretrained`.
+_MOST_BYTES = 50_000_000_000
+
+
+def without_aliases(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights that a model directory has: a tied one under its first name only.
+
+    `weights`: the parameters and buffers of the model, or others in their places, by name.
+    """
+    first: dict[int, str] = {}
+    for name, weight in weights.items():
+        if name not in (model._keys_to_ignore_on_save or ()):
+            first.setdefault(id(weight), name)
+    return {name: weights[name] for name in first.values()}
+
+
+def split_weights(
+    weights: Mapping[str, Tensor], parameters: int
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, bytes]]:
+    """Return the weights by file, and the index file by its name, if there are several files.
+
+    `parameters`: their number, for the index. transformers' `save_pretrained` divides and names
+    them in the same way. Only shapes and dtypes are read.
+    """
+    sizes = {
+        name: torch.empty(of.shape, dtype=of.dtype, device="meta") for name, of in weights.items()
+    }
+    found = split_torch_state_dict_into_shards(
+        sizes, filename_pattern="model{suffix}.safetensors", max_shard_size=_MOST_BYTES
+    )
+    files = {
+        file: {name: weights[name] for name in names}
+        for file, names in found.filename_to_tensors.items()
+    }
+    if not found.is_sharded:
+        return files, {}
+    index = {
+        "metadata": {
+            "total_parameters": parameters,
+            **found.metadata,
+        },
+        "weight_map": found.tensor_to_filename,
+    }
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    return files, {"model.safetensors.index.json": text.encode()}
+
+
+def small_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
+    """Return the files of a model directory that hold no weights, by name.
+
+    They do not change during a run.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name)
+        if has_adapters(model):
+            save_adapter_configuration(path, model)
+        else:
+            save_configuration(path, model, model.dtype)
+        tokenizer.save_pretrained(path)
+        return {
+            str(file.relative_to(path)): file.read_bytes()
+            for file in sorted(path.rglob("*"))
+            if file.is_file()
+        }
+
+
+def save_configuration(path: Path, model: Any, dtype: torch.dtype) -> None:
+    """Write the files config.json and generation_config.json, as `save_pretrained` does.
+
+    `dtype`: of the stored weights.
+    """
+    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.save_pretrained(path)
+    if model.can_generate():
+        model.generation_config.save_pretrained(path)

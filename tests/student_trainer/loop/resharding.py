@@ -1,0 +1,128 @@
+"""A run of updates that any number of processes can continue, and the files that it must write.
+
+`expected` writes a checkpoint in one process with transformers and safetensors alone, as this
+project did before each process wrote its part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from clients.config.common import LoraConfig, StudentConfig
+from student_trainer.loop import checkpoint
+from student_trainer.model.loading import load_model
+from student_trainer.parallel.sharding import local, own_rows
+from student_trainer.teachers.anchor import Anchor
+from tests.forks import Forks
+from tests.student_trainer import tiny
+from tests.student_trainer.saving import save_checkpoint
+from tests.student_trainer.teachers.anchors import spread_student
+
+TAU, PERIOD = 0.9, 2
+
+
+def gradient(name: str, like: Tensor, update: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * update + sum(name.encode()))
+    return torch.randn(like.shape, generator=generator)
+
+
+def student_config(base: Path, adapted: bool) -> StudentConfig:
+    lora = LoraConfig(rank=3, train_head=True) if adapted else None
+    return StudentConfig(model=str(base), lora=lora)
+
+
+def fresh(base: Path, adapted: bool, saved: Path | None = None) -> Any:
+    torch.manual_seed(7)  # new adapters
+    return load_model(student_config(base, adapted), saved / "model" if saved else None)
+
+
+def optimizer_of(model: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def update_once(model: Any, optimizer: torch.optim.Optimizer, anchor: Anchor, update: int) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            local(parameter.grad).copy_(gradient(name, parameter, update)[own_rows(parameter)])
+    optimizer.step()
+    anchor.after_update()
+
+
+def work(
+    root: Path, base: Path, adapted: bool, sharding: str, resumed: int | None, update: int
+) -> None:
+    """Continue from the checkpoint `resumed`, do one update, and save it as step `update`."""
+    saved = checkpoint.checkpoint_path(root, resumed) if resumed else None
+    student = spread_student(fresh(base, adapted, saved), sharding)
+    model = student.trained.model
+    optimizer = optimizer_of(model)
+    anchor = Anchor(student, tau=TAU, update_period=PERIOD)
+    if saved is not None:
+        checkpoint.load_optimizer(saved, model, optimizer)
+        checkpoint.load_anchor(saved, anchor)
+    update_once(model, optimizer, anchor, update)
+    save_checkpoint(
+        root, update, model=model, tokenizer=tiny.tokenizer(), optimizer=optimizer, anchor=anchor
+    )
+
+
+def run(world: int, root: Path, base: Path, adapted: bool, sharding: str, update: int) -> Path:
+    """`work` in so many processes, from the update before; the checkpoint."""
+    resumed = update - 1 or None
+    group = root.with_name(f"{root.name}-{update}.group")
+    forks = Forks(world, group, work, root, base, adapted, sharding, resumed, update)
+    assert forks.wait() == [0] * world
+    return checkpoint.checkpoint_path(root, update)
+
+
+def expected(root: Path, base: Path, adapted: bool, updates: int) -> None:
+    """Do the updates in this process, and write the checkpoint of each."""
+    student = spread_student(fresh(base, adapted))
+    model = student.trained.model
+    optimizer = optimizer_of(model)
+    anchor = Anchor(student, tau=TAU, update_period=PERIOD)
+    for update in range(1, updates + 1):
+        update_once(model, optimizer, anchor, update)
+        _write(checkpoint.checkpoint_path(root, update), model, optimizer, anchor, update)
+
+
+def _write(
+    path: Path, model: Any, optimizer: torch.optim.Optimizer, anchor: Anchor, step: int
+) -> None:
+    path.mkdir(parents=True)
+    if hasattr(model, "peft_config"):
+        (path / "model").mkdir()
+        model.peft_config["default"].save_pretrained(path / "model")
+        save_file(_adapters(model), path / "model" / "adapter_model.safetensors")
+    else:
+        model.save_pretrained(path / "model")
+    tiny.tokenizer().save_pretrained(path / "model")
+    moments = {
+        f"{name}/{kind}": value
+        for name, parameter in model.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+    save_file(moments, path / "optimizer.safetensors")
+    counts = json.dumps({"updates": anchor.updates, "version": anchor.version})
+    save_file(anchor.state(), path / "anchor.safetensors", metadata={"counts": counts})
+    (path / "state.json").write_text(json.dumps({"step": step}) + "\n")
+    files = {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())}
+    (path / "manifest.json").write_text(json.dumps({"files": digests}, indent=1) + "\n")
+
+
+def _adapters(model: Any) -> dict[str, Tensor]:
+    """By the names of peft; a tied head under both of its names."""
+    return {
+        "base_model.model." + name.replace(".default.", "."): parameter.detach().clone()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    }

@@ -1,0 +1,175 @@
+"""Exports that are written layer by layer: the bytes that transformers writes at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from clients.config.common import StudentConfig
+from student_trainer.loop import model_directory
+from student_trainer.loop.export import export_model
+from student_trainer.model.loading import load_model
+from tests.forks import Forks
+from tests.student_trainer import tiny
+from tests.student_trainer.model.test_student import untied
+from tests.student_trainer.saving import save_checkpoint
+from tests.student_trainer.teachers.anchors import spread_student
+
+
+def mixture() -> Any:
+    """Experts, which transformers stacks in memory and stores one by one."""
+    torch.manual_seed(3)
+    config = Qwen3MoeConfig(
+        vocab_size=13,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        tie_word_embeddings=True,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def with_buffer() -> Any:
+    model = tiny.model(seed=4, layers=2)
+    model.get_decoder().register_buffer("counts", torch.arange(5))
+    return model
+
+
+MODELS = {
+    "tied": lambda: tiny.model(seed=6, layers=11),
+    "untied": lambda: untied(bias=True),
+    "mixture": mixture,
+    "buffer": with_buffer,
+}
+
+
+def weights_of(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.glob("*.safetensors*")}
+
+
+def tensors_of(path: Path) -> dict[str, list[Any]]:
+    files = [load_file(file) for file in path.glob("*.safetensors")]
+    return {name: weight.tolist() for file in files for name, weight in file.items()}
+
+
+def rounded(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Of all weights; names that share a tensor share it here too."""
+    found = {
+        id(one): one.to(dtype) if one.is_floating_point() else one
+        for one in model.state_dict(keep_vars=True).values()
+    }
+    return {name: found[id(one)] for name, one in model.state_dict(keep_vars=True).items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("files", ["one", "several"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_bytes_of_save_pretrained(
+    tmp_path: Path, name: str, files: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 50_000_000_000 if files == "one" else 6000
+    monkeypatch.setattr(model_directory, "_MOST_BYTES", most)
+    model = MODELS[name]()
+    model.save_pretrained(
+        tmp_path / "expected", state_dict=rounded(model, dtype), max_shard_size=most
+    )
+    export_model(tmp_path / "found", model=model, tokenizer=tiny.tokenizer(), dtype=dtype)
+    found, expected = weights_of(tmp_path / "found"), weights_of(tmp_path / "expected")
+    if (name, files) == ("mixture", "several"):
+        # transformers divides the views of one tensor otherwise than tensors of their own.
+        assert tensors_of(tmp_path / "found") == tensors_of(tmp_path / "expected")
+    else:
+        assert found == expected
+    assert (len(found) > 2) == (files == "several")
+
+
+@pytest.mark.parametrize("name", ["tied", "untied", "buffer"])
+def test_a_checkpoint_names_its_weights_as_save_pretrained_does(tmp_path: Path, name: str) -> None:
+    model = MODELS[name]()
+    model.save_pretrained(tmp_path / "expected")
+    path = save_checkpoint(
+        tmp_path,
+        1,
+        model=model,
+        tokenizer=tiny.tokenizer(),
+        optimizer=torch.optim.AdamW(model.parameters()),
+    )
+    expected = {file.name: file.read_bytes() for file in (tmp_path / "expected").iterdir()}
+    found = {file.name: file.read_bytes() for file in (path / "model").iterdir()}
+    assert expected.items() <= found.items()
+
+
+def test_a_mixture_is_resumed_and_exported_as_before(tmp_path: Path) -> None:
+    """Its checkpoint has the stacked experts, its export the published ones: also when resumed."""
+    words = tiny.tokenizer()
+    base = tiny.save(mixture(), words, tmp_path / "base")
+    model = load_model(StudentConfig(model=str(base)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    path = save_checkpoint(tmp_path, 1, model=model, tokenizer=words, optimizer=optimizer)
+    again = load_model(StudentConfig(model=str(base)), path / "model")
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+    for name, one in (("before", model), ("after", again)):
+        export_model(tmp_path / name, model=one, tokenizer=words)
+    assert weights_of(tmp_path / "before") == weights_of(tmp_path / "after") == weights_of(base)
+
+
+def shared(root: Path) -> None:
+    """The export of sharded weights; only the main process writes."""
+    student = spread_student(tiny.model(seed=2, layers=2), "fsdp2")
+    main = os.environ.get("RANK", "0") == "0"
+    model, words = student.trained.model, tiny.tokenizer()
+    export_model(root / "export", model=model, tokenizer=words, dtype=torch.bfloat16, main=main)
+
+
+@pytest.mark.slow
+def test_processes_export_what_one_does(tmp_path: Path) -> None:
+    model = tiny.model(seed=2, layers=2)
+    model.save_pretrained(tmp_path / "expected", state_dict=rounded(model, torch.bfloat16))
+    assert Forks(3, tmp_path / "group", shared, tmp_path).wait() == [0] * 3
+    assert weights_of(tmp_path / "export") == weights_of(tmp_path / "expected")
+
+
+MEASURE = """
+import resource, sys, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM, Qwen3Config
+from student_trainer.loop.export import export_model
+from tests.student_trainer import tiny
+layers, width = 24, 256
+config = Qwen3Config(vocab_size=64, hidden_size=width, intermediate_size=16 * width,
+    num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
+model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+total = sum(p.nbytes for p in model.parameters())
+words = tiny.tokenizer()
+tiny.save(tiny.model(), words, Path(sys.argv[1]) / "warm")  # what is imported when one writes
+export_model(Path(sys.argv[1]) / "first", model=tiny.model(), tokenizer=words)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+export_model(Path(sys.argv[1]) / "export", model=model, tokenizer=words, dtype=torch.bfloat16)
+print(total, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+"""
+
+
+@pytest.mark.slow
+def test_an_export_needs_the_memory_of_a_layer(tmp_path: Path) -> None:
+    """A rounded copy of all weights would be half of them; a layer is a 24th, rounded a 48th."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    total, more = map(int, done.stdout.split())
+    print(f"{total / 1e6:.0f} MB of weights, {more / 1e6:.1f} MB more while they are exported")
+    assert more < total / 8

@@ -1,0 +1,154 @@
+"""Checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from clients.runs.fence import VARIABLE, raise_fence
+from protos.errors import WrongState
+from protos.rpc import failpoints
+from student_trainer.loop.atomic_directory import is_intact
+from student_trainer.loop.checkpoint import checkpoint_path, contents, newest_checkpoint
+from student_trainer.loop.saver import Saver
+from tests.forks import Forks
+from tests.student_trainer import tiny
+from tests.student_trainer.saving import saver_of
+
+
+@pytest.fixture
+def state() -> tuple[Any, torch.optim.Optimizer]:
+    model = tiny.model(seed=6)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+@pytest.fixture(autouse=True)
+def _disarmed() -> Any:
+    yield
+    failpoints.arm("")
+
+
+def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model" / "model.safetensors")
+
+
+def test_a_checkpoint_is_the_state_when_it_was_asked_for(
+    tmp_path: Path, state: tuple[Any, torch.optim.Optimizer]
+) -> None:
+    """The weights change before the thread has written the first byte, at each of two saves."""
+    failpoints.arm("checkpoint-writing:sleep:0.2")
+    model, _ = state
+    saver = saver_of(tmp_path, model, tiny.tokenizer())
+    expected = []
+    for step in (1, 2):
+        expected.append({name: weight.clone() for name, weight in model.state_dict().items()})
+        saver.save(step, contents(*state))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+    saver.finish()
+    for step in (1, 2):
+        found = weights_of(checkpoint_path(tmp_path, step))
+        assert found
+        for name, weight in found.items():
+            assert torch.equal(weight, expected[step - 1][name])
+
+
+def test_training_goes_on_while_it_is_written(
+    tmp_path: Path, state: tuple[Any, torch.optim.Optimizer]
+) -> None:
+    """One at a time: the second save waits until the first checkpoint is there."""
+    may_publish = threading.Event()
+    published: list[int] = []
+
+    def note() -> None:
+        found = newest_checkpoint(tmp_path)
+        assert found is not None
+        published.append(found[0])
+
+    saver = saver_of(
+        tmp_path,
+        state[0],
+        tiny.tokenizer(),
+        before_publication=may_publish.wait,
+        after_publication=note,
+    )
+    assert saver.poll()
+    saver.save(1, contents(*state))
+    assert not saver.poll()
+    assert saver.is_writing
+    assert newest_checkpoint(tmp_path) is None
+    threading.Timer(0.1, may_publish.set).start()
+    saver.save(2, contents(*state))
+    assert published[:1] == [1]
+    saver.finish()
+    assert (published, saver.is_writing) == ([1, 2], False)
+
+
+def test_a_failed_write_is_raised_and_leaves_nothing(
+    tmp_path: Path, state: tuple[Any, torch.optim.Optimizer]
+) -> None:
+    saver = saver_of(tmp_path, state[0], tiny.tokenizer())
+    failpoints.arm("checkpoint-part-written:raise")
+    saver.save(3, contents(*state))
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        saver.finish()
+    path = checkpoint_path(tmp_path, 3)
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+    assert list(tmp_path.iterdir()) == []
+    failpoints.arm("")
+    saver.save(3, contents(*state))  # the fault is mended
+    saver.finish()
+    assert is_intact(path)
+
+
+def test_an_attempt_that_was_replaced_publishes_nothing(
+    tmp_path: Path, state: tuple[Any, torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither when it was replaced while it wrote, nor before. Its successor's files stay."""
+    monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 1))
+    root = tmp_path / "checkpoints"
+    theirs = root / ".step-000004.2.tmp" / "model"
+
+    def replaced() -> None:
+        raise_fence(tmp_path, 2)
+        theirs.mkdir(parents=True)
+
+    saver = saver_of(root, state[0], tiny.tokenizer(), before_publication=replaced)
+    saver.save(4, contents(*state))
+    with pytest.raises(WrongState, match="attempt 1 was replaced"):
+        saver.finish()
+    with pytest.raises(WrongState, match="attempt 1 was replaced"):
+        saver.save(5, contents(*state))
+    assert list(root.rglob("*")) == [theirs.parent, theirs]
+
+
+def failing(root: Path, failing_rank: int) -> None:
+    """One process cannot write: every process raises, and says what."""
+    rank = int(os.environ["RANK"])
+    model = tiny.model(seed=6)
+    saver: Saver = saver_of(root / "checkpoints", model, tiny.tokenizer())
+    if rank == failing_rank:
+        failpoints.arm("checkpoint-part-written:raise")
+    saver.save(1, contents(model, torch.optim.AdamW(model.parameters())))
+    try:
+        saver.finish()
+    except Exception as error:
+        number = getattr(error, "errno", None)
+        (root / f"rank-{rank}.json").write_text(json.dumps([type(error).__name__, number]))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_process_is_raised_in_all(tmp_path: Path, rank: int) -> None:
+    assert Forks(2, tmp_path / "group", failing, tmp_path, rank).wait() == [0, 0]
+    said = [json.loads((tmp_path / f"rank-{one}.json").read_text()) for one in (0, 1)]
+    assert said == [["OSError", errno.EIO]] * 2
+    assert list((tmp_path / "checkpoints").iterdir()) == []

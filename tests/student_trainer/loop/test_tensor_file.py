@@ -1,0 +1,97 @@
+"""Files that several processes write in place, against the safetensors library."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from student_trainer.loop.tensor_file import PartWriter, TensorFile, digest_of_part, layout
+from student_trainer.parallel.sharding import rows_of_part
+
+MOST_PARTS = 5
+
+
+def tensors() -> dict[str, Tensor]:
+    """Scalars, empty ones, fewer rows than parts, and elements of four sizes."""
+    made = torch.Generator().manual_seed(0)
+    return {
+        "embed.weight": torch.randn(13, 8, generator=made),
+        "layers.10.weight": torch.randn(3, 2, 5, generator=made),
+        "layers.2.weight": torch.randn(7, 4, generator=made).bfloat16(),
+        "norm.weight": torch.randn(2, generator=made),
+        "norm.weight/step": torch.tensor(3.0),
+        "places": torch.arange(6),
+        "\u00fc mask": torch.tensor([True, False, True]),
+        "empty": torch.empty(0, 4),
+    }
+
+
+def write_part(path: Path, file: TensorFile, of: dict[str, Tensor], part: int, parts: int) -> str:
+    writer = PartWriter(path, file, part, parts)
+    for name in file.places:
+        tensor = of[name] if of[name].dim() else of[name][None]
+        writer.write(name, tensor[rows_of_part(len(tensor), part, parts)])
+    return writer.finish()
+
+
+@pytest.mark.parametrize("parts", range(1, MOST_PARTS + 1))
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_the_bytes_of_the_library(
+    tmp_path: Path, parts: int, metadata: dict[str, str] | None
+) -> None:
+    """For any number of parts, written in any order."""
+    save_file(tensors(), tmp_path / "expected", metadata=metadata)
+    file = layout(tensors(), metadata)
+    order = random.Random(parts).sample(range(parts), parts)
+    digests = {part: write_part(tmp_path / "found", file, tensors(), part, parts) for part in order}
+    found = (tmp_path / "found").read_bytes()
+    assert found == (tmp_path / "expected").read_bytes()
+    for part, digest in digests.items():
+        assert digest_of_part(tmp_path / "found", part, parts) == digest
+    if parts == 1:
+        assert digests[0] == hashlib.sha256(found).hexdigest()
+
+
+def test_no_tensors(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "expected")
+    write_part(tmp_path / "found", layout({}), {}, 0, 1)
+    assert (tmp_path / "found").read_bytes() == (tmp_path / "expected").read_bytes()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_every_byte_is_in_one_part(tmp_path: Path, parts: int) -> None:
+    """A changed byte changes the digest of one part; one of the header may make it no file."""
+    path = tmp_path / "file"
+    file = layout(tensors())
+    digests = [write_part(path, file, tensors(), part, parts) for part in range(parts)]
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        damaged = []
+        for part in range(parts):
+            try:
+                damaged.append(digest_of_part(path, part, parts) != digests[part])
+            except ValueError:
+                damaged.append(True)
+        assert any(damaged), place
+        if place >= len(file.header):
+            assert sum(damaged) == 1, place
+    for other in (whole + b"\0", whole[:-1], whole[:4], b"", b"\xff" * 64):
+        path.write_bytes(other)
+        with pytest.raises(ValueError, match=r"header|size"):
+            digest_of_part(path, 0, parts)
+
+
+def test_rows_are_divided_as_torch_divides_them() -> None:
+    for rows in range(20):
+        for parts in range(1, 9):
+            chunks = torch.arange(rows).chunk(parts) if rows else ()
+            expected = [chunk.tolist() for chunk in chunks] + [[]] * (parts - len(chunks))
+            found = [list(range(rows))[rows_of_part(rows, part, parts)] for part in range(parts)]
+            assert found == expected

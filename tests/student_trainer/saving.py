@@ -1,0 +1,43 @@
+"""Checkpoints of a state, saved by the processes of a group, or by this one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from student_trainer.critic.advantages import CriticAdvantages
+from student_trainer.loop.checkpoint import checkpoint_path, contents
+from student_trainer.loop.model_directory import small_files
+from student_trainer.loop.saver import Saver
+from student_trainer.parallel.collectives import make_accelerator
+from student_trainer.teachers.anchor import Anchor
+
+LIMIT = timedelta(minutes=10)
+
+
+def saver_of(root: Path, model: Any, tokenizer: Any, **options: Any) -> Saver:
+    accelerator = make_accelerator(LIMIT)
+    return Saver(accelerator, root, small_files=small_files(model, tokenizer), **options)
+
+
+def save_checkpoint(
+    root: Path,
+    step: int,
+    *,
+    model: Any,
+    tokenizer: Any,
+    optimizer: torch.optim.Optimizer,
+    anchor: Anchor | None = None,
+    values: CriticAdvantages | None = None,
+    facts: Mapping[str, str] | None = None,
+    metrics: Mapping[str, float] | None = None,
+) -> Path:
+    """Save, wait until it is written, and return its directory."""
+    saver = saver_of(root, model, tokenizer, facts=facts)
+    saver.save(step, contents(model, optimizer, anchor, values), metrics)
+    saver.finish()
+    return checkpoint_path(root, step)
