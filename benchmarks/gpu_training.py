@@ -33,7 +33,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.gpu import default_out, machine
-from clients.config.common import StudentConfig
+from clients.config.tables.common import StudentConfig
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import ScoredSequence, placeholder_rows
 from student_trainer.data.packing import micro_batches

@@ -28,7 +28,7 @@ from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.process_memory import resident_before, resident_peak
-from clients.config.common import StudentConfig
+from clients.config.tables.common import StudentConfig
 from clients.data.model_shape import ModelShape
 from clients.preflight.memory import Load, held, learning, optimizer, sampling
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows

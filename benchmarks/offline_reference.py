@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.config.common import StudentConfig
+from clients.config.tables.common import StudentConfig
 from student_trainer import __main__ as program
 from student_trainer import assembly
 from student_trainer.data.batch import Batch

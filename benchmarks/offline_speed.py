@@ -23,9 +23,9 @@ from benchmarks.offline_material import (
 )
 from benchmarks.offline_training import job_settings, ways
 from clients.config.capture import CaptureJob
-from clients.config.common import StudentConfig
 from clients.config.file import load_job
 from clients.config.offline import OfflineJob
+from clients.config.tables.common import StudentConfig
 from clients.runs.directory import RunDirectory
 from clients.runs.metrics_writer import MetricsLog
 from clients.runs.progress import Progress

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.offline_material import JOBS, Material, Sizes, as_options, run
-from clients.config.common import StudentConfig
 from clients.config.file import load_job
+from clients.config.tables.common import StudentConfig
 from clients.runs.directory import RunDirectory
 from clients.store.dataset import LogitDataset
 from student_trainer.losses import exact_kl

@@ -29,9 +29,10 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.offline_material import as_options, run
 from benchmarks.search_material import Material, Sizes, make_material
 from benchmarks.search_picture import draw
-from clients.config.common import DataConfig, StudentConfig
 from clients.config.file import load_job
 from clients.config.rl import RLJob
+from clients.config.tables.common import StudentConfig
+from clients.config.tables.data import DataConfig
 from student_trainer.data.prompts import load_prompts
 from student_trainer.environments.retriever import Retriever, make_retriever
 from student_trainer.model.loading import load_model, load_tokenizer

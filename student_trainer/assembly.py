@@ -16,21 +16,21 @@ import torch
 from accelerate import Accelerator
 from transformers.utils.logging import disable_progress_bar
 
-from clients.config.common import StudentConfig
 from clients.config.kinds import AnyTraining
 from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
+from clients.config.tables.common import StudentConfig
 from clients.preflight.teachers import check_length
 from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
 from protos.errors import DistillError, InvalidInput
+from student_trainer.checkpoints import checkpoint
 from student_trainer.data.captured_stores import Stores, TrainingStore, check_same_store
 from student_trainer.data.examples import load_examples
 from student_trainer.data.prompts import ItemsOfSteps, Prompt, load_prompts
 from student_trainer.environments.retriever import make_retriever
-from student_trainer.loop import checkpoint
 from student_trainer.loop.trainer import Parts, Trainer
 from student_trainer.methods.method import Method
 from student_trainer.methods.offline import load_examined, offline_method

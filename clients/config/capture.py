@@ -7,16 +7,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from clients.config.common import (
+from clients.config.tables.common import (
     Count,
     Name,
     Priority,
-    PromptKeys,
     ResourcesConfig,
     StudentConfig,
     Table,
     TeacherConfig,
 )
+from clients.config.tables.data import PromptKeys
 from clients.config.unused import refuse_unused
 from clients.data.prompt_format import PromptFormat
 

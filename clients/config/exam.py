@@ -7,8 +7,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from clients.config.common import Count, DataConfig, Name, Table, prompt_rules
-from clients.config.reward import RewardConfig
+from clients.config.tables.common import Count, Name, Table
+from clients.config.tables.data import DataConfig, prompt_rules
+from clients.config.tables.reward import RewardConfig
 from clients.config.unused import refuse_unused
 
 

@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 from pydantic_core import from_json
 
 from clients.config.capture import CaptureJob
-from clients.config.common import TrainingJob
 from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
+from clients.config.tables.common import TrainingJob
 
 AnyTraining: TypeAlias = OnPolicyJob | OfflineJob | RLJob | SFTJob
 AnyJob: TypeAlias = AnyTraining | CaptureJob

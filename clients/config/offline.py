@@ -6,15 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.common import (
-    Count,
-    Name,
-    PromptKeys,
-    Table,
-    TeacherLink,
-    TrainingJob,
-    prompt_rules,
-)
+from clients.config.tables.common import Count, Name, Table, TeacherLink, TrainingJob
+from clients.config.tables.data import PromptKeys, prompt_rules
 from clients.config.unused import refuse_unused
 from clients.data.prompt_format import PromptFormat
 

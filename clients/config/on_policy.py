@@ -6,18 +6,17 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.common import (
+from clients.config.tables.common import (
     Address,
     Count,
-    DataConfig,
     Name,
     Table,
     Tail,
     TeacherConfig,
     TrainingJob,
     check_tail,
-    prompt_rules,
 )
+from clients.config.tables.data import DataConfig, prompt_rules
 from clients.config.unused import refuse_unused
 
 # One literal: a union of two has two messages for one wrong value.

@@ -9,11 +9,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.anchor import AnchorConfig
-from clients.config.common import (
+from clients.config.tables.anchor import AnchorConfig
+from clients.config.tables.common import (
     FORMER_TAIL,
     Count,
-    DataConfig,
     SampledEvalConfig,
     Table,
     Tail,
@@ -21,10 +20,10 @@ from clients.config.common import (
     TeacherLink,
     TrainingJob,
     check_tail,
-    prompt_rules,
 )
-from clients.config.environment import SearchConfig
-from clients.config.reward import HARMLESS, RewardConfig
+from clients.config.tables.data import DataConfig, prompt_rules
+from clients.config.tables.environment import SearchConfig
+from clients.config.tables.reward import HARMLESS, RewardConfig
 from clients.config.unused import Rule, refuse_unused
 
 Weight = Annotated[float, Field(ge=0)]

@@ -6,7 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from clients.config.common import Count, DataConfig, Table, TrainingJob, prompt_rules
+from clients.config.tables.common import Count, Table, TrainingJob
+from clients.config.tables.data import DataConfig, prompt_rules
 from clients.config.unused import refuse_unused
 
 

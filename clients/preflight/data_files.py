@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, assert_never
 
 from clients.config.capture import CaptureData, CaptureJob
-from clients.config.common import DataConfig
 from clients.config.kinds import AnyJob
 from clients.config.offline import OfflineData, OfflineJob
 from clients.config.on_policy import OnPolicyJob
-from clients.config.reward import RewardConfig
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
+from clients.config.tables.data import DataConfig
+from clients.config.tables.reward import RewardConfig
 from clients.data.records import FILE_SUFFIXES, record_in, weight_of
 from clients.data.regular_file import open_regular
 from protos.errors import InvalidInput

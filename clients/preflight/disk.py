@@ -7,9 +7,9 @@ import math
 import shutil
 from pathlib import Path
 
-from clients.config.common import FEWEST_CHECKPOINTS
 from clients.config.kinds import AnyTraining
 from clients.config.rl import RLJob
+from clients.config.tables.common import FEWEST_CHECKPOINTS
 from clients.data.regular_file import open_regular, read_document
 from clients.runs.directory import RunDirectory
 from protos.errors import WrongState

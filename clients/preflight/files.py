@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from clients.config.common import StudentConfig, TrainingJob
 from clients.config.file import named_files
 from clients.config.kinds import AnyJob, AnyTraining
 from clients.config.offline import OfflineJob
+from clients.config.tables.common import StudentConfig, TrainingJob
 from clients.data.records import FILE_SUFFIXES
 from clients.preflight.chat_template import check_template
 from clients.preflight.data_files import check_data

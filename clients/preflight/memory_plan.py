@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from clients.config.common import LoraConfig
 from clients.config.kinds import AnyTraining
 from clients.config.offline import OfflineJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
+from clients.config.tables.common import LoraConfig
 from clients.data.model_shape import ModelShape, read_shape
 from clients.preflight.disk import parameters_of
 from clients.preflight.memory import Load, held, peak, stages

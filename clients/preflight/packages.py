@@ -6,10 +6,10 @@ The checks read the metadata of the installed distributions.
 from __future__ import annotations
 
 from clients.config.capture import CaptureJob
-from clients.config.common import TrainingJob
 from clients.config.kinds import AnyJob
-from clients.config.reward import GENERATED, RewardConfig
 from clients.config.rl import RLJob
+from clients.config.tables.common import TrainingJob
+from clients.config.tables.reward import GENERATED, RewardConfig
 from protos.extras import require_extra
 
 

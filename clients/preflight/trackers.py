@@ -8,7 +8,7 @@ import os
 import urllib.parse
 from collections.abc import Mapping
 
-from clients.config.common import TrackConfig
+from clients.config.tables.common import TrackConfig
 from protos.errors import InvalidInput
 from protos.extras import install_command
 

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from clients.config.common import TrainingJob
 from clients.config.kinds import AnyJob
+from clients.config.tables.common import TrainingJob
 from clients.preflight.files import check_here
 from clients.preflight.teachers import check_teachers, field_of, label_of, services_of
 from clients.teacher.client import TeacherClient, TeacherInfo

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clients.config.common import DataConfig
 from clients.config.sft import SFTJob
+from clients.config.tables.data import DataConfig
 from clients.data.answer_ids import answered_ids, assistant_ids, completion_ids
 from clients.data.prompt_format import (
     PromptFormat,

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.config.common import DataConfig
+from clients.config.tables.data import DataConfig
 from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
 from clients.data.records import DataSet
 from protos.errors import InvalidInput

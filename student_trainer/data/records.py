@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clients.config.common import DataConfig
+from clients.config.tables.data import DataConfig
 from clients.data.conversation import Conversation
 from clients.data.records import DataSet, text_of, weight_of
 from protos.errors import InvalidInput

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from clients.config.environment import SearchConfig
+from clients.config.tables.environment import SearchConfig
 from protos.errors import InvalidInput
 from protos.extras import install_command
 from student_trainer.environments.local_retriever import LocalRetriever

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clients.config.common import DataConfig
 from clients.config.exam import ExamConfig
+from clients.config.tables.data import DataConfig
 from protos.errors import DistillError, ExitCode, InvalidInput
 from protos.extras import install_command
 from student_trainer.exam.answer_store import AnswerStore, StoredAnswer

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from clients.config.common import StudentConfig
 from clients.config.exam import ExamConfig
+from clients.config.tables.common import StudentConfig
 from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
 from protos.errors import InvalidInput
 from student_trainer.exam.answer_store import StoredAnswer

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from clients.config.common import DataConfig
 from clients.config.exam import ExamConfig
+from clients.config.tables.data import DataConfig
 from clients.data.conversation import Conversation
 from clients.data.prompt_format import PromptFormat
 from clients.data.records import DataSet, text_of

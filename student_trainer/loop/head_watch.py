@@ -6,9 +6,9 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 
-from clients.config.common import TrainingJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
+from clients.config.tables.common import TrainingJob
 from clients.runs.metrics_follower import Point
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from clients.config.common import TrainingJob
 from clients.config.rl import RLJob
+from clients.config.tables.common import TrainingJob
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from clients.config.common import TrainConfig
+from clients.config.tables.common import TrainConfig
 
 
 def learning_rate(train: TrainConfig, step: int, max_steps: int) -> float:

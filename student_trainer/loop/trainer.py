@@ -18,7 +18,6 @@ error, only after the last one is complete.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -31,28 +30,28 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from clients.config.common import TrainingJob
 from clients.config.rl import RLJob
+from clients.config.tables.common import TrainingJob
 from clients.runs.best_step import best_step, unproven_gain
-from clients.runs.directory import RunDirectory, Verdict, replace_file
-from clients.runs.fence import require_unfenced
+from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.metrics_follower import read_points
 from clients.runs.metrics_writer import MetricsLog
 from clients.runs.progress import Progress
 from protos.errors import Corrupt, DistillError
 from protos.rpc.failpoints import failpoint
+from student_trainer.checkpoints.checkpoint import contents, delete_old
+from student_trainer.checkpoints.export import export_model
+from student_trainer.checkpoints.model_directory import small_files
+from student_trainer.checkpoints.saver import Saver
 from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.data.batch import ScoredSequence
 from student_trainer.data.packing import micro_batches
 from student_trainer.loop.anchor_watch import StabilityWatch
-from student_trainer.loop.checkpoint import contents, delete_old
 from student_trainer.loop.efficiency import Efficiency
 from student_trainer.loop.evaluation import Evaluation
-from student_trainer.loop.export import export_model
 from student_trainer.loop.head_watch import HeadWatch, learns_from_a_head
-from student_trainer.loop.model_directory import small_files
 from student_trainer.loop.reward_watch import RewardWatch, learns_from_groups
-from student_trainer.loop.saver import Saver
+from student_trainer.loop.samples import write_samples
 from student_trainer.loop.schedule import learning_rate
 from student_trainer.loop.step import Objective, Steps
 from student_trainer.loop.step_metrics import lengths_of, means_of, over_updates
@@ -396,14 +395,3 @@ class Trainer:
             main=self._accelerator.is_main_process,
         )
         self._accelerator.wait_for_everyone()
-
-
-def write_samples(run: RunDirectory, step: int, transcripts: Sequence[Mapping[str, Any]]) -> None:
-    """Write the transcripts of an evaluation to samples/step-N.jsonl, one JSON object per line.
-
-    Raises WrongState if a newer attempt has taken over the run.
-    """
-    run.samples.mkdir(exist_ok=True)
-    require_unfenced()
-    text = "".join(json.dumps(transcript) + "\n" for transcript in transcripts)
-    replace_file(run.samples / f"step-{step:06d}.jsonl", text)

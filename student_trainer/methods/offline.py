@@ -37,8 +37,8 @@ import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
 
-from clients.config.common import DataConfig, PromptKeys
 from clients.config.offline import OfflineJob
+from clients.config.tables.data import DataConfig, PromptKeys
 from clients.store.dataset import LogitDataset
 from student_trainer.data.captured_stores import Stores, without_copies
 from student_trainer.data.order import EpochOrder, permutation

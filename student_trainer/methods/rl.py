@@ -38,7 +38,7 @@ One step, in order:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -49,7 +49,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from clients.config.rl import RLJob
-from clients.data.prompt_format import PromptFormat
 from protos.rows.codec import RowBlock
 from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.data.prompts import Prompt
@@ -61,7 +60,7 @@ from student_trainer.losses.advantages import group_advantages
 from student_trainer.losses.aggregate import sequence_weights
 from student_trainer.methods.method import Method, plain_rollouts
 from student_trainer.methods.rl_groups import GroupSampler
-from student_trainer.methods.rl_prompts import RLPrompts
+from student_trainer.methods.rl_prompts import RLPrompts, context_prompt
 from student_trainer.model.loading import computes_in_bfloat16
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.objectives.rl import RLObjective, RLSequence
@@ -75,7 +74,6 @@ from student_trainer.rollouts.sampler import Sampler
 from student_trainer.rollouts.search import SearchRollouts
 from student_trainer.teachers.anchor import Anchor, AnchorTeacher
 from student_trainer.teachers.connections import Connection
-from student_trainer.teachers.privileged import privileged_prompt
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.scored_rollouts import ScoredRollouts
 from student_trainer.teachers.source import NoTeacher, PendingRows, TeacherSource
@@ -387,16 +385,5 @@ def _anchor_teacher(
         temperature=method.temperature,
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
         top_k=max(method.top_k, 1) if own_head else None,
-        prompt=_context(config, material),
+        prompt=context_prompt(config, material.tokenizer, material.most),
     )
-
-
-def _context(config: RLJob, material: RLMaterial) -> Callable[[Rollout], Tensor] | None:
-    if config.anchor.context is None:
-        return None
-    if config.data is not None:
-        form = config.data.prompt_format
-    else:
-        assert config.reward is not None, "one of them has the prompts"
-        form = PromptFormat(template=config.reward.template)
-    return privileged_prompt(config.anchor.context, form, material.tokenizer, material.most)

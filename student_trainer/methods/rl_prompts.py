@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from clients.config.rl import RLJob
 from clients.data.prompt_format import PromptFormat
 from student_trainer.data.prompts import Prompt, load_prompts
+from student_trainer.data.rollout import Rollout
 from student_trainer.rewards.reasoning_gym import Task, TaskQuestion, TaskQuestions
+from student_trainer.teachers.privileged import privileged_prompt
 
 
 class PromptSource(Protocol):
@@ -74,3 +77,20 @@ class _Asked:
 
     def of_step(self, step: int, count: int) -> list[Prompt]:
         return [self.prompt(question) for question in self.questions.of_step(step, count)]
+
+
+def context_prompt(
+    config: RLJob, tokenizer: Any, most: int | None
+) -> Callable[[Rollout], Tensor] | None:
+    """Return a function that makes the prompt with `anchor.context`; None if the job has none.
+
+    `most`: tokens that the model can read, None without a limit. See `privileged_prompt`.
+    """
+    if config.anchor.context is None:
+        return None
+    if config.data is not None:
+        form = config.data.prompt_format
+    else:
+        assert config.reward is not None, "one of them has the prompts"
+        form = PromptFormat(template=config.reward.template)
+    return privileged_prompt(config.anchor.context, form, tokenizer, most)

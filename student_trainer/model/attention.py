@@ -10,7 +10,7 @@ from transformers.utils import (
     is_kernels_available,
 )
 
-from clients.config.common import StudentConfig
+from clients.config.tables.common import StudentConfig
 from protos.errors import InvalidInput
 from student_trainer.model.probes import separates_packed_sequences
 from student_trainer.model.student import Student

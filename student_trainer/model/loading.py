@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from clients.config.common import StudentConfig
+from clients.config.tables.common import StudentConfig
 from clients.data.model_files import refuse_code
 from protos.errors import InvalidInput
 from student_trainer.model.lora import add_adapters, load_adapters

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from clients.config.common import StudentConfig
+from clients.config.tables.common import StudentConfig
 from protos.errors import InvalidInput
 
 FILE = "adapter_model.safetensors"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from clients.config.reward import HARMLESS, LengthPenalty, RewardConfig
+from clients.config.tables.reward import HARMLESS, LengthPenalty, RewardConfig
 from student_trainer.rewards.judge import Judge, ScoringFailed
 from student_trainer.rewards.sample import RewardSample, Scores
 from student_trainer.rewards.scorers import RewardScorer, make_scorer

@@ -15,7 +15,7 @@ import socket
 import sys
 from typing import Any
 
-from clients.config.reward import RewardConfig
+from clients.config.tables.reward import RewardConfig
 from protos.errors import DistillError, InternalFault
 from student_trainer.rewards.sample import RewardSample
 from student_trainer.rewards.scorers import RewardScorer, make_scorer

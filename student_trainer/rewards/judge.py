@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Literal
 
-from clients.config.reward import RewardConfig
+from clients.config.tables.reward import RewardConfig
 from protos.errors import InvalidInput
 from student_trainer.rewards.sample import RewardSample
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clients.config.reward import RewardConfig
+from clients.config.tables.reward import RewardConfig
 from protos.errors import InvalidInput
 from student_trainer.rewards.missing_package import missing
 from student_trainer.rewards.sample import MARK, RewardSample, conclusion

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.config.environment import SearchConfig
+from clients.config.tables.environment import SearchConfig
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.environments.retriever import Retriever, as_text

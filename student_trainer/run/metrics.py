@@ -82,7 +82,7 @@ Times and memory are those of the main process. A mean with nothing to count is 
 
 from __future__ import annotations
 
-from clients.config.common import TrackConfig
+from clients.config.tables.common import TrackConfig
 from clients.runs.directory import RunDirectory
 from clients.runs.metrics_writer import MetricsLog
 from student_trainer.run.trackers import start_trackers

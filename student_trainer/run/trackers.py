@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any
 
-from clients.config.common import TrackConfig
+from clients.config.tables.common import TrackConfig
 from clients.runs.directory import RunDirectory
 from clients.runs.metrics_writer import Tracker
 

@@ -10,7 +10,8 @@ import json
 
 import torch
 
-from clients.config.common import DataConfig, StudentConfig
+from clients.config.tables.common import StudentConfig
+from clients.config.tables.data import DataConfig
 from student_trainer.data.prompts import load_prompts
 from student_trainer.loop.evaluation import greedy_answers
 from student_trainer.model.loading import load_model, load_tokenizer

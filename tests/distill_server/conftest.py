@@ -15,8 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from clients.config.common import DataConfig, StudentConfig
 from clients.config.on_policy import OnPolicyJob
+from clients.config.tables.common import StudentConfig
+from clients.config.tables.data import DataConfig
 from clients.jobs.client import DistillClient
 from distill_server.runners.local.process import claim, identity_of, kill_family
 from tests.forked_python import ForkedPython

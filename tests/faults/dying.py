@@ -32,7 +32,7 @@ def store_work() -> Work:
 
 def checkpoint_work() -> Work:
     """Step 2 is saved again and step 3 saved, on top of 1 and 2; the oldest is deleted."""
-    from student_trainer.loop import checkpoint
+    from student_trainer.checkpoints import checkpoint
     from tests.faults.tiny_checkpoint import save
 
     def work(root: Path) -> None:

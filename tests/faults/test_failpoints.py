@@ -119,7 +119,7 @@ def test_stores(tmp_path: Path) -> None:
 
 def test_saves(tmp_path: Path) -> None:
     """There is always a checkpoint that verifies, and the next save cleans up."""
-    from student_trainer.loop import checkpoint
+    from student_trainer.checkpoints import checkpoint
     from tests.faults.tiny_checkpoint import save
 
     for step in (1, 2):

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from student_trainer.loop import checkpoint
-from student_trainer.loop.atomic_directory import is_intact
+from student_trainer.checkpoints import checkpoint
+from student_trainer.checkpoints.atomic_directory import is_intact
 from student_trainer.parallel.sharding import local, own_rows
 from tests.faults.conftest import REPEATS
 from tests.forks import Forks

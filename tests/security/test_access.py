@@ -15,8 +15,9 @@ import pytest
 from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from clients.config.common import DataConfig, StudentConfig
 from clients.config.on_policy import OnPolicyJob
+from clients.config.tables.common import StudentConfig
+from clients.config.tables.data import DataConfig
 from clients.jobs.client import DistillClient
 from clients.teacher.client import TeacherClient
 from protos import distill_pb2, teacher_pb2, teacher_pb2_grpc

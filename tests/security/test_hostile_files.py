@@ -17,11 +17,12 @@ import pyarrow as pa
 import pytest
 import torch
 
-from clients.config.common import DataConfig, StudentConfig
+from clients.config.tables.common import StudentConfig
+from clients.config.tables.data import DataConfig
 from clients.store.store import LogitStore, StoredRows
 from protos.errors import Corrupt, DistillError, InvalidInput
+from student_trainer.checkpoints.checkpoint import newest_checkpoint
 from student_trainer.data.prompts import load_prompts
-from student_trainer.loop.checkpoint import newest_checkpoint
 from student_trainer.model.loading import load_model, load_tokenizer
 from teacher_service.engines.hf import HfEngine
 from tests.architecture.test_code import code_from_data

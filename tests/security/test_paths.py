@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from clients.config.common import DataConfig, StudentConfig
 from clients.config.on_policy import OnPolicyJob
+from clients.config.tables.common import StudentConfig
+from clients.config.tables.data import DataConfig
 from clients.jobs.download import Download
 from clients.jobs.job import JobState
 from clients.runs.directory import RunDirectory

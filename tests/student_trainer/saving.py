@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from student_trainer.checkpoints.checkpoint import checkpoint_path, contents
+from student_trainer.checkpoints.model_directory import small_files
+from student_trainer.checkpoints.saver import Saver
 from student_trainer.critic.advantages import CriticAdvantages
-from student_trainer.loop.checkpoint import checkpoint_path, contents
-from student_trainer.loop.model_directory import small_files
-from student_trainer.loop.saver import Saver
 from student_trainer.parallel.collectives import make_accelerator
 from student_trainer.teachers.anchor import Anchor
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from clients.config.common import DataConfig
 from clients.config.exam import ExamConfig
-from clients.config.reward import RewardConfig
+from clients.config.tables.data import DataConfig
+from clients.config.tables.reward import RewardConfig
 from student_trainer.exam.__main__ import run
 from tests.vllm.model import save_model
 

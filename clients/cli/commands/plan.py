@@ -31,9 +31,9 @@ def plan(
     It prints what a GPU needs in each stage of a step, the largest micro-batch that fits, and, if
     the job does not fit, which change makes it fit. Exit code 1: it does not fit.
     """
-    from clients.config.common import TrainingJob
     from clients.config.file import load_job
     from clients.config.offline import OfflineJob
+    from clients.config.tables.common import TrainingJob
     from clients.preflight.files import check_processes
     from clients.preflight.memory_plan import longest_stored, plan_of, shape_of_student
 

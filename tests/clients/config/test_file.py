@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from clients.cli.app import main
-from clients.config.common import LoraConfig
 from clients.config.file import MAX_BYTES, load_job, localized
 from clients.config.on_policy import OnPolicyJob
+from clients.config.tables.common import LoraConfig
 from protos.errors import ExitCode, InvalidInput
 from tests.documents import blocks
 

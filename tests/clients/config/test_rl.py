@@ -60,7 +60,11 @@ def test_a_task_brings_its_own_prompts(tmp_path: Path) -> None:
         ("train.adam_betas=0.9", "train.adam_betas", "must be a valid array"),
         ("eval.samples=4", "eval.temperature", "greedy answers are all equal"),
         ("eval.temperature=0.0001", "eval.temperature", "must be 0 (greedy), or 0.001 or more"),
-        ("student.attention=flash", "student.attention", "needs dtype = 'bfloat16'"),
+        (
+            "student={model = 'm', dtype = 'float32', attention = 'flash'}",
+            "student.attention",
+            "needs dtype = 'bfloat16'",
+        ),
         ("student.attention=flex", "student.attention", "expected one of"),
         ("method.dual_clip=0.9", "method.dual_clip", "greater than 1"),
         ("method.clip_low=1.5", "method.clip_low", "less than or equal to 1"),

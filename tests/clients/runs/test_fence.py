@@ -53,7 +53,7 @@ def test_an_old_attempt_publishes_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither when it comes late, nor when it slept while it wrote."""
-    from student_trainer.loop.atomic_directory import write_atomically
+    from student_trainer.checkpoints.atomic_directory import write_atomically
 
     step = tmp_path / "checkpoints" / "step-000004"
     monkeypatch.setenv(VARIABLE, raise_fence(tmp_path, 1))
@@ -75,7 +75,7 @@ def test_an_old_attempt_deletes_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it takes for leftovers is what its successor is writing."""
-    from student_trainer.loop.checkpoint import delete_after, delete_old
+    from student_trainer.checkpoints.checkpoint import delete_after, delete_old
 
     made = ["step-000004", "step-000008", "step-000012", ".step-000016.tmp"]
     for name in made:
@@ -94,7 +94,7 @@ def test_an_old_attempt_deletes_no_checkpoint(
 def test_an_old_attempt_adds_no_metrics_and_no_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from student_trainer.loop.trainer import write_samples
+    from student_trainer.loop.samples import write_samples
 
     run = RunDirectory.create(tmp_path / "run", job_config())
     monkeypatch.setenv(VARIABLE, raise_fence(run.path, 1))

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from clients.config.common import DataConfig, StudentConfig, TeacherConfig
 from clients.config.on_policy import OnPolicyJob
+from clients.config.tables.common import StudentConfig, TeacherConfig
+from clients.config.tables.data import DataConfig
 from clients.jobs.client import DistillClient
 from tests.distill_server.dashboard.browser import IN_BROWSER, Browser, eventually
 from tests.distill_server.dashboard.site import TOKENS, Site

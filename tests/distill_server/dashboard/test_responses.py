@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from clients.config.common import DataConfig, StudentConfig, TeacherConfig
 from clients.config.on_policy import OnPolicyJob
+from clients.config.tables.common import StudentConfig, TeacherConfig
+from clients.config.tables.data import DataConfig
 from distill_server.jobs.database import open_database
 from distill_server.jobs.store import JobStore
 from tests.distill_server.conftest import eventually, job_config

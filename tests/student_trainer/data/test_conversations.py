@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from clients.config.common import DataConfig
+from clients.config.tables.data import DataConfig
 from protos.errors import InvalidInput
 from student_trainer.data.prompts import ItemsOfSteps, Prompt, load_prompts
 from student_trainer.methods.rl_prompts import load_rl_prompts

@@ -19,7 +19,7 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from clients.config.common import StudentConfig
+from clients.config.tables.common import StudentConfig
 from student_trainer.data.batch import ScoredSequence, make_batch
 from student_trainer.data.packing import Layout, micro_batches
 from student_trainer.data.sequence import TokenSequence

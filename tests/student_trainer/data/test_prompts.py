@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from clients.config.common import DataConfig
+from clients.config.tables.data import DataConfig
 from clients.data.conversation import Conversation
 from clients.data.prompt_format import PromptFormat
 from protos.errors import InvalidInput

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from clients.config.environment import SearchConfig
+from clients.config.tables.environment import SearchConfig
 from protos.errors import InvalidInput, Unavailable
 from student_trainer.environments import remote_retriever
 from student_trainer.environments.local_retriever import LocalRetriever

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from clients.config.common import DataConfig
 from clients.config.exam import ExamConfig
-from clients.config.reward import RewardConfig
+from clients.config.tables.data import DataConfig
+from clients.config.tables.reward import RewardConfig
 from tests.student_trainer import tiny
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clients.config.common import TrainConfig
+from clients.config.tables.common import TrainConfig
 from clients.data.tokenization import first_difference
 from clients.preflight.files import check_processes, check_student
 from clients.runs import progress as progress_module

@@ -24,6 +24,18 @@ def as_sampled(item: PendingRLSequence) -> PendingRLSequence:
     return replace(item, old_logprobs=sequence.token_logprobs)
 
 
+def rounded(item: PendingRLSequence) -> PendingRLSequence:
+    """The item as a sampler of other arithmetic writes it, whatever this processor's is.
+
+    0.025 is the standard deviation between a bfloat16 sampler and trainer with equal weights.
+    """
+    sequence = cast(Rollout, item.sequence)
+    generator = torch.Generator().manual_seed(len(sequence.token_ids))
+    noise = 0.025 * torch.randn(sequence.token_logprobs.shape, generator=generator)
+    sampled = replace(sequence, token_logprobs=sequence.token_logprobs + noise)
+    return replace(item, sequence=sampled)
+
+
 def clipped(made: Trainer, items: Sequence[PendingRLSequence]) -> float:
     """The share of tokens whose ratio is beyond one of the clips, whatever their advantage."""
     share = 0.0
@@ -56,11 +68,11 @@ def test_identical_weights_in_bfloat16_clip_nothing(
     )
     with trainer_of(tmp_path / "run", config) as made:
         for number, update in enumerate(made._steps(1).updates):
-            items = [cast(PendingRLSequence, item) for item in update]
+            items = [rounded(cast(PendingRLSequence, item)) for item in update]
             assert all((item.old_logprobs is None) == (number == 0) for item in items)
             former = [as_sampled(item) for item in items]
             assert clipped(made, items) == 0
-            assert clipped(made, former) > 0.5  # 0.8 to 0.97 here
+            assert clipped(made, former) > 0.5
             made._optimizer.zero_grad()
 
 

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from clients.config.common import StudentConfig
+from clients.config.tables.common import StudentConfig
 from student_trainer.model.loading import load_model
 from student_trainer.model.student import Student
 from student_trainer.parallel.sharding import Replicated, Sharded, distribute

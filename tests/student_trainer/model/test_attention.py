@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import modeling_flash_attention_utils as flash_attention
 
-from clients.config.common import StudentConfig
+from clients.config.tables.common import StudentConfig
 from protos.errors import InvalidInput
 from student_trainer.data.batch import make_batch
 from student_trainer.data.packing import Layout, micro_batches

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from clients.config.common import StudentConfig
+from clients.config.tables.common import StudentConfig
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.rollout import Rollout
 from student_trainer.model.flops import LearningFlops

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from clients.config.common import StudentConfig
+from clients.config.tables.common import StudentConfig
 from student_trainer.model.loading import cast_weights, count_weights, load_model
 from tests.student_trainer import tiny
 from tests.student_trainer.model.loading_process import save_student

@@ -12,10 +12,10 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from clients.config.common import LoraConfig, StudentConfig
+from clients.config.tables.common import LoraConfig, StudentConfig
 from protos.errors import InvalidInput
-from student_trainer.loop import checkpoint
-from student_trainer.loop.export import export_model
+from student_trainer.checkpoints import checkpoint
+from student_trainer.checkpoints.export import export_model
 from student_trainer.model.loading import load_model
 from student_trainer.model.lora import add_adapters, learned
 from student_trainer.model.probes import has_linear_head

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from clients.config.common import StudentConfig
+from clients.config.tables.common import StudentConfig
 from student_trainer.model.recomputation import recompute_activations
 from student_trainer.model.student import Student
 from tests.student_trainer import tiny

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from clients.config.common import StudentConfig
 from clients.config.on_policy import OnPolicyConfig
+from clients.config.tables.common import StudentConfig
 from protos.errors import InvalidInput
 from student_trainer.data.batch import Batch, make_batch
 from student_trainer.losses import FusedLoss, Rows

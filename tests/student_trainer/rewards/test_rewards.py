@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clients.config.reward import LengthPenalty, RewardConfig
+from clients.config.tables.reward import LengthPenalty, RewardConfig
 from protos.errors import InvalidInput
 from student_trainer.rewards import Rewards, RewardSample, length_penalty
 
@@ -113,7 +113,7 @@ def test_judges_end_with_a_killed_trainer(tmp_path: Path) -> None:
         [
             *(sys.executable, "-c"),
             "import sys; from student_trainer.rewards import *\n"
-            "from clients.config.reward import RewardConfig\n"
+            "from clients.config.tables.reward import RewardConfig\n"
             "config = RewardConfig(type='python', file=sys.argv[1], timeout_seconds=2)\n"
             "Rewards(config, 1)([RewardSample('', sys.argv[2])])",
             *(str(tmp_path / "mine.py"), str(pid)),

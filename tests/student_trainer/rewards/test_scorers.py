@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.config.reward import RewardConfig
+from clients.config.tables.reward import RewardConfig
 from protos.errors import InvalidInput
 from student_trainer.rewards.sample import RewardSample
 from student_trainer.rewards.scorers import make_scorer

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clients.config.environment import SearchConfig
+from clients.config.tables.environment import SearchConfig
 from student_trainer.data.batch import make_batch
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.config.common import TrackConfig
+from clients.config.tables.common import TrackConfig
 from clients.runs.directory import RunDirectory
 from student_trainer.run.metrics import open_metrics
 from tests.student_trainer import tiny

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.config.common import TrackConfig, TrackerConfig
+from clients.config.tables.common import TrackConfig, TrackerConfig
 from clients.preflight.trackers import check_trackers
 from clients.runs.directory import RunDirectory
 from clients.runs.metrics_writer import MetricsLog
@@ -28,7 +28,7 @@ NAME = "on-policy-x-7f3a"
 # Each attempt in a process of its own, as a resume is.
 ATTEMPT = """
 import sys
-from clients.config.common import TrackConfig, TrackerConfig
+from clients.config.tables.common import (TrackConfig, TrackerConfig)
 from clients.runs.directory import RunDirectory
 from student_trainer.run.metrics import open_metrics
 kind, path, attempt, last, *steps = sys.argv[1:]

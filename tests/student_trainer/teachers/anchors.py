@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.config.common import StudentConfig
+from clients.config.tables.common import StudentConfig
 from protos.rows.codec import RowBlock
 from student_trainer.data.rollout import Rollout
 from student_trainer.model.attention import choose_attention

@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from clients.config.common import LoraConfig, StudentConfig
+from clients.config.tables.common import LoraConfig, StudentConfig
 from clients.data.prompt_format import PromptFormat
 from protos.errors import InvalidInput
 from protos.rows.codec import RowBlock
+from student_trainer.checkpoints import checkpoint
+from student_trainer.checkpoints.atomic_directory import is_intact
+from student_trainer.checkpoints.export import export_model
 from student_trainer.data.rollout import TailDraws
-from student_trainer.loop import checkpoint
-from student_trainer.loop.atomic_directory import is_intact
-from student_trainer.loop.export import export_model
 from student_trainer.losses import fused_linear_top_ids
 from student_trainer.model.loading import load_model
 from student_trainer.parallel.sharding import Replicated, Sharded

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from clients.config.common import Count, Table
+from clients.config.tables.common import Count, Table
 
 
 class AnchorConfig(Table):

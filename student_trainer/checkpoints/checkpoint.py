@@ -36,10 +36,10 @@ from torch import Tensor, nn
 from clients.runs.fence import require_unfenced
 from protos.errors import Corrupt, InvalidInput, NotFound
 from protos.rpc.failpoints import failpoint
+from student_trainer.checkpoints.atomic_directory import delete, is_intact
+from student_trainer.checkpoints.model_directory import split_weights, without_aliases
+from student_trainer.checkpoints.tensor_file import TensorFile, layout
 from student_trainer.critic.advantages import CriticAdvantages
-from student_trainer.loop.atomic_directory import delete, is_intact
-from student_trainer.loop.model_directory import split_weights, without_aliases
-from student_trainer.loop.tensor_file import TensorFile, layout
 from student_trainer.model.lora import FILE as ADAPTERS
 from student_trainer.model.lora import adapter_key, has_adapters, learned
 from student_trainer.parallel.collectives import largest

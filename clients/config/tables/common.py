@@ -5,7 +5,6 @@ The string under each field is its description in docs/reference.md and `distill
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -17,9 +16,6 @@ from pydantic import (
     WithJsonSchema,
     field_validator,
 )
-
-from clients.config.unused import Rule
-from clients.data.prompt_format import PromptFormat
 
 # The upper end keeps every count within the integers of messages and of SQLite.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -146,146 +142,6 @@ class TeacherConfig(TeacherLink):
     """Head ids per row: the likeliest of student (reverse KL) or teacher. Default: 16; see tail."""
     tail_draws: TailDraws = 48
     """Ids per row drawn from the tail, by the student (reverse KL) or the teacher (forward KL)."""
-
-
-# Arguments of the function that renders chat templates (transformers), which calls it themselves.
-_RENDERING = {
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "documents",
-    "max_length",
-    "messages",
-    "padding",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "sanitize_control_tokens",
-    "tokenize",
-    "tokenizer_kwargs",
-    "tools",
-    "truncation",
-}
-
-
-class PromptKeys(Table):
-    """Keys that decide how a record becomes the token ids of its prompt."""
-
-    template: str = "{prompt}"
-    """The student's input text; becomes the user's message if there is a chat template."""
-    system: Name | None = None
-    """System message before every prompt; needs a chat template."""
-    chat_template: bool = True
-    """false: do not use the tokenizer's chat template; the input text is used as it is."""
-    template_arguments: dict[Name, Any] = {}
-    """Arguments of the chat template, such as { enable_thinking = false }."""
-
-    @field_validator("template_arguments")
-    @classmethod
-    def _are_of_the_template(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        for name in sorted(arguments.keys() & _RENDERING):
-            raise ValueError(f"{name!r} is set by the program; leave it out")
-        return arguments
-
-    def format_of(self, prompt_column: str, messages_column: str | None) -> PromptFormat:
-        """Return the format of prompts in one of the two columns."""
-        return PromptFormat(
-            prompt_column=prompt_column,
-            messages_column=messages_column,
-            template=self.template,
-            system=self.system,
-            chat_template=self.chat_template,
-            template_arguments=self.template_arguments,
-        )
-
-
-class MixConfig(Table):
-    """Another data set, mixed into the prompts of every step; it has the same columns."""
-
-    path: Name
-    """A .jsonl or .parquet file, or a hub data set id."""
-    share: Annotated[float, Field(gt=0, lt=1)]
-    """Its share of the prompts of every step; the rest comes from `data.path`."""
-    name: str | None = None
-    """Configuration name of a hub data set."""
-    split: str = "train"
-    """Split of a hub data set."""
-
-
-class DataConfig(PromptKeys):
-    """The prompts."""
-
-    path: Name
-    """A .jsonl or .parquet file, or a hub data set id."""
-    name: str | None = None
-    """Configuration name of a hub data set."""
-    split: str = "train"
-    """Split of a hub data set."""
-    prompt_column: str = "prompt"
-    """Column with the prompt."""
-    messages_column: Name | None = None
-    """Column with a conversation instead: a list of {role, content}; see docs/jobs.md."""
-    answer_column: str = "answer"
-    """Column with the reference answer; read by `eval.metric` and by rewards."""
-    teacher_column: str = "teacher"
-    """Column with the name of the prompt's teacher; read if the job has `teachers`."""
-    weight_column: Name | None = None
-    """Column with a number >= 0 that multiplies the loss of the record's sequences."""
-    mix: tuple[MixConfig, ...] = ()
-    """Other data sets, each { path, share, name, split }; the rest of a step is from `path`."""
-    eval_path: str | None = None
-    """File of held-out prompts. Default: `eval.prompts` prompts are taken out of `path`."""
-
-    @field_validator("mix")
-    @classmethod
-    def _leaves_a_rest(cls, mix: tuple[MixConfig, ...]) -> tuple[MixConfig, ...]:
-        if sum(_exact(other.share) for other in mix) >= 1:
-            raise ValueError("the shares must add up to less than 1; data.path has the rest")
-        return mix
-
-    def without_weights(self) -> DataConfig:
-        """Return the table for held-out data, whose weights are not read."""
-        return self.model_copy(update={"weight_column": None})
-
-    @property
-    def training_paths(self) -> list[tuple[str, str]]:
-        """The data sets of the training prompts, each with its key in the job file."""
-        mixed = [(f"data.mix.{number}.path", one.path) for number, one in enumerate(self.mix)]
-        return [("data.path", self.path), *mixed]
-
-    @property
-    def shares(self) -> list[Fraction]:
-        """The share of `path`, and those of `mix`; their sum is 1."""
-        others = [_exact(other.share) for other in self.mix]
-        return [1 - sum(others, Fraction(0)), *others]
-
-    @property
-    def prompt_format(self) -> PromptFormat:
-        """The format of the prompts."""
-        return self.format_of(self.prompt_column, self.messages_column)
-
-
-def _exact(share: float) -> Fraction:
-    """Return the number as it was written, not its binary neighbour."""
-    return Fraction(str(share))
-
-
-def prompt_rules(data: PromptKeys | None) -> list[Rule]:
-    """Return the rules of keys of `data` that exclude each other, for `refuse_unused`."""
-    conversations = getattr(data, "messages_column", None) is not None
-    return [
-        (
-            data is None or data.chat_template,
-            "data.messages_column data.system data.template_arguments",
-            "data.chat_template = false switches the chat template off; leave one of them out",
-        ),
-        (
-            not conversations,
-            "data.prompt_column data.template",
-            "the prompts are the conversations of data.messages_column; leave one of them out",
-        ),
-    ]
 
 
 class TrainConfig(Table):

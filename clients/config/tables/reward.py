@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from clients.config.common import Count, Name, Table
+from clients.config.tables.common import Count, Name, Table
 
 NAMED = ("exact_match", "word_match", "f1", "math", "regex", "python")
 # These compare short texts and can neither hang nor raise, so they need no time limit.

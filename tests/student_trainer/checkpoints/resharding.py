@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from clients.config.common import LoraConfig, StudentConfig
-from student_trainer.loop import checkpoint
+from clients.config.tables.common import LoraConfig, StudentConfig
+from student_trainer.checkpoints import checkpoint
 from student_trainer.model.loading import load_model
 from student_trainer.parallel.sharding import local, own_rows
 from student_trainer.teachers.anchor import Anchor

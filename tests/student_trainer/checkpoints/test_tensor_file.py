@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from student_trainer.loop.tensor_file import PartWriter, TensorFile, digest_of_part, layout
+from student_trainer.checkpoints.tensor_file import PartWriter, TensorFile, digest_of_part, layout
 from student_trainer.parallel.sharding import rows_of_part
 
 MOST_PARTS = 5

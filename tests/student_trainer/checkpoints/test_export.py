@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from clients.config.common import StudentConfig
-from student_trainer.loop import model_directory
-from student_trainer.loop.export import export_model
+from clients.config.tables.common import StudentConfig
+from student_trainer.checkpoints import model_directory
+from student_trainer.checkpoints.export import export_model
 from student_trainer.model.loading import load_model
 from tests.forks import Forks
 from tests.student_trainer import tiny
@@ -148,7 +148,7 @@ MEASURE = """
 import resource, sys, torch
 from pathlib import Path
 from transformers import AutoModelForCausalLM, Qwen3Config
-from student_trainer.loop.export import export_model
+from student_trainer.checkpoints.export import export_model
 from tests.student_trainer import tiny
 layers, width = 24, 256
 config = Qwen3Config(vocab_size=64, hidden_size=width, intermediate_size=16 * width,

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from protos.errors import Corrupt, NotFound
-from student_trainer.loop import checkpoint
-from student_trainer.loop.atomic_directory import is_intact, write_atomically
-from student_trainer.loop.export import export_model
+from student_trainer.checkpoints import checkpoint
+from student_trainer.checkpoints.atomic_directory import is_intact, write_atomically
+from student_trainer.checkpoints.export import export_model
 from tests.student_trainer import tiny
 from tests.student_trainer.saving import save_checkpoint
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from clients.config.common import Count, Name, Table
+from clients.config.tables.common import Count, Name, Table
 from clients.data.records import FILE_SUFFIXES
 
 URL_SCHEMES = ("http://", "https://")

@@ -23,7 +23,7 @@ from clients.runs.directory import fsync_directory
 from clients.runs.fence import own_attempt, require_unfenced
 from protos.errors import DistillError
 from protos.rpc.failpoints import failpoint
-from student_trainer.loop.tensor_file import digest_of_part
+from student_trainer.checkpoints.tensor_file import digest_of_part
 
 # A disk with less than this free counts as full.
 _FULL_BYTES = 1 << 20

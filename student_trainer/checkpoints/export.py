@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from student_trainer.loop.atomic_directory import write_atomically
-from student_trainer.loop.model_directory import (
+from student_trainer.checkpoints.atomic_directory import write_atomically
+from student_trainer.checkpoints.model_directory import (
     save_configuration,
     split_weights,
     without_aliases,
 )
-from student_trainer.loop.tensor_file import PartWriter, layout
+from student_trainer.checkpoints.tensor_file import PartWriter, layout
 from student_trainer.model.lora import FILE as ADAPTERS
 from student_trainer.model.lora import (
     adapter_key,

@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor
 from clients.runs.directory import replace_file
 from protos.errors import DistillError, WrongState
 from protos.rpc.failpoints import failpoint
-from student_trainer.loop import atomic_directory
-from student_trainer.loop.checkpoint import Contents, checkpoint_path, state_text
-from student_trainer.loop.tensor_file import PartWriter
+from student_trainer.checkpoints import atomic_directory
+from student_trainer.checkpoints.checkpoint import Contents, checkpoint_path, state_text
+from student_trainer.checkpoints.tensor_file import PartWriter
 from student_trainer.parallel.collectives import largest
 from student_trainer.parallel.sharding import local, rows_of_part
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from student_trainer.loop import checkpoint
-from student_trainer.loop.atomic_directory import is_intact
+from student_trainer.checkpoints import checkpoint
+from student_trainer.checkpoints.atomic_directory import is_intact
 from student_trainer.parallel.collectives import make_accelerator
 from tests.forks import Forks
 from tests.student_trainer import tiny
-from tests.student_trainer.loop.resharding import expected, run
+from tests.student_trainer.checkpoints.resharding import expected, run
 from tests.student_trainer.saving import LIMIT
 
 # The tied embeddings have 13 rows: of 8 processes one has none.

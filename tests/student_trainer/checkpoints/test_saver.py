@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from clients.runs.fence import VARIABLE, raise_fence
 from protos.errors import WrongState
 from protos.rpc import failpoints
-from student_trainer.loop.atomic_directory import is_intact
-from student_trainer.loop.checkpoint import checkpoint_path, contents, newest_checkpoint
-from student_trainer.loop.saver import Saver
+from student_trainer.checkpoints.atomic_directory import is_intact
+from student_trainer.checkpoints.checkpoint import checkpoint_path, contents, newest_checkpoint
+from student_trainer.checkpoints.saver import Saver
 from tests.forks import Forks
 from tests.student_trainer import tiny
 from tests.student_trainer.saving import saver_of
