@@ -263,17 +263,13 @@ def sampling(load: Load) -> dict[str, int]:
     if not load.sampled:
         return {}
     s, tokens = load.shape, load.sampled * load.sampled_line
-    # Keys are float32 after the rotation, and the cache converts the values to the same dtype.
-    item = load.itemsize if load.lora else FLOAT32
-    cache = 2 * item * s.keys * tokens
+    cache = 2 * load.itemsize * s.keys * tokens
     found = gathered(load) | {"key-value cache": cache * s.layers}
-    # One layer at a time is extended by a copy, and cast to the dtype of the computation.
-    casts = cache if load.bf16 and not load.lora else cache // 2
     table = BFLOAT16 * s.table_weights if load.bf16 and not load.lora else 0
     logits = load.sampled * s.vocabulary * _SAMPLING_BYTES + table
     found["logits"] = logits
     read = _without_gradient(load, load.sampled * load.sampled_prompt)
-    found["one layer"] = max(casts, read)
+    found["one layer"] = max(cache // 2, read)  # one layer at a time is extended by a copy
     return found
 
 

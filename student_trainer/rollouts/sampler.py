@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from student_trainer.data.rollout import TailDraws
+from student_trainer.rollouts.narrow_cache import cache_of
 from student_trainer.rollouts.tail_draws import draw_tail
 
 # Added to the seed of the random numbers that draw from the tail. It flips the highest of the 32
@@ -143,6 +144,7 @@ class Sampler:
                 whole = self._model.generate(
                     input_ids=ids.to(device),
                     attention_mask=mask.to(device),
+                    past_key_values=cache_of(self._model, bf16=self._bf16),
                     generation_config=self._model.generation_config,
                     logits_processor=LogitsProcessorList([recorder]),
                     stopping_criteria=StoppingCriteriaList([stop]),

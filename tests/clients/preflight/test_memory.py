@@ -205,8 +205,8 @@ def test_the_cache_of_sampling_by_hand(tmp_path: Path) -> None:
     load = load_of(config, shape_of_student(config))
     # 32 prompts on 8 processes, and 128 held-out ones; at most 4 * 16384 tokens at a time.
     assert (load.sampled, load.sampled_line) == (16, 512 + 256)
-    # Keys and values of 4 heads of 128 numbers, float32, in 28 layers.
-    assert sampling(load)["key-value cache"] == 16 * 768 * 2 * 4 * 128 * 4 * 28
+    # Keys and values of 4 heads of 128 numbers, bfloat16, in 28 layers.
+    assert sampling(load)["key-value cache"] == 16 * 768 * 2 * 4 * 128 * 2 * 28
 
 
 def test_a_job_that_does_not_fit_gets_changes_that_do(tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""A key-value cache in bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+
+class NarrowCache(DynamicCache):  # type: ignore[misc]
+    """Keeps keys and values in bfloat16, the dtype in which attention reads them under autocast.
+
+    With float32 weights the rotation makes float32 keys, and the cache of transformers then keeps
+    keys and values in float32, and casts all of them for every token. The results are equal.
+    """
+
+    def update(self, key: Tensor, value: Tensor, *layer: Any, **options: Any) -> Any:
+        """Add keys and values of a layer, and return all of that layer; see `DynamicCache`."""
+        return super().update(key.to(torch.bfloat16), value.to(torch.bfloat16), *layer, **options)
+
+
+def cache_of(model: Any, *, bf16: bool) -> NarrowCache | None:
+    """Return an empty cache for `model.generate`; None: `generate` makes the cache itself.
+
+    Models with states of their own, such as Mamba's, and students in float32 have theirs.
+    """
+    if not bf16 or not model._supports_default_dynamic_cache():
+        return None
+    return NarrowCache(config=model.config.get_text_config(decoder=True))
