@@ -131,7 +131,7 @@ def test_the_loss_is_the_cross_entropy(
     with trainer_of(tmp_path / "run", config) as made:
         means, found = learned(made)
         step = [item.sequence.token_ids for item in made._steps(1).updates[0]]
-        assert made._student.full.packs
+        assert made._student.full.layout == "lines"
     words = AutoTokenizer.from_pretrained(config.student.model)
     texts = [words.decode(ids) for ids in step]
     losses, weights, model = reference(config, texts, every=kind == "all")

@@ -126,7 +126,7 @@ def test_on_a_cpu(wanted: Any, used: str) -> None:
 
 def test_flash_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValidationError, match="needs dtype = 'bfloat16'"):
-        StudentConfig(model="-", attention="flash")
+        StudentConfig(model="-", attention="flash", dtype="float32")
     settings = StudentConfig(model="-", attention="flash", dtype="bfloat16")
     student = Student(tiny.model(seed=3), bf16=True)
     with pytest.raises(InvalidInput, match="it needs an NVIDIA GPU") as caught:

@@ -68,6 +68,9 @@ def test_values_of_the_key() -> None:
         student = StudentConfig.model_validate({"model": "m", "gradient_checkpointing": value})
         assert student.gradient_checkpointing is value or student.gradient_checkpointing == value
         assert type(student.gradient_checkpointing) is type(value)
-    for wrong in (1, 0, -2, 1.5, "full", None):
+    for text, value in (("true", True), ("false", False), ("3", 3)):  # --set gives texts
+        student = StudentConfig.model_validate({"model": "m", "gradient_checkpointing": text})
+        assert student.gradient_checkpointing is value
+    for wrong in (1, 0, -2, 1.5, "full", "1", "", None):
         with pytest.raises(ValueError, match="gradient_checkpointing"):
             StudentConfig.model_validate({"model": "m", "gradient_checkpointing": wrong})

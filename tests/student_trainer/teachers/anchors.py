@@ -23,9 +23,9 @@ LIMIT = timedelta(minutes=10)
 
 
 def spread_student(
-    model: Any, sharding: str = "none", *, pack: bool = False
+    model: Any, sharding: str = "none", *, pack: bool = False, bf16: bool = False
 ) -> Replicated | Sharded:
-    made = distribute(make_accelerator(LIMIT), Student(model), sharding)
+    made = distribute(make_accelerator(LIMIT), Student(model, bf16=bf16), sharding)
     if pack:
         with made.gathered():
             choose_attention(made.trained, made.full, StudentConfig(model="-"))
