@@ -87,9 +87,10 @@ bench-rl: setup  ## benchmark anchors and estimators of RL; takes 30 minutes, re
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rl
 
-bench-gpu: setup  ## benchmark the loss and the teacher's scoring head on this machine's GPU
+bench-gpu: setup  ## benchmark loss, scoring head and updates of a student (MFU, memory, beside TRL) on this machine's GPU
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]' liger-kernel
 	$(BIN)/python -m benchmarks.gpu
+	$(BIN)/python -m benchmarks.gpu_training
 
 setup: .venv/.installed
 

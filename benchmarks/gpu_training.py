@@ -128,6 +128,8 @@ def measured(case: Case, sizes: Sizes, device: str) -> dict[str, Any]:
         seconds, operations = run(case, sizes, device)
     except torch.OutOfMemoryError:
         return {"failed": "out of memory"}
+    except ModuleNotFoundError as error:
+        return {"failed": f"{error.name} is not installed"}
     median = statistics.median(seconds)
     row: dict[str, Any] = {
         "seconds": median,

@@ -1,0 +1,26 @@
+"""The benchmark of updates runs without a GPU too, at small sizes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_training import QUICK, main
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of TRL
+def test_every_case_runs(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    main(["--device", "cpu", "--quick", "--out", str(out)])
+    cases = json.loads(out.read_text())["cases"]
+    assert len(cases) == 7
+    for case in cases:
+        if case["method"].startswith("TRL") and importlib.util.find_spec("trl") is None:
+            assert case["failed"] == "trl is not installed"
+            continue
+        tokens = QUICK.sequences * QUICK.length
+        assert case["tokens_per_second"] == pytest.approx(tokens / case["seconds"])
