@@ -44,10 +44,14 @@ def _table_class(info: FieldInfo) -> type[BaseModel] | None:
 
 
 def holds_text(path: KeyPath) -> bool:
-    """Return True if some method has this key with a type that allows strings and no list."""
+    """Return True if some method has this key as a string that cannot be mistaken for others."""
     found = (fields(kind).get(path) for kind in KINDS.values())
     kinds = [(info.annotation, *get_args(info.annotation)) for info in found if info]
-    return any(str in one and not any(get_origin(k) is list for k in one) for one in kinds)
+    others = (bool, int, float)
+    return any(
+        str in one and not any(kind in others or get_origin(kind) is list for kind in one)
+        for one in kinds
+    )
 
 
 def describe(

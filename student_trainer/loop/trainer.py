@@ -1,9 +1,9 @@
 """The training loop.
 
 A step is a pure function of (weights, optimizer state, anchor, critic, seed, step number). Nothing
-else is carried from one step to the next, so a run that is killed and resumed computes the same
-bits as one that was never killed. A step has one optimizer update; in RL
-`method.updates_per_step` in each of `method.epochs_per_step` epochs.
+else is carried from one step to the next but the number of updates skipped in a row, which ends a
+run; so a run that is killed and resumed computes the same bits as one never killed. A step has one
+optimizer update; in RL `method.updates_per_step` in each of `method.epochs_per_step` epochs.
 
 For each step the trainer gets the sequences from the method (`steps`), splits them into
 micro-batches, waits for the teacher's rows of one micro-batch at a time, adds up the gradients, and
@@ -37,7 +37,7 @@ from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.metrics_follower import read_points
 from clients.runs.metrics_writer import MetricsLog
 from clients.runs.progress import Progress
-from protos.errors import Corrupt, DistillError
+from protos.errors import Corrupt, DistillError, WrongState
 from protos.rpc.failpoints import failpoint
 from student_trainer.checkpoints.checkpoint import contents, delete_old
 from student_trainer.checkpoints.export import export_model
@@ -193,6 +193,8 @@ class Trainer:
             return
         try:
             evaluated = self._evaluate()
+        except WrongState:  # the main process alone: a newer attempt has taken over the run
+            raise
         except DistillError:
             self._save(metrics)
             self._finish_saving()

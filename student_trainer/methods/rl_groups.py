@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from student_trainer.parallel.collectives import largest, raise_on_all_ranks
 from student_trainer.rewards.rollout_rewards import RolloutRewards, reward_metrics
 from student_trainer.teachers.scored_rollouts import ScoredRollouts
 from student_trainer.teachers.source import PendingRows
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,10 @@ class GroupSampler:
     def _in_rounds(self, step: int) -> Groups:
         """Collective. Sample in rounds until every process has its groups, or rounds run out.
 
-        Groups with different rewards come first, in the order of sampling, then the earliest of the
-        others. The numbers of groups and rounds are those of a job without dynamic sampling on
-        every process, so all ranks run the same collectives. Rows are requested at the end, for the
-        chosen groups only.
+        Groups with different rewards are chosen first, in the order of sampling, then the earliest
+        of the others. The numbers of groups and rounds are those of a job without dynamic sampling
+        on every process, so all ranks run the same collectives. Rows are requested at the end, for
+        the chosen groups only.
         """
         wanted = sum(map(len, self.shares()))
         spread: list[tuple[list[Rollout], Tensor]] = []
@@ -119,7 +121,7 @@ class GroupSampler:
             for group, is_flat in enumerate(flat_groups(rewards).tolist()):
                 of_group = rollouts[group * self._size : (group + 1) * self._size]
                 (flat if is_flat else spread).append((of_group, rewards[group]))
-        chosen = [*spread, *flat][:wanted]
+        chosen = self._dealt([*spread, *flat][:wanted])
         kept = [rollout for group, _ in chosen for rollout in group]
         written = raise_on_all_ranks(self._accelerator, lambda: self._answers.requested(kept))
         everything = torch.stack([rewards for _, rewards in (*spread, *flat)])
@@ -131,6 +133,17 @@ class GroupSampler:
             "sampling/dropped": torch.tensor([dropped, main]),
         }
         return Groups(written, torch.stack([of for _, of in chosen]), measured, seconds)
+
+    def _dealt(self, chosen: Sequence[Item]) -> list[Item]:
+        """Return the groups in the order of updates, dealt to them in turn.
+
+        So every update has its part of the first groups, whose rewards differ.
+        """
+        shares = enumerate(self.shares())
+        places = [(turn, update) for update, share in shares for turn in range(len(share))]
+        in_turn = sorted(range(len(places)), key=places.__getitem__)
+        at = dict(zip(in_turn, chosen, strict=True))
+        return [at[place] for place in range(len(places))]
 
     def _sampled(self, asked: Sequence[Prompt], numbers: Sequence[int]) -> list[Rollout]:
         return raise_on_all_ranks(self._accelerator, lambda: self._answers.sampled(asked, numbers))

@@ -70,6 +70,8 @@ def _wanted(student: Student, attention: str) -> str | None:
             return installed if usable else None
         case "flash" if not on_gpu:
             raise _refused(attention, "it needs an NVIDIA GPU")
+        case "flash" if not student.bf16:
+            raise _refused(attention, "it needs a student that computes in bfloat16")
         case "flash":
             # transformers downloads a kernel from the hub if only the package kernels is there.
             found = installed or ("flash_attention_2" if is_kernels_available() else None)

@@ -7,15 +7,19 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from clients.config.tables.common import StudentConfig
 from clients.data.model_files import refuse_code
 from protos.errors import InvalidInput
 from student_trainer.model.lora import add_adapters, load_adapters
 from student_trainer.model.recomputation import recompute_activations
+
+# Dtypes of safetensors whose values float32 holds exactly.
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def load_config(student: StudentConfig) -> Any:
@@ -55,7 +59,7 @@ def load_model(
     the frozen weights come from the job. Weights are float32, except that the frozen weights of a
     student with adapters have the dtype of the computation. Dropout is off.
 
-    `mapped`: leave float32 weights in the dtype of their file. Their memory is then that of the
+    `mapped`: leave float32 weights in the dtype of their files. Their memory is then that of the
     file, which all processes of a machine share. `cast_weights` makes them float32.
 
     Raises InvalidInput if there is no usable model, or if the adapters of the checkpoint do not fit
@@ -71,7 +75,7 @@ def load_model(
         source,
         AutoModelForCausalLM.from_pretrained,
         config=config,
-        dtype=torch.bfloat16 if in_bf16 else "auto" if mapped else torch.float32,
+        dtype=torch.bfloat16 if in_bf16 else _stored_dtype(source) if mapped else torch.float32,
         use_safetensors=True,
     )
     if mapped and not in_bf16:
@@ -95,6 +99,31 @@ def cast_weights(module: nn.Module, *, bf16: bool) -> None:
         return tensor.float() if wide else tensor
 
     module._apply(cast)  # type: ignore[no-untyped-call]  # as Module.float() does
+
+
+def _stored_dtype(student: StudentConfig) -> torch.dtype:
+    """Return the dtype of the weights in the model's files; float32 if they have several.
+
+    config.json may state another one.
+    """
+    files = _explained(student, _weight_files)
+    found: set[str] = set()
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            found |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+    kinds = {_STORED.get(name) for name in found if name[0] in "BF" and name != "BOOL"}
+    (kind,) = kinds if len(kinds) == 1 else (None,)
+    return kind or torch.float32
+
+
+def _weight_files(model: str, *, revision: str | None, **_: Any) -> list[str]:
+    """Return the safetensors files that transformers reads, from a directory or the hub."""
+    optional = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    if single := cached_file(model, "model.safetensors", **optional):
+        return [single]
+    index = cached_file(model, "model.safetensors.index.json", revision=revision)
+    files: list[str] = get_checkpoint_shard_files(model, index, revision=revision)[0]
+    return files
 
 
 def _restore_buffers(model: Any, config: Any) -> None:

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 _ATEN = torch.ops.aten
-# Their outputs are kept by the selective policy: what costs time.
+# Their outputs are kept by the selective policy: what costs time. Flash attention of the package
+# flash-attn and the grouped products of experts are other operators, and are computed again.
 PRODUCTS = [
     _ATEN.mm.default,
     _ATEN.addmm.default,

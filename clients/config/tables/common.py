@@ -41,8 +41,6 @@ Address = Annotated[
 
 
 def _recomputation(value: Any) -> bool | int | str:
-    if isinstance(value, str) and value != "selective":  # of --set
-        value = {"true": True, "false": False}.get(value, int(value) if value.isdecimal() else None)
     if type(value) is bool or (type(value) is int and value >= 2) or value == "selective":
         return value  # type: ignore[no-any-return]
     raise ValueError("must be true, false, a number of layers (at least 2), or 'selective'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,39 @@ def test_a_mapped_student_is_cast_to_the_float32_one(family: Any, tmp_path: Path
     assert torch.equal(mapped(ids).logits, expected(ids).logits)
     assert mapped.config.to_dict() == expected.config.to_dict()
     assert mapped.get_decoder().config.dtype == torch.float32
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("stored", "stated"),
+    [
+        ("float32", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("float16", "bfloat16"),
+        ("mixed", "float16"),
+    ],
+)
+def test_a_config_that_states_another_dtype_rounds_nothing(
+    stored: str, stated: str, sharded: bool, tmp_path: Path
+) -> None:
+    model = FAMILIES[0]()
+    if stored == "mixed":
+        model.to(torch.bfloat16).model.norm.float()
+        torch.nn.init.normal_(model.model.norm.weight)
+    else:
+        model.to(getattr(torch, stored))
+    model.save_pretrained(tmp_path, max_shard_size="4KB" if sharded else "1GB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1 or not sharded
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": stated}))
+    student = StudentConfig(model=str(tmp_path))
+    expected, mapped = load_model(student), load_model(student, mapped=True)
+    kind = torch.float32 if stored == "mixed" else getattr(torch, stored)
+    assert {p.dtype for p in mapped.parameters()} == {kind}
+    cast_weights(mapped, bf16=False)
+    tensors = dict(mapped.named_parameters())
+    for name, weight in expected.named_parameters():
+        assert torch.equal(tensors[name], weight), name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -68,9 +68,6 @@ def test_values_of_the_key() -> None:
         student = StudentConfig.model_validate({"model": "m", "gradient_checkpointing": value})
         assert student.gradient_checkpointing is value or student.gradient_checkpointing == value
         assert type(student.gradient_checkpointing) is type(value)
-    for text, value in (("true", True), ("false", False), ("3", 3)):  # --set gives texts
-        student = StudentConfig.model_validate({"model": "m", "gradient_checkpointing": text})
-        assert student.gradient_checkpointing is value
-    for wrong in (1, 0, -2, 1.5, "full", "1", "", None):
+    for wrong in (1, 0, -2, 1.5, "full", "true", "2", "", None):
         with pytest.raises(ValueError, match="gradient_checkpointing"):
             StudentConfig.model_validate({"model": "m", "gradient_checkpointing": wrong})
