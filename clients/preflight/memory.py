@@ -126,9 +126,12 @@ def saved_per_token(load: Load) -> int:
     norm = FLOAT32 * (h + 1)  # input, and 1 / root mean square
     if not load.lora:
         norm += FLOAT32 * h  # normalised: its weight learns
-    copies = 5 * h if load.bf16 else 2 * h  # q, k, v read one norm, gate and up the other
+    # q, k and v read one norm, gate and up the other. Under autocast each has a copy of its own, but
+    # not beside adapters that FSDP2 gathers in bfloat16: peft then casts no input.
+    own = load.bf16 and not (load.lora and load.sharded)
+    copies = 5 * h if own else 2 * h
     attention = c * (q + 2 * k + q) + FLOAT32 * s.heads  # q, k, v, output, log-sum-exp
-    if load.lora and load.bf16:
+    if load.lora and own:
         copies += q  # of the output projection's input, beside the output itself
     mlp = c * 4 * i  # gate, its activation, up, their product
     saved = 2 * norm + c * copies + attention + mlp + c * len(s.linear_modules) * load.lora
