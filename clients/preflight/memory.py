@@ -126,8 +126,8 @@ def saved_per_token(load: Load) -> int:
     norm = FLOAT32 * (h + 1)  # input, and 1 / root mean square
     if not load.lora:
         norm += FLOAT32 * h  # normalised: its weight learns
-    # q, k and v read one norm, gate and up the other. Under autocast each has a copy of its own, but
-    # not beside adapters that FSDP2 gathers in bfloat16: peft then casts no input.
+    # q, k and v read one norm, gate and up the other. Under autocast each has a copy of its own,
+    # but not beside adapters that FSDP2 gathers in bfloat16: peft then casts no input.
     own = load.bf16 and not (load.lora and load.sharded)
     copies = 5 * h if own else 2 * h
     attention = c * (q + 2 * k + q) + FLOAT32 * s.heads  # q, k, v, output, log-sum-exp
