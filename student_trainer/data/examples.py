@@ -55,12 +55,11 @@ def load_examples(config: SFTJob, tokenizer: Any) -> tuple[ItemsOfSteps[Example]
     """
     template = template_text(tokenizer.chat_template)
     check_chat_template(config.data.prompt_format, template)
-    if config.method.train_on == "all":
+    every = config.method.train_on == "all"
+    if every:
         check_generation(template)
-    encoder = _ExampleEncoder(
-        config.data, tokenizer, config.method.max_tokens, every=config.method.train_on == "all"
-    )
-    reader = RecordReader(config.data, needs_answers=True)
+    encoder = _ExampleEncoder(config.data, tokenizer, config.method.max_tokens, every=every)
+    reader = RecordReader(config.data, needs_answers=True, needs_questions=not every)
     return load_items(reader, encoder, held_out=config.eval.prompts, seed=config.seed)
 
 
@@ -80,7 +79,10 @@ class _ExampleEncoder:
 
     def is_doubtful(self, record: PromptRecord) -> bool:
         """Return whether the prompt may have no tokens."""
-        return self._form.messages_column is None and not record.conversation.question.strip()
+        if self._form.messages_column is None:
+            return not record.conversation.question.strip()
+        messages = record.conversation.messages
+        return self._every and bool(messages) and messages[0]["role"] == "assistant"
 
     def encode(self, record: PromptRecord, field: str) -> Example | None:
         """Return the example of a record; None if it is too long or has no answer.

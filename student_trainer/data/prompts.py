@@ -168,10 +168,12 @@ class PromptSet(Generic[Item]):
 
     def taken(self, first: int, count: int) -> list[Item]:
         """Return `count` items from number `first` (from 0) on, as `of_step` does."""
-        if first != self._next:
-            self._stream = self._prompts_from(first)
+        ahead = first - self._next
+        # A skip within an epoch advances the stream; a new stream can pass over whole epochs at once.
+        if not 0 <= ahead < len(self._records):
+            self._stream, ahead = self._prompts_from(first), 0
         self._next = first + count
-        return list(islice(self._stream, count))
+        return list(islice(self._stream, ahead, ahead + count))
 
     def _prompts_from(self, first: int) -> Iterator[Item]:
         """Yield the items of all epochs without the `first` ones; the set must not be empty."""

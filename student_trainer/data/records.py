@@ -36,13 +36,16 @@ class RecordReader:
     """Reads the data sets of one job.
 
     teachers: the names that a record may give; if there are none, the column is not read.
-    with_fields: keep all columns. needs_answers: a text prompt without an answer is refused.
+    with_fields: keep all columns. needs_answers: a text prompt without an answer is refused, and a
+    conversation ends with its last answer. needs_questions: a conversation without a message before
+    that answer is refused.
     """
 
     data: DataConfig
     teachers: Collection[str] = ()
     with_fields: bool = False
     needs_answers: bool = False
+    needs_questions: bool = True
 
     def read(self, source: DataSet) -> Iterator[PromptRecord]:
         """Yield the records in order. Raises InvalidInput at a record that cannot be used."""
@@ -57,10 +60,11 @@ class RecordReader:
     def _record(self, record: Mapping[str, Any], where: str) -> PromptRecord:
         data, form = self.data, self.data.prompt_format
         conversation = form.conversation(record, where)
-        if not self.needs_answers:
-            _require_question(conversation, where)
-        elif form.messages_column is not None:
+        if self.needs_answers and form.messages_column is not None:
             conversation = conversation.up_to_answer()
+        # A conversation that has no answer, but needs one, is left out later.
+        if self.needs_questions and (conversation.messages or not self.needs_answers):
+            _require_question(conversation, where)
         return PromptRecord(
             conversation,
             form.text(record, conversation),

@@ -26,11 +26,13 @@ def privileged_prompt(
 ) -> Callable[[Rollout], Tensor]:
     """Return a function from a rollout to the prompt ids [P] int64 that the anchor reads.
 
-    The ids are those of the prompt with `context` before it; in a conversation, before the last
-    user message. `form`: of the student's prompts. `context` may contain {column} for every
-    column of the data, and {prompt} and {answer} for the prompt and the reference answer, whatever
-    their columns are called. The function raises InvalidInput if a
-    column does not exist, or if its prompt and the completion exceed `max_tokens` (None: no limit).
+    The ids are those of the student's prompt with `context` before it; in a conversation, before
+    the last user message. `form`: the format of the student's prompts. `context` may contain
+    {column} for every column of the data, and {prompt} and {answer} for the prompt and the
+    reference answer, whatever their columns are called.
+
+    The function raises InvalidInput if a column does not exist, or if its prompt and the completion
+    together exceed `max_tokens` tokens (None: no limit).
     """
 
     def prompt(rollout: Rollout) -> Tensor:

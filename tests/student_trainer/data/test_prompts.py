@@ -14,6 +14,7 @@ from clients.config.tables.data import DataConfig
 from clients.data.conversation import Conversation
 from clients.data.prompt_format import PromptFormat
 from protos.errors import InvalidInput
+from student_trainer.data import prompts
 from student_trainer.data.order import permutation
 from student_trainer.data.prompts import Prompt, PromptSet, load_prompts
 from tests.student_trainer import tiny
@@ -102,6 +103,28 @@ def test_the_order_is_that_of_all_prompts_at_once(data: DataConfig, words: Any) 
     order = [mixed[5:][i] for epoch in range(3) for i in permutation(25, 0, epoch)]
     for step in (8, 1, 2, 10):
         assert [p.answer for p in chosen.of_step(step, 7)] == order[7 * (step - 1) : 7 * step]
+
+
+@pytest.mark.parametrize("max_tokens", [4, 16], ids=["some left out", "all fit"])
+def test_skipped_steps_do_not_restart_an_epoch(
+    data: DataConfig, words: Any, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    """The rounds of dynamic sampling skip steps: 1, 4, 7, 8, 10, ...; each epoch is walked once."""
+    one_by_one, _ = load(data, words, max_tokens=max_tokens)
+    expected = [keys(one_by_one.of_step(step, 3)) for step in range(1, 41)]
+    epochs: list[int] = []
+
+    def counted(size: int, seed: int, epoch: int) -> Any:
+        epochs.append(epoch)
+        return permutation(size, seed, epoch)
+
+    chosen, _ = load(data, words, max_tokens=max_tokens)
+    monkeypatch.setattr(prompts, "permutation", counted)
+    for step in (1, 4, 7, 8, 10, 11, 12, 13, 16, 19, 22, 23, 25, 28, 29, 31, 34, 37, 40):
+        assert keys(chosen.of_step(step, 3)) == expected[step - 1]
+    assert epochs == list(range(epochs[-1] + 1))
+    assert len(epochs) == (24 if max_tokens == 4 else 5), "40 steps of 3 are so many epochs"
+    assert keys(chosen.of_step(39, 3)) == expected[38], "backwards too"
 
 
 def test_only_prompts_that_are_needed_are_tokenized(

@@ -19,6 +19,7 @@ from clients.runs.progress import Progress
 from protos.errors import InvalidInput
 from student_trainer.assembly import assemble
 from student_trainer.data.examples import load_examples
+from student_trainer.data.order import permutation
 from student_trainer.loop.trainer import Trainer
 from tests.clients.data.test_prompt_format import CHARACTERS, MARKED, PLAIN
 from tests.student_trainer import tiny
@@ -247,6 +248,54 @@ def test_all_answers_need_marks(chats: tiny.Material) -> None:
     config = tiny.sft_job(chats, data__messages_column="messages", method__train_on="all")
     with pytest.raises(InvalidInput, match=r"^method.train_on: .* has no {% generation %}"):
         load_examples(config, words)
+
+
+def test_a_conversation_that_starts_with_the_answer(
+    material: tiny.Material, tmp_path: Path
+) -> None:
+    """The row is refused before training, though only the last step of an epoch would need it."""
+    words = tiny.tokenizer(CHARACTERS)
+    talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    path, aside = tmp_path / "data.jsonl", tmp_path / "aside.jsonl"
+    row = int(permutation(6, 0, 0)[-1]) + 1
+    rows = [talk[::-1] if number == row else talk for number in range(1, 7)]
+    path.write_text("".join(json.dumps({"m": messages}) + "\n" for messages in rows))
+    aside.write_text(json.dumps({"m": talk}) + "\n")
+    files = {"data__path": str(path), "data__eval_path": str(aside), "data__messages_column": "m"}
+    words.chat_template = MARKED
+    with pytest.raises(InvalidInput) as caught:
+        load_examples(tiny.sft_job(material, **files), words)
+    assert caught.value.message == (
+        f"the conversation of row {row} of {path} has no message before the assistant's answer"
+    )
+    assert caught.value.field == "data.messages_column"
+    assert caught.value.hint == "remove the row, or give it a user message"
+
+    everything = tiny.sft_job(material, **files, method__train_on="all")
+    training, _ = load_examples(everything, words)
+    learned = {words.decode(one.token_ids[one.start :]) for one in training.of_step(1, 6)}
+    assert learned == {"2<|end|>"}, "the template starts an answer with a token of its own"
+
+    words.chat_template = MARKED.replace("{{ m.role[0] | upper }}", "")
+    with pytest.raises(
+        InvalidInput, match=rf"^data.path: the prompt of row {row} of .* has no tokens"
+    ):
+        load_examples(everything, words)
+
+
+def test_a_conversation_without_an_answer_is_left_out(
+    chats: tiny.Material, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = AutoTokenizer.from_pretrained(chats.student)
+    talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"m": m}) + "\n" for m in (talk, talk[:1], talk)))
+    config = tiny.sft_job(
+        chats, data__path=str(path), data__messages_column="m", data__eval_path=str(path)
+    )
+    training, _ = load_examples(config, words)
+    assert [words.decode(one.token_ids) for one in training.of_step(1, 2)] == ["U1+1=A2<|end|>"] * 2
+    assert "left out 1 records so far that have no answer" in caplog.messages
 
 
 def test_more_tokens_than_the_student_reads(material: tiny.Material, tmp_path: Path) -> None:
