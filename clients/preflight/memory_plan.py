@@ -205,12 +205,20 @@ def changes_of(job: AnyTraining, shape: ModelShape, usable: int, most: int) -> l
 def _enough(job: AnyTraining, shape: ModelShape, usable: int) -> int | None:
     """Return the fewest processes, doubled from the job's, with which FSDP2 fits; None: none."""
     count = 2 * job.train.processes
-    while count <= min(_MOST_PROCESSES, job.sequences_per_step):
+    while count <= _most_processes(job):
         tried = changed(job, {"train": {"processes": count, "sharding": "fsdp2"}})
         if peak(load_of(tried, shape)) <= usable:
             return count
         count *= 2
     return None
+
+
+def _most_processes(job: AnyTraining) -> int:
+    """Return the most processes that each have a sequence of every update and evaluation."""
+    most = min(_MOST_PROCESSES, job.sequences_per_step, job.eval.prompts)
+    if isinstance(job, RLJob):
+        most = min(most, job.train.prompts_per_step // job.method.updates_per_step)
+    return most
 
 
 def _is_change(job: AnyTraining, change: _Change) -> bool:
