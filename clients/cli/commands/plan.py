@@ -35,7 +35,7 @@ def plan(
     from clients.config.offline import OfflineJob
     from clients.config.tables.common import TrainingJob
     from clients.preflight.files import check_processes
-    from clients.preflight.memory_plan import longest_stored, plan_of, shape_of_student
+    from clients.preflight.memory_plan import plan_of, shape_of_student
 
     chosen = [*(sets or []), *([f"train.processes={gpus}"] if gpus else [])]
     config = load_job(job, chosen).config
@@ -46,7 +46,7 @@ def plan(
     check_processes(config)
     output = settings_of(context).output
     found = plan_of(config, shape_of_student(config), memory)
-    if isinstance(config, OfflineJob) and longest_stored(config) is None:
+    if isinstance(config, OfflineJob) and found.longest is None:
         output.say(
             f"the store {config.data.path} cannot be read: its sequences count as long as a"
             " micro-batch"

@@ -1,4 +1,4 @@
-"""The advice of a plan: every job that it leads to is valid."""
+"""The advice of a plan leads to valid jobs; a store is read once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ import pytest
 from clients.config.kinds import AnyTraining, parse_job
 from clients.config.tables.common import TrainingJob
 from clients.data.model_shape import shape_of
+from clients.preflight import memory_plan
 from clients.preflight.files import check_processes
 from clients.preflight.memory_plan import plan_of
+from clients.store.dataset import LogitDataset
+from clients.store.store import LogitStore
 from tests.clients.preflight.test_memory import QWEN_7B
+from tests.clients.store.test_store import META, entry
 
 Values = dict[str, Any]
 # Fewer held-out prompts than sequences of a step, and fewer prompts of an update than of a step.
@@ -74,3 +78,20 @@ def test_every_piece_of_advice_is_a_valid_job(method: str, processes: int) -> No
             counts += [found.load.processes] if " GPUs with " in sentence else []
             together = merged(together, change)
     assert max(counts) == 4, "the largest power of two up to 5, or 6"
+
+
+def test_the_store_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LogitStore(tmp_path, write=True, metadata=META) as store:
+        store.append([entry(number, rows=number) for number in (40, 99, 7)])
+    opened = []
+
+    def counted(path: str) -> LogitDataset:
+        opened.append(path)
+        return LogitDataset(path)
+
+    monkeypatch.setattr(memory_plan, "LogitDataset", counted)
+    values = {"method": {"type": "offline"}, "student": {"model": "m"}}
+    plan = plan_of(valid(values | {"data": {"path": str(tmp_path)}}), shape_of(QWEN_7B), 20)
+    assert plan.changes
+    assert opened == [str(tmp_path)]
+    assert plan.longest == plan.load.line == 100
