@@ -74,13 +74,16 @@ def _record(plan: Plan) -> dict[str, object]:
 def _head(plan: Plan) -> str:
     load = plan.load
     sharding = "" if load.processes == 1 else ", FSDP2" if load.sharded else ", DDP"
-    trained = f"{load.trained / 1e9:.3g} billion" if load.trained >= 1e8 else f"{load.trained:,}"
     sampled = f", {load.sampled} answers sampled at a time" if load.sampled else ""
     return (
-        f"{load.shape.weights / 1e9:.3g} billion weights, {trained} trained, on"
+        f"{_number(load.shape.weights)} weights, {_number(load.trained)} trained, on"
         f" {load.processes} GPU{'s' * (load.processes > 1)}{sharding}; micro-batches of"
         f" {load.tokens} tokens in sequences of {load.line}{sampled}\n"
     )
+
+
+def _number(weights: int) -> str:
+    return f"{weights / 1e9:.3g} billion" if weights >= 1e8 else f"{weights:,}"
 
 
 def _rows(plan: Plan) -> list[dict[str, str]]:
