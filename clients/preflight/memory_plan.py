@@ -39,7 +39,8 @@ class Plan:
 
     parts: bytes of each stage by part. peak: of the largest stage. usable: what tensors may use.
     micro_batch: most tokens per micro-batch that fit; 0: not even one sequence does. changes:
-    sentences on what makes the job fit; empty if it fits.
+    sentences on what makes the job fit; empty if it fits. longest: tokens of the longest sequence
+    of the job's store; None if it has no store, or one that cannot be read.
     """
 
     load: Load
@@ -48,6 +49,7 @@ class Plan:
     usable: int
     micro_batch: int
     changes: Sequence[str]
+    longest: int | None
 
     @property
     def fits(self) -> bool:
@@ -58,12 +60,13 @@ class Plan:
 def plan_of(job: AnyTraining, shape: ModelShape, memory: float) -> Plan:
     """Return the plan of a job. `shape`: of its student. `memory`: of a GPU, in GiB."""
     usable = round(USABLE * memory * GIB)
-    load = load_of(job, shape)
+    longest = longest_stored(job) if isinstance(job, OfflineJob) else None
+    load = load_of(job, shape, longest)
     found = {name: held(load) | parts for name, parts in stages(load).items() if parts}
-    most = largest_micro_batch(job, shape, usable)
+    most = largest_micro_batch(job, shape, usable, longest)
     fits = peak(load) <= usable
-    changes = [] if fits else changes_of(job, shape, usable, most)
-    return Plan(load, found, peak(load), usable, most, changes)
+    changes = [] if fits else changes_of(job, shape, usable, most, longest)
+    return Plan(load, found, peak(load), usable, most, changes, longest)
 
 
 def shape_of_student(job: AnyTraining) -> ModelShape:
@@ -84,14 +87,16 @@ def shape_of_student(job: AnyTraining) -> ModelShape:
     return shape
 
 
-def load_of(job: AnyTraining, shape: ModelShape, *, cuda: bool = True) -> Load:
+def load_of(
+    job: AnyTraining, shape: ModelShape, longest: int | None = None, *, cuda: bool = True
+) -> Load:
     """Return what decides the memory of a process of the job.
 
     Prompts and answers are taken as long as the job allows. Sequences of a store are as long as its
-    longest one; those of a store that is not there yet, as a micro-batch.
+    `longest` one; those of a store that is not there yet (None), as a micro-batch.
     """
     processes, most = job.train.processes, job.train.tokens_per_micro_batch
-    line, of_update, of_step = _sequences(job)
+    line, of_update, of_step = _sequences(job, longest)
     stored = isinstance(job, OfflineJob | SFTJob)
     answer = line + job.method.max_new_tokens * stored
     lora, rl = job.student.lora, isinstance(job, RLJob)
@@ -120,7 +125,7 @@ def load_of(job: AnyTraining, shape: ModelShape, *, cuda: bool = True) -> Load:
     )
 
 
-def _sequences(job: AnyTraining) -> tuple[int, int, int]:
+def _sequences(job: AnyTraining, longest: int | None) -> tuple[int, int, int]:
     """Return tokens of the longest sequence, and sequences of a process.
 
     The sequences are those of an update, and the most that are sampled in a step or an evaluation.
@@ -130,7 +135,8 @@ def _sequences(job: AnyTraining) -> tuple[int, int, int]:
     if isinstance(job, OfflineJob):
         own = math.ceil(train.prompts_per_step / processes)
         mixed = math.ceil(job.method.on_policy_fraction * train.prompts_per_step / processes)
-        return _longest(job), own, max(mixed, examined * (job.eval.metric != "none"))
+        line = longest or train.tokens_per_micro_batch
+        return line, own, max(mixed, examined * (job.eval.metric != "none"))
     if isinstance(job, SFTJob):
         own = math.ceil(train.prompts_per_step / processes)
         return job.method.max_tokens, own, examined * (job.eval.metric != "none")
@@ -143,10 +149,6 @@ def _sequences(job: AnyTraining) -> tuple[int, int, int]:
     return line, own, max(size * math.ceil(train.prompts_per_step / processes), examined)
 
 
-def _longest(job: OfflineJob) -> int:
-    return longest_stored(job) or job.train.tokens_per_micro_batch
-
-
 def longest_stored(job: OfflineJob) -> int | None:
     """Return the tokens of the longest sequence of the job's store; None if it cannot be read."""
     try:
@@ -155,25 +157,29 @@ def longest_stored(job: OfflineJob) -> int | None:
         return None
 
 
-def largest_micro_batch(job: AnyTraining, shape: ModelShape, usable: int) -> int:
+def largest_micro_batch(
+    job: AnyTraining, shape: ModelShape, usable: int, longest: int | None = None
+) -> int:
     """Return the most tokens per micro-batch that fit; 0 if not even one sequence does.
 
     More than a process's sequences of a step change nothing, so they are not tried.
     """
-    line, of_update, of_step = _sequences(job)
+    line, of_update, of_step = _sequences(job, longest)
     # `fits` is true up to some number of lines, and false from there on.
     most, too_many = 0, max(of_update, of_step) + 1
     while too_many - most > 1:
         middle = (most + too_many) // 2
         tried = changed(job, {"train": {"tokens_per_micro_batch": middle * line}})
-        if peak(load_of(tried, shape)) <= usable:
+        if peak(load_of(tried, shape, longest)) <= usable:
             most = middle
         else:
             too_many = middle
     return most * line
 
 
-def changes_of(job: AnyTraining, shape: ModelShape, usable: int, most: int) -> list[str]:
+def changes_of(
+    job: AnyTraining, shape: ModelShape, usable: int, most: int, longest: int | None = None
+) -> list[str]:
     """Return a sentence on each change of the job that alone makes it fit, or on all together."""
     found = []
     together: AnyTraining = job
@@ -181,16 +187,16 @@ def changes_of(job: AnyTraining, shape: ModelShape, usable: int, most: int) -> l
         if not _is_change(job, change):
             continue
         together = changed(together, change)
-        needed = peak(load_of(changed(job, change), shape))
+        needed = peak(load_of(changed(job, change), shape, longest))
         verdict = "fits" if needed <= usable else "does not fit alone"
         found.append(f"{name}: {gib(needed)} GiB, {verdict}")
     if most:
         found.append(f"train.tokens_per_micro_batch = {most}: fits")
-    if (processes := _enough(job, shape, usable)) is not None:
+    if (processes := _enough(job, shape, usable, longest)) is not None:
         found.append(f'{processes} GPUs with train.sharding = "fsdp2": fits')
     if not any(one.endswith(" fits") or one.endswith(": fits") for one in found):
-        smallest = largest_micro_batch(together, shape, usable)
-        needed = peak(load_of(together, shape))
+        smallest = largest_micro_batch(together, shape, usable, longest)
+        needed = peak(load_of(together, shape, longest))
         if needed <= usable:
             found.append(f"all of these together: {gib(needed)} GiB, fits")
         elif smallest:
@@ -202,15 +208,23 @@ def changes_of(job: AnyTraining, shape: ModelShape, usable: int, most: int) -> l
     return found
 
 
-def _enough(job: AnyTraining, shape: ModelShape, usable: int) -> int | None:
+def _enough(job: AnyTraining, shape: ModelShape, usable: int, longest: int | None) -> int | None:
     """Return the fewest processes, doubled from the job's, with which FSDP2 fits; None: none."""
     count = 2 * job.train.processes
-    while count <= min(_MOST_PROCESSES, job.sequences_per_step):
+    while count <= _most_processes(job):
         tried = changed(job, {"train": {"processes": count, "sharding": "fsdp2"}})
-        if peak(load_of(tried, shape)) <= usable:
+        if peak(load_of(tried, shape, longest)) <= usable:
             return count
         count *= 2
     return None
+
+
+def _most_processes(job: AnyTraining) -> int:
+    """Return the most processes that each have a sequence of every update and evaluation."""
+    most = min(_MOST_PROCESSES, job.sequences_per_step, job.eval.prompts)
+    if isinstance(job, RLJob):
+        most = min(most, job.train.prompts_per_step // job.method.updates_per_step)
+    return most
 
 
 def _is_change(job: AnyTraining, change: _Change) -> bool:

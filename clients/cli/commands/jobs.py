@@ -16,7 +16,9 @@ from clients.jobs.job import Job, JobState
 from clients.jobs.view import duration, kl_of
 from protos.errors import InvalidInput
 
-COLUMNS = ("id", "state", "steps", "kl", "age", "attempt", "name", "reason")
+# The column of the KL, or else of the held-out loss: a job of method sft has no KL.
+KL_OR_LOSS = "kl/loss"
+COLUMNS = ("id", "state", "steps", KL_OR_LOSS, "age", "attempt", "name", "reason")
 
 
 def ls(
@@ -35,7 +37,10 @@ def ls(
         settings.output.say("no jobs")
         return
     now = time.time()
-    settings.output.table("jobs", [_row(job, now) for job in jobs], COLUMNS)
+    rows = [_row(job, now) for job in jobs]
+    if not settings.output.as_json:
+        rows = [{**row, KL_OR_LOSS: _kl_or_loss(row)} for row in rows]
+    settings.output.table("jobs", rows, COLUMNS)
 
 
 def show(context: typer.Context, job: JobArgument) -> None:
@@ -123,6 +128,11 @@ def _row(job: Job, now: float) -> Mapping[str, Any]:
         "kl": "-" if kl is None else f"{kl:.4g}{label.removeprefix('kl')}",
         "age": duration(now - job.created_at) if job.created_at else "-",
     }
+
+
+def _kl_or_loss(row: Mapping[str, Any]) -> str:
+    loss = row["metrics"].get("eval/cross_entropy")
+    return f"{loss:.4g} loss" if row["kl"] == "-" and loss is not None else str(row["kl"])
 
 
 def _described(job: Job) -> str:

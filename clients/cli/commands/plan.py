@@ -35,7 +35,7 @@ def plan(
     from clients.config.offline import OfflineJob
     from clients.config.tables.common import TrainingJob
     from clients.preflight.files import check_processes
-    from clients.preflight.memory_plan import longest_stored, plan_of, shape_of_student
+    from clients.preflight.memory_plan import plan_of, shape_of_student
 
     chosen = [*(sets or []), *([f"train.processes={gpus}"] if gpus else [])]
     config = load_job(job, chosen).config
@@ -46,7 +46,7 @@ def plan(
     check_processes(config)
     output = settings_of(context).output
     found = plan_of(config, shape_of_student(config), memory)
-    if isinstance(config, OfflineJob) and longest_stored(config) is None:
+    if isinstance(config, OfflineJob) and found.longest is None:
         output.say(
             f"the store {config.data.path} cannot be read: its sequences count as long as a"
             " micro-batch"
@@ -74,13 +74,16 @@ def _record(plan: Plan) -> dict[str, object]:
 def _head(plan: Plan) -> str:
     load = plan.load
     sharding = "" if load.processes == 1 else ", FSDP2" if load.sharded else ", DDP"
-    trained = f"{load.trained / 1e9:.3g} billion" if load.trained >= 1e8 else f"{load.trained:,}"
     sampled = f", {load.sampled} answers sampled at a time" if load.sampled else ""
     return (
-        f"{load.shape.weights / 1e9:.3g} billion weights, {trained} trained, on"
+        f"{_number(load.shape.weights)} weights, {_number(load.trained)} trained, on"
         f" {load.processes} GPU{'s' * (load.processes > 1)}{sharding}; micro-batches of"
         f" {load.tokens} tokens in sequences of {load.line}{sampled}\n"
     )
+
+
+def _number(weights: int) -> str:
+    return f"{weights / 1e9:.3g} billion" if weights >= 1e8 else f"{weights:,}"
 
 
 def _rows(plan: Plan) -> list[dict[str, str]]:

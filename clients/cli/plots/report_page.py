@@ -13,7 +13,7 @@ from clients.cli.plots.panels import panels_of
 from clients.cli.plots.stages import bars_of, stages_of
 from clients.cli.plots.svg import bars_svg, panel_svg
 from clients.jobs.record import JobRecord
-from clients.jobs.view import duration
+from clients.jobs.view import KL, duration
 
 
 def report_page(record: JobRecord) -> str:
@@ -65,7 +65,8 @@ def _tiles(record: JobRecord) -> Iterator[str]:
             yield _tile(label, f"{before:{spec}} &rarr; {after:{spec}}")
     tokens = sum(value for _, value in record.series("tokens"))
     if tokens:
-        yield _tile("tokens scored", f"{tokens:,.0f}")
+        taught = not record.metrics.isdisjoint(KL.values())
+        yield _tile("tokens scored" if taught else "tokens learned", f"{tokens:,.0f}")
     seconds = sum(value for _, value in record.series("time/step"))
     if seconds:
         yield _tile("time in steps", duration(seconds))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from clients.jobs.record import JobRecord
 
@@ -31,6 +31,8 @@ STAGES = (
     Stage("loss, forward and backward", "", 3),
     Stage("optimizer", "time/optim", 2),
 )
+# The label of time/rollout in a job that samples no answers: it has no length/truncated.
+WITHOUT_ANSWERS = "making the sequences"
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,25 @@ class Bar:
 
 
 def stages_of(record: JobRecord) -> list[Stage]:
-    """Return the stages that a job has, in the order of a step; [] if no step was timed."""
-    if _WHOLE not in record.metrics:
+    """Return the stages that a job has, in the order of a step; [] if no step was timed.
+
+    A stage whose total rounds to 0 seconds and to 0% of the steps is none of them.
+    """
+    metrics, whole = record.metrics, sum(value for _, value in record.series(_WHOLE))
+    if _WHOLE not in metrics:
         return []
-    return [one for one in STAGES if not one.metric or one.metric in record.metrics]
+
+    def counts(metric: str) -> bool:
+        total = sum(value for _, value in record.series(metric))
+        return total >= 0.5 or total >= 0.005 * whole > 0
+
+    return [
+        one
+        if one.metric != "time/rollout" or "length/truncated" in metrics
+        else replace(one, label=WITHOUT_ANSWERS)
+        for one in STAGES
+        if not one.metric or counts(one.metric)
+    ]
 
 
 def bars_of(record: JobRecord, stages: Sequence[Stage], most: int = MOST_BARS) -> list[Bar]:

@@ -3,7 +3,7 @@
 
 import {Curves} from "./curves.js";
 import {badge, el} from "./dom.js";
-import {klOf, number, percent} from "./figures.js";
+import {heldOutOf, klOf, number, percent} from "./figures.js";
 import {History} from "./history.js";
 import {Fault, follow, get} from "./server.js";
 
@@ -77,7 +77,7 @@ class ComparePage {
   }
 
   table() {
-    const columns = ["Job", "State", "Step", "Loss", "KL", "Held-out KL", "Accuracy"];
+    const columns = ["Job", "State", "Step", "Loss", "KL", "Held-out loss", "Accuracy"];
     return scrolled("Jobs", el("table", {class: "plain"},
       el("thead", {}, el("tr", {}, columns.map((name) => el("th", {scope: "col"}, name)))), this.body));
   }
@@ -86,7 +86,7 @@ class ComparePage {
     this.body.replaceChildren(...this.runs.map(({job, history, label}, index) => {
       const metrics = {...job.metrics, ...history.metrics};
       const cells = [badge(job.state), `${job.step} / ${job.max_steps || "?"}`, number(metrics.loss),
-        number(klOf(metrics)), number(metrics["eval/kl"] ?? metrics["eval/kl_bound"]),
+        number(klOf(metrics)), number(heldOutOf(metrics)),
         percent(metrics["eval/accuracy"])];
       return el("tr", {}, el("th", {scope: "row"}, key(index), link(job, label)),
         cells.map((cell) => el("td", {}, cell)));

@@ -80,6 +80,11 @@ export function klOf(metrics) {
   return metrics["kl/teacher"] ?? metrics["kl/teacher_bound"] ?? metrics["kl/anchor"];
 }
 
+/** Returns the held-out KL, or else its lower bound, or else the held-out cross-entropy. */
+export function heldOutOf(metrics) {
+  return metrics["eval/kl"] ?? metrics["eval/kl_bound"] ?? metrics["eval/cross_entropy"];
+}
+
 /** Returns the share of a step's time for which the trainer waits for the teacher. */
 export function waitOf(metrics) {
   return metrics["time/teacher_wait"] / metrics["time/step"];

@@ -6,7 +6,7 @@ import {CheckpointsView} from "./checkpoints_view.js";
 import {CommandsView} from "./commands_view.js";
 import {Curves} from "./curves.js";
 import {badge, bar, el, setText} from "./dom.js";
-import {ago, duration, klOf, number, percent, waitOf, whyQueued} from "./figures.js";
+import {ago, duration, heldOutOf, klOf, number, percent, waitOf, whyQueued} from "./figures.js";
 import {History} from "./history.js";
 import {LogView} from "./log_view.js";
 import {SamplesView} from "./samples_view.js";
@@ -183,7 +183,7 @@ class JobPage {
       ["loss", number(metrics.loss)],
       ["KL", number(klOf(metrics))],
       ["reward", number(metrics["reward/mean"])],
-      ["held-out KL", number(metrics["eval/kl"] ?? metrics["eval/kl_bound"])],
+      ["held-out loss", number(heldOutOf(metrics))],
       ["accuracy", percent(metrics["eval/accuracy"])],
       ["tokens/s", number(metrics.tokens_per_sec)],
       ["teacher wait", percent(waitOf(metrics))],

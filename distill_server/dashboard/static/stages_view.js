@@ -13,6 +13,8 @@ const STAGES = [
   {label: "loss, forward and backward", metric: null, colour: 3},
   {label: "optimizer", metric: "time/optim", colour: 2},
 ];
+// The label of time/rollout in a job that samples no answers: it has no length/truncated.
+const WITHOUT_ANSWERS = "making the sequences";
 const MOST_BARS = 30;
 // The units of the drawing, which is stretched to the width of the page.
 const [WIDTH, HEIGHT, GAP] = [1000, 100, 3];
@@ -36,7 +38,7 @@ export class StagesView {
     const whole = history.series.get("time/step");
     this.element.hidden = !whole?.steps.length;
     if (this.element.hidden) return;
-    const stages = STAGES.filter(({metric}) => !metric || history.series.has(metric));
+    const stages = stagesOf(history);
     const bars = barsOf(history, stages, MOST_BARS);
     const highest = Math.max(...bars.map(({seconds}) => sum(seconds))) || 1;
     this.bars.replaceChildren(...bars.flatMap((bar, place) => {
@@ -62,6 +64,16 @@ export class StagesView {
       el("li", {class: `line-${colour}`}, el("i"), `${label} `,
         el("b", {}, percent(means[stage] / total)), ` ${shortDuration(means[stage])} a step`)));
   }
+}
+
+/** Returns the stages that a job has. A stage whose total rounds to 0 seconds and to 0% is none. */
+export function stagesOf({series}) {
+  const total = (metric) => sum(series.get(metric)?.values ?? []);
+  const whole = total("time/step");
+  const counts = (seconds) => seconds >= 0.5 || (whole > 0 && seconds >= 0.005 * whole);
+  return STAGES.filter(({metric}) => !metric || counts(total(metric))).map((stage) =>
+    (stage.metric !== "time/rollout" || series.has("length/truncated")
+      ? stage : {...stage, label: WITHOUT_ANSWERS}));
 }
 
 /** Returns at most `most` bars `{first, last, seconds}`: the mean seconds of a step by stage. */

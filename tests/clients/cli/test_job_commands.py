@@ -148,7 +148,7 @@ def test_ls(capsys: Capture, client: type[ScriptedClient], monkeypatch: pytest.M
     assert main(["ls", "--state", "failed", "--limit", "3"]) == 0
     assert client.asked == [("list", JobState.FAILED, 3)]
     head, first, second = capsys.readouterr().out.splitlines()
-    assert head.split()[:4] == ["ID", "STATE", "STEPS", "KL"]
+    assert head.split()[:4] == ["ID", "STATE", "STEPS", "KL/LOSS"]
     assert first.split()[:4] == ["on-policy-x-7f3a", "RUNNING", "12/50", "0.25"]
     assert second.endswith("no teacher")
     assert main(["--json", "ls"]) == 0
@@ -157,7 +157,12 @@ def test_ls(capsys: Capture, client: type[ScriptedClient], monkeypatch: pytest.M
     monkeypatch.setattr(client, "list", lambda *_, **__: [bounded])
     assert main(["ls"]) == 0
     assert "12/50  0.5 bound  " in capsys.readouterr().out
-    assert {column.lower() for column in head.split()} <= set(rows[0])
+    sft = made(metrics={"loss": 0.4, "eval/cross_entropy": 0.75})
+    monkeypatch.setattr(client, "list", lambda *_, **__: [sft])
+    assert main(["ls"]) == 0
+    assert "12/50  0.75 loss  " in capsys.readouterr().out
+    assert {column.lower() for column in head.split()} - {"kl/loss"} | {"kl"} <= set(rows[0])
+    assert "kl/loss" not in rows[0]
 
 
 def test_show_cancel_resume_pull(capsys: Capture, client: type[ScriptedClient]) -> None:

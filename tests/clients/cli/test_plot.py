@@ -15,6 +15,7 @@ import pytest
 
 from clients.cli.app import main
 from clients.cli.plots.panels import Curve, Panel, panels_of, smoothed, ticks
+from clients.cli.plots.report_page import report_page
 from clients.cli.plots.stages import bars_of, stages_of
 from clients.cli.plots.svg import panel_svg
 from clients.cli.plots.text import HEIGHT, panel_text
@@ -247,6 +248,18 @@ def test_stages_are_stacked_to_the_time_of_a_step(make_run: MakeRun) -> None:
         [9.5, 1, 0, 0.5],
     ]
     assert stages_of(replace(record, points=points[:1])) == []
+
+
+def test_a_report_without_a_teacher_names_what_it_did(make_run: MakeRun) -> None:
+    found = {"tokens": 10.0, "time/step": 2.0, "time/rollout": 0.5, "time/teacher_wait": 1e-6}
+    points = [Point(step, found | {"time/optim": 0.1}) for step in range(1, 11)]
+    record = replace(record_of_run(make_run("one").path), points=points)
+    words = Page(report_page(record)).words
+    assert {"making the sequences", "tokens learned", "optimizer"} <= set(words)
+    assert not {"sampling rollouts", "waiting for the teacher", "tokens scored"} & set(words)
+    answers = [replace(point, metrics=point.metrics | {"length/truncated": 0}) for point in points]
+    words = Page(report_page(replace(record, points=answers))).words
+    assert "sampling rollouts" in words
 
 
 class Page(HTMLParser):

@@ -267,6 +267,16 @@ class TestCommand:
         for word in ("SAMPLING", "LEARNING", "key-value cache", "activations", "The job fits"):
             assert word in out
 
+    def test_a_small_model_has_its_weights_in_full(
+        self, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        small = QWEN_7B | sizes | {"num_attention_heads": 4, "vocab_size": 99}
+        (tmp_path / "config.json").write_text(json.dumps(small))
+        assert main(["plan", file]) == 0
+        weights = shape_of(small).weights
+        assert capsys.readouterr().out.startswith(f"{weights:,} weights, {weights:,} trained, on 1")
+
     def test_json_has_bytes(self, file: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["--json", "plan", file, "--gpus", "8", "--memory", "24"]) == 1
         found = json.loads(capsys.readouterr().out)

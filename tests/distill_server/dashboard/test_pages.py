@@ -85,6 +85,18 @@ def test_jobs_are_compared(site: Site, browser: Browser) -> None:
     ]
 
 
+def test_the_held_out_loss_is_the_metric_that_chooses_the_best_step(
+    site: Site, browser: Browser
+) -> None:
+    browser.open(f"{site.url}/#/")
+    found = {"eval/cross_entropy": 3, "eval/kl_bound": 2, "eval/kl": 1}
+    for metric, value in found.copy().items():
+        known = {name: number for name, number in found.items() if number >= value}
+        script = "return import('/figures.js').then(({heldOutOf}) => heldOutOf(arguments[0]))"
+        script = script.replace("arguments[0]", json.dumps(known))
+        assert browser.run(script) == value, metric
+
+
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[list[str]]:
     """Of two jobs that differ at the top of their configurations only."""
     keys = sorted(key for key in one if one[key] != other[key])

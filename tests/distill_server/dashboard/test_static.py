@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.cli.plots.stages import STAGES
+from clients.cli.plots.stages import STAGES, WITHOUT_ANSWERS
 from distill_server.dashboard.gate import STATIC
 
 FILES = sorted(STATIC.iterdir())
@@ -51,6 +51,7 @@ def test_the_stages_of_a_step_are_those_of_the_report() -> None:
     text = (STATIC / "stages_view.js").read_text()
     shown = re.findall(r'{label: "(.+)", metric: (?:"(.+)"|null), colour: (\d)}', text)
     assert [(one.label, one.metric, str(one.color)) for one in STAGES] == shown
+    assert f'const WITHOUT_ANSWERS = "{WITHOUT_ANSWERS}";' in text
     report = files("clients.cli.plots").joinpath("report.css").read_text()
     page = (STATIC / "style.css").read_text()
     for stage in STAGES:

@@ -1,0 +1,97 @@
+"""The advice of a plan leads to valid jobs; a store is read once."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.config.kinds import AnyTraining, parse_job
+from clients.config.tables.common import TrainingJob
+from clients.data.model_shape import shape_of
+from clients.preflight import memory_plan
+from clients.preflight.files import check_processes
+from clients.preflight.memory_plan import plan_of
+from clients.store.dataset import LogitDataset
+from clients.store.store import LogitStore
+from tests.clients.preflight.test_memory import QWEN_7B
+from tests.clients.store.test_store import META, entry
+
+Values = dict[str, Any]
+# Fewer held-out prompts than sequences of a step, and fewer prompts of an update than of a step.
+JOBS: dict[str, Values] = {
+    "on_policy": {"train": {"prompts_per_step": 32}, "eval": {"prompts": 6}},
+    "rl": {
+        "method": {"type": "rl", "rollouts_per_prompt": 8, "updates_per_step": 3},
+        "reward": {"type": "exact_match"},
+        "train": {"prompts_per_step": 16},
+    },
+    "sft": {"method": {"type": "sft"}, "train": {"prompts_per_step": 6}, "eval": {"prompts": 64}},
+}
+
+
+def valid(values: Values) -> AnyTraining:
+    """Return the job as the command reads it."""
+    job = parse_job(json.dumps(values))
+    assert isinstance(job, TrainingJob)
+    check_processes(job)
+    return job
+
+
+def merged(values: Values, more: Values) -> Values:
+    tables = {
+        key: merged(values.get(key, {}), value) if isinstance(value, dict) else value
+        for key, value in more.items()
+    }
+    return values | tables
+
+
+def advised(sentence: str, before: Values) -> Values:
+    """Return the keys of a sentence; "all of these together" are those of the ones `before`."""
+    told = sentence.rsplit(":", 1)[0]
+    if told.startswith("all of these together"):
+        _, _, more = told.partition(", and ")
+        return merged(before, tomllib.loads(more))
+    if " GPUs with " in told:
+        count, _, told = told.partition(" GPUs with ")
+        return merged(tomllib.loads(told), {"train": {"processes": int(count)}})
+    return tomllib.loads(told)
+
+
+@pytest.mark.parametrize("method", JOBS)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_piece_of_advice_is_a_valid_job(method: str, processes: int) -> None:
+    train = {"processes": processes, "tokens_per_micro_batch": 4096}
+    own = {"student": {"model": "m", "dtype": "float32"}, "data": {"path": "p.jsonl"}}
+    values = merged(merged(own, JOBS[method]), {"train": train})
+    shape = shape_of(QWEN_7B)
+    job, counts = valid(values), []
+    for memory in (20, 30, 40, 60, 80, 120, 160, 240):
+        together: Values = {}
+        for sentence in plan_of(job, shape, memory).changes:
+            change = advised(sentence, together)
+            found = plan_of(valid(merged(values, change)), shape, memory)
+            assert found.fits or not sentence.endswith(" fits"), (memory, sentence)
+            counts += [found.load.processes] if " GPUs with " in sentence else []
+            together = merged(together, change)
+    assert max(counts) == 4, "the largest power of two up to 5, or 6"
+
+
+def test_the_store_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LogitStore(tmp_path, write=True, metadata=META) as store:
+        store.append([entry(number, rows=number) for number in (40, 99, 7)])
+    opened = []
+
+    def counted(path: str) -> LogitDataset:
+        opened.append(path)
+        return LogitDataset(path)
+
+    monkeypatch.setattr(memory_plan, "LogitDataset", counted)
+    values = {"method": {"type": "offline"}, "student": {"model": "m"}}
+    plan = plan_of(valid(values | {"data": {"path": str(tmp_path)}}), shape_of(QWEN_7B), 20)
+    assert plan.changes
+    assert opened == [str(tmp_path)]
+    assert plan.longest == plan.load.line == 100
