@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args, get_origin
 
@@ -13,6 +14,9 @@ from pydantic_core import ErrorDetails
 from clients.config.kinds import KINDS
 from clients.config.lines import KeyPath
 from clients.config.on_policy import OnPolicyJob
+
+# The start of pydantic's messages, such as "String should have at least 1 character".
+_PYDANTIC_SUBJECT = re.compile(r"^(Input|String|Tuple|Dictionary) should ")
 
 
 def fields(
@@ -81,17 +85,31 @@ def describe(
             yield path, f"got {_shown(error['input'])}, expected {among}{expected}"
         case "model_type" | "model_attributes_type" | "dataclass_type":
             yield path, f"must be a table (got {_shown(error['input'])})"
+        case "tuple_type":
+            yield (
+                path,
+                f"must be a valid array{_example(path, model)} (got {_shown(error['input'])})",
+            )
         case _:
-            message = error["msg"].replace("Input should be", "must be", 1)
-            message = message.removeprefix("Value error, ")
+            message = _PYDANTIC_SUBJECT.sub("must ", error["msg"].removeprefix("Value error, "))
             yield path, f"{message} (got {_shown(error['input'])})"
+
+
+def _example(path: KeyPath, model: type[BaseModel]) -> str:
+    """Return how to write the list of a key, to append to the message; "" if nothing says so."""
+    if (info := fields(model).get(path)) is None:
+        return ""
+    if _table_class(info) is not None:
+        return f" of tables, each under [[{'.'.join(path)}]]"
+    return f" such as {info.examples[0]}" if info.examples else ""
 
 
 def _suggestion(path: KeyPath, model: type[BaseModel]) -> str:
     """Return a suggestion for an unknown key, to append to the message; "" if there is none."""
     table, name = path[:-1], path[-1]
     if (listed := _listed_table(table, model)) is not None:
-        return _near(name, listed.model_fields)
+        known = ", ".join(map(repr, listed.model_fields))
+        return _near(name, listed.model_fields) or f"; the keys of {'.'.join(table)} are {known}"
     keys = _keys(model)
     if kinds := [repr(kind) for kind, other in KINDS.items() if path in _keys(other)]:
         return f"; only a job with method.type = {' or '.join(kinds)} has it"

@@ -84,9 +84,9 @@ class RLConfig(Table):
         Literal["k1", "k2", "k3", "k3++", "k4", "k5"] | None, Field(validate_default=True)
     ] = None
     """KL estimator for top_k = 0; default k4 (forward_kl: k5). The mean gradient of k1 is zero."""
-    importance_clip: tuple[Weight, Weight] | None = None
+    importance_clip: Annotated[tuple[Weight, Weight] | None, Field(examples=[[0.0, 2.0]])] = None
     """[MIN, MAX] of importance weights of sampled tokens; [0, MAX] is TIS. None: unbiased."""
-    importance_mask: tuple[Weight, Weight] | None = None
+    importance_mask: Annotated[tuple[Weight, Weight] | None, Field(examples=[[0.5, 5.0]])] = None
     """[MIN, MAX]: sampled tokens with another importance weight count 0 (IcePop: [0.5, 5])."""
     max_prompt_tokens: Count = 512
     """Longer prompts are skipped and counted."""
@@ -318,7 +318,11 @@ class RLJob(TrainingJob):
                 "answers are only read by rewards and by eval.metric; leave it out",
             ),
             (False, "data.teacher_column", "a job of method rl has one teacher; leave it out"),
-            (False, "data.weight_column", "rewards decide what counts in a job of method rl"),
+            (
+                False,
+                "data.weight_column",
+                "rewards decide what counts in a job of method rl; leave it out",
+            ),
             (
                 self.environment is None or self.environment.remote,
                 "environment.timeout_seconds",

@@ -169,7 +169,7 @@ class PromptSet(Generic[Item]):
     def taken(self, first: int, count: int) -> list[Item]:
         """Return `count` items from number `first` (from 0) on, as `of_step` does."""
         ahead = first - self._next
-        # A skip within an epoch advances the stream; a new stream can pass over whole epochs at once.
+        # A skip within an epoch advances the stream; a new one passes over whole epochs at once.
         if not 0 <= ahead < len(self._records):
             self._stream, ahead = self._prompts_from(first), 0
         self._next = first + count

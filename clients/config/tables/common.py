@@ -155,7 +155,7 @@ class TrainConfig(Table):
     """Steps in which the learning rate rises linearly to its peak."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
-    adam_betas: tuple[Beta, Beta] = (0.9, 0.999)
+    adam_betas: Annotated[tuple[Beta, Beta], Field(examples=[[0.9, 0.95]])] = (0.9, 0.999)
     """AdamW's decay rates of the first and the second moment."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients with a larger norm are scaled down to this norm."""

@@ -110,10 +110,20 @@ def test_the_same_of_yaml(job_file: Write) -> None:
          "a.toml:7: data.mix.0.share: must be less than 1 (got 1.5)"),
         (HEAD + "mix = [{ path = 'b', share = 0.7 }, { path = 'c', share = 0.3 }]",
          "a.toml:5: data.mix: the shares must add up to less than 1; data.path has the rest"),
-        (HEAD + "mix = { path = 'b', share = 0.7 }", "a.toml:5: data.mix: must be a valid"),
+        (HEAD + MIX + "weight = 0.5\n",
+         "a.toml: 2 problems\n"
+         "  a.toml:5: data.mix.0.share: missing; Its share of the prompts of every step;"
+         " the rest comes from `data.path`\n"
+         "  a.toml:7: data.mix.0.weight: unknown key; the keys of data.mix.0 are"
+         " 'path', 'share', 'name', 'split'"),
+        (HEAD + "mix = { path = 'b', share = 0.7 }",
+         "a.toml:5: data.mix: must be a valid array of tables, each under [[data.mix]]"
+         " (got {'path': 'b', 'share': 0.7})"),
         (HEAD + "template_arguments = { tokenize = true }",
          "a.toml:5: data.template_arguments: 'tokenize' is set by the program; leave it out"),
-        (HEAD + "system = ''", "a.toml:5: data.system: String should have at least 1 character"),
+        (HEAD + "system = ''", "a.toml:5: data.system: must have at least 1 character (got '')"),
+        (HEAD + "weight_column = ''",
+         "a.toml:5: data.weight_column: must have at least 1 character (got '')"),
         (HEAD + "chat_templat = false",
          "a.toml:5: data.chat_templat: unknown key; did you mean 'chat_template'?"),
         (HEAD + "message_column = 'm'",

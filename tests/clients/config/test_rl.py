@@ -57,7 +57,21 @@ def test_a_task_brings_its_own_prompts(tmp_path: Path) -> None:
         ("method.dynamic_sampling=0", "method.dynamic_sampling", "greater than or equal to 1"),
         ("method.epochs_per_step=0", "method.epochs_per_step", "greater than or equal to 1"),
         ("train.adam_betas=[0.9, 1.0]", "train.adam_betas.1", "less than 1"),
-        ("train.adam_betas=0.9", "train.adam_betas", "must be a valid array"),
+        (
+            "train.adam_betas=0.9",
+            "train.adam_betas",
+            "must be a valid array such as [0.9, 0.95] (got 0.9)",
+        ),
+        (
+            "method.importance_clip=2",
+            "method.importance_clip",
+            "must be a valid array such as [0.0, 2.0] (got 2)",
+        ),
+        (
+            "method.importance_mask=5.0",
+            "method.importance_mask",
+            "must be a valid array such as [0.5, 5.0] (got 5.0)",
+        ),
         ("eval.samples=4", "eval.temperature", "greedy answers are all equal"),
         ("eval.temperature=0.0001", "eval.temperature", "must be 0 (greedy), or 0.001 or more"),
         (

@@ -51,7 +51,7 @@ REFUSED = [
     (KL, "method.clip_high = 0.1", "add the table `reward`"),
     (KL, "method.ratio = 'sequence'", "add the table `reward`"),
     (KL, "data.answer_column = 'a'", "leave it out"),
-    (RL, "data.weight_column = 'w'", "rewards decide"),
+    (RL, "data.weight_column = 'w'", "in a job of method rl; leave it out"),
     (ON_POLICY + TEXT, "data.messages_column = 'm'", "leave one of them out"),
     (ON_POLICY + TEXT, "data.system = 'Be brief.'", "data.chat_template = false"),
     (ON_POLICY + TEXT, "data.template_arguments = { a = 1 }", "leave one of them out"),
