@@ -45,16 +45,7 @@ QUICK = Sizes((64, 96), (32,), 1000, 8, 32, 64)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="small sizes")
-    parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("python -m benchmarks.gpu needs a CUDA device, and torch finds none", file=sys.stderr)
-        sys.exit(2)
-    if options.device == "cpu" and not options.quick:
-        parser.error("on a CPU only with --quick")
+    options = options_of(arguments, __doc__)
     sizes = QUICK if options.quick else FULL
     meter: Meter = CudaMeter() if options.device == "cuda" else CpuMeter()
     small = make_problem(64, 512, 64, 8, device=options.device, dtype=torch.bfloat16)
@@ -67,19 +58,34 @@ def main(arguments: list[str] | None = None) -> None:
         "selection": selection(meter, sizes, options.device),
     }
     show(result, sizes)
-    out = options.out or default_out(result["machine"]["device"], options)
+    write(result, options, "gpu")
+
+
+def options_of(arguments: list[str] | None, description: str | None) -> argparse.Namespace:
+    """Return the options `device`, `quick` and `out` of a benchmark that needs a CUDA device."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="small sizes")
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("this benchmark needs a CUDA device, and torch finds none", file=sys.stderr)
+        sys.exit(2)
+    if options.device == "cpu" and not options.quick:
+        parser.error("on a CPU only with --quick")
+    return options
+
+
+def write(result: dict[str, Any], options: argparse.Namespace, name: str) -> None:
+    """Write results to `options.out`; by default those of a full run, by name and device."""
+    device = re.sub(r"[^a-z0-9]+", "-", result["machine"]["device"].lower()).strip("-")
+    out = options.out
+    if out is None and not options.quick:
+        out = Path(f"benchmarks/results/{name}-{device}.json")
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n")
         print(f"\nwrote {out}")
-
-
-def default_out(device: str, options: argparse.Namespace) -> Path | None:
-    """Return the result file of a full run on a GPU, or None for other runs."""
-    if options.quick:
-        return None
-    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    return Path(f"benchmarks/results/gpu-{name}.json")
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_training [--out FILE]          or: make bench-gpu
 
-An update is forward, backward, clipping and AdamW over `--sequences` sequences of one length, in
+An update is forward, backward, clipping and AdamW over 64 sequences of 1,024 tokens, in four
 micro-batches, of students with random weights in the shape of Qwen3-0.6B and Qwen3-4B. The losses
 are the default Top-k KL (16 head ids, 48 draws) and the cross-entropy of fine-tuning; the peer is
 TRL's SFTTrainer with the same model, sequences, micro-batches and precision. MFU counts the
@@ -13,17 +13,14 @@ GPU, at small sizes: its numbers are meaningless.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +29,7 @@ from accelerate import Accelerator
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.gpu import default_out, machine
+from benchmarks.gpu import machine, options_of, write
 from clients.config.tables.common import StudentConfig
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import ScoredSequence, placeholder_rows
@@ -84,27 +81,14 @@ QUICK = Sizes(200, 24, 8, 4, 48, 1, {"tiny": (32, 2, 2, 64)})
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="small sizes")
-    parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("benchmarks.gpu_training needs a CUDA device, and torch finds none", file=sys.stderr)
-        sys.exit(2)
-    if options.device == "cpu" and not options.quick:
-        parser.error("on a CPU only with --quick")
+    options = options_of(arguments, __doc__)
     sizes = QUICK if options.quick else FULL
     found: dict[str, Any] = {"machine": machine(options.device), "cases": []}
     for case in cases(sizes):
         row = {**asdict(case), **measured(case, sizes, options.device)}
         found["cases"].append(row)
         print(json.dumps(row), flush=True)
-    out = options.out or default_out("training-" + found["machine"]["device"], options)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"wrote {out}")
+    write(found, options, "gpu-training")
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:

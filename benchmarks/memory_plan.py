@@ -13,10 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +23,7 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.process_memory import resident_before, resident_peak
+from benchmarks.process_memory import printed_by_group, resident_before, resident_peak
 from clients.config.tables.common import StudentConfig
 from clients.data.model_shape import ModelShape
 from clients.preflight.memory import Load, held, learning, optimizer, sampling
@@ -98,11 +94,14 @@ def main() -> None:
         accelerator = Accelerator()
         for case in wanted:
             if case.load.processes == options.processes:
-                print(json.dumps([case.label, measure(accelerator, case)]), flush=True)
+                measured = measure(accelerator, case)
+                if accelerator.is_main_process:
+                    print(json.dumps([case.label, measured]), flush=True)
         return
     found = {}
     for processes in sorted({case.load.processes for case in wanted}):
-        for line in group(options.only, processes):
+        inside = ["--only", options.only, "--processes", str(processes)]
+        for line in printed_by_group(processes, "benchmarks.memory_plan", inside):
             name, measured = json.loads(line)
             planned = plan(next(case.load for case in wanted if case.label == name))
             found[name] = {"planned": planned, "measured": measured}
@@ -142,39 +141,6 @@ def plan(load: Load) -> dict[str, int]:
     own = sum(held(load).values())
     update = own + max(sum(of(load).values()) for of in (learning, optimizer))
     return {"update": update, "sampling": own + sum(sampling(load).values())}
-
-
-def group(only: str, processes: int) -> Iterator[str]:
-    """Run the cases of a number of processes, and yield what the first process prints."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = chosen.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.memory_plan", "--only", only]
-    command += ["--processes", str(processes)]
-    running = []
-    for rank in range(processes):
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "ACCELERATE_USE_CPU": "true",
-            # Freed memory goes back to the kernel at once, so that it counts what is in use.
-            "MALLOC_MMAP_THRESHOLD_": "65536",
-            "MALLOC_TRIM_THRESHOLD_": "0",
-        }
-        if processes > 1:
-            environment |= {
-                "WORLD_SIZE": str(processes),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-        printed = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-        running.append(subprocess.Popen(command, env=environment, stdout=printed, text=True))
-    assert running[0].stdout is not None
-    yield from running[0].stdout
-    if any(process.wait() for process in running):
-        raise SystemExit("a process failed")
 
 
 def measure(accelerator: Accelerator, case: Case) -> dict[str, int]:

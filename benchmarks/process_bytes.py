@@ -15,10 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +23,7 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.process_memory import printed_by_group, resident_before, resident_peak
 from clients.data.model_shape import ModelShape
 from clients.preflight.memory import Load
 from clients.preflight.memory import held as held_bytes
@@ -102,21 +99,10 @@ def growth(options: argparse.Namespace, processes: int, sharding: str) -> dict[s
 
 def group(options: argparse.Namespace, width: int, processes: int, sharding: str) -> dict[str, Any]:
     """Run one group, and return the bytes of its first process."""
-    command = [sys.executable, "-m"]
-    if processes > 1:
-        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
-    command += ["benchmarks.process_bytes", "--inside", "--shardings", sharding]
-    command += ["--layers", str(options.layers), "--widths", str(width)]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "ACCELERATE_USE_CPU": "true",
-        # Freed memory goes back to the kernel at once, so that it counts what is in use.
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "0",
-    }
-    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    inside = ["--inside", "--shardings", sharding]
+    inside += ["--layers", str(options.layers), "--widths", str(width)]
+    printed = list(printed_by_group(processes, "benchmarks.process_bytes", inside))
+    found: dict[str, Any] = json.loads(printed[-1])
     return found
 
 
@@ -125,8 +111,7 @@ def measure(layers: int, width: int, sharding: str) -> dict[str, Any]:
     accelerator = Accelerator()
     use(accelerator, 1, 64, sharding)  # what torch and gloo need besides
     gc.collect()
-    before = resident()
-    student, stages = use(accelerator, layers, width, sharding, before)
+    student, stages = use(accelerator, layers, width, sharding, resident_before())
     weights = sum(parameter.numel() for parameter in student.trained.parameters())
     return {"weights": weights, "stages": stages}
 
@@ -150,11 +135,11 @@ def use(
 
     def stage(name: str, run: Callable[[], Any]) -> Any:
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+        resident_before()
         found = run()
-        peak = status("VmHWM")
+        peak = resident_peak()
         gc.collect()
-        stages[name] = (resident() - before, peak - before)
+        stages[name] = (resident_before() - before, peak - before)
         return found
 
     student = stage(
@@ -191,18 +176,6 @@ def small_batch(device: torch.device) -> Any:
     rollout = Rollout(ids, 4, head, torch.zeros(4), False, "")
     rows = placeholder_rows(head.int().numpy())
     return make_batch([ScoredSequence(rollout, rows)], device)
-
-
-def resident() -> int:
-    """Bytes of memory of this process."""
-    return status("VmRSS")
-
-
-def status(name: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return 1024 * int(found[1])
 
 
 if __name__ == "__main__":

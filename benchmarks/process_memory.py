@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 MIB = 1 << 20
@@ -18,6 +22,35 @@ def resident_before() -> int:
 def resident_peak() -> int:
     """Return the peak of resident bytes since `resident_before`."""
     return _status("VmHWM")
+
+
+def anonymous() -> int:
+    """Return the resident bytes of this process that are not pages of a file."""
+    return _status("RssAnon")
+
+
+def printed_by_group(processes: int, module: str, arguments: Sequence[str]) -> Iterator[str]:
+    """Run `python -m module` in a gloo group on the CPU, and yield the lines that it prints.
+
+    Raises CalledProcessError if a process fails.
+    """
+    command = [sys.executable, "-m"]
+    if processes > 1:
+        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+        # Freed memory goes back to the kernel at once, so that it counts what is in use.
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "0",
+    }
+    command += [module, *arguments]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as group:
+        assert group.stdout is not None
+        yield from group.stdout
+    if group.returncode:
+        raise subprocess.CalledProcessError(group.returncode, command)
 
 
 def peak_of(process: int) -> int:

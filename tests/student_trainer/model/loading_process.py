@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.process_memory import anonymous
 from clients.config.tables.common import StudentConfig
 from student_trainer.model.loading import load_model
 from student_trainer.model.student import Student
@@ -32,13 +32,6 @@ def save_student(path: Path, width: int, dtype: torch.dtype) -> int:
     model = Qwen3ForCausalLM(config).to(dtype)
     model.save_pretrained(path)
     return model.num_parameters()
-
-
-def anonymous() -> int:
-    """Bytes of this process's memory that are not pages of a file."""
-    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return 1024 * int(found[1])
 
 
 class Peak(threading.Thread):
