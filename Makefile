@@ -119,7 +119,7 @@ setup: .venv/.installed
 protos:  ## generate the Python code of protos/*.proto; a test checks that it is up to date
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. \
 	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
-	  protos/teacher.proto protos/distill.proto
+	  protos/teacher.proto protos/distill.proto protos/rollouts.proto
 
 clean:
 	rm -rf .venv .venv-vllm runs site

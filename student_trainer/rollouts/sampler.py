@@ -32,7 +32,9 @@ class SampledTokens:
 
     token_ids [L] int64. head_ids [L, k] int64: the top-k ids of the policy. token_logprobs [L]
     float32: its log-probs of the tokens, in nats. ended: the last token is an end token. closed:
-    the last token completes a mark. draws: of L tokens; None if there are none.
+    the last token completes a mark. draws: of L tokens; None if there are none. versions: (version
+    of the weights, number of tokens in a row), in the order of the tokens; empty if the trainer's
+    own process sampled them.
     """
 
     token_ids: Tensor
@@ -41,6 +43,7 @@ class SampledTokens:
     ended: bool
     closed: bool
     draws: TailDraws | None = None
+    versions: tuple[tuple[int, int], ...] = ()
 
 
 class Marks:

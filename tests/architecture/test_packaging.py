@@ -13,7 +13,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"clients", "distill_server", "protos", "student_trainer", "teacher_service"}
-PROTOS = ("protos/teacher.proto", "protos/distill.proto")
+PROTOS = ("protos/teacher.proto", "protos/distill.proto", "protos/rollouts.proto")
 
 
 def test_generated_code_is_up_to_date(tmp_path: Path) -> None:

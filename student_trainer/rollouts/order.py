@@ -1,0 +1,73 @@
+"""An order: sequences that a rollout engine samples with one version of the student's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+InFlight = Literal["drain", "recompute", "keep"]
+
+
+@dataclass(frozen=True)
+class WeightsVersion:
+    """A version of the student's weights, and the snapshot that has them (`snapshot.py`).
+
+    lineage: versions of one lineage are ordered by number; a trainer's attempt is one lineage.
+    number: finished steps of the student. directory: of the snapshot. in_flight: what happens to
+    sequences that are being sampled with an older version of the lineage when this one is loaded.
+    drain: they are finished first, so each sequence is of one version. recompute: they go on with
+    the new weights, and their KV cache is computed again. keep: they go on with the KV cache of the
+    older weights.
+    """
+
+    lineage: str
+    number: int
+    directory: Path
+    in_flight: InFlight = "drain"
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """What all sequences of an order have in common.
+
+    top_k: head ids to record per token, may be 0. temperature: divides the logits. draws: ids per
+    token to draw from the tail; greedy sequences have none. seed: fixes the random numbers together
+    with a rollout number; None takes the most likely token each time. stream_tokens: random numbers
+    of a rollout, as in `noise_of`. batch_tokens: tokens of a batch at most, with padding; the vllm
+    engine does not read it. marks: texts that end a sequence as soon as they are sampled.
+    """
+
+    top_k: int
+    temperature: float
+    draws: int
+    seed: int | None
+    stream_tokens: int
+    batch_tokens: int
+    marks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SequenceRequest:
+    """A sequence to continue.
+
+    token_ids [T] int64 on the CPU, T >= 1. number: the rollout number. limit: most tokens to
+    sample, at least 1. used: random numbers of the rollout that earlier turns have used.
+    """
+
+    token_ids: Tensor
+    number: int
+    limit: int
+    used: int = 0
+
+
+@dataclass(frozen=True)
+class Order:
+    """Sequences to sample together, with one version of the weights."""
+
+    weights: WeightsVersion
+    settings: SamplingSettings
+    sequences: Sequence[SequenceRequest]

@@ -1,0 +1,123 @@
+"""A snapshot: the student's weights of one version, as files that a rollout engine loads.
+
+    model*.safetensors    the weights under the names of the model's own format
+    probe.safetensors     token_ids [n, T] int64 and logprobs [n, T - 1] float32: the trainer's
+                          log-prob of each token after those before it, in nats, at temperature 1
+    snapshot.json         {"number": ..., "dtype": ..., "files": {name: xxh3_128 of its bytes}}
+
+`snapshot.json` is written last, under a temporary name that is then replaced, so a directory with
+it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from clients.runs.directory import replace_file
+from protos.errors import Corrupt
+
+_FACTS = "snapshot.json"
+_PROBE = "probe.safetensors"
+_BLOCK = 1 << 23  # bytes that are read at once
+
+# Largest difference between the log-probs of trainer and engine, in nats. In float32 two programs
+# differ by rounding only, and weights of another version by more.
+MAX_DIFFERENCE = {"float32": 1e-3}
+# In bfloat16 rounding differs per token by about 0.03, and more for unlikely tokens: the mean.
+MAX_MEAN_DIFFERENCE = 0.1
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Sequences with the trainer's log-probs; see the module docstring."""
+
+    token_ids: Tensor
+    logprobs: Tensor
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A complete snapshot. dtype: of the weights, for example "float32"."""
+
+    directory: Path
+    number: int
+    dtype: str
+    files: Mapping[str, str]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, weight) of all weights, on the CPU, one file after the other."""
+        for name in self.files:
+            if name == _PROBE:
+                continue
+            with safe_open(self.directory / name, "pt") as file:
+                for key in file.keys():  # noqa: SIM118 (the file is no mapping)
+                    yield key, file.get_tensor(key)
+
+    def probe(self) -> Probe:
+        """Return the probe."""
+        found = load_file(self.directory / _PROBE)
+        return Probe(found["token_ids"], found["logprobs"])
+
+
+def seal(directory: Path, *, number: int, dtype: str, probe: Probe) -> None:
+    """Complete a snapshot whose weight files lie in `directory`: add probe and snapshot.json."""
+    save_file({"token_ids": probe.token_ids, "logprobs": probe.logprobs}, directory / _PROBE)
+    files = {file.name: _digest(file) for file in sorted(directory.glob("*.safetensors"))}
+    facts = {"number": number, "dtype": dtype, "files": files}
+    replace_file(directory / _FACTS, json.dumps(facts, indent=1))
+
+
+def open_snapshot(directory: Path) -> Snapshot:
+    """Return the snapshot in `directory`. Raises Corrupt if it is incomplete or damaged.
+
+    Reads every byte once, to compare the digests.
+    """
+    try:
+        facts = json.loads((directory / _FACTS).read_text())
+        found = Snapshot(directory, facts["number"], facts["dtype"], facts["files"])
+        wrong = [name for name, of in found.files.items() if _digest(directory / name) != of]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Corrupt(
+            f"{directory} is not a complete snapshot of weights: {error}",
+            hint="the rollout service must see the trainer's directory: use one machine or a "
+            "shared disk",
+        ) from error
+    if wrong:
+        raise Corrupt(f"{directory}: the checksum of {wrong[0]} does not match")
+    return found
+
+
+def verify(probe: Probe, logprobs_of: Callable[[Tensor], Tensor], dtype: str) -> float:
+    """Compare an engine with the trainer; return the largest difference in nats.
+
+    logprobs_of: returns the engine's log-probs [n, T - 1] float32 of token ids [n, T]. Raises
+    Corrupt if they differ by more than rounding in `dtype` explains.
+    """
+    differences = (logprobs_of(probe.token_ids) - probe.logprobs).abs()
+    largest, mean = float(differences.max()), float(differences.mean())
+    limit = MAX_DIFFERENCE.get(dtype)
+    wrong = largest > limit if limit is not None else mean > MAX_MEAN_DIFFERENCE
+    if wrong or not torch.isfinite(differences).all():
+        raise Corrupt(
+            f"the engine's log-probs of the probe differ from the trainer's by {mean:.3g} nats in "
+            f"the mean and {largest:.3g} at most, so it does not have the weights of this version",
+            hint="start the rollout service again; if it recurs, use rollouts.engine = 'hf'",
+        )
+    return largest
+
+
+def _digest(path: Path) -> str:
+    hasher = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            hasher.update(block)
+    return hasher.hexdigest()
