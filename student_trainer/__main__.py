@@ -24,6 +24,7 @@ from protos.errors import WrongState
 from student_trainer.data.captured_stores import open_stores
 from student_trainer.parallel.launcher import end_with_launcher, is_main_process
 from student_trainer.rewards import Rewards, make_rewards
+from student_trainer.rollouts.local_services import rollout_services
 from student_trainer.run.model_checks import check_hub
 from student_trainer.teachers.connections import connect
 
@@ -96,11 +97,11 @@ def _attempt(
             longest = stores.training.longest + config.method.max_new_tokens
             for teacher in teachers.values():
                 check_length(longest, teacher.label, teacher.info.max_length)
-        with _rewards(config) as rewards:
+        with rollout_services(config) as service, _rewards(config) as rewards:
             from student_trainer.assembly import assemble
 
             return assemble(
-                config, run, teachers, stores, progress, attempt, from_step, rewards
+                config, run, teachers, stores, progress, attempt, from_step, rewards, service
             ).train()
 
 

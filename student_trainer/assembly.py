@@ -32,10 +32,12 @@ from student_trainer.data.examples import load_examples
 from student_trainer.data.prompts import ItemsOfSteps, Prompt, load_prompts
 from student_trainer.environments.retriever import make_retriever
 from student_trainer.loop.trainer import Parts, Trainer
+from student_trainer.methods.engine import Engine, connect_engine
 from student_trainer.methods.method import Method
 from student_trainer.methods.offline import load_examined, offline_method
 from student_trainer.methods.on_policy import on_policy_method
-from student_trainer.methods.rl import RLMaterial, rl_method
+from student_trainer.methods.rl import rl_method
+from student_trainer.methods.rl_parts import RLMaterial
 from student_trainer.methods.rl_prompts import load_rl_prompts
 from student_trainer.methods.sft import sft_method
 from student_trainer.model.attention import choose_attention
@@ -52,6 +54,7 @@ from student_trainer.parallel.collectives import largest, make_accelerator
 from student_trainer.parallel.sharding import Replicated, Sharded, distribute
 from student_trainer.parallel.time_limit import time_limit
 from student_trainer.rewards import Rewards
+from student_trainer.rollouts.local_services import RolloutServices
 from student_trainer.run.metrics import open_metrics
 from student_trainer.run.model_checks import (
     check_max_tokens,
@@ -75,11 +78,13 @@ def assemble(
     attempt: int,
     from_step: int | None,
     rewards: Rewards | None = None,
+    service: RolloutServices | None = None,
 ) -> Trainer:
     """Collective. Return a trainer that resumes from the newest intact checkpoint, if there is one.
 
     `from_step`: resume from this step instead. Checkpoints of later steps are deleted. `stores`:
-    None unless the job is offline. Raises a DistillError for a problem that the user can correct.
+    None unless the job is offline. `service`: None if this process samples. Raises a DistillError
+    for a problem that the user can correct.
     """
     disable_progress_bar()  # progress bars of every checkpoint would fill the log
     tokenizer = load_tokenizer(config.student)
@@ -95,7 +100,8 @@ def assemble(
     if accelerator.is_main_process:
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
         checkpoint.delete_after(run.checkpoints, step)
-    method = make_method(accelerator, student)
+    engine = connect_engine(config, service, accelerator, student, run.path, attempt)
+    method = make_method(accelerator, student, engine)
     if saved is not None:
         _restore(method, saved)
     metrics = None
@@ -121,6 +127,7 @@ def assemble(
         values=method.values,
         facts=method.facts,
         of_step=checkpoint.metrics_of(saved) if saved else None,
+        ahead=method.ahead,
     )
     return Trainer(config, run, progress, parts)
 
@@ -143,14 +150,16 @@ def _load_student(
 
 
 def _restore(method: Method, saved: Path) -> None:
-    """Load the anchor and the critic of a checkpoint, if the method has them."""
+    """Load what a checkpoint has for the method: anchor, critic, rollouts of later steps."""
     if method.anchor is not None:
         checkpoint.load_anchor(saved, method.anchor)
     if method.values is not None:
         checkpoint.load_values(saved, method.values)
+    if method.ahead is not None:
+        method.ahead.restore(saved)
 
 
-MakeMethod = Callable[[Accelerator, Replicated | Sharded], Method]
+MakeMethod = Callable[[Accelerator, Replicated | Sharded, Engine | None], Method]
 
 
 def _prepared(
@@ -176,7 +185,7 @@ def _prepared(
         if config.teacher is not None or config.eval.metric != "none":
             check_length(longest + config.method.max_new_tokens, "student", most)
         examined = load_examined(config, tokenizer, longest)
-        return lambda accelerator, student: offline_method(
+        return lambda accelerator, student, _: offline_method(
             config, stores, examined, teachers, accelerator, student, tokenizer
         )
     if isinstance(config, SFTJob):
@@ -187,7 +196,7 @@ def _prepared(
         if config.eval.metric != "none":
             longest = max(len(one.prompt.ids) for one in held_out)
             check_length(longest + config.method.max_new_tokens, "student", most)
-        return lambda accelerator, student: sft_method(
+        return lambda accelerator, student, _: sft_method(
             config, examples, accelerator, student, tokenizer
         )
     for connection in teachers.values():
@@ -200,10 +209,12 @@ def _prepared(
         environment = config.environment
         retriever = None if environment is None else make_retriever(environment)
         material = RLMaterial(tokenizer, asked, teachers, rewards, retriever, most)
-        return lambda accelerator, student: rl_method(config, material, accelerator, student)
+        return lambda accelerator, student, engine: rl_method(
+            config, material, accelerator, student, engine
+        )
     prompts = _prompts(config, tokenizer)
-    return lambda accelerator, student: on_policy_method(
-        config, prompts, teachers, accelerator, student, tokenizer
+    return lambda accelerator, student, engine: on_policy_method(
+        config, prompts, teachers, accelerator, student, tokenizer, engine
     )
 
 

@@ -17,6 +17,7 @@ from clients.config.tables.common import (
     check_tail,
 )
 from clients.config.tables.data import DataConfig, prompt_rules
+from clients.config.tables.rollouts import RolloutsConfig, rollout_rules
 from clients.config.unused import refuse_unused
 
 # One literal: a union of two has two messages for one wrong value.
@@ -67,6 +68,7 @@ class OnPolicyJob(TrainingJob):
     teachers: dict[Name, Address] = {}  # noqa: RUF012 (pydantic copies it)
     """Addresses of several teachers by name, instead of `teacher.address`."""
     method: OnPolicyConfig = OnPolicyConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
 
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:
@@ -87,6 +89,7 @@ class OnPolicyJob(TrainingJob):
                     "answers are only read with eval.metric = 'exact_match'; set it",
                 ),
                 *prompt_rules(self.data),
+                *rollout_rules(self.rollouts),
             ],
         )
 

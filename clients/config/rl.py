@@ -5,175 +5,23 @@ Each option's source is in docs/methods.md.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from clients.config.tables.anchor import AnchorConfig
 from clients.config.tables.common import (
     FORMER_TAIL,
-    Count,
     SampledEvalConfig,
-    Table,
-    Tail,
-    TailDraws,
     TeacherLink,
     TrainingJob,
-    check_tail,
 )
 from clients.config.tables.data import DataConfig, prompt_rules
 from clients.config.tables.environment import SearchConfig
 from clients.config.tables.reward import HARMLESS, RewardConfig
+from clients.config.tables.rl_method import UNWEIGHTED, RLConfig
+from clients.config.tables.rollouts import RolloutsConfig, rollout_rules
 from clients.config.unused import Rule, refuse_unused
-
-Weight = Annotated[float, Field(ge=0)]
-# Tail modes without an importance weight of the sampled token. Draws have their own log-probs.
-UNWEIGHTED = ("none", "bucket", "bucket+draws")
-# Tail modes of the baseline of kl_in = "reward".
-BASELINES = ("bucket+draws", "bucket", FORMER_TAIL)
-
-
-class RLConfig(Table):
-    """Reinforcement learning (GRPO), with a KL to the anchor, to a teacher, or to both."""
-
-    type: Literal["rl"]
-    """The method."""
-    reward_weight: Weight = 1.0
-    """Weight of the policy gradient. 0: rewards are only measured, the KL alone trains."""
-    advantages: Literal["group", "group_mean", "gae"] = "group"
-    """group: (reward - mean) / std of a prompt's answers. group_mean: no std. gae: a critic."""
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """gae: lambda of the estimate. 1 uses the full reward, lower values trust the critic more."""
-    critic_learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    """gae: learning rate of the critic, a linear layer on the student's hidden states."""
-    rollouts_per_prompt: Count = 8
-    """Answers sampled per prompt (the group)."""
-    updates_per_step: Count = 1
-    """Optimizer updates per step; each uses its share of the step's prompts (PPO)."""
-    epochs_per_step: Count = 1
-    """Times that the updates of a step are repeated, with the same rollouts (PPO)."""
-    dynamic_sampling: Count = 1
-    """Most rounds of sampling per step, to replace prompts with equal rewards (DAPO). 1: off."""
-    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Lower clip of the policy ratio, at 1 - clip_low (PPO)."""
-    clip_high: Weight = 0.28
-    """Upper clip of the policy ratio, at 1 + clip_high (DAPO)."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Upper clip of the policy ratio where the advantage is negative; 3 is usual."""
-    ratio: Literal["token", "sequence"] = "token"
-    """token: a policy ratio per token. sequence: per answer, their geometric mean (GSPO)."""
-    aggregate: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
-    """token-mean: tokens have equal weight. seq-mean-token-mean: answers have equal weight."""
-    mask_truncated: bool = False
-    """Do not train on answers that were cut off at `max_new_tokens`."""
-    beta: Weight = 0.001
-    """Weight of the KL to the anchor; 0 keeps no anchor."""
-    teacher_beta: Weight = 1.0
-    """Weight of the KL to the teacher, if the job has a teacher."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """loss: a loss term. reward: adds minus the sampled KL, with a baseline, to advantages."""
-    divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
-    """reverse_kl: KL(student||anchor). forward_kl: KL(anchor||student). Same for a teacher."""
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 32
-    """Head ids per row, as `teacher.top_k` of `on_policy`. 0: rows of the sampled token only."""
-    tail: Tail | None = None
-    """Estimate of the KL over the tail. Default: bucket+draws; forward_kl: bucket+sampled."""
-    tail_draws: TailDraws = 48
-    """Ids per row that the student draws from its tail: for bucket+draws, or kl_in = "reward"."""
-    estimator: Annotated[
-        Literal["k1", "k2", "k3", "k3++", "k4", "k5"] | None, Field(validate_default=True)
-    ] = None
-    """KL estimator for top_k = 0; default k4 (forward_kl: k5). The mean gradient of k1 is zero."""
-    importance_clip: Annotated[tuple[Weight, Weight] | None, Field(examples=[[0.0, 2.0]])] = None
-    """[MIN, MAX] of importance weights of sampled tokens; [0, MAX] is TIS. None: unbiased."""
-    importance_mask: Annotated[tuple[Weight, Weight] | None, Field(examples=[[0.5, 5.0]])] = None
-    """[MIN, MAX]: sampled tokens with another importance weight count 0 (IcePop: [0.5, 5])."""
-    max_prompt_tokens: Count = 512
-    """Longer prompts are skipped and counted."""
-    max_new_tokens: Count = 1024
-    """Maximum number of tokens of an answer."""
-    temperature: Annotated[float, Field(ge=1e-3)] = 1.0
-    """Temperature of sampling, and of student, anchor and teacher in the loss."""
-
-    @field_validator("estimator")
-    @classmethod
-    def _fits(cls, estimator: str | None, info: ValidationInfo) -> str | None:
-        if estimator is not None and info.data.get("top_k"):
-            raise ValueError("needs top_k = 0; with top_k > 0, set tail instead")
-        if estimator is not None and "divergence" in info.data:
-            meant = "forward_kl" if estimator == "k5" else "reverse_kl"
-            if info.data["divergence"] != meant:
-                raise ValueError(f"estimates the other KL; set divergence = '{meant}'")
-        return estimator
-
-    @field_validator("tail")
-    @classmethod
-    def _fits_divergence(cls, tail: str | None, info: ValidationInfo) -> str | None:
-        return check_tail(tail, info.data.get("divergence"))
-
-    @field_validator("tail")
-    @classmethod
-    def _has_a_baseline(cls, tail: str | None, info: ValidationInfo) -> str | None:
-        if info.data.get("kl_in") == "reward" and tail not in (None, *BASELINES):
-            raise ValueError(
-                "is not used with kl_in = 'reward', whose baseline is 'bucket+draws' (default) or "
-                "'bucket'; leave it out"
-            )
-        return tail
-
-    @field_validator("estimator")
-    @classmethod
-    def _is_of_the_loss(cls, value: object, info: ValidationInfo) -> object:
-        if value is not None and info.data.get("kl_in") == "reward":
-            raise ValueError("is not used with kl_in = 'reward'; leave it out")
-        return value
-
-    @field_validator("rollouts_per_prompt")
-    @classmethod
-    def _is_a_group(cls, count: int, info: ValidationInfo) -> int:
-        if count == 1 and info.data.get("reward_weight") and info.data.get("advantages") != "gae":
-            raise ValueError("must be 2 or more: an advantage compares the answers of a group")
-        return count
-
-    @field_validator("divergence")
-    @classmethod
-    def _can_be_a_reward(cls, divergence: str, info: ValidationInfo) -> str:
-        if divergence == "forward_kl" and info.data.get("kl_in") == "reward":
-            raise ValueError("kl_in = 'reward' needs reverse_kl; choose it, or kl_in = 'loss'")
-        return divergence
-
-    @field_validator("importance_clip", "importance_mask")
-    @classmethod
-    def _is_a_range(
-        cls, bounds: tuple[float, float] | None, info: ValidationInfo
-    ) -> tuple[float, float] | None:
-        if bounds is None:
-            return None
-        if bounds[0] > bounds[1]:
-            raise ValueError("must be [MIN, MAX] with MIN <= MAX")
-        if info.field_name == "importance_mask" and info.data.get("importance_clip") is not None:
-            raise ValueError("is not used with importance_clip; leave one of them out")
-        return bounds
-
-    @property
-    def total_updates(self) -> int:
-        """Optimizer updates of a step, over all epochs."""
-        return self.updates_per_step * self.epochs_per_step
-
-    @property
-    def tail_mode(self) -> Tail:
-        """The tail mode of `topk_kl`. Both defaults are unbiased."""
-        return self.tail or _default_tail(self.divergence)
-
-    @property
-    def direction(self) -> Literal["forward", "reverse"]:
-        """Direction of the KL, as the loss functions name it."""
-        return "reverse" if self.divergence == "reverse_kl" else "forward"
-
-
-def _default_tail(divergence: str | None) -> Tail:
-    # With forward KL the anchor chooses the head, after the student has drawn.
-    return "bucket+draws" if divergence == "reverse_kl" else "bucket+sampled"
 
 
 class RLJob(TrainingJob):
@@ -186,6 +34,7 @@ class RLJob(TrainingJob):
     anchor: AnchorConfig = AnchorConfig()
     reward: Annotated[RewardConfig | None, Field(validate_default=True)] = None
     """The reward function. Without it, the student learns from the KL alone."""
+    rollouts: RolloutsConfig = RolloutsConfig()
     environment: SearchConfig | None = None
     """The search engine that the student may call while it answers."""
     data: Annotated[DataConfig | None, Field(validate_default=True)] = None
@@ -248,6 +97,17 @@ class RLJob(TrainingJob):
             )
         return anchor
 
+    @field_validator("rollouts")
+    @classmethod
+    def _can_be_ahead(cls, rollouts: RolloutsConfig, info: ValidationInfo) -> RolloutsConfig:
+        method = info.data.get("method")
+        if method and method.dynamic_sampling > 1 and rollouts.lag:
+            raise ValueError(
+                "lag > 0 needs the prompts of later steps, which method.dynamic_sampling decides "
+                "by rewards; set lag = 0, or leave dynamic_sampling out"
+            )
+        return rollouts
+
     @field_validator("environment")
     @classmethod
     def _leaves_room(
@@ -278,7 +138,7 @@ class RLJob(TrainingJob):
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:
         rules = [*self._rules_of_rewards(), *self._rules_of_kls(), *prompt_rules(self.data)]
-        return refuse_unused(self, rules)
+        return refuse_unused(self, [*rules, *rollout_rules(self.rollouts)])
 
     def _rules_of_rewards(self) -> list[Rule]:
         method, reward = self.method, self.reward

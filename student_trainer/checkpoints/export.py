@@ -74,6 +74,20 @@ def _write_model(
         path.mkdir(exist_ok=True)
         save_configuration(path, model, dtype)
         tokenizer.save_pretrained(path)
+    write_weights(path, model, weights, dtype)
+    if has_adapters(model):
+        adapters = {name: weights[name] for name in learned(model)}
+        _write_adapters(path / "adapter" if path is not None else None, model, adapters)
+
+
+def write_weights(
+    path: Path | None, model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype
+) -> None:
+    """Collective. Write the weights of a model directory, with LoRA adapters merged into them.
+
+    A process whose `path` is None only takes part. `weights`: those of the model, or others in
+    their places, by name.
+    """
     stored = without_aliases(model, weights)
     sizes = {name: _size(weight) for name, weight in stored.items()}
     published = _published(model, sizes, dtype)
@@ -92,9 +106,6 @@ def _write_model(
     if path is not None:
         for name, text in index.items():
             (path / name).write_bytes(text)
-    if has_adapters(model):
-        adapters = {name: weights[name] for name in learned(model)}
-        _write_adapters(path / "adapter" if path is not None else None, model, adapters)
 
 
 def _write_adapters(path: Path | None, model: Any, adapters: Mapping[str, Tensor]) -> None:

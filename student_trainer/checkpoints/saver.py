@@ -35,6 +35,7 @@ from student_trainer.checkpoints.checkpoint import Contents, checkpoint_path, st
 from student_trainer.checkpoints.tensor_file import PartWriter
 from student_trainer.parallel.collectives import largest
 from student_trainer.parallel.sharding import local, rows_of_part
+from student_trainer.teachers.rollouts_ahead import LaterFiles
 
 log = logging.getLogger(__name__)
 
@@ -77,11 +78,18 @@ class Saver:
         """Whether a checkpoint is being written; the same in every process."""
         return self._writing is not None
 
-    def save(self, step: int, stored: Contents, metrics: Mapping[str, float] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        stored: Contents,
+        metrics: Mapping[str, float] | None = None,
+        later: LaterFiles | None = None,
+    ) -> None:
         """Collective. Copy the state of a run, and begin to write it as the checkpoint of `step`.
 
         Waits for the checkpoint before. `metrics`: those of the step, which `metrics_of` returns.
-        Raises WrongState if a newer attempt has taken over the run, and OSError, on all ranks.
+        `later`: makes further files of this process, in the thread that writes. Raises WrongState
+        if a newer attempt has taken over the run, and OSError, on all ranks.
         """
         self.finish()
         path = checkpoint_path(self._root, step)
@@ -103,7 +111,7 @@ class Saver:
             small |= {**stored.index, "state.json": state_text(step, self._facts, metrics)}
 
         def write(stop: threading.Event) -> None:
-            self._write(path, stored, copies, small, stop)
+            self._write(path, stored, copies, small, later, stop)
 
         self._writing = _Writing(path, write)
 
@@ -163,6 +171,7 @@ class Saver:
         stored: Contents,
         copies: Mapping[str, Mapping[str, Tensor]],
         small: Mapping[str, bytes],
+        later: LaterFiles | None,
         stop: threading.Event,
     ) -> None:
         """Write this process's part; in the main process, then publish the checkpoint."""
@@ -171,7 +180,7 @@ class Saver:
         digests: dict[str, atomic_directory.Digests] = {}
         for name, data in small.items():
             digests[name] = atomic_directory.write_synced(partial / name, data)
-        parts = {}
+        parts: dict[str, str] = {}
         for name, file in stored.layouts.items():
             writer = PartWriter(partial / name, file, self._part, self._parts)
             try:
@@ -182,6 +191,8 @@ class Saver:
                 parts[name] = writer.finish()
             finally:
                 writer.close()
+        for name, data in (later(stop) if later is not None else {}).items():
+            parts[name] = atomic_directory.write_synced(partial / name, data)
         failpoint("checkpoint-part-written")
         if not self._accelerator.is_main_process:
             replace_file(partial / _PARTS / f"{self._part}.json", json.dumps(parts))
@@ -190,9 +201,9 @@ class Saver:
         if stop.is_set():
             return
         shutil.rmtree(partial / _PARTS)
-        for name in parts:
-            of_parts = [one[name] for one in every]
-            digests[name] = of_parts if len(of_parts) > 1 else of_parts[0]
+        for name in {name: None for one in every for name in one}:
+            of_parts = [one[name] for one in every if name in one]
+            digests[name] = of_parts if name in stored.layouts and len(every) > 1 else of_parts[0]
         self._before_publication()
         atomic_directory.publish(path, digests)
         self._after_publication()

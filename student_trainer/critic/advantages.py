@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from clients.config.rl import RLConfig
+from clients.config.tables.rl_method import RLConfig
 from student_trainer.critic.critic import Critic, value_loss
 from student_trainer.data.metric_sums import sum_and_count
 from student_trainer.data.rollout import Rollout

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from student_trainer.data.rollout import Rollout
@@ -25,6 +26,15 @@ def lengths_of(pending: Sequence[PendingRows]) -> dict[str, Tensor]:
         "length/mean": torch.tensor([tokens, len(pending)]),
         "length/truncated": torch.tensor([sum(one.truncated for one in written), len(written)]),
     }
+
+
+def totals_of(
+    accelerator: Accelerator, sums: Mapping[str, Tensor]
+) -> dict[str, tuple[float, float]]:
+    """Collective. Return (sum, number) of each metric over all processes."""
+    stacked = torch.stack([value.double().cpu() for value in sums.values()])
+    total = accelerator.reduce(stacked.to(accelerator.device))
+    return {name: (s, n) for name, (s, n) in zip(sums, total.tolist(), strict=True)}
 
 
 def means_of(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:

@@ -1,9 +1,10 @@
 """The training loop.
 
-A step is a pure function of (weights, optimizer state, anchor, critic, seed, step number). Nothing
-else is carried from one step to the next but the number of updates skipped in a row, which ends a
-run; so a run that is killed and resumed computes the same bits as one never killed. A step has one
-optimizer update; in RL `method.updates_per_step` in each of `method.epochs_per_step` epochs.
+A step is a pure function of (weights, optimizer state, anchor, critic, seed, step number) and, with
+`rollouts.lag`, of rollouts that earlier weights have sampled. All of that is in a checkpoint, so a
+run that is killed and resumed computes the same bits as one never killed; only the updates skipped
+in a row, which end a run, are counted again. A step has one optimizer update; in RL
+`method.updates_per_step` in each of `method.epochs_per_step` epochs.
 
 For each step the trainer gets the sequences from the method (`steps`), splits them into
 micro-batches, waits for the teacher's rows of one micro-batch at a time, adds up the gradients, and
@@ -54,10 +55,11 @@ from student_trainer.loop.reward_watch import RewardWatch, learns_from_groups
 from student_trainer.loop.samples import write_samples
 from student_trainer.loop.schedule import learning_rate
 from student_trainer.loop.step import Objective, Steps
-from student_trainer.loop.step_metrics import lengths_of, means_of, over_updates
+from student_trainer.loop.step_metrics import lengths_of, means_of, over_updates, totals_of
 from student_trainer.parallel.collectives import largest, raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded, full_tensor
 from student_trainer.teachers.anchor import Anchor
+from student_trainer.teachers.rollouts_ahead import RolloutsAhead
 from student_trainer.teachers.source import PendingRows
 
 log = logging.getLogger(__name__)
@@ -80,6 +82,7 @@ class Parts:
     values: CriticAdvantages | None = None
     facts: Mapping[str, str] = field(default_factory=dict)  # saved in every checkpoint
     of_step: Mapping[str, float] | None = None  # metrics of `step`, if its checkpoint has them
+    ahead: RolloutsAhead | None = None
 
 
 class Trainer:
@@ -103,6 +106,7 @@ class Trainer:
         self._anchor = parts.anchor
         self._values = parts.values
         self._of_step = parts.of_step
+        self._ahead = parts.ahead
         processes = parts.accelerator.num_processes
         self._efficiency = Efficiency(parts.student.trained, parts.student.device, processes)
         main = parts.accelerator.is_main_process
@@ -135,6 +139,8 @@ class Trainer:
         try:
             return self._train()
         finally:
+            if self._ahead is not None:
+                self._ahead.close()
             self._saver.close()
             if self._metrics is not None:
                 self._metrics.close()
@@ -226,7 +232,7 @@ class Trainer:
             updates.append(self._learn_and_update(pending, rate))
             self._within_step = True
         ended = time.monotonic()
-        measured = means_of(self._reduce(made.measured)) if made.measured else {}
+        measured = means_of(totals_of(self._accelerator, made.measured)) if made.measured else {}
         means = over_updates(updates)
         speed = means["tokens"] / (ended - started)
         learning = ended - written - means["time/teacher_wait"]
@@ -267,7 +273,7 @@ class Trainer:
         Returns the means of the metrics, and the seconds spent waiting for rows.
         """
         flops = torch.tensor([self._efficiency.flops(pending), 0], dtype=torch.float64)
-        lengths = self._reduce({**lengths_of(pending), "flops": flops})
+        lengths = totals_of(self._accelerator, {**lengths_of(pending), "flops": flops})
         tokens, flops_of_all = lengths["length/mean"][0], lengths.pop("flops")[0]
         counted = lengths.pop("counted")[0]
         # DDP and FSDP average gradients over processes; the loss is divided by the global count.
@@ -296,7 +302,7 @@ class Trainer:
             found = objective.metrics(batch, out)
             found["loss"] = torch.stack([out.loss_sum.detach(), out.loss_sum.new_zeros(())])
             sums = {name: sums.get(name, 0) + value for name, value in found.items()}
-        totals = {**self._reduce(sums), **lengths}
+        totals = {**totals_of(self._accelerator, sums), **lengths}
         totals["loss"] = (totals["loss"][0], max(counted, 1.0))
         return {**means_of(totals), "tokens": tokens, "flops": flops_of_all}, waited
 
@@ -335,12 +341,6 @@ class Trainer:
             )
         return norm
 
-    def _reduce(self, sums: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-        """Collective. Return (sum, number) of each metric over all processes."""
-        stacked = torch.stack([value.double().cpu() for value in sums.values()])
-        total = self._accelerator.reduce(stacked.to(self._accelerator.device))
-        return {name: (s, n) for name, (s, n) in zip(sums, total.tolist(), strict=True)}
-
     def _evaluate(self) -> dict[str, float]:
         self._progress.say("evaluating", self._step)
         with self._student.gathered():
@@ -370,7 +370,8 @@ class Trainer:
         self._progress.say("saving", self._step)
         model = self._student.trained.model
         state = contents(model, self._optimizer, self._anchor, self._values)
-        self._saver.save(self._step, state, metrics)
+        later = self._ahead.later_files() if self._ahead is not None else None
+        self._saver.save(self._step, state, metrics, later)
         self._saved = self._step
 
     def _finish_saving(self) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 from accelerate import Accelerator
 
 from clients.config.kinds import AnyTraining
+from clients.config.on_policy import OnPolicyJob
+from clients.config.rl import RLJob
 from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.data.prompts import Prompt
 from student_trainer.loop.evaluation import Evaluation, HeldOutObjective, TaskEvaluation
@@ -20,7 +22,9 @@ from student_trainer.loop.step import Objective, Steps
 from student_trainer.model.loading import computes_in_bfloat16
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.rollouts.order import SamplingSettings
 from student_trainer.teachers.anchor import Anchor
+from student_trainer.teachers.rollouts_ahead import RolloutsAhead
 from student_trainer.teachers.source import PendingRows
 
 
@@ -31,7 +35,8 @@ class Method:
     objective: the loss and the metrics of a micro-batch. steps: returns this process's sequences of
     a step. evaluation: the held-out evaluation. anchor: None if the job has no anchor. values: the
     critic, None if advantages come from groups. facts: written to state.json of every checkpoint;
-    an offline job compares the identity of its store with them when the run resumes.
+    an offline job compares the identity of its store with them when the run resumes. ahead: None
+    if the trainer's own process samples.
     """
 
     objective: Objective
@@ -40,6 +45,29 @@ class Method:
     anchor: Anchor | None = None
     values: CriticAdvantages | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
+    ahead: RolloutsAhead | None = None
+
+
+def sampling_settings(
+    config: OnPolicyJob | RLJob, *, top_k: int, temperature: float, draws: int
+) -> SamplingSettings:
+    """Return the settings of training rollouts; the options are those of `plain_rollouts`."""
+    return SamplingSettings(
+        top_k=top_k,
+        temperature=temperature,
+        draws=draws,
+        seed=config.seed,
+        stream_tokens=config.method.max_new_tokens,
+        batch_tokens=sampling_batch(config),
+    )
+
+
+def sampling_batch(config: AnyTraining) -> int:
+    """Return the tokens of a batch of sampling at most, with padding.
+
+    Sampling keeps no activations, so its batches can be larger than those of training.
+    """
+    return 4 * config.train.tokens_per_micro_batch
 
 
 def plain_rollouts(
@@ -63,8 +91,7 @@ def plain_rollouts(
         temperature=temperature,
         draws=draws,
         max_new_tokens=config.method.max_new_tokens,
-        # Sampling keeps no activations, so its batches can be larger than those of training.
-        batch_tokens=4 * config.train.tokens_per_micro_batch,
+        batch_tokens=sampling_batch(config),
         bf16=computes_in_bfloat16(config.student),
     )
 

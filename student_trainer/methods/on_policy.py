@@ -33,13 +33,19 @@ from accelerate import Accelerator
 
 from clients.config.on_policy import OnPolicyJob
 from student_trainer.data.prompts import ItemsOfSteps, Prompt
-from student_trainer.loop.step import one_update
-from student_trainer.methods.method import Method, held_out_evaluation, plain_rollouts
+from student_trainer.loop.step import Step
+from student_trainer.methods.engine import Engine
+from student_trainer.methods.method import (
+    Method,
+    held_out_evaluation,
+    plain_rollouts,
+    sampling_settings,
+)
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.remote import RemoteTeacher
-from student_trainer.teachers.scored_rollouts import ScoredRollouts
+from student_trainer.teachers.scored_rollouts import RolloutsOfSteps, ScoredRollouts
 from student_trainer.teachers.source import PendingRows, TeachersByName
 
 
@@ -52,11 +58,17 @@ class OnPolicySteps:
         accelerator: Accelerator,
         prompts: ItemsOfSteps[Prompt],
         held_out: Sequence[Prompt],
+        training: RolloutsOfSteps,
         answers: ScoredRollouts,
     ) -> None:
-        """`held_out`: the held-out prompts of all processes; this process keeps its share."""
+        """Keep the parts of a step.
+
+        `held_out`: the held-out prompts of all processes; this process keeps its share. `training`:
+        samples the rollouts of steps. `answers`: samples the held-out ones.
+        """
         self._accelerator = accelerator
         self._prompts = prompts
+        self._training = training
         self._answers = answers
         self._prompts_per_step = config.train.prompts_per_step
         self._per_prompt = config.method.rollouts_per_prompt
@@ -65,8 +77,14 @@ class OnPolicySteps:
         # Negative: training rollouts are numbered from 0, and a number fixes the random stream.
         self._held_out_numbers = [-1 - i for i in range(len(held_out))][rank::world]
 
-    def of_step(self, step: int) -> list[PendingRows]:
+    def of_step(self, step: int) -> Step:
         """Collective. Sample this process's rollouts of `step` (from 1) and request their rows."""
+        written = self._training.of_step(step, self._asked)
+        self._answers.finish()
+        return Step([written], self._training.metrics(step, written))
+
+    def _asked(self, step: int) -> tuple[list[Prompt], list[int]]:
+        """Return the prompts and the rollout numbers of this process in a step."""
         chosen = [
             prompt
             for prompt in self._prompts.of_step(step, self._prompts_per_step)
@@ -74,9 +92,7 @@ class OnPolicySteps:
         ]
         mine = range(self._accelerator.process_index, len(chosen), self._accelerator.num_processes)
         first = (step - 1) * len(chosen)
-        written = self._answers.gathered_to([chosen[i] for i in mine], [first + i for i in mine])
-        self._answers.finish()
-        return written
+        return [chosen[i] for i in mine], [first + i for i in mine]
 
     def held_out(self) -> list[PendingRows]:
         """Sample this process's held-out rollouts and request their rows. Not collective.
@@ -94,23 +110,23 @@ def on_policy_method(
     accelerator: Accelerator,
     student: Replicated | Sharded,
     tokenizer: Any,
+    engine: Engine | None,
 ) -> Method:
     """Build the method of an on-policy job. The module docstring lists the steps.
 
     `prompts`: the training prompts and the held-out ones. `teachers`: connections by teacher name;
-    "" is the only teacher of a job without names. The head of a row is the student's top-k for
+    "" is the only teacher of a job without names. `engine`: samples the training rollouts; None:
+    this process does. The head of a row is the student's top-k for
     reverse KL and the teacher's top-k for forward KL.
     """
     objective = DistillationObjective.on_policy(config.method, tuple(config.teachers))
     student_head = objective.direction == "reverse"
-    rollouts = plain_rollouts(
-        config,
-        student,
-        tokenizer,
-        top_k=config.top_k if student_head else 0,
-        temperature=objective.temperature,
-        draws=config.draws,
-    )
+    sampling: dict[str, Any] = {
+        "top_k": config.top_k if student_head else 0,
+        "temperature": objective.temperature,
+        "draws": config.draws,
+    }
+    rollouts = plain_rollouts(config, student, tokenizer, **sampling)
     remote = {
         name: RemoteTeacher(
             connection.client,
@@ -121,11 +137,14 @@ def on_policy_method(
         )
         for name, connection in teachers.items()
     }
-    answers = ScoredRollouts(student, rollouts, TeachersByName(remote), config.seed)
+    teacher = TeachersByName(remote)
+    answers = ScoredRollouts(student, rollouts, teacher, config.seed)
     training, held_out = prompts
-    steps = OnPolicySteps(config, accelerator, training, held_out, answers)
+    settings = sampling_settings(config, **sampling)
+    ahead = engine.rollouts_ahead(config, teacher, settings, held_out) if engine else None
+    steps = OnPolicySteps(config, accelerator, training, held_out, ahead or answers, answers)
     examined = held_out if config.eval.metric == "exact_match" else []
     evaluation = held_out_evaluation(
         config, accelerator, objective, steps.held_out, examined, tokenizer, rollouts
     )
-    return Method(objective, one_update(steps.of_step), evaluation)
+    return Method(objective, steps.of_step, evaluation, ahead=ahead)

@@ -38,11 +38,11 @@ One step, in order:
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, cast
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -53,28 +53,26 @@ from protos.rows.codec import RowBlock
 from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
-from student_trainer.environments.retriever import Retriever
 from student_trainer.loop.evaluation import Evaluation, Samples, TaskEvaluation
 from student_trainer.loop.step import Step
 from student_trainer.losses.advantages import group_advantages
 from student_trainer.losses.aggregate import sequence_weights
-from student_trainer.methods.method import Method, plain_rollouts
+from student_trainer.methods.engine import Engine
+from student_trainer.methods.method import Method, sampling_settings
 from student_trainer.methods.rl_groups import GroupSampler
-from student_trainer.methods.rl_prompts import RLPrompts, context_prompt
-from student_trainer.model.loading import computes_in_bfloat16
+from student_trainer.methods.rl_parts import (
+    RLMaterial,
+    anchor_teacher,
+    make_rollouts,
+    teacher_sources,
+)
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.objectives.rl import RLObjective, RLSequence
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
-from student_trainer.rewards import Rewards
 from student_trainer.rewards.rollout_rewards import RolloutRewards, search_metrics
 from student_trainer.rollouts.old_policy import OldPolicy
-from student_trainer.rollouts.rollouts import Rollouts
-from student_trainer.rollouts.sampler import Sampler
-from student_trainer.rollouts.search import SearchRollouts
-from student_trainer.teachers.anchor import Anchor, AnchorTeacher
-from student_trainer.teachers.connections import Connection
-from student_trainer.teachers.remote import RemoteTeacher
+from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.scored_rollouts import ScoredRollouts
 from student_trainer.teachers.source import NoTeacher, PendingRows, TeacherSource
 
@@ -246,38 +244,28 @@ def _rollouts(written: Sequence[PendingRows]) -> list[Rollout]:
     return [cast(Rollout, item.sequence) for item in written]
 
 
-@dataclass(frozen=True)
-class RLMaterial:
-    """Everything an RL job loads before the student's weights.
-
-    rewards: None if the job has no reward. retriever: None if it has no environment. most: tokens
-    that the student can read, None if its configuration states no limit.
-    """
-
-    tokenizer: Any
-    prompts: RLPrompts
-    teachers: Mapping[str, Connection]
-    rewards: Rewards | None
-    retriever: Retriever | None
-    most: int | None
-
-
 def rl_method(
-    config: RLJob, material: RLMaterial, accelerator: Accelerator, student: Replicated | Sharded
+    config: RLJob,
+    material: RLMaterial,
+    accelerator: Accelerator,
+    student: Replicated | Sharded,
+    engine: Engine | None,
 ) -> Method:
     """Build the method of an RL job. The module docstring lists the steps.
+
+    `engine`: samples the training rollouts; None: this process does.
 
     The anchor starts as a copy of the student's weights of this moment.
     """
     method, rewards = config.method, material.rewards
     assert (rewards is None) == (config.reward is None), "the caller makes them"
     judged = None if rewards is None else RolloutRewards(rewards, material.tokenizer)
-    rollouts = _make_rollouts(config, material, student)
-    anchor, sources = None, _teacher(config, material)
+    rollouts = make_rollouts(config, material, student)
+    anchor, sources = None, teacher_sources(config, material)
     if method.beta:
         tau, period = config.anchor.tau, config.anchor.update_period
         anchor = Anchor(student, tau=tau, update_period=period)
-        sources += (_anchor_teacher(config, material, anchor, accelerator, student),)
+        sources += (anchor_teacher(config, material, anchor, accelerator, student),)
     sources = sources or (NoTeacher(),)
     answers = ScoredRollouts(student, rollouts, sources[0], config.seed)
     values = None
@@ -288,7 +276,14 @@ def rl_method(
         most = config.train.tokens_per_micro_batch
         old_policy = OldPolicy(student, temperature=method.temperature, tokens_per_micro_batch=most)
     prompts = material.prompts
-    groups = GroupSampler(config, accelerator, prompts.training, answers, judged)
+    top_k = max(method.top_k, 1)
+    settings = sampling_settings(
+        config, top_k=top_k, temperature=method.temperature, draws=config.draws
+    )
+    ahead = None
+    if engine is not None:
+        ahead = engine.rollouts_ahead(config, sources[0], settings, prompts.held_out)
+    groups = GroupSampler(config, accelerator, prompts.training, ahead or answers, answers, judged)
     steps = RLSteps(
         config, accelerator, prompts.held_out, groups, answers, sources, values, old_policy
     )
@@ -300,14 +295,14 @@ def rl_method(
             prompts.held_out,
             accelerator,
             material.tokenizer,
-            _make_rollouts(config, material, student, examined=True),
+            make_rollouts(config, material, student, examined=True),
             matched=config.eval.metric == "exact_match",
             judged=judged,
             sampled=_held_out_samples(config),
         ),
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )
-    return Method(objective, steps.of_step, evaluation, anchor, values)
+    return Method(objective, steps.of_step, evaluation, anchor, values, ahead=ahead)
 
 
 def _held_out_samples(config: RLJob) -> Samples | None:
@@ -316,74 +311,3 @@ def _held_out_samples(config: RLJob) -> Samples | None:
         return None
     # Negative, after those of `RLSteps.held_out`: a number fixes the random stream.
     return Samples(config.eval.samples, config.seed, first=-1 - config.eval.prompts)
-
-
-def _make_rollouts(
-    config: RLJob, material: RLMaterial, student: Replicated | Sharded, *, examined: bool = False
-) -> Rollouts:
-    """Return the sampler of training rollouts, or that of the `examined` held-out answers."""
-    method = config.method
-    temperature, draws = method.temperature, config.draws
-    # With top_k = 0 only the sampled token counts, but a row needs a head: one id.
-    top_k = max(method.top_k, 1)
-    if examined and config.eval.temperature:
-        temperature, draws, top_k = config.eval.temperature, 0, 1
-    if config.environment is None:
-        return plain_rollouts(
-            config,
-            student,
-            material.tokenizer,
-            top_k=top_k,
-            temperature=temperature,
-            draws=draws,
-        )
-    assert material.retriever is not None, "the environment has one"
-    return SearchRollouts(
-        Sampler(
-            student.full.model,
-            material.tokenizer,
-            top_k=top_k,
-            temperature=temperature,
-            draws=draws,
-            bf16=computes_in_bfloat16(config.student),
-        ),
-        material.tokenizer,
-        material.retriever,
-        config.environment,
-        max_new_tokens=method.max_new_tokens,
-        batch_tokens=4 * config.train.tokens_per_micro_batch,
-    )
-
-
-def _teacher(config: RLJob, material: RLMaterial) -> tuple[TeacherSource, ...]:
-    if config.teacher is None:
-        return ()
-    method = config.method
-    remote = RemoteTeacher(
-        material.teachers[""].client,
-        top_k=None if method.direction == "reverse" else max(method.top_k, 1),
-        temperature=method.temperature,
-        f32=config.teacher.logprob_format == "f32",
-    )
-    return (remote,)
-
-
-def _anchor_teacher(
-    config: RLJob,
-    material: RLMaterial,
-    anchor: Anchor,
-    accelerator: Accelerator,
-    student: Replicated | Sharded,
-) -> AnchorTeacher:
-    """Return the anchor as a source: own top-k for forward KL without a teacher, else given ids."""
-    method = config.method
-    own_head = method.direction == "forward" and config.teacher is None
-    return AnchorTeacher(
-        anchor,
-        student,
-        accelerator,
-        temperature=method.temperature,
-        tokens_per_micro_batch=config.train.tokens_per_micro_batch,
-        top_k=max(method.top_k, 1) if own_head else None,
-        prompt=context_prompt(config, material.tokenizer, material.most),
-    )

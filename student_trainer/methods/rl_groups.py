@@ -25,7 +25,7 @@ from student_trainer.losses.advantages import flat_groups
 from student_trainer.methods.rl_prompts import PromptSource
 from student_trainer.parallel.collectives import largest, raise_on_all_ranks
 from student_trainer.rewards.rollout_rewards import RolloutRewards, reward_metrics
-from student_trainer.teachers.scored_rollouts import ScoredRollouts
+from student_trainer.teachers.scored_rollouts import RolloutsOfSteps, ScoredRollouts
 from student_trainer.teachers.source import PendingRows
 
 Item = TypeVar("Item")
@@ -60,16 +60,22 @@ class GroupSampler:
         config: RLJob,
         accelerator: Accelerator,
         prompts: PromptSource,
+        training: RolloutsOfSteps,
         answers: ScoredRollouts,
         judged: RolloutRewards | None,
     ) -> None:
-        """`answers`: samples rollouts. `judged`: None if the job has no reward."""
+        """Keep the parts.
+
+        `training`: samples the rollouts of a step of one round. `answers`: samples those of several
+        rounds. `judged`: None if the job has no reward.
+        """
         self._size = config.method.rollouts_per_prompt
         self._updates = config.method.updates_per_step
         self._rounds = config.method.dynamic_sampling
         self._count = config.train.prompts_per_step
         self._accelerator = accelerator
         self._prompts = prompts
+        self._training = training
         self._answers = answers
         self._judged = judged
 
@@ -86,14 +92,15 @@ class GroupSampler:
         """
         if self._rounds > 1:
             return self._in_rounds(step)
-        asked, numbers = self._asked(step)
         written = raise_on_all_ranks(
-            self._accelerator, lambda: self._answers.gathered_to(asked, numbers)
+            self._accelerator, lambda: self._training.of_step(step, self._asked)
         )
         began = time.monotonic()
+        asked, _ = self._asked(step)
         rollouts = [cast(Rollout, item.sequence) for item in written]
         rewards = self._rewards(asked, rollouts)
         measured = reward_metrics(rewards) if self._judged else {}
+        measured |= self._training.metrics(step, written)
         return Groups(written, rewards, measured, time.monotonic() - began)
 
     def _in_rounds(self, step: int) -> Groups:

@@ -1,4 +1,4 @@
-"""Forward passes of a student over whole rollouts, without a gradient."""
+"""Forward passes of a student over whole sequences, without a gradient."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from student_trainer.data.batch import Batch, NumberedSequence, make_batch, placeholder_rows
 from student_trainer.data.packing import micro_batches
-from student_trainer.data.rollout import Rollout
+from student_trainer.data.sequence import TokenSequence
 from student_trainer.model.student import Student
 
 
 @torch.no_grad()
 def of_rollouts(
     student: Student,
-    rollouts: Sequence[Rollout],
+    rollouts: Sequence[TokenSequence],
     of_batch: Callable[[Batch], Tensor],
     *,
     tokens_per_micro_batch: int,

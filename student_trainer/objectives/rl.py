@@ -18,7 +18,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from clients.config.rl import RLConfig, RLJob
+from clients.config.rl import RLJob
+from clients.config.tables.rl_method import RLConfig
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch, teacher_rows
 from student_trainer.data.metric_sums import sum_and_count

@@ -11,10 +11,16 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
-from student_trainer.losses import FusedLoss
+from student_trainer.data.batch import Batch
+from student_trainer.losses import FusedLoss, Rows
 from student_trainer.model.loading import cast_weights
 from student_trainer.model.student import Student
 
@@ -36,6 +42,10 @@ class Replicated:
         """Collective. Run `Student.forward`; all processes must call it equally often."""
         loss: FusedLoss = self._wrapped(*inputs)
         return loss
+
+    def rows(self, batch: Batch, temperature: float) -> Rows:
+        """Collective. Return the rows of `Student.rows` at the head ids of the batch."""
+        return self.trained.rows(batch, temperature)[1]
 
     def synchronized(self, last: bool) -> Any:
         """Return the context for forward and backward of one micro-batch.
@@ -102,6 +112,7 @@ class Sharded:
             fully_shard(module, mesh=mesh)
         # The other weights: embeddings, last norm and head. `fully_shard` works in place.
         fully_shard(student, mesh=mesh)
+        register_fsdp_forward_method(student, "rows")
         cast_weights(student, bf16=student.bf16)
         self.trained = student
         cast = {id(weight) for one in linear for weight in one.parameters()}
@@ -111,6 +122,10 @@ class Sharded:
         """Collective. Run `Student.forward`; see Replicated."""
         loss: FusedLoss = self.trained(*inputs)
         return loss
+
+    def rows(self, batch: Batch, temperature: float) -> Rows:
+        """Collective. Return the rows of `Student.rows`; weights are gathered layer by layer."""
+        return self.trained.rows(batch, temperature)[1]
 
     def synchronized(self, last: bool) -> AbstractContextManager[None]:
         """Return the context for forward and backward of one micro-batch.

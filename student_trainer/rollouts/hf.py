@@ -57,7 +57,7 @@ class HuggingFaceRollouts:
             before = [torch.from_numpy(prompt.ids).long() for prompt in prompts[part]]
             limits = [most] * len(before)
             written = self._sampler.write(before, limits, noise, draw_noise=draw_noise)
-            yield [_rollout(*pair) for pair in zip(prompts[part], written, strict=True)]
+            yield [rollout_of(*pair) for pair in zip(prompts[part], written, strict=True)]
 
 
 def batches(prompts: Sequence[Prompt], max_new_tokens: int, batch_tokens: int) -> Iterator[slice]:
@@ -70,7 +70,8 @@ def batches(prompts: Sequence[Prompt], max_new_tokens: int, batch_tokens: int) -
     return (slice(first, first + size) for first in range(0, len(prompts), size))
 
 
-def _rollout(prompt: Prompt, written: SampledTokens) -> Rollout:
+def rollout_of(prompt: Prompt, written: SampledTokens) -> Rollout:
+    """Return the rollout of a prompt and the tokens that were sampled after it."""
     return Rollout(
         token_ids=torch.cat([torch.from_numpy(prompt.ids).long(), written.token_ids]),
         start=len(prompt.ids),
@@ -83,4 +84,5 @@ def _rollout(prompt: Prompt, written: SampledTokens) -> Rollout:
         fields=prompt.fields,
         text=prompt.text,
         weight=prompt.weight,
+        versions=written.versions,
     )

@@ -146,6 +146,8 @@ class AnchorTeacher:
     the student's only once per step. Computes no gradients.
     """
 
+    any_time = False
+
     def __init__(
         self,
         anchor: Anchor,

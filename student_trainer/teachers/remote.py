@@ -16,6 +16,8 @@ from student_trainer.data.rollout import Rollout
 class RemoteTeacher:
     """Requests rows from a teacher service over gRPC; many requests are in flight at once."""
 
+    any_time = True
+
     def __init__(
         self,
         client: TeacherClient,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
 
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
@@ -10,9 +13,22 @@ from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.source import PendingRows, TeacherSource
 
+# Step (from 1) -> prompts and rollout numbers of this process; prompts repeat.
+Asked = Callable[[int], tuple[Sequence[Prompt], Sequence[int]]]
+
+
+class RolloutsOfSteps(Protocol):
+    """Samples the rollouts of training steps and requests the teacher's rows of them."""
+
+    def of_step(self, step: int, asked: Asked) -> list[PendingRows]:
+        """Collective. Return this process's rollouts of `step`, one for each of its prompts."""
+
+    def metrics(self, step: int, written: Sequence[PendingRows]) -> dict[str, Tensor]:
+        """Return metrics of the rollouts of `step`, as `Step.measured` has them."""
+
 
 class ScoredRollouts:
-    """Samples rollouts of the student and requests the teacher's rows of them."""
+    """Samples rollouts in this process and requests the teacher's rows of them."""
 
     def __init__(
         self,
@@ -38,6 +54,14 @@ class ScoredRollouts:
             for batch in self._rollouts.generate(prompts, numbers, seed=self._seed)
             for rollout in batch
         ]
+
+    def of_step(self, step: int, asked: Asked) -> list[PendingRows]:
+        """Collective. Sample with the current weights, and request the rows."""
+        return self.gathered_to(*asked(step))
+
+    def metrics(self, step: int, written: Sequence[PendingRows]) -> dict[str, Tensor]:
+        """Return no metrics: the current weights have sampled."""
+        return {}
 
     def gathered_to(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[PendingRows]:
         """Collective. Call `to` inside `student.gathered()`."""

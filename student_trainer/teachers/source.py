@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from protos.rows.codec import RowBlock
 from student_trainer.data.batch import ScoredSequence, placeholder_rows
 from student_trainer.data.rollout import Rollout
 from student_trainer.data.sequence import TokenSequence
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,19 @@ class PendingRows:
         return ScoredSequence(self.sequence, self.sequence.learned_rows(self.rows.result()))
 
 
-def resolved(rows: RowBlock) -> Future[RowBlock]:
-    """Return a future that already holds `rows`."""
-    future: Future[RowBlock] = Future()
-    future.set_result(rows)
+def resolved(value: Value) -> Future[Value]:
+    """Return a future that already holds `value`."""
+    future: Future[Value] = Future()
+    future.set_result(value)
     return future
 
 
 class TeacherSource(Protocol):
     """Anything that returns rows for a rollout, one per token of `rollout.completion`."""
+
+    @property
+    def any_time(self) -> bool:
+        """Whether any thread may call `score`, also before the step that learns the rollout."""
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         """Request the rows of one rollout. The block of the future always has head ids.
@@ -69,6 +75,11 @@ class TeachersByName:
     def __init__(self, teachers: Mapping[str, TeacherSource]) -> None:
         self._teachers = teachers
 
+    @property
+    def any_time(self) -> bool:
+        """Whether it holds for every teacher."""
+        return all(teacher.any_time for teacher in self._teachers.values())
+
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         """Request the rows from the teacher `rollout.teacher`."""
         return self._teachers[rollout.teacher].score(rollout)
@@ -81,6 +92,8 @@ class TeachersByName:
 
 class NoTeacher:
     """The TeacherSource of a job with neither teacher nor anchor: placeholder rows."""
+
+    any_time = True
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         """Return rows with the rollout's head ids and zero log-probs; no loss reads them."""

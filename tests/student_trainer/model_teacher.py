@@ -16,6 +16,8 @@ from student_trainer.data.rollout import Rollout
 class ModelTeacher:
     """`top_k` 0: rows at the rollout's own head ids."""
 
+    any_time = True
+
     def __init__(self, model: Any, *, temperature: float = 1.0, top_k: int = 0) -> None:
         self._model = model
         self._temperature = temperature

@@ -60,7 +60,7 @@ def trainer(
     replicated = Replicated(accelerator, student)
     objective = DistillationObjective.on_policy(config.method)
     answers = ScoredRollouts(replicated, rollouts, teacher, config.seed)
-    steps = OnPolicySteps(config, accelerator, prompts, held_out, answers)
+    steps = OnPolicySteps(config, accelerator, prompts, held_out, answers, answers)
     parts = Parts(
         step=0,
         accelerator=accelerator,

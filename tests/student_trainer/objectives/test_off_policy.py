@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clients.config.rl import RLConfig
+from clients.config.tables.rl_method import RLConfig
 from student_trainer.data.batch import Batch
 from student_trainer.losses import (
     Direction,

@@ -1,0 +1,81 @@
+"""The table `rollouts` of a job file: which program samples the student's answers, and when."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from clients.config.tables.common import Address, Count, Table
+from clients.config.unused import Rule
+
+
+class RolloutsConfig(Table):
+    """The engine that samples the student's answers, and how far it may be ahead of training."""
+
+    engine: Literal["hf", "vllm"] = "hf"
+    """hf: transformers. vllm: vLLM, in a process of its own with a copy of the weights."""
+    lag: Annotated[int, Field(ge=0, le=16)] = 0
+    """Steps that sampling may be ahead; 0: the newest weights sample. Above: an own process."""
+    in_flight: Literal["drain", "recompute", "keep"] = "drain"
+    """Unfinished answers at new weights: end first, or go on with a new or the old KV cache."""
+    address: Address | None = None
+    """HOST:PORT of a running `distill-rollouts`, or a list. Default: the trainer starts one."""
+    gpus: Annotated[int, Field(ge=0, le=1024)] = 0
+    """GPUs of the engine that the trainer starts, beside its own; 0: it shares the trainer's."""
+    tensor_parallel_size: Count = 1
+    """GPUs that share each layer of the engine (vllm); `gpus` is a multiple of it."""
+    gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of each of its GPUs' memory that the engine may use (vllm)."""
+    patience_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds without an answer of the engine before the job fails."""
+
+    @field_validator("in_flight")
+    @classmethod
+    def _fits_engine(cls, in_flight: str, info: ValidationInfo) -> str:
+        if in_flight != "drain" and info.data.get("engine") == "hf":
+            raise ValueError("needs rollouts.engine = 'vllm'; choose it, or leave in_flight out")
+        return in_flight
+
+    @field_validator("tensor_parallel_size")
+    @classmethod
+    def _divides_gpus(cls, size: int, info: ValidationInfo) -> int:
+        gpus = info.data.get("gpus", 0)
+        if size > 1 and (not gpus or gpus % size):
+            raise ValueError(f"rollouts.gpus = {gpus} is no multiple of it; raise rollouts.gpus")
+        return size
+
+    @property
+    def in_trainer(self) -> bool:
+        """Whether the trainer's own process samples, with its own copy of the weights."""
+        return self.engine == "hf" and self.lag == 0 and self.address is None
+
+    @property
+    def replicas(self) -> int:
+        """Number of engines that the trainer starts; 0 if it starts none."""
+        if self.in_trainer or self.address is not None:
+            return 0
+        return max(1, self.gpus // self.tensor_parallel_size)
+
+
+def rollout_rules(rollouts: RolloutsConfig) -> list[Rule]:
+    """Return the rules of the keys that the job does not use."""
+    started = rollouts.replicas > 0
+    vllm = started and rollouts.engine == "vllm"
+    remote = "the service at rollouts.address has its own; leave it out"
+    own = "the trainer itself samples; leave it out, or set rollouts.engine or rollouts.lag"
+    why = remote if rollouts.address is not None else own
+    return [
+        (started, "rollouts.gpus", why),
+        (
+            vllm,
+            "rollouts.tensor_parallel_size rollouts.gpu_memory_share",
+            "only a vllm engine that the trainer starts reads it; leave it out",
+        ),
+        (not rollouts.in_trainer, "rollouts.patience_seconds", own),
+        (
+            rollouts.lag > 0,
+            "rollouts.in_flight",
+            "with rollouts.lag = 0 no answer is unfinished when the weights change; leave it out",
+        ),
+    ]

@@ -1,0 +1,154 @@
+"""Writes snapshots of the student's weights for rollout engines; `rollouts/snapshot.py` reads them.
+
+A snapshot has a probe: a few sequences with the log-probs of the trainer's own forward pass. An
+engine that has loaded other weights, or part of them, computes others.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+
+from protos.errors import Unavailable
+from protos.rpc.failpoints import failpoint
+from student_trainer.checkpoints.export import write_weights
+from student_trainer.data.sequence import TokenSequence
+from student_trainer.model.passes import of_rollouts
+from student_trainer.parallel.collectives import raise_on_all_ranks
+from student_trainer.parallel.sharding import Replicated, Sharded
+from student_trainer.rollouts.order import InFlight, WeightsVersion
+from student_trainer.rollouts.snapshot import Probe, seal
+
+_MEMORY_DISK = Path("/dev/shm")
+_PREFIX = "distill-weights-"
+
+
+def snapshot_root(run: Path, needed: int, *, local: bool) -> Path:
+    """Return a directory for the snapshots of this process: in memory, or in the run directory.
+
+    `needed`: bytes of all snapshots that exist at a time. `local`: the engines run on this machine.
+    Deletes what killed trainers of this machine have left in memory.
+    """
+    for left in _MEMORY_DISK.glob(f"{_PREFIX}*"):
+        if not Path("/proc", left.name.removeprefix(_PREFIX)).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    in_memory = local and os.access(_MEMORY_DISK, os.W_OK)
+    # The other half of the memory disk is left to others.
+    if in_memory and shutil.disk_usage(_MEMORY_DISK).free > 2 * needed:
+        return _MEMORY_DISK / f"{_PREFIX}{os.getpid()}"
+    return run / "weights"
+
+
+def bytes_of(model: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of a snapshot of a model."""
+    return int(model.num_parameters()) * dtype.itemsize
+
+
+class Snapshots:
+    """The snapshots of one attempt. Every process has one; the main process writes the files."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        student: Replicated | Sharded,
+        root: Path,
+        *,
+        lineage: str,
+        dtype: torch.dtype,
+        in_flight: InFlight,
+        probe_ids: Tensor,
+        tokens_per_micro_batch: int,
+    ) -> None:
+        """Collective. Set up the writer.
+
+        `root`: the directory for the snapshots, as the main process knows it; it is created, and
+        `close` deletes it. `lineage` and `in_flight`: see WeightsVersion. `dtype`: of the stored
+        weights. `probe_ids` [n, T] int64: the sequences of the probe, the same in every process.
+        """
+        self._accelerator = accelerator
+        self._student = student
+        [name] = broadcast_object_list([str(root)])
+        self._root = Path(name)
+        self._lineage = lineage
+        self._dtype = dtype
+        self._in_flight: InFlight = in_flight
+        self._probe_ids = probe_ids
+        self._most = tokens_per_micro_batch
+        self._written: list[int] = []
+
+    def write(self, number: int) -> WeightsVersion:
+        """Collective. Write the current weights as version `number`; return it when complete.
+
+        Raises OSError or a DistillError on all ranks if the main process cannot write.
+        """
+        version = WeightsVersion(self._lineage, number, self._path(number), self._in_flight)
+        if number in self._written:
+            return version
+        main = self._accelerator.is_main_process
+        raise_on_all_ranks(self._accelerator, self._begin(version) if main else lambda: None)
+        logprobs = self._probe_logprobs()
+        model = self._student.trained.model
+        weights = model.state_dict(keep_vars=True)
+        write_weights(version.directory if main else None, model, weights, self._dtype)
+        failpoint("snapshot-weights-written")
+        if main:
+            seal(version.directory, number=number, probe=Probe(self._probe_ids, logprobs))
+        self._accelerator.wait_for_everyone()  # for every rank the snapshot is complete
+        self._written.append(number)
+        return version
+
+    def delete_before(self, number: int) -> None:
+        """Delete the snapshots of versions before `number`, in the main process."""
+        old = [version for version in self._written if version < number]
+        self._written = [version for version in self._written if version >= number]
+        if self._accelerator.is_main_process:
+            for version in old:
+                shutil.rmtree(self._path(version), ignore_errors=True)
+
+    def close(self) -> None:
+        """Delete all snapshots. Not collective."""
+        if self._accelerator.is_main_process:
+            shutil.rmtree(self._root, ignore_errors=True)
+
+    def _begin(self, version: WeightsVersion) -> Callable[[], None]:
+        def begin() -> None:
+            needed = bytes_of(self._student.trained.model, self._dtype)
+            try:
+                version.directory.mkdir(parents=True)
+                free = shutil.disk_usage(version.directory).free
+            except OSError as error:
+                raise Unavailable(f"cannot write {version.directory}: {error}") from error
+            if free < needed:
+                raise Unavailable(
+                    f"the weights need {needed >> 20} MiB, {version.directory} has {free >> 20}",
+                    hint="free space, or lower rollouts.lag, which keeps more versions",
+                )
+
+        return begin
+
+    def _path(self, number: int) -> Path:
+        return self._root / f"version-{number:06d}"
+
+    def _probe_logprobs(self) -> Tensor:
+        """Collective. Return the student's log-probs [n, T - 1] float32 of the probe, on the CPU.
+
+        The weights of a sharded student are gathered layer by layer, not all at once.
+        """
+        student = self._student
+        student.trained.eval()
+        found = of_rollouts(
+            student.full,
+            [TokenSequence(ids, 1) for ids in self._probe_ids],
+            lambda batch: student.rows(batch, 1.0).token_logprobs.float().cpu(),
+            tokens_per_micro_batch=self._most,
+            device=student.device,
+        )
+        return torch.stack(found)

@@ -1,0 +1,114 @@
+"""What an RL job is built of: its samplers and its teacher sources. `rl.py` connects them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+
+from clients.config.rl import RLJob
+from student_trainer.environments.retriever import Retriever
+from student_trainer.methods.method import (
+    plain_rollouts,
+    sampling_batch,
+)
+from student_trainer.methods.rl_prompts import RLPrompts, context_prompt
+from student_trainer.model.loading import computes_in_bfloat16
+from student_trainer.parallel.sharding import Replicated, Sharded
+from student_trainer.rewards import Rewards
+from student_trainer.rollouts.rollouts import Rollouts
+from student_trainer.rollouts.sampler import Sampler
+from student_trainer.rollouts.search import SearchRollouts
+from student_trainer.teachers.anchor import Anchor, AnchorTeacher
+from student_trainer.teachers.connections import Connection
+from student_trainer.teachers.remote import RemoteTeacher
+from student_trainer.teachers.source import TeacherSource
+
+
+@dataclass(frozen=True)
+class RLMaterial:
+    """Everything an RL job loads before the student's weights.
+
+    rewards: None if the job has no reward. retriever: None if it has no environment. most: tokens
+    that the student can read, None if its configuration states no limit.
+    """
+
+    tokenizer: Any
+    prompts: RLPrompts
+    teachers: Mapping[str, Connection]
+    rewards: Rewards | None
+    retriever: Retriever | None
+    most: int | None
+
+
+def make_rollouts(
+    config: RLJob, material: RLMaterial, student: Replicated | Sharded, *, examined: bool = False
+) -> Rollouts:
+    """Return the sampler of training rollouts, or that of the `examined` held-out answers."""
+    method = config.method
+    temperature, draws = method.temperature, config.draws
+    # With top_k = 0 only the sampled token counts, but a row needs a head: one id.
+    top_k = max(method.top_k, 1)
+    if examined and config.eval.temperature:
+        temperature, draws, top_k = config.eval.temperature, 0, 1
+    if config.environment is None:
+        return plain_rollouts(
+            config,
+            student,
+            material.tokenizer,
+            top_k=top_k,
+            temperature=temperature,
+            draws=draws,
+        )
+    assert material.retriever is not None, "the environment has one"
+    return SearchRollouts(
+        Sampler(
+            student.full.model,
+            material.tokenizer,
+            top_k=top_k,
+            temperature=temperature,
+            draws=draws,
+            bf16=computes_in_bfloat16(config.student),
+        ),
+        material.tokenizer,
+        material.retriever,
+        config.environment,
+        max_new_tokens=method.max_new_tokens,
+        batch_tokens=sampling_batch(config),
+    )
+
+
+def teacher_sources(config: RLJob, material: RLMaterial) -> tuple[TeacherSource, ...]:
+    if config.teacher is None:
+        return ()
+    method = config.method
+    remote = RemoteTeacher(
+        material.teachers[""].client,
+        top_k=None if method.direction == "reverse" else max(method.top_k, 1),
+        temperature=method.temperature,
+        f32=config.teacher.logprob_format == "f32",
+    )
+    return (remote,)
+
+
+def anchor_teacher(
+    config: RLJob,
+    material: RLMaterial,
+    anchor: Anchor,
+    accelerator: Accelerator,
+    student: Replicated | Sharded,
+) -> AnchorTeacher:
+    """Return the anchor as a source: own top-k for forward KL without a teacher, else given ids."""
+    method = config.method
+    own_head = method.direction == "forward" and config.teacher is None
+    return AnchorTeacher(
+        anchor,
+        student,
+        accelerator,
+        temperature=method.temperature,
+        tokens_per_micro_batch=config.train.tokens_per_micro_batch,
+        top_k=max(method.top_k, 1) if own_head else None,
+        prompt=context_prompt(config, material.tokenizer, material.most),
+    )

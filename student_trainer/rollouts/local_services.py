@@ -1,0 +1,213 @@
+"""Starts the rollout services of a job on this machine, and restarts one that ends. No torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import IO
+
+from clients.config.kinds import AnyTraining
+from clients.config.on_policy import OnPolicyJob
+from clients.config.rl import RLJob
+from clients.config.tables.rollouts import RolloutsConfig
+from protos.errors import InvalidInput
+from student_trainer.parallel.launcher import is_main_process
+
+log = logging.getLogger(__name__)
+
+_READY = "rollout service listening on "
+_STOP_SECONDS = 10.0
+# Restarts of one service; a service that ends more often has a fault that a restart does not mend.
+_MOST_RESTARTS = 5
+
+
+class RolloutServices:
+    """The rollout services of a job. token: for calls to them, "" if they are not of this job."""
+
+    def __init__(self, addresses: list[str], token: str, started: list[_Service]) -> None:
+        self._addresses = addresses
+        self.token = token
+        self._started = started
+
+    def addresses(self) -> list[str]:
+        """Return HOST:PORT of every service, as soon as all that were started are ready.
+
+        Empty on ranks other than 0 if the job starts its services. Raises InvalidInput if one does
+        not start.
+        """
+        for service in self._started:
+            service.wait_until_ready()
+        return self._addresses
+
+
+def rollouts_of(config: AnyTraining) -> RolloutsConfig | None:
+    """Return the table `rollouts` of a job; None if the trainer's own process samples."""
+    if not isinstance(config, OnPolicyJob | RLJob) or config.rollouts.in_trainer:
+        return None
+    return config.rollouts
+
+
+@contextmanager
+def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | None]:
+    """Start the services of a job in the main process; they end with the context, or with it.
+
+    Yields None if the trainer's own process samples.
+    """
+    rollouts = rollouts_of(config)
+    if rollouts is None:
+        yield None
+        return
+    everything = share_threads(config, rollouts) if rollouts.replicas else 0
+    given = rollouts.address
+    if given is not None:
+        yield RolloutServices([given] if isinstance(given, str) else [*given], "", [])
+        return
+    if not is_main_process():
+        yield RolloutServices([], "", [])
+        return
+    token = secrets.token_urlsafe(32)
+    threads = max(1, everything // rollouts.replicas)
+    ports = _free_ports(rollouts.replicas)
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                _Service(
+                    [*_command(config, rollouts), "--port", str(port), "--threads", str(threads)],
+                    {"DISTILL_TOKENS": f"submit {token}", **_gpus(config, rollouts, number)},
+                )
+            )
+            for number, port in enumerate(ports)
+        ]
+        yield RolloutServices([f"127.0.0.1:{port}" for port in ports], token, started)
+
+
+def share_threads(config: AnyTraining, rollouts: RolloutsConfig) -> int:
+    """Divide the CPU threads of the trainer's processes among them and the engines.
+
+    Sets $OMP_NUM_THREADS, which torch reads once, when it is imported. Without lag the engines and
+    the trainer work in turn, so all have all threads. Returns the threads of all engines together.
+    """
+    own = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    everything = own * config.train.processes
+    if not rollouts.lag:
+        return everything
+    kept = max(1, own // 2)
+    os.environ["OMP_NUM_THREADS"] = str(kept)
+    return max(1, everything - kept * config.train.processes)
+
+
+class _Service:
+    """A rollout service in a process of its own, which is started again when it ends."""
+
+    def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
+        self._command = command
+        self._environment = {**os.environ, **environment}
+        self._ready = threading.Event()
+        self._closing = False
+        self._problem = self._last_error = ""
+        self._process: subprocess.Popen[str] | None = None
+        # One thread starts the processes and outlives them: the kernel ends a process that asked
+        # for it when the thread that started it ends.
+        self._thread = threading.Thread(target=self._keep, name="rollout-service", daemon=True)
+
+    def __enter__(self) -> _Service:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing = True
+        if self._process is not None:
+            self._process.terminate()
+        self._thread.join(_STOP_SECONDS)
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
+    def wait_until_ready(self) -> None:
+        """Wait until the service listens for the first time. Raises InvalidInput if it ends."""
+        self._ready.wait()
+        if self._problem:
+            raise InvalidInput(
+                f"the rollout engine did not start: {self._problem}",
+                field="rollouts.engine",
+                hint="the log above has its messages",
+            )
+
+    def _keep(self) -> None:
+        for restart in range(_MOST_RESTARTS + 1):
+            code, problem = self._run()
+            if self._closing:
+                return
+            if not self._ready.is_set():
+                self._problem = problem or f"it ended with exit code {code}"
+                self._ready.set()
+                return
+            if restart < _MOST_RESTARTS:
+                log.warning("the rollout service ended with code %s; it is started again", code)
+        log.error("the rollout service ended %d times; it is not started again", restart + 1)
+
+    def _run(self) -> tuple[int, str]:
+        """Run the process to its end; return its exit code and its last error message."""
+        self._process = subprocess.Popen(
+            self._command,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        if self._closing:
+            self._process.terminate()
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        messages = threading.Thread(target=self._forward, args=(self._process.stderr,), daemon=True)
+        messages.start()
+        for line in self._process.stdout:
+            if line.startswith(_READY):
+                self._ready.set()
+        messages.join()
+        return self._process.wait(), self._last_error
+
+    def _forward(self, messages: IO[str]) -> None:
+        for line in messages:
+            if line.startswith("error: "):
+                self._last_error = line.removeprefix("error: ").strip()
+            sys.stderr.write(line)
+
+
+def _command(config: AnyTraining, rollouts: RolloutsConfig) -> list[str]:
+    student = config.student
+    # -P: Python imports nothing from the working directory, which may belong to anybody.
+    command = [sys.executable, "-P", "-m", "student_trainer.rollout_service"]
+    command += ["--model", student.model, "--engine", rollouts.engine, "--dtype", student.dtype]
+    if student.revision is not None:
+        command += ["--revision", student.revision]
+    if rollouts.engine == "vllm":
+        command += ["--tensor-parallel-size", str(rollouts.tensor_parallel_size)]
+        command += ["--gpu-memory-share", str(rollouts.gpu_memory_share)]
+    return [*command, "--end-with-parent"]
+
+
+def _gpus(config: AnyTraining, rollouts: RolloutsConfig, number: int) -> dict[str, str]:
+    """Return the variable with the GPUs of engine `number`, those after the trainer's own."""
+    if not rollouts.gpus:
+        return {}
+    size, first = rollouts.tensor_parallel_size, config.train.processes
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    everything = listed.split(",") if listed else [str(n) for n in range(first + rollouts.gpus)]
+    first += number * size
+    return {"CUDA_VISIBLE_DEVICES": ",".join(everything[first : first + size])}
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports of this machine that no program uses. A restarted service has the same one."""
+    with ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in taken]

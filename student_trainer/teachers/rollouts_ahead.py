@@ -1,0 +1,215 @@
+"""Rollouts of an engine outside the trainer, sampled up to `lag` steps before they are learned.
+
+Step n learns from the rollouts of order n. Before it, the weights of step n - 1 are published, and
+order n + lag is given to the engine with that version:
+
+    version n - 1 published -> order n + lag given -> order n awaited -> step n -> version n
+
+So order m is sampled with version max(0, m - 1 - lag), whatever the speed of trainer and engine: a
+step is a pure function of the job (`in_flight = "drain"`). No rollout is dropped. The teacher
+scores each rollout as soon as it is sampled.
+
+A checkpoint of step n has the rollouts of orders n + 1 to n + lag: the weights that sampled them
+are gone when the run resumes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from protos.errors import DistillError
+from protos.rows.codec import RowBlock
+from student_trainer.data.prompts import Prompt
+from student_trainer.data.rollout import Rollout
+from student_trainer.parallel.collectives import raise_on_all_ranks
+from student_trainer.rollouts.engine_client import EngineClient
+from student_trainer.rollouts.hf import rollout_of
+from student_trainer.rollouts.order import (
+    Order,
+    SamplingSettings,
+    SequenceRequest,
+    WeightsVersion,
+)
+from student_trainer.rollouts.sampler import SampledTokens
+from student_trainer.rollouts.stored_sequences import encoded, file_name, read
+from student_trainer.teachers.scored_rollouts import Asked
+from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
+
+_PAUSE = 0.02  # seconds between two looks at an order
+# Makes this process's files of a checkpoint, by name. It waits until the orders that ran when it
+# was made have ended; {} if the event is set first. For another thread than the trainer's.
+LaterFiles = Callable[[threading.Event], Mapping[str, bytes]]
+
+
+class WeightVersions(Protocol):
+    """Writes versions of the student's weights for engines: `checkpoints/snapshots.py`."""
+
+    def write(self, number: int) -> WeightsVersion:
+        """Collective. Write the current weights as version `number`, and return it."""
+
+    def delete_before(self, number: int) -> None:
+        """Delete the versions before `number`."""
+
+    def close(self) -> None:
+        """Delete all versions."""
+
+
+class RolloutsAhead:
+    """Gives orders to the engine, and returns the rollouts of each step with their rows."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        client: EngineClient,
+        snapshots: WeightVersions,
+        teacher: TeacherSource,
+        settings: SamplingSettings,
+        *,
+        lag: int,
+        last_step: int,
+    ) -> None:
+        """Keep the parts.
+
+        `teacher`: scores the rollouts. `settings`: of all orders. `last_step`: no order is given
+        for later steps.
+        """
+        self._accelerator = accelerator
+        self._client = client
+        self._snapshots = snapshots
+        self._teacher = teacher
+        self._settings = settings
+        self._lag = lag
+        self._last_step = last_step
+        self._orders: dict[int, _Running] = {}
+        self._stored: dict[int, SampledTokens] = {}
+
+    def of_step(self, step: int, asked: Asked) -> list[PendingRows]:
+        """Collective. Return this process's rollouts of `step` (from 1) and request their rows.
+
+        `asked`: the prompts and rollout numbers of this process in a step. Gives the orders of
+        steps up to `step + lag`. Raises the error of the engine or of the teacher on all ranks.
+        """
+        self._snapshots.delete_before(step - 1 - self._lag)
+        ahead = range(step, min(step + self._lag, self._last_step) + 1)
+        new = [later for later in ahead if later not in self._orders]
+        if new:
+            weights = self._snapshots.write(step - 1)
+            raise_on_all_ranks(
+                self._accelerator,
+                lambda: self._orders.update({n: self._given(weights, *asked(n)) for n in new}),
+            )
+        running = self._orders.pop(step)
+        return raise_on_all_ranks(self._accelerator, lambda: self._pending(running))
+
+    def restore(self, checkpoint: Path) -> None:
+        """Take the rollouts of later steps from a checkpoint; `of_step` does not sample them."""
+        self._stored = read(checkpoint)
+
+    def later_files(self) -> LaterFiles:
+        """Return a function for the checkpoint of the last step; see `LaterFiles`."""
+        part, orders = self._accelerator.process_index, [*self._orders.values()]
+
+        def files(stop: threading.Event) -> Mapping[str, bytes]:
+            sequences: dict[int, SampledTokens] = {}
+            for order in orders:
+                sequences |= order.sequences(stop)
+            return {file_name(part): encoded(sequences)} if sequences else {}
+
+        return files
+
+    def close(self) -> None:
+        """Cancel the orders that run, and delete the weights of the engines. Not collective."""
+        self._client.close()
+        self._snapshots.close()
+
+    def metrics(self, step: int, written: Sequence[PendingRows]) -> dict[str, Tensor]:
+        """Return the metrics of the rollouts of `step`: steps that their weights are behind."""
+        behind = [
+            (step - 1 - version, tokens)
+            for item in written
+            for version, tokens in cast(Rollout, item.sequence).versions
+        ]
+        total = sum(late * tokens for late, tokens in behind)
+        count = sum(tokens for _, tokens in behind)
+        return {"rollout/lag": torch.tensor([total, count], dtype=torch.float64)}
+
+    def _given(
+        self, weights: WeightsVersion, prompts: Sequence[Prompt], numbers: Sequence[int]
+    ) -> _Running:
+        """Give an order for the prompts whose rollouts are not stored."""
+        running = _Running(prompts, numbers, self._teacher)
+        missing = []
+        for index, number in enumerate(numbers):
+            if number in self._stored:
+                running.take(index, self._stored.pop(number))
+            else:
+                missing.append(index)
+        if missing:
+            requests = [self._request(prompts[index], numbers[index]) for index in missing]
+            running.done = self._client.submit(
+                Order(weights, self._settings, requests),
+                lambda index, tokens: running.take(missing[index], tokens),
+            )
+        return running
+
+    def _request(self, prompt: Prompt, number: int) -> SequenceRequest:
+        ids = torch.from_numpy(prompt.ids).long()
+        return SequenceRequest(ids, number, self._settings.stream_tokens)
+
+    def _pending(self, running: _Running) -> list[PendingRows]:
+        running.done.result()
+        return [
+            PendingRows(rollout, self._teacher.score(rollout) if rows is None else rows)
+            for rollout, rows in running.scored
+        ]
+
+
+class _Running:
+    """An order of this process, and what has arrived of it: sequences, and requests of rows."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], teacher: TeacherSource
+    ) -> None:
+        self.done: Future[None] = resolved(None)
+        self._prompts = prompts
+        self._numbers = numbers
+        self._teacher = teacher
+        self._tokens: dict[int, SampledTokens] = {}
+        self._scored: dict[int, tuple[Rollout, Future[RowBlock] | None]] = {}
+
+    @property
+    def scored(self) -> list[tuple[Rollout, Future[RowBlock] | None]]:
+        """The rollouts in the order of the prompts, with their rows, if the teacher was asked."""
+        return [self._scored[index] for index in range(len(self._prompts))]
+
+    def take(self, index: int, tokens: SampledTokens) -> None:
+        """Take a sampled sequence, and request its rows if the teacher allows it now."""
+        rollout = rollout_of(self._prompts[index], tokens)
+        rows: Future[RowBlock] | None = None
+        if self._teacher.any_time:
+            try:
+                rows = self._teacher.score(rollout)
+            except DistillError as error:
+                rows = Future()
+                rows.set_exception(error)
+        self._tokens[index] = tokens
+        self._scored[index] = rollout, rows
+
+    def sequences(self, stop: threading.Event) -> dict[int, SampledTokens]:
+        """Wait for all sequences, and return them by rollout number; {} if `stop` is set first.
+
+        Raises the error of the engine.
+        """
+        while not self.done.done():
+            if stop.wait(_PAUSE):
+                return {}
+        self.done.result()
+        return {self._numbers[index]: tokens for index, tokens in sorted(self._tokens.items())}
