@@ -108,11 +108,7 @@ def assemble(
     if accelerator.is_main_process:
         write_environment(run, attempt=attempt, processes=accelerator.num_processes)
         metrics = open_metrics(run, attempt=attempt, last_step=step or None, track=config.track)
-    sources = [f"teacher {connection.info.model}" for connection in teachers.values()]
-    sources += [stores.training.label] if stores else []
-    dtype = "bfloat16" if student.trained.bf16 else "float32"
-    student_at = f"{config.student.model} on {accelerator.device} in {dtype}"
-    log.info("%s, step %d", ", ".join([student_at, *sources]), step)
+    _log_start(config, teachers, stores, student, step)
     parts = Parts(
         step=step,
         accelerator=accelerator,
@@ -130,6 +126,20 @@ def assemble(
         ahead=method.ahead,
     )
     return Trainer(config, run, progress, parts)
+
+
+def _log_start(
+    config: AnyTraining,
+    teachers: Mapping[str, Connection],
+    stores: Stores | None,
+    student: Replicated | Sharded,
+    step: int,
+) -> None:
+    sources = [f"teacher {connection.info.model}" for connection in teachers.values()]
+    sources += [stores.training.label] if stores else []
+    dtype = "bfloat16" if student.trained.bf16 else "float32"
+    student_at = f"{config.student.model} on {student.device} in {dtype}"
+    log.info("%s, step %d", ", ".join([student_at, *sources]), step)
 
 
 def _load_student(

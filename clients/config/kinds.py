@@ -33,6 +33,12 @@ def processes_of(job: AnyJob) -> int:
     return job.train.processes if isinstance(job, TrainingJob) else 1
 
 
+def gpus_of(job: AnyJob) -> int:
+    """Return the number of GPUs of the job: one per process, and those of its rollout engines."""
+    engines = job.rollouts.gpus if isinstance(job, OnPolicyJob | RLJob) else 0
+    return processes_of(job) + engines
+
+
 def kind_of(values: Any) -> Kind:
     """Return the model class for an unvalidated job; OnPolicyJob if `method.type` is unknown."""
     method = values.get("method") if isinstance(values, dict) else None

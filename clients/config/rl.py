@@ -113,7 +113,12 @@ class RLJob(TrainingJob):
     def _leaves_room(
         cls, environment: SearchConfig | None, info: ValidationInfo
     ) -> SearchConfig | None:
-        method = info.data.get("method")
+        method, rollouts = info.data.get("method"), info.data.get("rollouts")
+        if environment and rollouts and not rollouts.in_trainer:
+            raise ValueError(
+                "only the trainer itself samples with an environment; leave rollouts.engine, "
+                "rollouts.lag and rollouts.address out"
+            )
         if environment and method and environment.max_passage_tokens >= method.max_new_tokens:
             raise ValueError(
                 f"max_passage_tokens = {environment.max_passage_tokens} leaves no room in "

@@ -5,8 +5,11 @@ The checks read the metadata of the installed distributions.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from clients.config.capture import CaptureJob
 from clients.config.kinds import AnyJob
+from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.tables.common import TrainingJob
 from clients.config.tables.reward import GENERATED, RewardConfig
@@ -21,6 +24,11 @@ def check_packages(config: AnyJob) -> None:
             require_extra("ray", "a capture on Ray", field="method.ray")
     if isinstance(config, TrainingJob):
         require_extra("train", "training", field="method.type")
+    if isinstance(config, OnPolicyJob | RLJob):
+        rollouts = config.rollouts
+        # There are builds of vLLM under other names than that of the extra.
+        if rollouts.engine == "vllm" and rollouts.replicas and find_spec("vllm") is None:
+            require_extra("vllm", "the engine vllm", field="rollouts.engine")
     if isinstance(config, RLJob):
         check_reward(config.reward)
         if config.environment is not None:

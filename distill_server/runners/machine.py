@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from clients.config.kinds import AnyJob, processes_of
+from clients.config.kinds import AnyJob, gpus_of, processes_of
 from protos.errors import InvalidInput
 
 
@@ -100,7 +100,7 @@ class Machine:
     def _gpus_of(self, job: AnyJob) -> int:
         asked = job.resources.gpus
         if asked is None:
-            return 0 if self.gpus is None else processes_of(job)
+            return 0 if self.gpus is None else gpus_of(job)
         return asked
 
 

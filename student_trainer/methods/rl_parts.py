@@ -81,6 +81,7 @@ def make_rollouts(
 
 
 def teacher_sources(config: RLJob, material: RLMaterial) -> tuple[TeacherSource, ...]:
+    """Return the teacher service of the job as a source; none if it has no teacher."""
     if config.teacher is None:
         return ()
     method = config.method

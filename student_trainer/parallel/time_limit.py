@@ -7,6 +7,7 @@ everything that one process may do while the others already wait:
           + teacher.patience_seconds     no answer of the teacher
           + 4 * environment.max_turns * environment.timeout_seconds
                                          no answer of the retriever, asked up to four times
+          + rollouts.patience_seconds    no answer of the rollout engine
           + 24 B * weights / 50 MB/s     reading, verifying and writing a checkpoint
           + tokens / 50 per second       sampling all tokens of this process's answers
           + rewards                      this process's answers, one after the other, each scored
@@ -18,6 +19,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from clients.config.kinds import AnyTraining
+from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
 
@@ -35,6 +37,8 @@ def time_limit(config: AnyTraining, weights: int) -> timedelta:
     seconds += answers * config.method.max_new_tokens / _TOKENS_PER_SECOND
     if not isinstance(config, SFTJob) and config.teacher is not None:
         seconds += config.teacher.patience_seconds
+    if isinstance(config, OnPolicyJob | RLJob) and not config.rollouts.in_trainer:
+        seconds += config.rollouts.patience_seconds
     if isinstance(config, RLJob):
         if config.environment is not None:
             seconds += 4 * config.environment.max_turns * config.environment.timeout_seconds

@@ -19,7 +19,8 @@ tokens_per_sec       learned tokens per second of the step, over all processes
 tokens_per_sec/process tokens_per_sec over the number of processes: of one GPU
 memory/peak          most GiB of tensors on the GPU in the step; CPU: resident, since the start
 time/step            seconds of the step without evaluation and saving
-time/rollout         seconds to sample the rollouts and request their rows
+time/rollout         seconds to sample the rollouts and request their rows; with an engine, to
+                     write its weights and to wait for the rollouts that are not there yet
 time/teacher_wait    seconds that training waited for rows after sampling
 time/optim           seconds to clip the gradient, run AdamW and update the anchor
 eval/kl              kl/teacher on held-out sequences
@@ -31,6 +32,10 @@ Additional metrics on a GPU:
 mfu                  model FLOPs of forward and backward passes of the updates, over what the GPUs
                      could do in that time and in the updates of the weights; known GPUs only
 memory/reserved      most GiB that PyTorch reserved on the GPU in the step
+
+Additional metric of jobs whose rollouts an engine samples:
+
+rollout/lag          steps by which the weights that sampled a token are behind, mean over tokens
 
 Additional metrics of stored sequences, which have no ratio/... and no length/truncated:
 

@@ -242,7 +242,7 @@ class ResourcesConfig(Table):
     """Resources that a server reserves for the running job; `distill run` ignores the table."""
 
     gpus: Annotated[int, Field(ge=0, le=1024)] | None = None
-    """GPUs reserved for this job; default: one per process if the server manages GPUs."""
+    """GPUs reserved for this job; default: one per process, and `rollouts.gpus`, if it has GPUs."""
     cpus: Annotated[int, Field(ge=1, le=4096)] | None = None
     """CPU threads of all processes together; default: the server's `--threads-per-job`."""
 

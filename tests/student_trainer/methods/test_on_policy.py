@@ -16,7 +16,6 @@ from clients.runs.progress import Progress
 from protos.errors import Corrupt
 from student_trainer.data.prompts import load_prompts
 from student_trainer.loop.evaluation import Evaluation, TaskEvaluation
-from student_trainer.loop.step import one_update
 from student_trainer.loop.trainer import Parts, Trainer
 from student_trainer.losses import exact_kl
 from student_trainer.methods.on_policy import OnPolicySteps
@@ -68,7 +67,7 @@ def trainer(
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
         tokenizer=words,
         objective=objective,
-        steps=one_update(steps.of_step),
+        steps=steps.of_step,
         evaluation=Evaluation(
             accelerator,
             objective,

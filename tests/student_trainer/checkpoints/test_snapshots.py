@@ -1,0 +1,160 @@
+"""Snapshots of the student's weights for rollout engines: complete, verified, and merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from clients.config.tables.common import LoraConfig, StudentConfig
+from protos.errors import Corrupt, Unavailable
+from student_trainer.checkpoints import snapshots as module
+from student_trainer.checkpoints.export import export_model
+from student_trainer.checkpoints.snapshots import Snapshots, snapshot_root
+from student_trainer.model.loading import load_model
+from student_trainer.parallel.collectives import make_accelerator
+from student_trainer.rollouts.snapshot import open_snapshot, verify
+from tests.forks import Forks
+from tests.student_trainer import tiny
+from tests.student_trainer.saving import LIMIT
+from tests.student_trainer.teachers.anchors import spread_student
+
+PROBE = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base")
+    return tiny.save(tiny.model(seed=2, layers=2), tiny.tokenizer(), path)
+
+
+def student_of(base: Path, sharding: str = "none", *, adapted: bool = False) -> Any:
+    torch.manual_seed(7)
+    lora = LoraConfig(rank=3) if adapted else None
+    student = spread_student(load_model(StudentConfig(model=str(base), lora=lora)), sharding)
+    with torch.no_grad():
+        for name, parameter in student.trained.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return student
+
+
+def writer(student: Any, root: Path, dtype: torch.dtype = torch.float32) -> Snapshots:
+    return Snapshots(
+        make_accelerator(LIMIT),
+        student,
+        root,
+        lineage="run-1",
+        dtype=dtype,
+        in_flight="drain",
+        probe_ids=PROBE,
+        tokens_per_micro_batch=64,
+    )
+
+
+def logprobs(model: Any, ids: Tensor) -> Tensor:
+    """By their definition, from full logits."""
+    with torch.no_grad():
+        every = model(ids).logits.double().log_softmax(2)
+    return every[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_snapshot_is_the_exported_model(base: Path, tmp_path: Path, adapted: bool) -> None:
+    student = student_of(base, adapted=adapted)
+    version = writer(student, tmp_path / "weights").write(3)
+    assert (version.lineage, version.number, version.in_flight) == ("run-1", 3, "drain")
+    snapshot = open_snapshot(version.directory)
+    export_model(tmp_path / "export", model=student.trained.model, tokenizer=tiny.tokenizer())
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    found = dict(snapshot.tensors())
+    assert found.keys() == exported.keys()
+    assert all(torch.equal(found[name], exported[name]) for name in found)
+    plain = load_model(StudentConfig(model=str(tmp_path / "export")))
+    assert verify(snapshot.probe(), lambda ids: logprobs(plain, ids), "float32") < 1e-5
+    other = load_model(StudentConfig(model=str(base)))
+    other.get_input_embeddings().weight.data[3] += 0.01
+    with pytest.raises(Corrupt, match="does not have the weights of this version"):
+        verify(snapshot.probe(), lambda ids: logprobs(other, ids), "float32")
+
+
+def test_bfloat16_halves_it(base: Path, tmp_path: Path) -> None:
+    student = student_of(base)
+    whole = writer(student, tmp_path / "whole").write(0)
+    half = writer(student, tmp_path / "half", torch.bfloat16).write(0)
+    expected = dict(open_snapshot(whole.directory).tensors())
+    for name, tensor in open_snapshot(half.directory).tensors():
+        assert torch.equal(tensor, expected[name].bfloat16())
+
+
+@pytest.mark.parametrize("harm", ["cut", "changed", "missing", "unsealed"])
+def test_a_damaged_snapshot_is_refused(base: Path, tmp_path: Path, harm: str) -> None:
+    directory = writer(student_of(base), tmp_path / "weights").write(1).directory
+    weights = directory / "model.safetensors"
+    if harm == "cut":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    elif harm == "changed":
+        data = bytearray(weights.read_bytes())
+        data[-1] ^= 1
+        weights.write_bytes(data)
+    elif harm == "missing":
+        weights.unlink()
+    else:
+        (directory / "snapshot.json").unlink()
+    with pytest.raises(Corrupt, match=r"snapshot|checksum"):
+        open_snapshot(directory)
+
+
+def test_old_versions_are_deleted(base: Path, tmp_path: Path) -> None:
+    root = tmp_path / "weights"
+    snapshots = writer(student_of(base), root)
+    for number in range(4):
+        snapshots.write(number)
+        snapshots.delete_before(number - 1)
+    assert sorted(path.name for path in root.iterdir()) == ["version-000002", "version-000003"]
+    assert snapshots.write(3).directory == root / "version-000003", "not written twice"
+    snapshots.close()
+    assert not root.exists()
+
+
+def test_a_full_disk_is_told_before_anything_is_written(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "bytes_of", lambda *_: 1 << 60)
+    with pytest.raises(Unavailable, match="MiB"):
+        writer(student_of(base), tmp_path / "weights").write(0)
+
+
+def test_what_killed_trainers_left_in_memory_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MEMORY_DISK", tmp_path)
+    (tmp_path / "distill-weights-999999999").mkdir()
+    (tmp_path / "distill-weights-1").mkdir()
+    mine = snapshot_root(tmp_path / "run", 1000, local=True)
+    assert mine.parent == tmp_path
+    assert [path.name for path in tmp_path.iterdir()] == ["distill-weights-1"]
+    assert snapshot_root(tmp_path / "run", 1 << 60, local=True) == tmp_path / "run" / "weights"
+    assert snapshot_root(tmp_path / "run", 1000, local=False) == tmp_path / "run" / "weights"
+
+
+def _write_in_group(base: Path, root: Path, sharding: str) -> None:
+    writer(student_of(base, sharding), root).write(5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_several_processes_write_the_same_bytes(base: Path, tmp_path: Path, sharding: str) -> None:
+    expected = writer(student_of(base), tmp_path / "one").write(5)
+    forks = Forks(2, tmp_path / "group", _write_in_group, base, tmp_path / "two", sharding)
+    assert forks.wait() == [0, 0]
+    found = open_snapshot(tmp_path / "two" / "version-000005")
+    mine = open_snapshot(expected.directory)
+    name = "model.safetensors"
+    assert (found.directory / name).read_bytes() == (mine.directory / name).read_bytes()
+    difference = (found.probe().logprobs - mine.probe().logprobs).abs().max()
+    assert difference < 1e-5
