@@ -1,0 +1,158 @@
+"""A rollout engine in a process of its own: equal bits without lag, and with it after any kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import torch
+
+from clients.runs.directory import RunDirectory
+from student_trainer.rollouts.stored_sequences import read
+from tests.end_to_end.forked_trainer import Attempt, finish, trainer
+from tests.end_to_end.processes import metrics_of, new_run, weights
+
+if TYPE_CHECKING:
+    from tests.student_trainer.tiny import Material
+
+STEPS = 12
+
+
+def lagging(material: Material, teacher: str, lag: int, **changes: Any) -> Any:
+    from tests.student_trainer.tiny import job
+
+    return job(material, teacher, max_steps=STEPS, rollouts__lag=lag, **changes)
+
+
+def curve_of(run: RunDirectory) -> list[dict[str, Any]]:
+    from tests.student_trainer.tiny import curve
+
+    return curve(metrics_of(run))
+
+
+def assert_same(run: RunDirectory, expected: RunDirectory) -> None:
+    assert curve_of(run) == curve_of(expected)
+    assert weights(run) == weights(expected)
+
+
+def without_lag(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k != "rollout/lag"} for line in lines]
+
+
+def services_of(attempt: Attempt) -> list[psutil.Process]:
+    """The rollout services that a trainer has started."""
+    named = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if "student_trainer.rollout_service" in command:
+            named.append(process)
+    return named
+
+
+@pytest.fixture(scope="module")
+def service(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The address of a service of its own."""
+    from tests.student_trainer.rollout_service.processes import RolloutServiceProcess
+
+    with RolloutServiceProcess(material.student) as process:
+        yield process.address
+
+
+@pytest.mark.slow
+def test_without_lag_an_engine_changes_no_bit(
+    material: Material, teacher: str, service: str, tmp_path: Path
+) -> None:
+    from tests.student_trainer.tiny import job
+
+    here = finish(new_run(tmp_path / "here", job(material, teacher, max_steps=STEPS)))
+    engine = job(material, teacher, max_steps=STEPS, rollouts__address=service)
+    there = finish(new_run(tmp_path / "there", engine))
+    assert without_lag(curve_of(there)) == curve_of(here)
+    assert {line["rollout/lag"] for line in metrics_of(there)[1:]} == {0.0}
+    assert weights(there) == weights(here)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [1, 3])
+def test_each_step_learns_from_older_weights(
+    material: Material, teacher: str, tmp_path: Path, lag: int
+) -> None:
+    run = finish(new_run(tmp_path / "run", lagging(material, teacher, lag)))
+    lines = metrics_of(run)[1:]
+    assert [line["rollout/lag"] for line in lines] == [min(n, lag) for n in range(STEPS)]
+    # With the importance weights the expectation of their mean is 1, whatever the lag.
+    assert sum(line["ratio/mean"] for line in lines) / STEPS == pytest.approx(1, abs=0.1)
+    assert any(line["ratio/ess"] < 0.999 for line in lines)
+    assert not list(Path("/dev/shm").glob(f"distill-weights-{os.getpid()}*"))
+
+
+@pytest.fixture(scope="module")
+def ahead(material: Material, teacher: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("ahead") / "run"
+    return finish(new_run(path, lagging(material, teacher, 2)))
+
+
+@pytest.mark.slow
+def test_killed_trainers_resume_to_the_same_bits(
+    material: Material, teacher: str, ahead: RunDirectory, tmp_path: Path
+) -> None:
+    run = new_run(tmp_path / "run", lagging(material, teacher, 2))
+    numbers = random.Random(1)
+    for attempt, step in enumerate(sorted(numbers.sample(range(4, STEPS), 3)), 1):
+        with trainer(run, attempt) as process:
+            process.wait_for_step(step)
+            process.kill()
+    stored = read(run.checkpoints / f"step-{run.checkpoint_steps()[-1]:06d}")
+    assert len(stored) == 2 * 8, "two steps of eight rollouts"
+    finish(run, 4)
+    assert_same(run, ahead)
+
+
+@pytest.mark.slow
+def test_a_killed_engine_is_started_again(
+    material: Material, teacher: str, ahead: RunDirectory, tmp_path: Path
+) -> None:
+    run = new_run(tmp_path / "run", lagging(material, teacher, 2))
+    with trainer(run) as process:
+        for step in (3, 7):
+            process.wait_for_step(step)
+            for service in services_of(process):
+                service.send_signal(signal.SIGKILL)
+        assert process.wait() == 0, process.log
+    assert "it is started again" in process.log
+    assert_same(run, ahead)
+
+
+@pytest.mark.slow
+def test_two_processes_and_reinforcement(material: Material, tmp_path: Path) -> None:
+    from tests.student_trainer.tiny import rl_job
+
+    changes: dict[str, Any] = {"rollouts__lag": 1, "train__processes": 2, "max_steps": 6}
+    expected = finish(new_run(tmp_path / "expected", rl_job(material, **changes)))
+    run = new_run(tmp_path / "run", rl_job(material, **changes))
+    with trainer(run) as process:
+        process.wait_for_checkpoint(4)
+        process.kill()
+    finish(run, 2)
+    assert_same(run, expected)
+    assert [line["rollout/lag"] for line in metrics_of(run)[1:]] == [0, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.slow
+def test_an_engine_that_does_not_start_is_told(
+    material: Material, teacher: str, tmp_path: Path
+) -> None:
+    broken = tmp_path / "student"
+    broken.mkdir()
+    for file in material.student.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    job = lagging(material, "localhost:1", 1, student__model=str(broken))
+    assert job.rollouts.lag == 1
+    config = json.loads((broken / "config.json").read_text())
+    assert torch.tensor(config["vocab_size"]) > 0
