@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,14 +12,27 @@ from clients.cli.listen_options import (
     HELP_OPTIONS,
     HostOption,
     InsecureOption,
+    PortOption,
     TlsCertOption,
     TlsClientCaOption,
     TlsKeyOption,
     TokenFileOption,
 )
+from clients.cli.model_options import (
+    DeviceOption,
+    GpuMemoryShareOption,
+    LogFormatOption,
+    LogLevelOption,
+    ModelOption,
+    TensorParallelSizeOption,
+    ThreadsOption,
+    errors_as_exit,
+    require_packages,
+    set_threads,
+)
 from clients.cli.version import VersionOption
+from protos.rpc.logs import LogFormat, LogLevel, start_logging
 from teacher_service import options
-from teacher_service.logs import LogFormat, LogLevel, start_logging
 
 if TYPE_CHECKING:
     from teacher_service.cache.settings import CacheSettings
@@ -36,8 +47,8 @@ app = typer.Typer(
 
 @app.command()
 def teacher(
-    model: options.ModelOption,
-    port: options.PortOption = 50052,
+    model: ModelOption,
+    port: PortOption = 50052,
     host: HostOption = "127.0.0.1",
     token_file: TokenFileOption = None,
     tls_cert: TlsCertOption = None,
@@ -46,12 +57,12 @@ def teacher(
     insecure: InsecureOption = False,
     engine: options.EngineOption = "hf",
     dtype: options.DtypeOption = "auto",
-    device: options.DeviceOption = "auto",
+    device: DeviceOption = "auto",
     max_top_k: options.MaxTopKOption = 1024,
     max_batch_tokens: options.MaxBatchTokensOption = 16384,
     batch_invariant: options.BatchInvariantOption = False,
-    tensor_parallel_size: options.TensorParallelSizeOption = 1,
-    gpu_memory_share: options.GpuMemoryShareOption = 0.9,
+    tensor_parallel_size: TensorParallelSizeOption = 1,
+    gpu_memory_share: GpuMemoryShareOption = 0.9,
     cache_dir: options.CacheDirOption = None,
     no_cache: options.NoCacheOption = False,
     cache_memory_mib: options.CacheMemoryOption = 1024,
@@ -59,16 +70,16 @@ def teacher(
     cache_zstd: options.CacheZstdOption = True,
     redis_url: options.RedisUrlOption = None,
     redis_ttl_hours: options.RedisTtlOption = 168,
-    threads: options.ThreadsOption = None,
+    threads: ThreadsOption = None,
     metrics_port: options.MetricsPortOption = None,
     metrics_host: options.MetricsHostOption = "127.0.0.1",
-    log_format: options.LogFormatOption = LogFormat.TEXT,
-    log_level: options.LogLevelOption = LogLevel.INFO,
+    log_format: LogFormatOption = LogFormat.TEXT,
+    log_level: LogLevelOption = LogLevel.INFO,
     version: VersionOption = False,
 ) -> None:
     """Score sequences with a model and stream the top-k rows to students."""
-    _set_threads(threads)
-    _require_packages()
+    set_threads(threads)
+    require_packages("teacher", "distill-teacher")
     from protos.auth.tls import TlsFiles
     from protos.rpc.server import read_endpoint
     from teacher_service.cache.settings import CacheSettings
@@ -84,8 +95,8 @@ def teacher(
     )
     vllm = VllmSettings(tensor_parallel_size, gpu_memory_share)
     chosen = EngineSettings(engine, model, dtype, device, batch_invariant, max_batch_tokens, vllm)
-    start_logging(log_format, log_level)
-    with _errors_as_exit():
+    start_logging(log_format, log_level, "teacher_service")
+    with errors_as_exit():
         tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
         settings = TeacherSettings(
             engine=chosen,
@@ -107,30 +118,6 @@ def _kept(cache: CacheSettings, no_cache: bool) -> CacheSettings | None:
             hint="remove one of the two options",
         )
     return None if no_cache else cache
-
-
-@contextmanager
-def _errors_as_exit() -> Iterator[None]:
-    from protos.errors import DistillError
-
-    try:
-        yield
-    except DistillError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from error
-
-
-def _require_packages() -> None:
-    from protos.extras import require_extra
-
-    with _errors_as_exit():
-        require_extra("teacher", "distill-teacher")
-
-
-def _set_threads(threads: int | None) -> None:
-    half = max(1, len(os.sched_getaffinity(0)) // 2)
-    # Set before torch is imported, because torch reads it only once.
-    os.environ["OMP_NUM_THREADS"] = str(threads or os.environ.get("OMP_NUM_THREADS") or half)
 
 
 def _default_cache() -> Path:

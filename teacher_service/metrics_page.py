@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from protos.errors import DistillError, ErrorCode, InvalidInput
-from teacher_service.logs import fields
+from protos.rpc.logs import fields
 
 log = logging.getLogger(__name__)
 

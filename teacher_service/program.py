@@ -11,11 +11,11 @@ import grpc.aio
 
 from protos import teacher_pb2_grpc
 from protos.errors import InvalidInput
+from protos.rpc.logs import fields
 from protos.rpc.server import ServerEndpoint, serve
 from teacher_service.cache.row_cache import RowCache
 from teacher_service.cache.settings import CacheSettings, make_cache, open_redis
 from teacher_service.engines.base import Engine
-from teacher_service.logs import fields
 from teacher_service.metrics_page import TeacherMetrics, served
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.scorer import RowScorer

@@ -1,4 +1,4 @@
-"""Command line options shared by `distill-server` and `distill-teacher`: address, tokens, TLS."""
+"""Command line options that all services share: address, tokens, TLS."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Annotated
 import typer
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+PortOption = Annotated[
+    int, typer.Option(help="Port of the gRPC service; 0: any free port.", min=0, max=65535)
+]
 HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
 TokenFileOption = Annotated[
     Path | None,

@@ -46,6 +46,8 @@ NEEDED: Mapping[str, Role | None] = {
     "/distill.v1.Teacher/GetVocabulary": Role.READ,
     "/distill.v1.Teacher/Score": Role.READ,
     "/distill.v1.Teacher/PushWeights": Role.ADMIN,
+    "/distill.v1.Rollouts/GetRolloutInfo": Role.READ,
+    "/distill.v1.Rollouts/Sample": Role.ADMIN,  # replaces the weights
     # An orchestrator's health probes send no token; the reply only says if the server is serving.
     "/grpc.health.v1.Health/Check": None,
     "/grpc.health.v1.Health/Watch": None,
@@ -247,7 +249,8 @@ def _refusing(fault: Callable[[], Exception]) -> grpc.RpcMethodHandler[Any, Any]
 def _unauthenticated() -> Unauthenticated:
     return Unauthenticated(
         "the server needs a valid token, and the call has none",
-        hint="set $DISTILL_TOKEN, or $DISTILL_TEACHER_TOKEN for a teacher",
+        hint="set $DISTILL_TOKEN, or for a teacher $DISTILL_TEACHER_TOKEN, or for a rollout service"
+        " $DISTILL_ROLLOUTS_TOKEN",
     )
 
 

@@ -4,6 +4,7 @@ Secrets come from environment variables, never from an argument or a job file:
 
     DISTILL_TOKEN, DISTILL_TOKEN_FILE                  token for the distill server
     DISTILL_TEACHER_TOKEN, DISTILL_TEACHER_TOKEN_FILE  token for teacher services
+    DISTILL_ROLLOUTS_TOKEN, ..._FILE                   token for rollout services
     DISTILL_TLS_CA                                     authorities of server certificates; if unset,
                                                        the public authorities
     DISTILL_TLS_CERT, DISTILL_TLS_KEY                  the client's own certificate and key (mTLS)
@@ -25,7 +26,7 @@ from protos.rpc.transport import CHANNEL_OPTIONS, is_loopback
 SERVER_TOKEN = "DISTILL_TOKEN"
 TEACHER_TOKEN = "DISTILL_TEACHER_TOKEN"
 ROLLOUTS_TOKEN = "DISTILL_ROLLOUTS_TOKEN"
-_DEFAULT_PORTS = {SERVER_TOKEN: 50051, TEACHER_TOKEN: 50052}
+_DEFAULT_PORTS = {SERVER_TOKEN: 50051, TEACHER_TOKEN: 50052, ROLLOUTS_TOKEN: 50053}
 
 
 def open_channel(address: str, *, token: str, scope: str = "") -> grpc.Channel:

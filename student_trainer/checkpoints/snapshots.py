@@ -100,7 +100,9 @@ class Snapshots:
         write_weights(version.directory if main else None, model, weights, self._dtype)
         failpoint("snapshot-weights-written")
         if main:
-            seal(version.directory, number=number, probe=Probe(self._probe_ids, logprobs))
+            dtype = "bfloat16" if self._student.trained.bf16 else "float32"
+            probe = Probe(self._probe_ids, logprobs)
+            seal(version.directory, number=number, dtype=dtype, probe=probe)
         self._accelerator.wait_for_everyone()  # for every rank the snapshot is complete
         self._written.append(number)
         return version

@@ -16,6 +16,8 @@ from torch import Tensor
 from clients.config.kinds import AnyTraining
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
+from clients.config.tables.rollouts import RolloutsConfig
+from protos.errors import WrongState
 from protos.rpc.channel import ROLLOUTS_TOKEN
 from student_trainer.checkpoints.snapshots import Snapshots, bytes_of, snapshot_root
 from student_trainer.data.prompts import Prompt
@@ -103,7 +105,11 @@ def connect_engine(
     found, token = broadcast_object_list([found, service.token])
     if token:
         os.environ[ROLLOUTS_TOKEN] = token
-    client = EngineClient(found, patience_seconds=rollouts.patience_seconds)
+    client = EngineClient(
+        found, rank=accelerator.process_index, patience_seconds=rollouts.patience_seconds
+    )
+    vocab_size = student.trained.model.config.get_text_config().vocab_size
+    raise_on_all_ranks(accelerator, lambda: _check(client, rollouts, vocab_size))
     return Engine(
         client,
         accelerator,
@@ -112,6 +118,18 @@ def connect_engine(
         lineage=f"{run.name}-{attempt}",
         local=rollouts.address is None,
     )
+
+
+def _check(client: EngineClient, rollouts: RolloutsConfig, vocab_size: int) -> None:
+    info = client.info(vocab_size)
+    if info.engine != rollouts.engine:
+        raise WrongState(
+            f"the service at rollouts.address has the engine {info.engine}, the job asks for "
+            f"{rollouts.engine}",
+            field="rollouts.engine",
+            hint=f"set rollouts.engine = '{info.engine}', or start the service with --engine "
+            f"{rollouts.engine}",
+        )
 
 
 def _probe_ids(prompts: Sequence[Prompt]) -> Tensor:

@@ -49,7 +49,7 @@ class HuggingFaceRollouts:
     ) -> Iterator[list[Rollout]]:
         """Yield one rollout per prompt; see `Rollouts.generate`."""
         most = self._max_new_tokens
-        for part in batches(prompts, most, self._batch_tokens):
+        for part in batches([len(p.ids) for p in prompts], most, self._batch_tokens):
             noise = draw_noise = None
             if not greedy:
                 noise = [noise_of(n, seed, most) for n in numbers[part]]
@@ -60,14 +60,15 @@ class HuggingFaceRollouts:
             yield [rollout_of(*pair) for pair in zip(prompts[part], written, strict=True)]
 
 
-def batches(prompts: Sequence[Prompt], max_new_tokens: int, batch_tokens: int) -> Iterator[slice]:
-    """Yield slices of prompts to sample together, in at most `batch_tokens` tokens with padding.
+def batches(lengths: Sequence[int], max_new_tokens: int, batch_tokens: int) -> Iterator[slice]:
+    """Yield slices of sequences to sample together, in at most `batch_tokens` tokens with padding.
 
-    A slice has at least one prompt, even if that exceeds `batch_tokens`.
+    `lengths`: tokens of each sequence before the sampled ones. A slice has at least one sequence,
+    even if that exceeds `batch_tokens`.
     """
-    longest = max((len(prompt.ids) for prompt in prompts), default=0) + max_new_tokens
+    longest = max(lengths, default=0) + max_new_tokens
     size = max(1, batch_tokens // longest)
-    return (slice(first, first + size) for first in range(0, len(prompts), size))
+    return (slice(first, first + size) for first in range(0, len(lengths), size))
 
 
 def rollout_of(prompt: Prompt, written: SampledTokens) -> Rollout:

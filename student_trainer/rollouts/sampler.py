@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,13 +118,15 @@ class Sampler:
         noise: Sequence[Tensor] | None,
         marks: Marks | None = None,
         draw_noise: Sequence[Tensor] | None = None,
+        is_cancelled: Callable[[], bool] = lambda: False,
     ) -> list[SampledTokens]:
         """Sample tokens after each of the sequences before[i], [T_i] int64; not thread-safe.
 
         A completion has at most limits[i] tokens and stops at an end token or one of `marks`.
         noise[i] [limits[i]] float64: uniform random numbers in [0, 1), one per token; None takes
         the most likely token. draw_noise[i]: likewise, for the draws of the tail; None draws none.
-        While it runs, the model has another `generation_config`. No gradient.
+        is_cancelled: called for each token; True ends all completions where they are. While this
+        method runs, the model has another `generation_config`. No gradient.
         """
         device = self._model.device
         width = max(map(len, before))
@@ -140,7 +142,7 @@ class Sampler:
         recorder = _SamplingRecorder(
             self._top_k, self._temperature, self._top_p, levels, self._draws, draw_levels
         )
-        stop = _Stop(width, torch.tensor(limits, device=device), marks)
+        stop = _Stop(width, torch.tensor(limits, device=device), marks, is_cancelled)
         own, self._model.generation_config = self._model.generation_config, self._config(limits)
         try:
             with torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
@@ -199,20 +201,29 @@ class Sampler:
 
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]
-    """Stops a sequence at its own limit, or at a mark.
+    """Stops a sequence at its own limit or at a mark, and all sequences if they are cancelled.
 
     `generate` copies this object, so it has no state. It checks only the last token of a sequence:
     `generate` remembers which sequences have ended, and pads them.
     """
 
-    def __init__(self, width: int, limits: Tensor, marks: Marks | None) -> None:
+    def __init__(
+        self,
+        width: int,
+        limits: Tensor,
+        marks: Marks | None,
+        is_cancelled: Callable[[], bool],
+    ) -> None:
         self._width = width  # tokens before the sampled ones
         self._limits = limits  # [B]
         self._marks = marks
+        self._is_cancelled = is_cancelled
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         written = input_ids[:, self._width :]
         done = self._limits <= written.shape[1]
+        if self._is_cancelled():
+            return torch.ones_like(done)
         if self._marks is not None:
             for row in self._marks.may_close(written[:, -1]).nonzero().flatten().tolist():
                 done[row] |= self._marks.closed_by(written[row])

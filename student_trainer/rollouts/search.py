@@ -61,7 +61,7 @@ class SearchRollouts:
     ) -> Iterator[list[Rollout]]:
         """Yield one rollout per prompt; see `Rollouts.generate`."""
         most = self._max_new_tokens
-        for part in batches(prompts, most, self._batch_tokens):
+        for part in batches([len(p.ids) for p in prompts], most, self._batch_tokens):
             noise = [
                 None if greedy else (noise_of(n, seed, most), noise_of(n, seed, most, draws=True))
                 for n in numbers[part]

@@ -3,7 +3,7 @@
     model*.safetensors    the weights under the names of the model's own format
     probe.safetensors     token_ids [n, T] int64 and logprobs [n, T - 1] float32: the trainer's
                           log-prob of each token after those before it, in nats, at temperature 1
-    snapshot.json         {"number": ..., "files": {name: xxh3_128 of its bytes}}
+    snapshot.json         {"number": ..., "dtype": ..., "files": {name: xxh3_128 of its bytes}}
 
 `snapshot.json` is written last, under a temporary name that is then replaced, so a directory with
 it is complete.
@@ -46,10 +46,15 @@ class Probe:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A complete snapshot. number: of the version. files: digest by name."""
+    """A complete snapshot.
+
+    number: of the version. dtype: of the trainer's computation, float32 or bfloat16. files: the
+    digest of each by name.
+    """
 
     directory: Path
     number: int
+    dtype: str
     files: Mapping[str, str]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -67,11 +72,14 @@ class Snapshot:
         return Probe(found["token_ids"], found["logprobs"])
 
 
-def seal(directory: Path, *, number: int, probe: Probe) -> None:
-    """Complete a snapshot whose weight files lie in `directory`: add probe and snapshot.json."""
+def seal(directory: Path, *, number: int, dtype: str, probe: Probe) -> None:
+    """Complete a snapshot whose weight files lie in `directory`: add probe and snapshot.json.
+
+    `number` and `dtype`: see Snapshot.
+    """
     save_file({"token_ids": probe.token_ids, "logprobs": probe.logprobs}, directory / _PROBE)
     files = {file.name: _digest(file) for file in sorted(directory.glob("*.safetensors"))}
-    facts = {"number": number, "files": files}
+    facts = {"number": number, "dtype": dtype, "files": files}
     replace_file(directory / _FACTS, json.dumps(facts, indent=1))
 
 
@@ -82,7 +90,7 @@ def open_snapshot(directory: Path) -> Snapshot:
     """
     try:
         facts = json.loads((directory / _FACTS).read_text())
-        found = Snapshot(directory, facts["number"], facts["files"])
+        found = Snapshot(directory, facts["number"], facts["dtype"], facts["files"])
         wrong = [name for name, of in found.files.items() if _digest(directory / name) != of]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Corrupt(

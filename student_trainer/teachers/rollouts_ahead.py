@@ -30,7 +30,7 @@ from protos.rows.codec import RowBlock
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.parallel.collectives import raise_on_all_ranks
-from student_trainer.rollouts.engine_client import EngineClient
+from student_trainer.rollouts.engine_client import EngineClient, Sampling
 from student_trainer.rollouts.hf import rollout_of
 from student_trainer.rollouts.order import (
     Order,
@@ -154,10 +154,8 @@ class RolloutsAhead:
                 missing.append(index)
         if missing:
             requests = [self._request(prompts[index], numbers[index]) for index in missing]
-            running.done = self._client.submit(
-                Order(weights, self._settings, requests),
-                lambda index, tokens: running.take(missing[index], tokens),
-            )
+            sampling = self._client.sample(Order(weights, self._settings, requests))
+            running.collect(sampling, missing)
         return running
 
     def _request(self, prompt: Prompt, number: int) -> SequenceRequest:
@@ -202,6 +200,21 @@ class _Running:
                 rows.set_exception(error)
         self._tokens[index] = tokens
         self._scored[index] = rollout, rows
+
+    def collect(self, sampling: Sampling, indices: Sequence[int]) -> None:
+        """Take the sequences of an order as they end, in a thread; indices[i]: of sequence i."""
+        self.done = Future()
+
+        def take_all() -> None:
+            try:
+                for number, tokens in sampling:
+                    self.take(indices[number], tokens)
+            except Exception as error:
+                self.done.set_exception(error)
+            else:
+                self.done.set_result(None)
+
+        threading.Thread(target=take_all, name="rollouts", daemon=True).start()
 
     def sequences(self, stop: threading.Event) -> dict[int, SampledTokens]:
         """Wait for all sequences, and return them by rollout number; {} if `stop` is set first.

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from protos import teacher_pb2
 from protos.errors import Corrupt, InvalidInput, Overloaded, TimedOut, WrongState
 from protos.rpc.failpoints import failpoint
+from protos.rpc.logs import fields
 from protos.rpc.transport import MAX_CHUNK_BYTES
 from teacher_service.engines.base import (
     Engine,
@@ -24,7 +25,6 @@ from teacher_service.engines.base import (
     TensorSpec,
     WeightUpdate,
 )
-from teacher_service.logs import fields
 from teacher_service.serving.batcher import Batcher
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Logging of the teacher service: one line per event, never with prompts, tokens or rows."""
+"""Logging of the services: one line per event, never with prompts, tokens or rows."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-def start_logging(form: LogFormat, level: LogLevel) -> None:
+def start_logging(form: LogFormat, level: LogLevel, package: str) -> None:
     """Log messages of `level` and above to stderr; from other libraries, only warnings and above.
+
+    `package`: that of the program; the packages below it are ours too.
 
     Replaces the handlers of the root logger.
     """
@@ -36,8 +38,8 @@ def start_logging(form: LogFormat, level: LogLevel) -> None:
     root.handlers = [handler]
     number = logging.getLevelNamesMapping()[level.upper()]
     root.setLevel(max(logging.WARNING, number))
-    for package in ("teacher_service", "protos", "clients"):
-        logging.getLogger(package).setLevel(number)
+    for ours in (package, "protos", "clients"):
+        logging.getLogger(ours).setLevel(number)
 
 
 def fields(**values: object) -> dict[str, object]:

@@ -1,0 +1,21 @@
+"""The command `distill-rollouts`, also `python -m student_trainer.rollout_service`."""
+
+from __future__ import annotations
+
+import sys
+
+from clients.cli.interrupts import EXIT_CODE, exit_on_interrupt
+
+
+def main() -> None:
+    """Run the command line; the entry point of `distill-rollouts`."""
+    try:
+        with exit_on_interrupt():
+            from student_trainer.rollout_service.command import app
+        app()
+    except KeyboardInterrupt:  # before the command handles it itself
+        sys.exit(EXIT_CODE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The command line of `distill-rollouts`: parses the options and runs the rollout service."""
+
+from __future__ import annotations
+
+import typer
+
+from clients.cli.listen_options import (
+    HELP_OPTIONS,
+    HostOption,
+    InsecureOption,
+    PortOption,
+    TlsCertOption,
+    TlsClientCaOption,
+    TlsKeyOption,
+    TokenFileOption,
+)
+from clients.cli.model_options import (
+    DeviceOption,
+    GpuMemoryShareOption,
+    LogFormatOption,
+    LogLevelOption,
+    ModelOption,
+    TensorParallelSizeOption,
+    ThreadsOption,
+    errors_as_exit,
+    require_packages,
+    set_threads,
+)
+from clients.cli.version import VersionOption
+from protos.rpc.logs import LogFormat, LogLevel, start_logging
+from student_trainer.parallel import launcher
+from student_trainer.rollout_service import options
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings=HELP_OPTIONS,
+)
+
+
+@app.command()
+def rollouts(
+    model: ModelOption,
+    port: PortOption = 50053,
+    host: HostOption = "127.0.0.1",
+    token_file: TokenFileOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    tls_client_ca: TlsClientCaOption = None,
+    insecure: InsecureOption = False,
+    revision: options.RevisionOption = None,
+    engine: options.EngineOption = "hf",
+    dtype: options.DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    max_batch_tokens: options.MaxBatchTokensOption = None,
+    tensor_parallel_size: TensorParallelSizeOption = 1,
+    gpu_memory_share: GpuMemoryShareOption = 0.9,
+    threads: ThreadsOption = None,
+    log_format: LogFormatOption = LogFormat.TEXT,
+    log_level: LogLevelOption = LogLevel.INFO,
+    end_with_parent: options.EndWithParentOption = False,
+    version: VersionOption = False,
+) -> None:
+    """Sample rollouts for trainers, with the weights that they save."""
+    if end_with_parent:
+        launcher.end_with_parent()
+    set_threads(threads)
+    require_packages("train", "distill-rollouts")
+    from protos.auth.tls import TlsFiles
+    from protos.rpc.server import read_endpoint
+    from student_trainer.rollout_service.program import EngineSettings, VllmSettings, run
+
+    vllm = VllmSettings(tensor_parallel_size, gpu_memory_share, max_batch_tokens)
+    start_logging(log_format, log_level, "student_trainer")
+    with errors_as_exit():
+        tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
+        endpoint = read_endpoint(host, port, token_file, tls, insecure=insecure)
+        run(EngineSettings(engine, model, revision, dtype, device, vllm), endpoint)

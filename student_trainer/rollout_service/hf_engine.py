@@ -1,0 +1,285 @@
+"""The hf engine: samples orders with transformers, to the bit as the trainer's own process does."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from clients.config.tables.common import StudentConfig
+from protos.errors import Corrupt, InvalidInput, WrongState
+from protos.rpc.failpoints import failpoint
+from student_trainer.model.loading import computes_in_bfloat16, load_model, load_tokenizer
+from student_trainer.rollout_service.engine import EngineInfo
+from student_trainer.rollouts.hf import batches
+from student_trainer.rollouts.order import Order, SequenceRequest, WeightsVersion
+from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, noise_of
+from student_trainer.rollouts.snapshot import Snapshot, open_snapshot, verify
+
+_T = TypeVar("_T")
+
+_OTHER_MODEL = "start the rollout service with the student's model"
+
+
+class HfRolloutEngine:
+    """A causal language model of transformers with float32 weights.
+
+    The sequences of an order are divided into batches as `HuggingFaceRollouts` divides prompts, so
+    the same order with the same weights gives the same bits, whatever else is sampled. One thread
+    samples all batches. Of the orders that wait for it, the oldest is next.
+    """
+
+    def __init__(self, model: str, *, dtype: str = "auto", device: str = "auto") -> None:
+        """Load the model, a directory or hub id.
+
+        `dtype`: of the computation: auto (bfloat16 on a GPU that has it), float32 or bfloat16.
+        Raises InvalidInput with the option if the model, the dtype or the device cannot be used.
+        """
+        student = _student(model, dtype)
+        try:
+            self._tokenizer = load_tokenizer(student)
+            loaded = load_model(student)
+        except InvalidInput as error:
+            raise InvalidInput(error.message, field="--model", hint=error.hint) from error
+        self._model = loaded.to(_device(device)).eval()
+        self._bf16 = computes_in_bfloat16(student)
+        self._marks: tuple[tuple[str, ...], Marks] | None = None
+        self._version: int | None = None  # of the weights; None: not verified
+        self._turns = _Turns()
+        self._orders = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        config = self._model.config.get_text_config()
+        self._info = EngineInfo(
+            name="hf",
+            model=model,
+            vocab_size=int(config.vocab_size),
+            max_length=getattr(config, "max_position_embeddings", None),
+            dtype="bfloat16" if self._bf16 else "float32",
+            device=str(self._model.device),
+            in_flight=("drain",),
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        """Return the model, its limits, and where it computes."""
+        return self._info
+
+    async def load(self, version: WeightsVersion) -> None:
+        """Copy the weights of a snapshot into the model; see `RolloutEngine.load`."""
+        await self._in_thread(lambda: self._load(version))
+
+    async def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:
+        """Yield the sequences of each batch when it is finished; see `RolloutEngine.sample`.
+
+        Closing the iterator ends a batch that is being sampled at its next token.
+        """
+        age, self._orders = self._orders, self._orders + 1
+        closed = threading.Event()
+        lengths = [len(request.token_ids) for request in order.sequences]
+        most = max(request.limit for request in order.sequences)
+        try:
+            for part in batches(lengths, most, order.settings.batch_tokens):
+                await self._turns.take(age)
+                try:
+                    sampled = await self._in_thread(lambda: self._write(order, part, closed))  # noqa: B023
+                finally:
+                    self._turns.give_back()
+                for index, one in enumerate(sampled, part.start):
+                    yield index, one
+        finally:
+            closed.set()
+
+    async def close(self) -> None:
+        """Wait for the batch that is being sampled, and end the thread."""
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _write(self, order: Order, part: slice, closed: threading.Event) -> Sequence[SampledTokens]:
+        if self._version is None:
+            raise WrongState(
+                "the rollout engine has no verified weights", hint="send the order again"
+            )
+        settings = order.settings
+        sampler = Sampler(
+            self._model,
+            self._tokenizer,
+            top_k=settings.top_k,
+            temperature=settings.temperature,
+            draws=settings.draws,
+            bf16=self._bf16,
+        )
+        requests = order.sequences[part]
+        noise = draw_noise = None
+        if settings.seed is not None:
+            noise = [_noise(one, order, draws=False) for one in requests]
+            draw_noise = [_noise(one, order, draws=True) for one in requests]
+        written = sampler.write(
+            [one.token_ids for one in requests],
+            [one.limit for one in requests],
+            noise,
+            self._marks_of(settings.marks),
+            draw_noise,
+            closed.is_set,
+        )
+        failpoint("batch-sampled")
+        return [replace(one, versions=((self._version, len(one.token_ids)),)) for one in written]
+
+    def _marks_of(self, texts: tuple[str, ...]) -> Marks | None:
+        if not texts:
+            return None
+        if self._marks is None or self._marks[0] != texts:
+            self._marks = texts, Marks(self._tokenizer, texts)  # decodes the whole vocabulary
+        return self._marks[1]
+
+    @torch.no_grad()
+    def _load(self, version: WeightsVersion) -> None:
+        snapshot = open_snapshot(version.directory)
+        if snapshot.number != version.number:
+            raise Corrupt(
+                f"{version.directory} has version {snapshot.number}, not {version.number}"
+            )
+        self._version = None
+        _copy(snapshot, self._model)
+        failpoint("weights-copied")
+        coarser = self._info.dtype if snapshot.dtype == "float32" else snapshot.dtype
+        verify(snapshot.probe(), self._logprobs, coarser)
+        self._version = version.number
+
+    def _logprobs(self, token_ids: Tensor) -> Tensor:
+        """Return the log-probs [n, T - 1] of the tokens of token_ids [n, T] after the first."""
+        found = []
+        for row in token_ids.to(self._model.device):
+            with torch.autocast(row.device.type, torch.bfloat16, enabled=self._bf16):
+                logits = self._model(input_ids=row[None, :-1], use_cache=False).logits[0]
+            found.append(logits.float().log_softmax(1).gather(1, row[1:, None]).squeeze(1).cpu())
+        return torch.stack(found)
+
+
+def _noise(request: SequenceRequest, order: Order, *, draws: bool) -> Tensor:
+    settings = order.settings
+    assert settings.seed is not None
+    stream = noise_of(request.number, settings.seed, settings.stream_tokens, draws=draws)
+    return stream[request.used : request.used + request.limit]
+
+
+def _copy(snapshot: Snapshot, model: Any) -> None:
+    """Copy the weights of a snapshot into those of the model; tied weights are one tensor.
+
+    Raises Corrupt if the weights are not those of the model. Some of the model's weights may be new
+    then, and others old.
+    """
+    own: Mapping[str, Tensor] = model.state_dict()
+    unsaved = model._keys_to_ignore_on_save or ()
+    missing = {weight.data_ptr(): name for name, weight in own.items() if name not in unsaved}
+    for name, weight in _weights(snapshot, model, own):
+        if own[name].shape != weight.shape:
+            raise Corrupt(
+                f"{snapshot.directory} has {name} in shape {list(weight.shape)}, but the model of"
+                f" the rollout service has {list(own[name].shape)}",
+                hint=_OTHER_MODEL,
+            )
+        own[name].copy_(weight)
+        missing.pop(own[name].data_ptr(), None)
+    if missing:
+        raise Corrupt(
+            f"{snapshot.directory} has no {min(missing.values())}, a weight of the rollout"
+            " service's model",
+            hint=_OTHER_MODEL,
+        )
+
+
+def _weights(
+    snapshot: Snapshot, model: Any, own: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights under the names of `own`."""
+    for name, weight in snapshot.tensors():
+        if name not in own:
+            # transformers converts the weights of some formats when it loads them: it stacks the
+            # experts of Qwen3-MoE, for example.
+            yield from _converted(snapshot, model).items()
+            return
+        yield name, weight
+
+
+def _converted(snapshot: Snapshot, model: Any) -> Mapping[str, Tensor]:
+    """Return the weights under the model's names, as transformers loads and converts them."""
+    loaded, found = type(model).from_pretrained(
+        None,
+        config=model.config,
+        state_dict=dict(snapshot.tensors()),
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    wrong = [*found["missing_keys"], *found["unexpected_keys"], *found["mismatched_keys"]]
+    if wrong:
+        raise Corrupt(
+            f"{snapshot.directory} does not fit the model of the rollout service: {wrong[0]}",
+            hint=_OTHER_MODEL,
+        )
+    weights: Mapping[str, Tensor] = loaded.state_dict()
+    return weights
+
+
+def _student(model: str, dtype: str) -> StudentConfig:
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise InvalidInput(
+            f"unknown dtype {dtype!r}", field="--dtype", hint="use auto, float32 or bfloat16"
+        )
+    return StudentConfig(model=model, dtype=dtype)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        # Only an allocation shows that the device exists and can be used.
+        return torch.empty(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidInput(
+            f"device {name!r} is not available on this machine",
+            field="--device",
+            hint="use auto or cpu",
+        ) from error
+
+
+class _Turns:
+    """Gives the engine thread to one batch after the other; the batch of the oldest order first.
+
+    An order whose client reads slowly does not wait, and so keeps no other order waiting.
+    """
+
+    def __init__(self) -> None:
+        self._taken = False
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+
+    async def take(self, age: int) -> None:
+        """Wait for a turn. `age`: number of the order; an order has at most one batch waiting."""
+        if not self._taken:
+            self._taken = True
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (age, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """End a turn."""
+        while self._waiting:
+            with suppress(asyncio.InvalidStateError):
+                heapq.heappop(self._waiting)[1].set_result(None)
+                return
+        self._taken = False

@@ -1,0 +1,29 @@
+"""The options that only `distill-rollouts` has, with their help texts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+EngineOption = Annotated[str, typer.Option(help="Engine that samples: hf (transformers) or vllm.")]
+DtypeOption = Annotated[
+    str,
+    typer.Option(
+        help="Dtype of the computation, as student.dtype of the job: float32, bfloat16, or auto"
+        " (bfloat16 on a GPU that has it)."
+    ),
+]
+MaxBatchTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Largest number of tokens of a step of the engine (vllm). Default: 16384. With hf,"
+        " each order has its own.",
+    ),
+]
+RevisionOption = Annotated[str | None, typer.Option(help="Commit of the hub id.")]
+EndWithParentOption = Annotated[
+    bool,
+    typer.Option("--end-with-parent", help="End when the program that started this one ends."),
+]

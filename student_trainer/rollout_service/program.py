@@ -1,0 +1,146 @@
+"""Builds the engine of the rollout service from its settings, and serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+from dataclasses import dataclass
+
+import grpc.aio
+
+from protos import rollouts_pb2_grpc
+from protos.errors import InvalidInput
+from protos.extras import install_command
+from protos.rpc.logs import fields
+from protos.rpc.server import ServerEndpoint, serve
+from student_trainer.rollout_service.engine import RolloutEngine
+from student_trainer.rollout_service.service import RolloutServicer
+
+log = logging.getLogger(__name__)
+
+# For the orders that run: clients send unfinished ones to another service.
+GRACE_SECONDS = 30.0
+_VLLM_BATCH_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """Options of the vllm engine: GPUs, the share of their memory in (0, 1], tokens of a step."""
+
+    tensor_parallel_size: int
+    gpu_memory_share: float
+    max_batch_tokens: int | None
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The engine and its model; the command-line options of the same names explain each field."""
+
+    name: str
+    model: str
+    revision: str | None
+    dtype: str
+    device: str
+    vllm: VllmSettings
+
+
+def run(settings: EngineSettings, endpoint: ServerEndpoint) -> None:
+    """Load the engine and serve until SIGTERM or SIGINT.
+
+    Raises InvalidInput if the settings cannot work.
+    """
+    endpoint.require_usable()  # before the model is loaded, which takes minutes
+    engine = make_engine(settings)
+    asyncio.run(_serve(engine, endpoint))
+
+
+def make_engine(settings: EngineSettings) -> RolloutEngine:
+    """Load the engine `settings.name`.
+
+    Raises InvalidInput if the engine is unknown, lacks one of the options that are set, or cannot
+    load the model.
+    """
+    vllm = settings.vllm
+    model = _model_of(settings)
+    match settings.name:
+        case "hf":
+            if vllm.tensor_parallel_size != 1:
+                raise _unknown_to("hf", "--tensor-parallel-size", "use --engine vllm")
+            if vllm.max_batch_tokens is not None:
+                hint = "leave it out: the job's key train.tokens_per_micro_batch decides"
+                raise _unknown_to("hf", "--max-batch-tokens", hint)
+            from student_trainer.rollout_service.hf_engine import HfRolloutEngine
+
+            return HfRolloutEngine(model, dtype=settings.dtype, device=settings.device)
+        case "vllm":
+            if settings.device != "auto":
+                raise _unknown_to("vllm", "--device", "set CUDA_VISIBLE_DEVICES")
+            _require_vllm()
+            from student_trainer.rollout_service.vllm_engine import (  # type: ignore[import-not-found]
+                VllmRolloutEngine,
+            )
+
+            sampling: RolloutEngine = VllmRolloutEngine(
+                model,
+                dtype=settings.dtype,
+                tensor_parallel_size=vllm.tensor_parallel_size,
+                gpu_memory_share=vllm.gpu_memory_share,
+                max_batch_tokens=vllm.max_batch_tokens or _VLLM_BATCH_TOKENS,
+            )
+            return sampling
+        case name:
+            raise InvalidInput(f"unknown engine {name!r}", field="--engine", hint="use hf or vllm")
+
+
+def _model_of(settings: EngineSettings) -> str:
+    """Return the model, or the directory of its revision."""
+    if settings.revision is None:
+        return settings.model
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(settings.model, revision=settings.revision))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise InvalidInput(
+            f"revision {settings.revision} of {settings.model} cannot be loaded: {error}",
+            field="--revision",
+            hint="name a commit of a hub id, and leave it out for a directory",
+        ) from error
+
+
+def _require_vllm() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise InvalidInput(
+            "vllm is not installed", field="--engine", hint=f"{install_command('vllm')}, or use hf"
+        )
+
+
+def _unknown_to(engine: str, option: str, hint: str) -> InvalidInput:
+    return InvalidInput(f"the {engine} engine has no such option", field=option, hint=hint)
+
+
+async def _serve(engine: RolloutEngine, endpoint: ServerEndpoint) -> None:
+    servicer = RolloutServicer(engine)
+
+    def register(server: grpc.aio.Server) -> str:
+        rollouts_pb2_grpc.add_RolloutsServicer_to_server(servicer, server)
+        return "distill.v1.Rollouts"
+
+    def on_ready(port: int) -> None:
+        info = engine.info
+        facts = {"engine": info.name, "model": info.model, "dtype": info.dtype}
+        log.info("serving", extra=fields(**facts, device=info.device))
+        print(f"rollout service listening on {endpoint.address(port)}", flush=True)
+
+    try:
+        await serve(
+            register,
+            endpoint,
+            grace_seconds=GRACE_SECONDS,
+            on_ready=on_ready,
+            on_stop=servicer.drain,
+        )
+    finally:
+        await engine.close()

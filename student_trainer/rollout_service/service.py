@@ -1,0 +1,155 @@
+"""The gRPC servicer of the rollout service: reads orders, samples them, and sends the sequences."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from protos import rollouts_pb2, rollouts_pb2_grpc
+from protos.errors import Overloaded, TimedOut
+from protos.rpc.failpoints import failpoint
+from protos.rpc.transport import STREAM_OPEN
+from student_trainer.rollout_service.engine import RolloutEngine
+from student_trainer.rollout_service.schedule import Place, Schedule
+from student_trainer.rollouts.order import Order
+from student_trainer.rollouts.sampler import SampledTokens
+from student_trainer.rollouts.wire import (
+    OrderLimits,
+    OrderReader,
+    sampled_parts,
+    version_message,
+)
+
+# An order that arrives holds memory, so one that stalls is ended.
+SECONDS_BETWEEN_PARTS = 60.0
+# Of all orders that arrive, wait or are sampled, as messages.
+MAX_HELD_BYTES = 1 << 30
+# A client that does not read keeps orders of other versions waiting.
+SECONDS_TO_READ = 300.0
+
+# Sequences, then an error or None. It holds one: the engine waits for a client that reads slowly.
+_Parts = AsyncIterator[rollouts_pb2.OrderPart]
+_Results = asyncio.Queue[tuple[int, SampledTokens] | Exception | None]
+
+
+class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
+    """The service distill.v1.Rollouts. Errors propagate to the error interceptor of the server."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        info = engine.info
+        self._engine = engine
+        self._limits = OrderLimits(info.vocab_size, info.max_length, info.in_flight)
+        self._schedule = Schedule(engine.load)
+        self._held_bytes = 0
+        self._sampled_tokens = 0
+
+    async def GetRolloutInfo(
+        self, request: rollouts_pb2.GetRolloutInfoRequest, context: object
+    ) -> rollouts_pb2.RolloutInfo:
+        """Return the engine, its model, the loaded weights and the load."""
+        info, schedule = self._engine.info, self._schedule
+        return rollouts_pb2.RolloutInfo(
+            engine=info.name,
+            model=info.model,
+            vocab_size=info.vocab_size,
+            max_length=info.max_length or 0,
+            dtype=info.dtype,
+            device=info.device,
+            loaded=version_message(schedule.loaded) if schedule.loaded else None,
+            running_orders=schedule.running,
+            waiting_orders=schedule.waiting,
+            sampled_tokens=self._sampled_tokens,
+            weight_loads=schedule.loads,
+        )
+
+    async def Sample(
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[rollouts_pb2.SampledPart]:
+        """Sample the sequences of one order; see protos/rollouts.proto.
+
+        Raises InvalidInput if the order is wrong, Overloaded if too many orders wait or if they
+        take too much memory, Unavailable if the service stops, and the error of the engine.
+        """
+        held = _HeldBytes(self)
+        try:
+            order = await self._read(aiter(request_iterator), held)
+            place = self._schedule.enter(order.weights)
+            results: _Results = asyncio.Queue(1)
+            place.sampling = sampling = asyncio.create_task(self._sample(order, place, results))
+            sampling.add_done_callback(lambda _: self._schedule.leave(place))
+            # gRPC does not close this generator when the client goes away.
+            context.add_done_callback(lambda _: sampling.cancel())
+            await context.send_initial_metadata((STREAM_OPEN,))
+            while (result := await results.get()) is not None:
+                if isinstance(result, Exception):
+                    raise result
+                for part in sampled_parts(*result):
+                    yield part
+                    failpoint("sampled-part-sent")
+        finally:
+            held.release()
+
+    def drain(self) -> None:
+        """Fail the orders that wait with Unavailable; those that run go on."""
+        self._schedule.drain()
+
+    async def _read(self, parts: _Parts, held: _HeldBytes) -> Order:
+        reader = OrderReader(self._limits)
+        while True:
+            try:
+                async with asyncio.timeout(SECONDS_BETWEEN_PARTS):
+                    part = await anext(parts)
+            except StopAsyncIteration:
+                return reader.order()
+            except TimeoutError as error:
+                raise TimedOut(
+                    f"no part of the order arrived for {SECONDS_BETWEEN_PARTS:g} s"
+                ) from error
+            held.take(part.ByteSize())
+            reader.add(part)
+
+    async def _sample(self, order: Order, place: Place, results: _Results) -> None:
+        """Put the sequences of an order into the queue, then None, or the error that ended it."""
+        error: Exception | None = None
+        try:
+            await place.started()
+            failpoint("order-started")
+            async with aclosing(self._engine.sample(order)) as sequences:
+                async for index, sampled in sequences:
+                    self._sampled_tokens += len(sampled.token_ids)
+                    async with asyncio.timeout(SECONDS_TO_READ):
+                        await results.put((index, sampled))
+        except asyncio.CancelledError:
+            if place.error is None:
+                raise  # the client is gone
+            error = place.error
+        except TimeoutError:
+            error = TimedOut(f"the client has read no sequence for {SECONDS_TO_READ:g} s")
+        except Exception as caught:
+            error = caught
+        self._schedule.leave(place)  # now: the client may read the last sequences slowly
+        await results.put(error)
+
+
+class _HeldBytes:
+    """The bytes of one order, counted in those of the service."""
+
+    def __init__(self, service: RolloutServicer) -> None:
+        self._service = service
+        self._bytes = 0
+
+    def take(self, size: int) -> None:
+        """Count `size` bytes more. Raises Overloaded if the orders take too much memory."""
+        if self._service._held_bytes + size > MAX_HELD_BYTES:
+            raise Overloaded(
+                f"the orders of this rollout service take {MAX_HELD_BYTES >> 20} MiB",
+                hint="retry in a second, or divide the order",
+            )
+        self._bytes += size
+        self._service._held_bytes += size
+
+    def release(self) -> None:
+        self._service._held_bytes -= self._bytes
+        self._bytes = 0

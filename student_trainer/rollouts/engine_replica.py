@@ -1,0 +1,199 @@
+"""One rollout service as its client sees it, and a part of an order that is sent until it is done.
+
+See `engine_client.py` for the rules.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import grpc
+
+from protos import rollouts_pb2, rollouts_pb2_grpc
+from protos.errors import DistillError, InvalidInput, Overloaded, Unavailable
+from protos.rpc.channel import ROLLOUTS_TOKEN, open_channel
+from protos.rpc.statuses import TLS_HINT, fault_of
+from protos.rpc.transport import STREAM_OPEN
+from student_trainer.rollouts.order import Order
+from student_trainer.rollouts.sampler import SampledTokens
+from student_trainer.rollouts.wire import SampledReader, order_parts
+
+log = logging.getLogger(__name__)
+
+FIELD = "rollouts.address"
+CONNECT_SECONDS = 5.0
+_MAX_PAUSE_SECONDS = 1.0
+# The service died, stopped or does not answer, or this client has cancelled the call.
+_AWAY = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+)
+
+
+class Replica:
+    """The channel to one rollout service; it connects on first use."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.name = f"rollout service at {address}"
+        self._channel = open_channel(address, token=ROLLOUTS_TOKEN)
+        self._stub = rollouts_pb2_grpc.RolloutsStub(self._channel)
+
+    def ask(self) -> Any:
+        """Start a call for the service's info, with a deadline of 5 s, and return the call."""
+        request = rollouts_pb2.GetRolloutInfoRequest()
+        return self._stub.GetRolloutInfo.future(
+            request, timeout=CONNECT_SECONDS, wait_for_ready=True
+        )
+
+    def sample(self, messages: Sequence[rollouts_pb2.OrderPart]) -> Any:
+        """Start a call that samples an order, and return the call."""
+        return self._stub.Sample(iter(messages))
+
+    def fault_of(self, error: grpc.RpcError) -> DistillError:
+        """Return the error of a failed call; Unavailable if the call may succeed elsewhere."""
+        call: Any = error
+        if call.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return InvalidInput(
+                f"the server at {self.address} is not a rollout service",
+                field=FIELD,
+                hint="give the HOST:PORT that distill-rollouts printed",
+            )
+        fault = fault_of(error, self.name)
+        if call.code() in _AWAY and not isinstance(fault, Unavailable):
+            return Unavailable(f"the {self.name} has ended a call", field=FIELD, hint=fault.hint)
+        return fault
+
+    def close(self) -> None:
+        """Close the channel, which cancels its calls."""
+        self._channel.close()
+
+
+def no_answer(replicas: Sequence[Replica], last: DistillError, seconds: float) -> Unavailable:
+    """Return the error for services of which none has answered for so many seconds."""
+    addresses = ", ".join(replica.address for replica in replicas)
+    tls = any(replica.address.startswith("https://") for replica in replicas)
+    return Unavailable(
+        f"no rollout service answers at {addresses} for {seconds:g} s (last: {last.message})",
+        field=FIELD,
+        hint=TLS_HINT if tls else "start one with distill-rollouts, or check the address",
+    )
+
+
+class PartRequest:
+    """A part of an order, in a thread that sends it to one replica after the other.
+
+    `deliver` is called in that thread, with (index in the part, its tokens), once for each
+    sequence. `done` is called at the end, with None if the part is complete, or the error.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        ring: Sequence[Replica],
+        *,
+        patience_seconds: float,
+        vocab_size: int | None,
+        deliver: Callable[[int, SampledTokens], None],
+        done: Callable[[Exception | None], None],
+    ) -> None:
+        """Start the thread. `ring`: the replicas, in the order in which they are tried."""
+        self.accepted = threading.Event()  # by a replica, or `error` is set
+        self.error: Exception | None = None
+        self._order = order
+        self._messages = order_parts(order)
+        self._ring = ring
+        self._patience_seconds = patience_seconds
+        self._vocab_size = vocab_size
+        self._deliver = deliver
+        self._done = done
+        self._delivered: set[int] = set()
+        self._away_seconds = 0.0  # in which no replica had the part, since the last message
+        self._cancelled = threading.Event()
+        self._call: Any = None
+        self._thread = threading.Thread(target=self._run, name="rollout-order", daemon=True)
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """End the call; `join` waits for the thread."""
+        self._cancelled.set()
+        if self._call is not None:
+            self._call.cancel()
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._send_until_complete()
+        except Exception as error:
+            self.error = error
+        self.accepted.set()
+        self._done(self.error)
+
+    def _send_until_complete(self) -> None:
+        failures, last = 0, ""
+        while not self._cancelled.is_set():
+            replica = self._ring[failures % len(self._ring)]
+            fault = self._send(replica)
+            if fault is None:
+                return
+            if self._cancelled.is_set():
+                break
+            if not isinstance(fault, Overloaded | Unavailable):
+                raise fault
+            if self._away_seconds >= self._patience_seconds:
+                raise no_answer(self._ring, fault, self._patience_seconds)
+            if str(fault) != last:
+                log.warning("%s; the order is sent again", fault)
+            failures, last = failures + 1, str(fault)
+            self._pause(fault, failures // len(self._ring))
+        raise Unavailable("the order was cancelled")
+
+    def _pause(self, fault: DistillError, rounds: int) -> None:
+        seconds = min(_MAX_PAUSE_SECONDS, 0.05 * 2 ** min(rounds, 10))
+        if isinstance(fault, Overloaded):
+            # The replica lives, and the order may wait for as long as others are sampled.
+            seconds, self._away_seconds = fault.retry_after_ms / 1000, 0.0
+        else:
+            self._away_seconds += seconds
+        self._cancelled.wait(seconds * random.uniform(0.5, 1.0))
+
+    def _send(self, replica: Replica) -> DistillError | None:
+        """Send the part to a replica; return the error, or None once it is complete."""
+        began = time.monotonic()
+        self._call = call = replica.sample(self._messages)
+        if self._cancelled.is_set():  # `cancel` may have missed this call
+            call.cancel()
+        left = max(0.0, self._patience_seconds - self._away_seconds)
+        impatience = threading.Timer(left, call.cancel)
+        impatience.start()
+        try:
+            opened = call.initial_metadata()  # blocks until the service sends it, or an error
+            impatience.cancel()
+            self._away_seconds += time.monotonic() - began
+            if STREAM_OPEN[0] in dict(opened or ()):
+                self.accepted.set()
+            return self._receive(call)
+        except grpc.RpcError as error:
+            return replica.fault_of(error)
+        finally:
+            impatience.cancel()
+            call.cancel()
+
+    def _receive(self, call: Iterable[rollouts_pb2.SampledPart]) -> DistillError | None:
+        reader = SampledReader(self._order, self._vocab_size)
+        for message in call:
+            found = reader.add(message)
+            self._away_seconds = 0.0
+            if found is not None and found[0] not in self._delivered:
+                self._delivered.add(found[0])
+                self._deliver(*found)
+        return None if reader.complete else Unavailable("a rollout service ended an order early")

@@ -1,0 +1,374 @@
+"""Orders and sampled sequences as messages of protos/rollouts.proto, validated on arrival."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from clients.teacher.query import MAX_TAIL_DRAWS, MIN_TEMPERATURE
+from protos import rollouts_pb2
+from protos.errors import Corrupt, InvalidInput
+from protos.rpc.transport import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
+from student_trainer.data.rollout import TailDraws
+from student_trainer.rollouts.order import (
+    InFlight,
+    Order,
+    SamplingSettings,
+    SequenceRequest,
+    WeightsVersion,
+)
+from student_trainer.rollouts.sampler import SampledTokens
+
+MAX_SEQUENCES = 1 << 16
+# Of an order: tokens given and tokens to sample.
+MAX_TOKENS = 1 << 28
+MAX_TOP_K = 4096
+# Random numbers of a rollout: `noise_of` makes all of them, 8 bytes each.
+MAX_STREAM_TOKENS = 1 << 20
+MAX_MARKS = 64
+MAX_TEXT_CHARS = 1000
+# `noise_of` seeds a generator of 64 bits with seed * 1e9 + number.
+_SEEDS = 1 << 32
+_NUMBERS = 1 << 62
+_ENVELOPE_BYTES = 1024
+
+_IN_FLIGHT: dict[InFlight, rollouts_pb2.InFlight.ValueType] = {
+    "drain": rollouts_pb2.IN_FLIGHT_DRAIN,
+    "recompute": rollouts_pb2.IN_FLIGHT_RECOMPUTE,
+    "keep": rollouts_pb2.IN_FLIGHT_KEEP,
+}
+
+
+@dataclass(frozen=True)
+class OrderLimits:
+    """What an engine can sample.
+
+    Token ids are 0 to vocab_size - 1. max_length: most tokens of a sequence, given and sampled;
+    None: no limit. in_flight: values of `WeightsVersion.in_flight` that it knows.
+    """
+
+    vocab_size: int
+    max_length: int | None
+    in_flight: Sequence[InFlight]
+
+
+def order_parts(order: Order) -> list[rollouts_pb2.OrderPart]:
+    """Return the messages of an order: the header, then each sequence.
+
+    Raises InvalidInput if a value does not fit into its message.
+    """
+    settings = order.settings
+    try:
+        header = rollouts_pb2.OrderHeader(
+            weights=version_message(order.weights),
+            top_k=settings.top_k,
+            draws=settings.draws,
+            temperature=settings.temperature,
+            greedy=settings.seed is None,
+            seed=settings.seed or 0,
+            stream_tokens=settings.stream_tokens,
+            marks=settings.marks,
+            batch_tokens=settings.batch_tokens,
+            sequences=len(order.sequences),
+        )
+        parts = [rollouts_pb2.OrderPart(header=header)]
+        for request in order.sequences:
+            sequence = rollouts_pb2.SequenceRequest(
+                token_ids=_int32(request.token_ids),
+                number=request.number,
+                limit=request.limit,
+                used=request.used,
+            )
+            parts.append(rollouts_pb2.OrderPart(sequence=sequence))
+    except (ValueError, TypeError) as error:
+        raise InvalidInput(f"the order cannot be encoded: {error}", field="order") from error
+    for index, part in enumerate(parts[1:]):
+        if part.ByteSize() > MAX_MESSAGE_BYTES - _ENVELOPE_BYTES:
+            _refuse(f"sequences[{index}].token_ids", f"{part.ByteSize()} bytes", "shorten it")
+    return parts
+
+
+def version_message(version: WeightsVersion) -> rollouts_pb2.WeightsVersion:
+    """Return the message of a version."""
+    return rollouts_pb2.WeightsVersion(
+        lineage=version.lineage,
+        number=version.number,
+        directory=str(version.directory.absolute()),
+        in_flight=_IN_FLIGHT[version.in_flight],
+    )
+
+
+class OrderReader:
+    """Reads the messages of one order.
+
+    All errors are InvalidInput with the field, such as `sequences[3].limit`, and a hint.
+    """
+
+    def __init__(self, limits: OrderLimits) -> None:
+        self._limits = limits
+        self._header: rollouts_pb2.OrderHeader | None = None
+        self._weights: WeightsVersion | None = None
+        self._sequences: list[SequenceRequest] = []
+        self._tokens = 0
+
+    def add(self, part: rollouts_pb2.OrderPart) -> None:
+        """Read the next message."""
+        match part.WhichOneof("part"):
+            case "header" if self._header is None:
+                self._weights = _version(part.header.weights, self._limits)
+                _check(part.header, self._limits)
+                self._header = part.header
+            case "sequence" if self._header is not None:
+                self._sequences.append(self._sequence(part.sequence, self._header))
+            case _:
+                _refuse("part", "an order is one header, then its sequences", "send them so")
+
+    def order(self) -> Order:
+        """Return the whole order, after the last message."""
+        header = self._header
+        if header is None or self._weights is None:
+            _refuse("header", "is missing", "start the order with its header")
+        if len(self._sequences) != header.sequences:
+            _refuse(
+                "sequences",
+                f"{header.sequences} announced, {len(self._sequences)} received",
+                "send as many as the header says",
+            )
+        settings = SamplingSettings(
+            top_k=header.top_k,
+            temperature=header.temperature,
+            draws=header.draws,
+            seed=None if header.greedy else header.seed,
+            stream_tokens=header.stream_tokens,
+            batch_tokens=header.batch_tokens,
+            marks=tuple(header.marks),
+        )
+        return Order(self._weights, settings, self._sequences)
+
+    def _sequence(
+        self, request: rollouts_pb2.SequenceRequest, header: rollouts_pb2.OrderHeader
+    ) -> SequenceRequest:
+        here = f"sequences[{len(self._sequences)}]"
+        if len(self._sequences) == header.sequences:
+            _refuse(here, f"only {header.sequences} were announced", "count them in the header")
+        if len(request.token_ids) % 4 or not request.token_ids:
+            size = len(request.token_ids)
+            _refuse(f"{here}.token_ids", f"{size} bytes", "send at least one little-endian int32")
+        ids = np.frombuffer(request.token_ids, "<i4")
+        bad = np.flatnonzero((ids < 0) | (ids >= self._limits.vocab_size))
+        if bad.size:
+            _refuse(
+                f"{here}.token_ids[{bad[0]}]",
+                f"must be 0 to {self._limits.vocab_size - 1}, got {ids[bad[0]]}",
+                "start the rollout service with the student's model",
+            )
+        length, most = len(ids) + request.limit, self._limits.max_length
+        if not request.limit or (most is not None and length > most):
+            _refuse(
+                f"{here}.limit",
+                f"{request.limit} tokens to sample after {len(ids)}; at least 1 is needed, and a"
+                f" sequence has at most {'any number of' if most is None else most} tokens",
+                "sample fewer tokens, or shorten the prompts",
+            )
+        if not header.greedy and request.used + request.limit > header.stream_tokens:
+            _refuse(
+                f"{here}.used",
+                f"{request.used} + {request.limit} tokens, but the rollout has"
+                f" {header.stream_tokens} random numbers",
+                "raise stream_tokens",
+            )
+        if not -_NUMBERS <= request.number < _NUMBERS:
+            _refuse(f"{here}.number", f"got {request.number}", "use -2^62 to 2^62 - 1")
+        self._tokens += length
+        if self._tokens > MAX_TOKENS:
+            _refuse(
+                here,
+                f"an order has at most {MAX_TOKENS} tokens, given and sampled together",
+                "divide it into several orders",
+            )
+        token_ids = torch.from_numpy(ids.astype(np.int64))
+        return SequenceRequest(token_ids, request.number, request.limit, request.used)
+
+
+def _version(message: rollouts_pb2.WeightsVersion, limits: OrderLimits) -> WeightsVersion:
+    if not 0 < len(message.lineage) <= MAX_TEXT_CHARS:
+        hint = "name the trainer's attempt"
+        _refuse("weights.lineage", f"must be 1 to {MAX_TEXT_CHARS} characters", hint)
+    directory = message.directory
+    if not 0 < len(directory) <= 4 * MAX_TEXT_CHARS or not Path(directory).is_absolute():
+        _refuse("weights.directory", "is not an absolute path", "give the snapshot's full path")
+    in_flight = next((n for n, value in _IN_FLIGHT.items() if value == message.in_flight), None)
+    if in_flight is None or in_flight not in limits.in_flight:
+        known = " or ".join(limits.in_flight)
+        got = in_flight or f"value {message.in_flight}"
+        _refuse(
+            "weights.in_flight",
+            f"this engine knows {known}, got {got}",
+            f"use {known}, or a service with --engine vllm",
+        )
+    return WeightsVersion(message.lineage, message.number, Path(directory), in_flight)
+
+
+def _check(header: rollouts_pb2.OrderHeader, limits: OrderLimits) -> None:
+    most_k = min(MAX_TOP_K, limits.vocab_size)
+    bounds = [
+        ("top_k", header.top_k, 0, most_k),
+        ("draws", header.draws, 0, MAX_TAIL_DRAWS),
+        ("seed", header.seed, 0, _SEEDS - 1),
+        ("stream_tokens", header.stream_tokens, 0 if header.greedy else 1, MAX_STREAM_TOKENS),
+        ("batch_tokens", header.batch_tokens, 1, MAX_TOKENS),
+        ("sequences", header.sequences, 1, MAX_SEQUENCES),
+    ]
+    for name, value, least, most in bounds:
+        if not least <= value <= most:
+            hint = "divide the order" if name == "sequences" else f"set {name} in this range"
+            _refuse(name, f"must be {least} to {most}, got {value}", hint)
+    if not MIN_TEMPERATURE <= header.temperature < math.inf:
+        what = f"must be finite and at least {MIN_TEMPERATURE}, got {header.temperature:g}"
+        _refuse("temperature", what, "use 1.0")
+    long = any(not 0 < len(text) <= MAX_TEXT_CHARS for text in header.marks)
+    if long or len(header.marks) > MAX_MARKS:
+        what = f"at most {MAX_MARKS} texts of 1 to {MAX_TEXT_CHARS} characters"
+        _refuse("marks", what, "use fewer or shorter marks")
+
+
+def sampled_parts(index: int, sampled: SampledTokens) -> Iterator[rollouts_pb2.SampledPart]:
+    """Yield the messages of the sampled sequence `index` of an order, at most 1 MiB each."""
+    draws = sampled.draws
+    columns: dict[str, NDArray[Any]] = {
+        "token_ids": _array(sampled.token_ids, "<i4"),
+        "head_ids": _array(sampled.head_ids, "<i4"),
+        "token_logprobs": _array(sampled.token_logprobs, "<f4"),
+    }
+    if draws is not None:
+        columns["draw_ids"] = _array(draws.ids, "<i4")
+        columns["draw_logprobs"] = _array(draws.logprobs, "<f4")
+    tokens = len(sampled.token_ids)
+    row_bytes = sum(column.nbytes for column in columns.values()) // tokens
+    rows = max(1, (MAX_CHUNK_BYTES - _ENVELOPE_BYTES) // row_bytes)
+    for first in range(0, tokens, rows):
+        part = rollouts_pb2.SampledPart(index=index, first=first)
+        for name, column in columns.items():
+            setattr(part, name, column[first : first + rows].tobytes())
+        if first + rows >= tokens:
+            part.last, part.ended, part.closed = True, sampled.ended, sampled.closed
+            part.versions.extend(
+                rollouts_pb2.VersionSpan(version=version, tokens=count)
+                for version, count in sampled.versions
+            )
+        yield part
+
+
+class SampledReader:
+    """Joins the messages of the sampled sequences of one order.
+
+    All errors are Corrupt. vocab_size: of the student; None: not checked.
+    """
+
+    def __init__(self, order: Order, vocab_size: int | None) -> None:
+        settings = order.settings
+        self._vocab_size = vocab_size
+        self._limits = [request.limit for request in order.sequences]
+        self._top_k = settings.top_k
+        self._draws = 0 if settings.seed is None else settings.draws
+        self._parts: dict[int, list[rollouts_pb2.SampledPart]] = {}
+        self._finished: set[int] = set()
+
+    @property
+    def complete(self) -> bool:
+        """True if every sequence of the order has been received."""
+        return len(self._finished) == len(self._limits)
+
+    def add(self, part: rollouts_pb2.SampledPart) -> tuple[int, SampledTokens] | None:
+        """Read a message; return (index in the order, its tokens) if it completes a sequence."""
+        index = part.index
+        if index >= len(self._limits) or index in self._finished:
+            raise Corrupt(f"the rollout service sent sequence {index} twice or unasked")
+        parts = self._parts.setdefault(index, [])
+        received = sum(len(one.token_ids) for one in parts) // 4
+        tokens = len(part.token_ids) // 4
+        if part.first != received or not 0 < tokens <= self._limits[index] - received:
+            raise Corrupt(
+                f"the rollout service sent {tokens} tokens from {part.first} of sequence {index},"
+                f" of which {received} of at most {self._limits[index]} had arrived"
+            )
+        sizes = {
+            "token_ids": 4,
+            "head_ids": 4 * self._top_k,
+            "token_logprobs": 4,
+            "draw_ids": 4 * self._draws,
+            "draw_logprobs": 4 * self._draws,
+        }
+        for name, size in sizes.items():
+            if len(getattr(part, name)) != tokens * size:
+                raise Corrupt(
+                    f"the rollout service sent {len(getattr(part, name))} bytes of {name} for"
+                    f" {tokens} tokens, expected {tokens * size}"
+                )
+        parts.append(part)
+        if not part.last:
+            return None
+        self._finished.add(index)
+        return index, self._joined(self._parts.pop(index))
+
+    def _joined(self, parts: Sequence[rollouts_pb2.SampledPart]) -> SampledTokens:
+        last = parts[-1]
+        token_ids = self._ids(parts, "token_ids")
+        logprobs = _floats(parts, "token_logprobs")
+        versions = tuple((span.version, span.tokens) for span in last.versions)
+        if not np.isfinite(logprobs).all():
+            raise Corrupt(f"the log-probs of sampled sequence {last.index} are not finite")
+        if sum(tokens for _, tokens in versions) != len(token_ids):
+            raise Corrupt(f"the version spans of sequence {last.index} do not cover its tokens")
+        draws = None
+        if self._draws:
+            shape = (len(token_ids), self._draws)
+            drawn = _floats(parts, "draw_logprobs")
+            if np.isnan(drawn).any():
+                raise Corrupt(f"the draws of sampled sequence {last.index} have log-prob NaN")
+            ids = self._ids(parts, "draw_ids").int()
+            draws = TailDraws(ids.view(shape), torch.from_numpy(drawn).view(shape))
+        return SampledTokens(
+            token_ids,
+            self._ids(parts, "head_ids").view(len(token_ids), self._top_k),
+            torch.from_numpy(logprobs),
+            last.ended,
+            last.closed,
+            draws,
+            versions,
+        )
+
+    def _ids(self, parts: Sequence[rollouts_pb2.SampledPart], name: str) -> Tensor:
+        flat = np.concatenate([np.frombuffer(getattr(part, name), "<i4") for part in parts])
+        most = math.inf if self._vocab_size is None else self._vocab_size
+        if flat.size and not 0 <= flat.min() <= flat.max() < most:
+            raise Corrupt(
+                f"the rollout service sent {name} from {flat.min()} to {flat.max()}, but the"
+                f" student has {self._vocab_size or 'no negative'} ids"
+            )
+        return torch.from_numpy(flat.astype(np.int64))
+
+
+def _floats(parts: Sequence[rollouts_pb2.SampledPart], name: str) -> NDArray[np.float32]:
+    flat = np.concatenate([np.frombuffer(getattr(part, name), "<f4") for part in parts])
+    return flat.astype(np.float32, copy=False)
+
+
+def _array(tensor: Tensor, dtype: str) -> NDArray[Any]:
+    return tensor.numpy().astype(dtype, copy=False)
+
+
+def _int32(token_ids: Tensor) -> bytes:
+    return token_ids.numpy().astype("<i4").tobytes()
+
+
+def _refuse(field: str, message: str, hint: str) -> NoReturn:
+    raise InvalidInput(message, field=field, hint=hint)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from tests.student_trainer import tiny
+from tests.student_trainer.rollout_service.material import student
+from tests.student_trainer.rollout_service.processes import ServiceProcess
+
+
+class StartService(Protocol):
+    def __call__(self, *args: str, port: int = 0, failpoint: str = "") -> ServiceProcess: ...
+
+
+@pytest.fixture(scope="session")
+def student_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The student before its first step."""
+    return tiny.save(student(0), tiny.tokenizer(), tmp_path_factory.mktemp("student"))
+
+
+@pytest.fixture
+def start_service(tmp_path: Path, student_path: Path) -> Iterator[StartService]:
+    """Starts rollout services; what still runs at the end of the test is killed."""
+    started: list[ServiceProcess] = []
+
+    def start(*args: str, port: int = 0, failpoint: str = "") -> ServiceProcess:
+        if "--model" not in args:
+            args = ("--model", str(student_path), *args)
+        log = tmp_path / "service.log"
+        started.append(ServiceProcess(*args, log=log, port=port, failpoint=failpoint))
+        return started[-1]
+
+    yield start
+    for service in started:
+        service.close()

@@ -1,0 +1,81 @@
+"""Students on disk, snapshots of them, and orders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_model
+from torch import Tensor
+
+from student_trainer.rollouts.order import Order, SamplingSettings, SequenceRequest, WeightsVersion
+from student_trainer.rollouts.sampler import SampledTokens
+from student_trainer.rollouts.snapshot import Probe, seal
+from tests.student_trainer import tiny
+
+TOP_K, DRAWS = 4, 3
+
+
+def student(number: int, **options: Any) -> Any:
+    """The student after so many steps: its weights are those of a seed."""
+    return tiny.model(seed=100 + number, **options)
+
+
+def probe_of(model: Any) -> Probe:
+    token_ids = torch.tensor([[3, 5, 1, 7, 2, 6], [4, 4, 8, 1, 3, 9]])
+    with torch.no_grad():
+        logprobs = model(token_ids[:, :-1]).logits.log_softmax(-1)
+    return Probe(token_ids, logprobs.gather(2, token_ids[:, 1:, None]).squeeze(2))
+
+
+def snapshot(root: Path, number: int, model: Any = None, probe: Probe | None = None) -> Path:
+    """A complete snapshot of version `number`."""
+    directory = root / f"v{number}"
+    directory.mkdir(parents=True)
+    model = student(number) if model is None else model
+    save_model(model, str(directory / "model.safetensors"))
+    seal(directory, number=number, dtype="float32", probe=probe or probe_of(model))
+    return directory
+
+
+def order(
+    directory: Path,
+    *,
+    number: int = 1,
+    lineage: str = "run.1",
+    sequences: int = 8,
+    limit: int = 12,
+    batch_tokens: int = 60,
+    first: int = 0,
+    **settings: Any,
+) -> Order:
+    values: dict[str, Any] = {
+        "top_k": TOP_K,
+        "temperature": 1.3,
+        "draws": DRAWS,
+        "seed": 7,
+        "stream_tokens": limit,
+        "batch_tokens": batch_tokens,
+    }
+    requests = [
+        SequenceRequest(torch.tensor([1 + n % 9, 2, 3 + n % 4][: 1 + n % 3]), first + n, limit)
+        for n in range(sequences)
+    ]
+    version = WeightsVersion(lineage, number, directory)
+    return Order(version, SamplingSettings(**{**values, **settings}), requests)
+
+
+def tensors_of(sampled: SampledTokens) -> Sequence[Tensor]:
+    found = [sampled.token_ids, sampled.head_ids, sampled.token_logprobs]
+    if sampled.draws is not None:
+        found += [sampled.draws.ids, sampled.draws.logprobs]
+    return found
+
+
+def assert_same(one: SampledTokens, other: SampledTokens) -> None:
+    """Equal to the bit, apart from the versions."""
+    pairs = zip(tensors_of(one), tensors_of(other), strict=True)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+    assert (one.ended, one.closed) == (other.ended, other.closed)
