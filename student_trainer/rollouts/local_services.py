@@ -80,7 +80,7 @@ def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | None]:
             stack.enter_context(
                 _Service(
                     [*_command(config, rollouts), "--port", str(port), "--threads", str(threads)],
-                    {"DISTILL_TOKENS": f"submit {token}", **_gpus(config, rollouts, number)},
+                    {"DISTILL_TOKENS": f"admin {token}", **_gpus(config, rollouts, number)},
                 )
             )
             for number, port in enumerate(ports)
@@ -154,7 +154,7 @@ class _Service:
 
     def _run(self) -> tuple[int, str]:
         """Run the process to its end; return its exit code and its last error message."""
-        self._process = subprocess.Popen(
+        with subprocess.Popen(
             self._command,
             env=self._environment,
             stdin=subprocess.DEVNULL,
@@ -162,18 +162,18 @@ class _Service:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-        )
-        if self._closing:
-            self._process.terminate()
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        messages = threading.Thread(target=self._forward, args=(self._process.stderr,), daemon=True)
-        messages.start()
-        for line in self._process.stdout:
-            if line.startswith(_READY):
-                self._ready.set()
-        messages.join()
-        return self._process.wait(), self._last_error
+        ) as process:
+            self._process = process
+            if self._closing:
+                process.terminate()
+            messages = threading.Thread(target=self._forward, args=(process.stderr,), daemon=True)
+            messages.start()
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(_READY):
+                    self._ready.set()
+            messages.join()
+        return process.returncode, self._last_error
 
     def _forward(self, messages: IO[str]) -> None:
         for line in messages:
