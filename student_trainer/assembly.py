@@ -100,7 +100,7 @@ def assemble(
     if accelerator.is_main_process:
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
         checkpoint.delete_after(run.checkpoints, step)
-    engine = connect_engine(config, service, accelerator, student, run.path, attempt)
+    engine = connect_engine(config, service, accelerator, student, run.path, attempt, tokenizer)
     method = make_method(accelerator, student, engine)
     if saved is not None:
         _restore(method, saved)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Iterable
 
-from clients.runs.metrics_follower import Point
+from clients.runs.directory import RunDirectory
+from clients.runs.metrics_follower import Point, read_points
+
+log = logging.getLogger(__name__)
 
 # The first metric in this list that was measured decides. Sign +1: larger is better.
 _JUDGES = (
@@ -52,3 +56,11 @@ def unproven_gain(points: Iterable[Point], step: int) -> str:
             f"of the difference ({2 * error:.2g}); raise eval.prompts, or train longer"
         )
     return ""
+
+
+def warn_of_chance(run: RunDirectory) -> None:
+    """Log a warning if the best checkpoint of a run may be the best one by chance."""
+    points = read_points(run.metrics)
+    best = best_step(points, run.checkpoint_steps())
+    if best is not None and (sentence := unproven_gain(points, best)):
+        log.warning("%s", sentence)

@@ -82,16 +82,30 @@ class Snapshots:
         self._in_flight: InFlight = in_flight
         self._probe_ids = probe_ids
         self._most = tokens_per_micro_batch
-        self._written: list[int] = []
+        self._written: list[WeightsVersion] = []
 
-    def write(self, number: int) -> WeightsVersion:
+    @property
+    def newest(self) -> WeightsVersion:
+        """The version that was written last; there is one."""
+        return self._written[-1]
+
+    def write(self, number: int, *, anchor: bool = False) -> WeightsVersion:
         """Collective. Write the current weights as version `number`; return it when complete.
 
-        Raises OSError or a DistillError on all ranks if the main process cannot write.
+        A version that exists is not written again. `anchor`: the weights are those of the anchor,
+        which is in the student's place; they are a lineage of their own.
+
+        Raises Unavailable on all ranks if there is no room for it.
         """
-        version = WeightsVersion(self._lineage, number, self._path(number), self._in_flight)
-        if number in self._written:
-            return version
+        lineage = f"{self._lineage}-anchor" if anchor else self._lineage
+        directory = self._root / f"{'anchor' if anchor else 'version'}-{number:06d}"
+        version = WeightsVersion(lineage, number, directory, self._in_flight)
+        if version not in self._written:
+            self._write(version)
+        self._written = [*(one for one in self._written if one != version), version]
+        return version
+
+    def _write(self, version: WeightsVersion) -> None:
         main = self._accelerator.is_main_process
         raise_on_all_ranks(self._accelerator, self._begin(version) if main else lambda: None)
         logprobs = self._probe_logprobs()
@@ -102,18 +116,17 @@ class Snapshots:
         if main:
             dtype = "bfloat16" if self._student.trained.bf16 else "float32"
             probe = Probe(self._probe_ids, logprobs)
-            seal(version.directory, number=number, dtype=dtype, probe=probe)
+            seal(version.directory, number=version.number, dtype=dtype, probe=probe)
         self._accelerator.wait_for_everyone()  # for every rank the snapshot is complete
-        self._written.append(number)
-        return version
 
     def delete_before(self, number: int) -> None:
-        """Delete the snapshots of versions before `number`, in the main process."""
-        old = [version for version in self._written if version < number]
-        self._written = [version for version in self._written if version >= number]
+        """Delete the versions before `number`."""
+        kept = [one for one in self._written if one.number >= number]
+        old = [one for one in self._written if one not in kept]
+        self._written = kept
         if self._accelerator.is_main_process:
-            for version in old:
-                shutil.rmtree(self._path(version), ignore_errors=True)
+            for one in old:
+                shutil.rmtree(one.directory, ignore_errors=True)
 
     def close(self) -> None:
         """Delete all snapshots. Not collective."""
@@ -135,9 +148,6 @@ class Snapshots:
                 )
 
         return begin
-
-    def _path(self, number: int) -> Path:
-        return self._root / f"version-{number:06d}"
 
     def _probe_logprobs(self) -> Tensor:
         """Collective. Return the student's log-probs [n, T - 1] float32 of the probe, on the CPU.

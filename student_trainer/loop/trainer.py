@@ -33,7 +33,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from clients.config.rl import RLJob
 from clients.config.tables.common import TrainingJob
-from clients.runs.best_step import best_step, unproven_gain
+from clients.runs.best_step import best_step, warn_of_chance
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.metrics_follower import read_points
 from clients.runs.metrics_writer import MetricsLog
@@ -170,17 +170,9 @@ class Trainer:
             self._evaluate_and_log(metrics)
         self._finish_saving()
         self._export()
-        self._warn_of_chance()
+        if self._metrics is not None:
+            warn_of_chance(self._run)
         return "succeeded"
-
-    def _warn_of_chance(self) -> None:
-        """Log a warning if the best checkpoint may be the best one by chance."""
-        if self._metrics is None:
-            return
-        points = read_points(self._run.metrics)
-        best = best_step(points, self._run.checkpoint_steps())
-        if best is not None and (sentence := unproven_gain(points, best)):
-            log.warning("%s", sentence)
 
     def _is_due(self, every: int) -> bool:
         return self._step == self._config.max_steps or self._step % every == 0
@@ -343,11 +335,16 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         self._progress.say("evaluating", self._step)
+        if self._ahead is not None:
+            self._ahead.publish(self._step)
         with self._student.gathered():
             metrics, transcripts = self._evaluation(self._student.full)
         if self._anchor is not None:
-            with self._anchor.in_place(), self._student.gathered():
-                found, _ = self._evaluation(self._student.full)
+            with self._anchor.in_place():
+                if self._ahead is not None:
+                    self._ahead.publish(self._step, anchor=True)
+                with self._student.gathered():
+                    found, _ = self._evaluation(self._student.full)
             metrics |= {name.replace("eval/", "eval/anchor/"): of for name, of in found.items()}
         if transcripts and self._metrics is not None:
             write_samples(self._run, self._step, transcripts)

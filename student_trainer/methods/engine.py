@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -20,10 +19,10 @@ from clients.config.tables.rollouts import RolloutsConfig
 from protos.errors import WrongState
 from protos.rpc.channel import ROLLOUTS_TOKEN
 from student_trainer.checkpoints.snapshots import Snapshots, bytes_of, snapshot_root
-from student_trainer.data.prompts import Prompt
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollouts.engine_client import EngineClient
+from student_trainer.rollouts.engine_rollouts import EngineRollouts
 from student_trainer.rollouts.local_services import RolloutServices
 from student_trainer.rollouts.order import SamplingSettings
 from student_trainer.teachers.rollouts_ahead import RolloutsAhead
@@ -31,58 +30,39 @@ from student_trainer.teachers.source import TeacherSource
 
 # Sequences of a probe, and tokens of each.
 _PROBE_SEQUENCES, _PROBE_TOKENS = 4, 32
+_PROBE_TEXT = """\
+A farmer has 17 sheep and buys 5 more. How many sheep does he have? He has 17 + 5 = 22 sheep. Water
+boils at 100 degrees at sea level, and at less on a mountain. def add(a, b): return a + b. The train
+left the station at noon, and nobody on the platform saw where the old man had gone. 12 * 12 = 144,
+and half of it is 72. Once upon a time there was a small house at the edge of a large, dark forest.
+"""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The rollout services of a job. local: they run on this machine. run: the run directory.
-
-    lineage: of the weights of this attempt.
-    """
+    """The rollout services of a job, and the versions of the weights that they load."""
 
     client: EngineClient
     accelerator: Accelerator
-    student: Replicated | Sharded
-    run: Path
-    lineage: str
-    local: bool
+    snapshots: Snapshots
 
     def rollouts_ahead(
-        self,
-        config: OnPolicyJob | RLJob,
-        teacher: TeacherSource,
-        settings: SamplingSettings,
-        held_out: Sequence[Prompt],
+        self, config: OnPolicyJob | RLJob, teacher: TeacherSource, settings: SamplingSettings
     ) -> RolloutsAhead:
-        """Collective. Return the training rollouts of a job.
-
-        `teacher`: scores them. `held_out`: prompts of all processes, for the probe of the weights.
-        """
-        model = self.student.trained.model
-        # transformers casts as it computes, so it needs the weights that learn.
-        narrow = config.rollouts.engine == "vllm" and self.student.trained.bf16
-        dtype = torch.bfloat16 if narrow else torch.float32
-        versions = config.rollouts.lag + 2
-        needed = versions * bytes_of(model, dtype)
-        snapshots = Snapshots(
-            self.accelerator,
-            self.student,
-            snapshot_root(self.run, needed, local=self.local),
-            lineage=self.lineage,
-            dtype=dtype,
-            in_flight=config.rollouts.in_flight,
-            probe_ids=_probe_ids(held_out),
-            tokens_per_micro_batch=config.train.tokens_per_micro_batch,
-        )
+        """Return the training rollouts of a job. `teacher`: scores them."""
         return RolloutsAhead(
             self.accelerator,
             self.client,
-            snapshots,
+            self.snapshots,
             teacher,
             settings,
             lag=config.rollouts.lag,
             last_step=config.max_steps,
         )
+
+    def rollouts(self, settings: SamplingSettings) -> EngineRollouts:
+        """Return rollouts with the weights that were published last, for evaluations."""
+        return EngineRollouts(self.client, settings, lambda: self.snapshots.newest)
 
 
 def connect_engine(
@@ -92,6 +72,7 @@ def connect_engine(
     student: Replicated | Sharded,
     run: Path,
     attempt: int,
+    tokenizer: Any,
 ) -> Engine | None:
     """Collective. Connect every process to the services of the job; None if it has none.
 
@@ -110,14 +91,23 @@ def connect_engine(
     )
     vocab_size = student.trained.model.config.get_text_config().vocab_size
     raise_on_all_ranks(accelerator, lambda: _check(client, rollouts, vocab_size))
-    return Engine(
-        client,
+    model = student.trained.model
+    # transformers casts as it computes, so it needs the weights that learn.
+    narrow = rollouts.engine == "vllm" and student.trained.bf16
+    dtype = torch.bfloat16 if narrow else torch.float32
+    # Those of `lag` steps, of the newest one and of the one that is written; and of an anchor.
+    needed = (rollouts.lag + 3) * bytes_of(model, dtype)
+    snapshots = Snapshots(
         accelerator,
         student,
-        run,
+        snapshot_root(run, needed, local=rollouts.address is None),
         lineage=f"{run.name}-{attempt}",
-        local=rollouts.address is None,
+        dtype=dtype,
+        in_flight=rollouts.in_flight,
+        probe_ids=_probe_ids(tokenizer, vocab_size),
+        tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )
+    return Engine(client, accelerator, snapshots)
 
 
 def _check(client: EngineClient, rollouts: RolloutsConfig, vocab_size: int) -> None:
@@ -132,8 +122,10 @@ def _check(client: EngineClient, rollouts: RolloutsConfig, vocab_size: int) -> N
         )
 
 
-def _probe_ids(prompts: Sequence[Prompt]) -> Tensor:
-    """Return token ids [n, T] int64 of a probe: those of prompts, repeated if they are too few."""
-    ids = torch.cat([torch.from_numpy(prompt.ids).long() for prompt in prompts[:64]])
+def _probe_ids(tokenizer: Any, vocab_size: int) -> Tensor:
+    """Return token ids [n, T] int64 of a probe: of a text, or the first ids if it has too few."""
     wanted = _PROBE_SEQUENCES * _PROBE_TOKENS
-    return ids.repeat(-(-wanted // len(ids)))[:wanted].reshape(_PROBE_SEQUENCES, _PROBE_TOKENS)
+    text = tokenizer(_PROBE_TEXT, add_special_tokens=False).input_ids
+    ids = [*text, *range(min(vocab_size, wanted))][:wanted]
+    repeated = (ids * wanted)[:wanted]
+    return torch.tensor(repeated).reshape(_PROBE_SEQUENCES, _PROBE_TOKENS)

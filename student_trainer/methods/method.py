@@ -23,6 +23,7 @@ from student_trainer.model.loading import computes_in_bfloat16
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollouts.hf import HuggingFaceRollouts
 from student_trainer.rollouts.order import SamplingSettings
+from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.rollouts_ahead import RolloutsAhead
 from student_trainer.teachers.source import PendingRows
@@ -103,7 +104,7 @@ def held_out_evaluation(
     held_out: Callable[[], list[PendingRows]],
     examined: list[Prompt],
     tokenizer: Any,
-    rollouts: HuggingFaceRollouts,
+    rollouts: Rollouts,
 ) -> Evaluation:
     """Return the held-out evaluation of a job without rewards, with exact match if wanted.
 

@@ -43,6 +43,7 @@ from student_trainer.methods.method import (
 )
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.sharding import Replicated, Sharded
+from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.scored_rollouts import RolloutsOfSteps, ScoredRollouts
@@ -115,7 +116,7 @@ def on_policy_method(
     """Build the method of an on-policy job. The module docstring lists the steps.
 
     `prompts`: the training prompts and the held-out ones. `teachers`: connections by teacher name;
-    "" is the only teacher of a job without names. `engine`: samples the training rollouts; None:
+    "" is the only teacher of a job without names. `engine`: samples the rollouts; None:
     this process does. The head of a row is the student's top-k for
     reverse KL and the teacher's top-k for forward KL.
     """
@@ -126,7 +127,10 @@ def on_policy_method(
         "temperature": objective.temperature,
         "draws": config.draws,
     }
-    rollouts = plain_rollouts(config, student, tokenizer, **sampling)
+    settings = sampling_settings(config, **sampling)
+    rollouts: Rollouts = plain_rollouts(config, student, tokenizer, **sampling)
+    if engine is not None:
+        rollouts = engine.rollouts(settings)
     remote = {
         name: RemoteTeacher(
             connection.client,
@@ -140,8 +144,7 @@ def on_policy_method(
     teacher = TeachersByName(remote)
     answers = ScoredRollouts(student, rollouts, teacher, config.seed)
     training, held_out = prompts
-    settings = sampling_settings(config, **sampling)
-    ahead = engine.rollouts_ahead(config, teacher, settings, held_out) if engine else None
+    ahead = engine.rollouts_ahead(config, teacher, settings) if engine is not None else None
     steps = OnPolicySteps(config, accelerator, training, held_out, ahead or answers, answers)
     examined = held_out if config.eval.metric == "exact_match" else []
     evaluation = held_out_evaluation(

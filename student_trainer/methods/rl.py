@@ -65,6 +65,7 @@ from student_trainer.methods.rl_parts import (
     anchor_teacher,
     make_rollouts,
     teacher_sources,
+    training_sampling,
 )
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.objectives.rl import RLObjective, RLSequence
@@ -253,14 +254,14 @@ def rl_method(
 ) -> Method:
     """Build the method of an RL job. The module docstring lists the steps.
 
-    `engine`: samples the training rollouts; None: this process does.
+    `engine`: samples the rollouts; None: this process does.
 
     The anchor starts as a copy of the student's weights of this moment.
     """
     method, rewards = config.method, material.rewards
     assert (rewards is None) == (config.reward is None), "the caller makes them"
     judged = None if rewards is None else RolloutRewards(rewards, material.tokenizer)
-    rollouts = make_rollouts(config, material, student)
+    rollouts = make_rollouts(config, material, student, engine)
     anchor, sources = None, teacher_sources(config, material)
     if method.beta:
         tau, period = config.anchor.tau, config.anchor.update_period
@@ -276,13 +277,10 @@ def rl_method(
         most = config.train.tokens_per_micro_batch
         old_policy = OldPolicy(student, temperature=method.temperature, tokens_per_micro_batch=most)
     prompts = material.prompts
-    top_k = max(method.top_k, 1)
-    settings = sampling_settings(
-        config, top_k=top_k, temperature=method.temperature, draws=config.draws
-    )
     ahead = None
     if engine is not None:
-        ahead = engine.rollouts_ahead(config, sources[0], settings, prompts.held_out)
+        settings = sampling_settings(config, **training_sampling(config))
+        ahead = engine.rollouts_ahead(config, sources[0], settings)
     groups = GroupSampler(config, accelerator, prompts.training, ahead or answers, answers, judged)
     steps = RLSteps(
         config, accelerator, prompts.held_out, groups, answers, sources, values, old_policy
@@ -295,7 +293,7 @@ def rl_method(
             prompts.held_out,
             accelerator,
             material.tokenizer,
-            make_rollouts(config, material, student, examined=True),
+            make_rollouts(config, material, student, engine, examined=True),
             matched=config.eval.metric == "exact_match",
             judged=judged,
             sampled=_held_out_samples(config),

@@ -10,9 +10,11 @@ from accelerate import Accelerator
 
 from clients.config.rl import RLJob
 from student_trainer.environments.retriever import Retriever
+from student_trainer.methods.engine import Engine
 from student_trainer.methods.method import (
     plain_rollouts,
     sampling_batch,
+    sampling_settings,
 )
 from student_trainer.methods.rl_prompts import RLPrompts, context_prompt
 from student_trainer.model.loading import computes_in_bfloat16
@@ -43,39 +45,38 @@ class RLMaterial:
     most: int | None
 
 
-def make_rollouts(
-    config: RLJob, material: RLMaterial, student: Replicated | Sharded, *, examined: bool = False
-) -> Rollouts:
-    """Return the sampler of training rollouts, or that of the `examined` held-out answers."""
+def training_sampling(config: RLJob) -> dict[str, Any]:
+    """Return the options of training rollouts, as `plain_rollouts` has them."""
     method = config.method
-    temperature, draws = method.temperature, config.draws
     # With top_k = 0 only the sampled token counts, but a row needs a head: one id.
     top_k = max(method.top_k, 1)
+    return {"top_k": top_k, "temperature": method.temperature, "draws": config.draws}
+
+
+def make_rollouts(
+    config: RLJob,
+    material: RLMaterial,
+    student: Replicated | Sharded,
+    engine: Engine | None,
+    *,
+    examined: bool = False,
+) -> Rollouts:
+    """Return the sampler of rollouts of training and KL, or that of the `examined` answers."""
+    sampling = training_sampling(config)
     if examined and config.eval.temperature:
-        temperature, draws, top_k = config.eval.temperature, 0, 1
+        sampling = {"top_k": 1, "temperature": config.eval.temperature, "draws": 0}
+    if engine is not None:
+        return engine.rollouts(sampling_settings(config, **sampling))
     if config.environment is None:
-        return plain_rollouts(
-            config,
-            student,
-            material.tokenizer,
-            top_k=top_k,
-            temperature=temperature,
-            draws=draws,
-        )
+        return plain_rollouts(config, student, material.tokenizer, **sampling)
     assert material.retriever is not None, "the environment has one"
+    bf16 = computes_in_bfloat16(config.student)
     return SearchRollouts(
-        Sampler(
-            student.full.model,
-            material.tokenizer,
-            top_k=top_k,
-            temperature=temperature,
-            draws=draws,
-            bf16=computes_in_bfloat16(config.student),
-        ),
+        Sampler(student.full.model, material.tokenizer, **sampling, bf16=bf16),
         material.tokenizer,
         material.retriever,
         config.environment,
-        max_new_tokens=method.max_new_tokens,
+        max_new_tokens=config.method.max_new_tokens,
         batch_tokens=sampling_batch(config),
     )
 

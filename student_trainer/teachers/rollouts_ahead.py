@@ -31,13 +31,9 @@ from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.rollouts.engine_client import EngineClient, Sampling
+from student_trainer.rollouts.engine_rollouts import requests_of
 from student_trainer.rollouts.hf import rollout_of
-from student_trainer.rollouts.order import (
-    Order,
-    SamplingSettings,
-    SequenceRequest,
-    WeightsVersion,
-)
+from student_trainer.rollouts.order import Order, SamplingSettings, WeightsVersion
 from student_trainer.rollouts.sampler import SampledTokens
 from student_trainer.rollouts.stored_sequences import encoded, file_name, read
 from student_trainer.teachers.scored_rollouts import Asked
@@ -52,8 +48,11 @@ LaterFiles = Callable[[threading.Event], Mapping[str, bytes]]
 class WeightVersions(Protocol):
     """Writes versions of the student's weights for engines: `checkpoints/snapshots.py`."""
 
-    def write(self, number: int) -> WeightsVersion:
-        """Collective. Write the current weights as version `number`, and return it."""
+    def write(self, number: int, *, anchor: bool = False) -> WeightsVersion:
+        """Collective. Write the current weights as version `number`, and return it.
+
+        `anchor`: they are those of the anchor, which is in the student's place.
+        """
 
     def delete_before(self, number: int) -> None:
         """Delete the versions before `number`."""
@@ -125,6 +124,13 @@ class RolloutsAhead:
 
         return files
 
+    def publish(self, step: int, *, anchor: bool = False) -> None:
+        """Collective. Make the current weights, those of `step`, the engine's for an evaluation.
+
+        `anchor`: they are those of the anchor, which is in the student's place.
+        """
+        self._snapshots.write(step, anchor=anchor)
+
     def close(self) -> None:
         """Cancel the orders that run, and delete the weights of the engines. Not collective."""
         self._client.close()
@@ -153,14 +159,14 @@ class RolloutsAhead:
             else:
                 missing.append(index)
         if missing:
-            requests = [self._request(prompts[index], numbers[index]) for index in missing]
+            requests = requests_of(
+                [prompts[index] for index in missing],
+                [numbers[index] for index in missing],
+                self._settings.stream_tokens,
+            )
             sampling = self._client.sample(Order(weights, self._settings, requests))
             running.collect(sampling, missing)
         return running
-
-    def _request(self, prompt: Prompt, number: int) -> SequenceRequest:
-        ids = torch.from_numpy(prompt.ids).long()
-        return SequenceRequest(ids, number, self._settings.stream_tokens)
 
     def _pending(self, running: _Running) -> list[PendingRows]:
         running.done.result()

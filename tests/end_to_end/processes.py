@@ -50,9 +50,9 @@ class Attempt(ABC):
     def kill(self) -> None:
         """Every process of it, as a machine that runs out of memory would."""
 
-    def wait_for_step(self, step: int) -> None:
+    def wait_for_step(self, step: int, seconds: float = 60) -> None:
         """Until this attempt has written a metrics line of `step` or a later one."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + seconds
         while not any(
             line["attempt"] == self.number and line["step"] >= step
             for line in metrics_of(self.run)[-1:]

@@ -13,7 +13,7 @@ import pytest
 
 from clients.runs.directory import RunDirectory
 from student_trainer.rollouts.stored_sequences import read
-from tests.end_to_end.forked_trainer import Attempt, finish, trainer
+from tests.end_to_end.forked_trainer import finish, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights
 
 if TYPE_CHECKING:
@@ -43,12 +43,12 @@ def without_lag(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k != "rollout/lag"} for line in lines]
 
 
-def services_of(attempt: Attempt) -> list[psutil.Process]:
-    """The rollout services that a trainer has started."""
+def services_of_trainers() -> list[psutil.Process]:
+    """The rollout services that the trainers of this test worker have started."""
     named = []
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or []
-        if "student_trainer.rollout_service" in command:
+    for process in psutil.Process().children(recursive=True):
+        command = process.cmdline()
+        if "student_trainer.rollout_service" in command and "--end-with-parent" in command:
             named.append(process)
     return named
 
@@ -93,16 +93,18 @@ def test_each_step_learns_from_older_weights(
 
 
 @pytest.fixture(scope="module")
-def ahead(material: Material, teacher: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def ahead(
+    material: Material, teacher: str, service: str, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
     path = tmp_path_factory.mktemp("ahead") / "run"
-    return finish(new_run(path, lagging(material, teacher, 2)))
+    return finish(new_run(path, lagging(material, teacher, 2, rollouts__address=service)))
 
 
 @pytest.mark.slow
 def test_killed_trainers_resume_to_the_same_bits(
-    material: Material, teacher: str, ahead: RunDirectory, tmp_path: Path
+    material: Material, teacher: str, service: str, ahead: RunDirectory, tmp_path: Path
 ) -> None:
-    run = new_run(tmp_path / "run", lagging(material, teacher, 2))
+    run = new_run(tmp_path / "run", lagging(material, teacher, 2, rollouts__address=service))
     numbers = random.Random(1)
     for attempt, step in enumerate(sorted(numbers.sample(range(4, STEPS), 3)), 1):
         with trainer(run, attempt) as process:
@@ -121,8 +123,8 @@ def test_a_killed_engine_is_started_again(
     run = new_run(tmp_path / "run", lagging(material, teacher, 2))
     with trainer(run) as process:
         for step in (3, 7):
-            process.wait_for_step(step)
-            for service in services_of(process):
+            process.wait_for_step(step, seconds=300)  # the engine is started anew
+            for service in services_of_trainers():
                 service.send_signal(signal.SIGKILL)
         assert process.wait() == 0, process.log
     assert "it is started again" in process.log
