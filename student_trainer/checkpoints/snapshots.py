@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,17 @@ from student_trainer.rollouts.snapshot import Probe, seal
 
 _MEMORY_DISK = Path("/dev/shm")
 _PREFIX = "distill-weights-"
+_IN_RUN = "weights"
 
 
-def snapshot_root(run: Path, needed: int, *, local: bool) -> Path:
-    """Return a directory for the snapshots of this process: in memory, or in the run directory.
+def snapshot_root(run: Path, attempt: int, needed: int, *, local: bool) -> Path:
+    """Return a directory for the snapshots of an attempt: in memory, or in the run directory.
 
     `needed`: bytes of all snapshots that exist at a time. `local`: the engines run on this machine.
-    Deletes what killed trainers of this machine have left in memory.
+    Deletes what killed trainers of this machine have left in memory, and earlier attempts in the
+    run directory.
     """
+    shutil.rmtree(run / _IN_RUN, ignore_errors=True)
     for left in _MEMORY_DISK.glob(f"{_PREFIX}*"):
         if not Path("/proc", left.name.removeprefix(_PREFIX)).exists():
             shutil.rmtree(left, ignore_errors=True)
@@ -44,7 +48,7 @@ def snapshot_root(run: Path, needed: int, *, local: bool) -> Path:
     # The other half of the memory disk is left to others.
     if in_memory and shutil.disk_usage(_MEMORY_DISK).free > 2 * needed:
         return _MEMORY_DISK / f"{_PREFIX}{os.getpid()}"
-    return run / "weights"
+    return run / _IN_RUN / f"attempt-{attempt}"
 
 
 def bytes_of(model: Any, dtype: torch.dtype) -> int:
@@ -132,6 +136,9 @@ class Snapshots:
         """Delete all snapshots. Not collective."""
         if self._accelerator.is_main_process:
             shutil.rmtree(self._root, ignore_errors=True)
+            with suppress(OSError):  # it holds something else
+                if self._root.parent.name == _IN_RUN:
+                    self._root.parent.rmdir()
 
     def _begin(self, version: WeightsVersion) -> Callable[[], None]:
         def begin() -> None:

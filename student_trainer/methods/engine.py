@@ -97,10 +97,13 @@ def connect_engine(
     dtype = torch.bfloat16 if narrow else torch.float32
     # Those of `lag` steps, of the newest one and of the one that is written; and of an anchor.
     needed = (rollouts.lag + 3) * bytes_of(model, dtype)
+    root = Path()  # the main process chooses
+    if accelerator.is_main_process:
+        root = snapshot_root(run, attempt, needed, local=rollouts.address is None)
     snapshots = Snapshots(
         accelerator,
         student,
-        snapshot_root(run, needed, local=rollouts.address is None),
+        root,
         lineage=f"{run.name}-{attempt}",
         dtype=dtype,
         in_flight=rollouts.in_flight,

@@ -114,6 +114,7 @@ def test_killed_trainers_resume_to_the_same_bits(
     assert len(stored) == 2 * 8, "two steps of eight rollouts"
     finish(run, 4)
     assert_same(run, ahead)
+    assert not (run.path / "weights").exists()
 
 
 @pytest.mark.slow

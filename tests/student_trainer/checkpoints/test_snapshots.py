@@ -135,11 +135,14 @@ def test_what_killed_trainers_left_in_memory_is_deleted(
     monkeypatch.setattr(module, "_MEMORY_DISK", tmp_path)
     (tmp_path / "distill-weights-999999999").mkdir()
     (tmp_path / "distill-weights-1").mkdir()
-    mine = snapshot_root(tmp_path / "run", 1000, local=True)
+    run = tmp_path / "run"
+    mine = snapshot_root(run, 2, 1000, local=True)
     assert mine.parent == tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["distill-weights-1"]
-    assert snapshot_root(tmp_path / "run", 1 << 60, local=True) == tmp_path / "run" / "weights"
-    assert snapshot_root(tmp_path / "run", 1000, local=False) == tmp_path / "run" / "weights"
+    assert snapshot_root(run, 2, 1 << 60, local=True) == run / "weights" / "attempt-2"
+    (run / "weights" / "attempt-1").mkdir(parents=True)
+    assert snapshot_root(run, 2, 1000, local=False) == run / "weights" / "attempt-2"
+    assert not (run / "weights").exists(), "the first attempt was killed"
 
 
 def _write_in_group(base: Path, root: Path, sharding: str) -> None:
