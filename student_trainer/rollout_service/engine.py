@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from student_trainer.rollouts.order import Order, WeightsVersion
+from student_trainer.rollouts.order import InFlight, Order, WeightsVersion
 from student_trainer.rollouts.sampler import SampledTokens
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine says of itself. max_length: most tokens of one sequence; None: no limit."""
+    """What an engine says of itself.
+
+    max_length: most tokens of one sequence; None: no limit. in_flight: the values of
+    `WeightsVersion.in_flight` that it knows.
+    """
 
     name: str
     model: str
@@ -20,6 +24,7 @@ class EngineInfo:
     max_length: int | None
     dtype: str
     device: str
+    in_flight: tuple[InFlight, ...] = ("drain", "recompute", "keep")
 
 
 class RolloutEngine(Protocol):
@@ -41,7 +46,7 @@ class RolloutEngine(Protocol):
         differ from the trainer's: no order may be sampled then before a later `load` succeeds.
         """
 
-    def sample(self, order: Order) -> AsyncIterator[tuple[int, SampledTokens]]:
+    def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:
         """Yield (index in the order, its tokens) for each sequence as soon as it is finished.
 
         Closing the iterator ends the sampling. The tokens of a sequence depend only on the weights,

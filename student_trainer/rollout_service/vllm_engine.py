@@ -13,17 +13,17 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from clients.config.tables.common import StudentConfig
-from protos.errors import Corrupt, InvalidInput, Unavailable
+from protos.errors import Corrupt, InvalidInput, Unavailable, WrongState
 from protos.vllm_processes import (
     SHUTDOWN_SECONDS,
     DeathWatch,
@@ -56,22 +56,26 @@ class VllmRolloutEngine:
     If a process of vLLM dies, or a load of weights fails after it has begun, this process exits
     with code 1. All methods must be called from one event loop.
 
-    Raises InvalidInput if vLLM is not installed or does not start, or if there is no usable model.
+    Raises InvalidInput if vLLM is not installed or does not start, or if the model or the dtype
+    cannot be used. An order must fit the limits of `info`: its sender checks that.
     """
 
     def __init__(
         self,
         model: str,
         *,
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        dtype: str = "auto",
         tensor_parallel_size: int = 1,
         gpu_memory_share: float = 0.9,
         max_batch_tokens: int = 16384,
     ) -> None:
         require_vllm()
-        student = StudentConfig(model=model, dtype=dtype)
-        self._tokenizer = load_tokenizer(student)
-        skeleton = _skeleton(student)
+        student = _student(model, dtype)
+        try:
+            self._tokenizer = load_tokenizer(student)
+            skeleton = _skeleton(student)
+        except InvalidInput as error:
+            raise InvalidInput(error.message, field="--model", hint=error.hint) from error
         self._weights = int(skeleton.num_parameters())
         self._tied = bool(skeleton.config.tie_word_embeddings)
         self._ends = end_ids(skeleton, self._tokenizer)
@@ -108,16 +112,14 @@ class VllmRolloutEngine:
         """
         self._fault = f"the weights of version {version.number} are not loaded"
         snapshot = await asyncio.to_thread(open_snapshot, version.directory)
-        self._check_weights(snapshot)
+        self._check_snapshot(snapshot, version)
         await asyncio.shield(asyncio.ensure_future(self._replace(snapshot, version)))
 
-    async def sample(self, order: Order) -> AsyncIterator[tuple[int, SampledTokens]]:
+    async def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:
         """Sample the sequences of an order; see `RolloutEngine.sample`.
 
-        Raises InvalidInput for a sequence that the model cannot take, Corrupt if the engine has no
-        verified weights.
+        Raises WrongState if the engine has no verified weights.
         """
-        self._check_order(order)
         running = RunningOrder(f"order-{next(self._names)}", order)
         async with self._loading:
             if self._fault is not None:
@@ -261,30 +263,12 @@ class VllmRolloutEngine:
             for data, one in zip(found, ended, strict=True)
         ]
 
-    def _check_order(self, order: Order) -> None:
-        for index, sequence in enumerate(order.sequences):
-            field_name = f"sequences[{index}]"
-            ids = sequence.token_ids
-            if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
-                raise InvalidInput(
-                    f"needs token ids below {self._vocab_size}, and at least one", field=field_name
-                )
-            most = self.info.max_length
-            if most is not None and len(ids) + sequence.limit > most:
-                raise InvalidInput(
-                    f"{len(ids)} tokens and a limit of {sequence.limit} are more than {most}",
-                    field=field_name,
-                    hint="this is what the model's context and the engine's memory allow",
-                )
-            if sequence.used + sequence.limit > order.settings.stream_tokens:
-                raise InvalidInput(
-                    f"needs {sequence.used + sequence.limit} random numbers, and a rollout has"
-                    f" {order.settings.stream_tokens}",
-                    field=field_name,
-                )
-
-    def _check_weights(self, snapshot: Snapshot) -> None:
-        """Raise Corrupt if a snapshot is of another model, before any weight is replaced."""
+    def _check_snapshot(self, snapshot: Snapshot, version: WeightsVersion) -> None:
+        """Raise Corrupt if a snapshot is of another version or model."""
+        if snapshot.number != version.number:
+            raise Corrupt(
+                f"{snapshot.directory} has version {snapshot.number}, not {version.number}"
+            )
         # Tensors of a snapshot are mapped files: this reads no weight.
         found = sum(
             tensor.numel()
@@ -308,6 +292,14 @@ class VllmRolloutEngine:
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             device=config.device_config.device_type,
         )
+
+
+def _student(model: str, dtype: str) -> StudentConfig:
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise InvalidInput(
+            f"unknown dtype {dtype!r}", field="--dtype", hint="use auto, float32 or bfloat16"
+        )
+    return StudentConfig(model=model, dtype=dtype)
 
 
 def _skeleton(student: StudentConfig) -> Any:
@@ -349,10 +341,9 @@ def _start(options: dict[str, Any]) -> Any:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _unusable(fault: str) -> Corrupt:
-    return Corrupt(
-        f"the rollout engine has no weights that may be used: {fault}",
-        hint="load a complete snapshot first",
+def _unusable(fault: str) -> WrongState:
+    return WrongState(
+        f"the rollout engine has no verified weights: {fault}", hint="send the order again"
     )
 
 

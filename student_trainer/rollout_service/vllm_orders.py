@@ -6,14 +6,17 @@ step to step. Shapes: B sequences in the batch, V ids, N sequences of an order.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from student_trainer.rollout_service.vllm_wire import record_type
@@ -21,6 +24,8 @@ from student_trainer.rollouts.sample_step import SampledStep, sample_step
 from student_trainer.rollouts.sampler import noise_of
 
 Numbers = NDArray[np.int64]
+
+_MAP_NORESERVE = 0x4000  # of Linux; the module mmap does not name it
 
 
 class WorkerOrders:
@@ -107,17 +112,16 @@ class _Order:
     """An order: its settings, random numbers and records.
 
     noise, draw_noise [N, longest] float64: random numbers of the tokens and of the draws. records
-    [N, longest]. Memory is used for the tokens that were really sampled: the system gives pages
-    of a new array when they are written.
+    [N, longest].
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         shape = fields["sequences"], fields["longest"]
         self.longest: int = fields["longest"]
-        self.records = np.empty(shape, record_type(fields["top_k"], fields["draws"]))
+        self.records = _sparse_array(shape, record_type(fields["top_k"], fields["draws"]))
         self._fields = fields
-        self._noise = np.empty(shape) if fields["seed"] is not None else None
-        self._draw_noise = np.empty(shape) if fields["draws"] else None
+        self._noise = _sparse_array(shape, np.float64) if fields["seed"] is not None else None
+        self._draw_noise = _sparse_array(shape, np.float64) if fields["draws"] else None
         self._known: set[int] = set()
 
     def add(self, fields: Mapping[str, Any]) -> None:
@@ -147,6 +151,18 @@ class _Order:
             draws=self._fields["draws"],
             draw_uniforms=draw_noise,
         )
+
+
+def _sparse_array(shape: tuple[int, int], dtype: DTypeLike) -> NDArray[Any]:
+    """Return an array that uses memory only for the pages that are written.
+
+    Most sequences end before their limit, so most of an order's arrays is never written.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 @dataclass(frozen=True)
