@@ -76,10 +76,11 @@ class VllmRolloutEngine:
             skeleton = _skeleton(student)
         except InvalidInput as error:
             raise InvalidInput(error.message, field="--model", hint=error.hint) from error
+        config = skeleton.config.get_text_config()
         self._weights = int(skeleton.num_parameters())
-        self._tied = bool(skeleton.config.tie_word_embeddings)
+        self._tied = bool(config.tie_word_embeddings)
         self._ends = end_ids(skeleton, self._tokenizer)
-        self._vocab_size = int(skeleton.config.vocab_size)
+        self._vocab_size = int(config.vocab_size)
         options = {
             "model": model,
             "dtype": "bfloat16" if computes_in_bfloat16(student) else "float32",
@@ -170,8 +171,8 @@ class VllmRolloutEngine:
             await self._llm.resume_generation()
             try:
                 await self._verify(snapshot)
-            except Corrupt as error:
-                self._fault = error.message
+            except Exception as error:
+                self._fault = str(error)
                 for running in self._running:
                     running.fail(error)
                 raise
