@@ -68,8 +68,9 @@ bench: setup  ## run the CPU benchmarks: loss, cache, wire format, scoring, serv
 	$(BIN)/python -m benchmarks.server
 	$(BIN)/python -m benchmarks.process_bytes
 
-bench-vllm: .venv-vllm/.installed  ## compare the vLLM engine with vLLM's own prompt_logprobs, on the CPU
+bench-vllm: .venv-vllm/.installed  ## compare the vLLM engines with vLLM's own prompt_logprobs and with generate, on the CPU
 	$(VLLM)/python -m benchmarks.vllm_engine
+	$(VLLM)/python -m benchmarks.rollout_engine
 
 bench-offline: setup  ## benchmark offline distillation; DATA=train.jsonl of GSM8K; takes 15 minutes
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'

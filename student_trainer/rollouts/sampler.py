@@ -19,7 +19,7 @@ from transformers import (
 
 from student_trainer.data.rollout import TailDraws
 from student_trainer.rollouts.narrow_cache import cache_of
-from student_trainer.rollouts.tail_draws import draw_tail
+from student_trainer.rollouts.sample_step import SampledStep, sample_step
 
 # Added to the seed of the random numbers that draw from the tail. It flips the highest of the 32
 # bits that the generator uses, so that no other rollout of a job has these numbers.
@@ -251,54 +251,39 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
         self._noise = noise  # [B, tokens] uniform; None: greedy
         self._count = draws
         self._draw_noise = draw_noise  # [B, tokens] uniform; None: no draws
-        self._heads: list[Tensor] = []
-        self._logprobs: list[Tensor] = []
-        self._draws: list[TailDraws] = []
+        self._steps: list[SampledStep] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        logprobs = (scores.float() / self._temperature).log_softmax(1)
-        head = logprobs.topk(self._top_k, dim=1).indices
-        place = len(self._heads)
-        if self._noise is None:
-            chosen = logprobs.argmax(1, keepdim=True)
-        else:
-            # float64: over a vocabulary of 150k, a float32 sum loses the unlikely tokens.
-            probabilities = logprobs.double().exp()
-            likely = nucleus(probabilities, self._top_p) if self._top_p < 1 else probabilities
-            cumulative = likely.cumsum(1)
-            level = self._noise[:, place, None] * cumulative[:, -1:]
-            chosen = torch.searchsorted(cumulative, level, right=True)
-            chosen = chosen.clamp(max=scores.shape[1] - 1)
-            if self._draw_noise is not None:
-                levels = self._draw_noise[:, place]
-                drawn = draw_tail(probabilities, head, levels, self._count)
-                self._draws.append(TailDraws(drawn.ids, drawn.logprobs.float()))
-        self._heads.append(head)
-        self._logprobs.append(logprobs.gather(1, chosen).squeeze(1))
-        return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
+        place = len(self._steps)
+        noise, draw_noise = (
+            None if numbers is None else numbers[:, place]
+            for numbers in (self._noise, self._draw_noise)
+        )
+        step = sample_step(
+            scores,
+            top_k=self._top_k,
+            temperature=self._temperature,
+            uniforms=noise,
+            top_p=self._top_p,
+            draws=self._count,
+            draw_uniforms=draw_noise,
+        )
+        self._steps.append(step)
+        return torch.full_like(scores, -torch.inf).scatter_(1, step.token_ids[:, None], 0.0)
 
     def recorded(self) -> tuple[Tensor, Tensor, Sequence[TailDraws | None]]:
         """Return head ids [B, L, k], log-probs of the tokens [B, L] and draws of B sequences.
 
         On the CPU. L: the number of tokens of the longest completion.
         """
-        heads, logprobs = torch.stack(self._heads, 1).cpu(), torch.stack(self._logprobs, 1).cpu()
-        if not self._draws:
+        heads = torch.stack([step.head_ids for step in self._steps], 1).cpu()
+        logprobs = torch.stack([step.logprobs for step in self._steps], 1).cpu()
+        draws = [step.draws for step in self._steps if step.draws is not None]
+        if not draws:
             return heads, logprobs, [None] * len(heads)
-        ids = torch.stack([draws.ids for draws in self._draws], 1).cpu()
-        drawn = torch.stack([draws.logprobs for draws in self._draws], 1).cpu()
+        ids = torch.stack([one.ids for one in draws], 1).cpu()
+        drawn = torch.stack([one.logprobs for one in draws], 1).cpu()
         return heads, logprobs, [TailDraws(*pair) for pair in zip(ids, drawn, strict=True)]
-
-
-def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Zero the probabilities [B, V] outside the nucleus (Holtzman et al., arXiv 1904.09751).
-
-    The nucleus is the smallest set of most likely tokens with a total probability of at least
-    `top_p`; it always has the most likely token. The result is not normalised.
-    """
-    ordered, ids = probabilities.sort(1, descending=True)
-    likelier = ordered.cumsum(1) - ordered
-    return torch.zeros_like(probabilities).scatter_(1, ids, ordered * (likelier < top_p))
 
 
 def noise_of(number: int, seed: int, tokens: int, *, draws: bool = False) -> Tensor:

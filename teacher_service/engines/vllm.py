@@ -19,8 +19,9 @@ import torch
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, concatenate
+from protos.vllm_processes import require_vllm
 from teacher_service.engines.base import EngineInfo, fingerprint_of
-from teacher_service.engines.vllm_process import VllmProcess, require_vllm
+from teacher_service.engines.vllm_process import VllmProcess
 from teacher_service.engines.vllm_wire import decode_answer, encode_query, part_of
 from teacher_service.head.linear_head import HeadTensors, find_head
 from teacher_service.models.files import file_facts, model_directory, release_of

@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import importlib.util
 import itertools
-import logging
-import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from protos.errors import InvalidInput, Unavailable
-from protos.extras import install_command
-
-log = logging.getLogger(__name__)
+from protos.errors import Unavailable
+from protos.vllm_processes import (
+    SHUTDOWN_SECONDS,
+    DeathWatch,
+    set_environment,
+    stdout_on_stderr,
+)
 
 _T = TypeVar("_T")
 
 _TASK = "token_embed"
-_WATCH_SECONDS = 0.2
-_DEATH_EXIT_CODE = 1
-# vLLM usually stops in about 5 s; after this limit its processes are killed.
-_SHUTDOWN_SECONDS = 15.0
-_ENVIRONMENT = {
-    # A process that has threads must not be forked.
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # On a CPU: as many threads as --threads sets, not bound to cores.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 
 class VllmProcess:
@@ -52,20 +37,19 @@ class VllmProcess:
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        set_environment()
         self._ids = itertools.count()
         self.cached_tokens = 0
         self._closing = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
-        with _stdout_on_stderr():
+        with stdout_on_stderr():
             self._llm = self.run(_start(options))
         self.config = self._llm.vllm_config
         self.version: str = sys.modules["vllm"].__version__
         atexit.register(self.close)
-        threading.Thread(target=self._watch, name="vllm-watch", daemon=True).start()
+        self._watch = DeathWatch(self._llm, "this teacher")
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Await `work` in the event loop of this engine and return its result.
@@ -95,7 +79,7 @@ class VllmProcess:
                 pooled: Tensor = output.outputs.data
                 self.cached_tokens += output.num_cached_tokens
         except EngineDeadError as error:
-            self._end_if_dead()
+            self._watch.check()
             raise Unavailable("the teacher is stopping", hint="start it again") from error
         return pooled
 
@@ -107,40 +91,15 @@ class VllmProcess:
         """Stop vLLM's processes. Calling it twice is safe; it also runs at exit."""
         if not self._closing:
             self._closing = True
+            self._watch.close()
             self.run(self._end())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
     async def _end(self) -> None:
-        self._llm.shutdown(timeout=_SHUTDOWN_SECONDS)
+        self._llm.shutdown(timeout=SHUTDOWN_SECONDS)
         cancelled = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*cancelled, return_exceptions=True)
-
-    def _watch(self) -> None:
-        """Poll for a dead vLLM, which may happen between requests or leave one unanswered."""
-        while not self._closing:
-            time.sleep(_WATCH_SECONDS)
-            self._end_if_dead()
-
-    def _end_if_dead(self) -> None:
-        """If vLLM died, exit without sending errors, so that clients fail over.
-
-        A client whose connection breaks requests the missing rows from the next teacher. An error
-        would be final for the request.
-        """
-        if self._llm.errored and not self._closing:
-            log.critical("a process of vLLM died; this teacher exits with code 1, start it again")
-            os._exit(_DEATH_EXIT_CODE)
-
-
-def require_vllm() -> None:
-    """Raise InvalidInput if vLLM is not installed."""
-    if importlib.util.find_spec("vllm") is None:
-        raise InvalidInput(
-            "vllm is not installed",
-            field="--engine",
-            hint=f"{install_command('vllm')}, or use --engine hf",
-        )
 
 
 async def _start(options: Mapping[str, Any]) -> Any:
@@ -168,19 +127,3 @@ async def _start(options: Mapping[str, Any]) -> Any:
         disable_log_stats=True,
     )
     return AsyncLLM.from_engine_args(arguments)
-
-
-@contextmanager
-def _stdout_on_stderr() -> Iterator[None]:
-    """Redirect file descriptor 1 to stderr inside the block, for the processes it starts.
-
-    Programs parse our stdout, and libraries in vLLM's processes print to theirs.
-    """
-    sys.stdout.flush()
-    ours = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(ours, 1)
-        os.close(ours)

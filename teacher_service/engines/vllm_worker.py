@@ -6,9 +6,6 @@ leave it.
 
 from __future__ import annotations
 
-import os
-import select
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +23,7 @@ from vllm.platforms import current_platform
 from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt
 from protos.rows.codec import RowBlock, concatenate
+from protos.vllm_processes import die_with
 from teacher_service.engines.vllm_wire import decode_query, encode_answer, part_of
 from teacher_service.head.head import Head
 from teacher_service.models.files import weight_files
@@ -52,7 +50,7 @@ class ScoringWorker(_Worker):  # type: ignore[misc]
         Also starts a thread that ends this process when the teacher process ends.
         """
         ours = self.vllm_config.additional_config
-        _die_with(ours["teacher_pid"])
+        die_with(ours["teacher_pid"])
         super().load_model(**options)
         head = None
         if self.rank == 0:  # vLLM reads only the output of rank 0
@@ -74,21 +72,6 @@ class ScoringWorker(_Worker):  # type: ignore[misc]
         """
         backends = get_current_attn_backends(self.vllm_config)
         return sorted(backend.get_name() for backend in backends)
-
-
-def _die_with(pid: int) -> None:
-    """Exit this process when the process `pid` ends.
-
-    A killed teacher cannot stop vLLM's processes, which would keep the device memory. When this
-    process exits, vLLM stops the others.
-    """
-    teacher = os.pidfd_open(pid)
-
-    def wait() -> None:
-        select.select([teacher], [], [])
-        os._exit(1)
-
-    threading.Thread(target=wait, name="teacher-watch", daemon=True).start()
 
 
 def cpu_product(weight: Tensor) -> Callable[[Tensor], Tensor]:

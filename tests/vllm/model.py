@@ -23,8 +23,12 @@ def save_model(
     vocab_size: int = VOCAB_SIZE,
     hidden_size: int = 64,
     layers: int = 3,
+    std: float = 0.5,
 ) -> Path:
-    """Write weights, config and tokenizer to `path`; logits spread over about +-10 nats."""
+    """Write weights, config and tokenizer to `path`; logits spread over about +-10 nats.
+
+    `std`: of the weights of embeddings and head, which make the spread.
+    """
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -39,8 +43,8 @@ def save_model(
     )
     model = Qwen3ForCausalLM(config).eval()
     with torch.no_grad():
-        model.lm_head.weight.normal_(std=0.5)
-        model.get_input_embeddings().weight.normal_(std=0.5)
+        model.lm_head.weight.normal_(std=std)
+        model.get_input_embeddings().weight.normal_(std=std)
         if bad_token:
             model.get_input_embeddings().weight[BAD_TOKEN] = torch.nan
     model.save_pretrained(path)

@@ -1,4 +1,4 @@
-"""What the vLLM engine refuses: the same as the hf engine, before a process is started."""
+"""What the vLLM engines refuse: the same as the hf engines, before a process is started."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from protos.errors import InvalidInput
+from student_trainer.rollout_service.vllm_engine import VllmRolloutEngine
 from teacher_service.engines.vllm import VllmEngine
 from teacher_service.program import EngineSettings, VllmSettings, make_engine
+
+ENGINES = [VllmEngine, VllmRolloutEngine]
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="make test-vllm has vllm"
@@ -45,16 +48,32 @@ def test_models(tiny_model: Path, tmp_path: Path) -> None:
 
 
 @needs_vllm
-def test_a_dtype(tiny_model: Path) -> None:
+def test_models_of_rollouts(tiny_model: Path, tmp_path: Path) -> None:
+    """Their weights are not read: they come with the first order."""
+    own_code = shutil.copytree(tiny_model, tmp_path / "own_code")
+    config = json.loads((own_code / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "evil.Model"}
+    (own_code / "config.json").write_text(json.dumps(config))
+    cases = {str(own_code): "own Python code", str(tmp_path / "absent"): "no usable model"}
+    for model, message in cases.items():
+        with pytest.raises(InvalidInput, match=message) as caught:
+            VllmRolloutEngine(model)
+        assert caught.value.field == "--model"
+
+
+@needs_vllm
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_dtype(engine: type, tiny_model: Path) -> None:
     with pytest.raises(InvalidInput) as caught:
-        VllmEngine(str(tiny_model), dtype="float7")
+        engine(str(tiny_model), dtype="float7")
     assert caught.value.field == "--dtype"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")
-def test_vllm_is_missing(tiny_model: Path) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_vllm_is_missing(engine: type, tiny_model: Path) -> None:
     with pytest.raises(InvalidInput, match="not installed") as caught:
-        VllmEngine(str(tiny_model))
+        engine(str(tiny_model))
     assert caught.value.field == "--engine"
     assert "[vllm]" in caught.value.hint
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import TopPLogitsWarper
 
-from student_trainer.rollouts.sampler import Sampler, noise_of, nucleus
+from student_trainer.rollouts.sample_step import nucleus
+from student_trainer.rollouts.sampler import Sampler, noise_of
 from tests.student_trainer import tiny
 
 

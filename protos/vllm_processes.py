@@ -1,0 +1,118 @@
+"""The processes of vLLM: how they start, and who exits when one of them dies.
+
+For the programs that run vLLM, each in its own process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from protos.errors import InvalidInput
+from protos.extras import install_command
+
+log = logging.getLogger(__name__)
+
+# vLLM usually stops in about 5 s; after this limit its processes are killed.
+SHUTDOWN_SECONDS = 15.0
+_WATCH_SECONDS = 0.2
+_DEATH_EXIT_CODE = 1
+_ENVIRONMENT = {
+    # A process that has threads must not be forked.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # On a CPU: as many threads as --threads sets, not bound to cores.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def require_vllm() -> None:
+    """Raise InvalidInput if vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise InvalidInput(
+            "vllm is not installed",
+            field="--engine",
+            hint=f"{install_command('vllm')}, or use --engine hf",
+        )
+
+
+def set_environment() -> None:
+    """Set the variables that vLLM reads, unless they are set. Call it before importing vllm."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def stdout_on_stderr() -> Iterator[None]:
+    """Redirect file descriptor 1 to stderr inside the block, for the processes it starts.
+
+    Programs parse our stdout, and libraries in vLLM's processes print to theirs.
+    """
+    sys.stdout.flush()
+    ours = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(ours, 1)
+        os.close(ours)
+
+
+class DeathWatch:
+    """Exits this process with code 1 when a process of vLLM dies, so that a supervisor restarts it.
+
+    It exits without sending errors, so that clients fail over: an error would be final for a
+    request, but a broken connection makes its client ask another service, or this one again.
+    """
+
+    def __init__(self, llm: Any, program: str) -> None:
+        """Start to watch `llm`, an AsyncLLM. `program`: its name in the log, "this teacher"."""
+        self._llm = llm
+        self._program = program
+        self._closed = False
+        threading.Thread(target=self._watch, name="vllm-watch", daemon=True).start()
+
+    def check(self) -> None:
+        """Exit if vLLM is dead."""
+        if self._llm.errored and not self._closed:
+            self.exit("a process of vLLM died")
+
+    def exit(self, reason: str) -> None:
+        """Exit this process with code 1."""
+        log.critical("%s; %s exits with code 1, start it again", reason, self._program)
+        os._exit(_DEATH_EXIT_CODE)
+
+    def close(self) -> None:
+        """End the watch, because vLLM will be stopped on purpose."""
+        self._closed = True
+
+    def _watch(self) -> None:
+        """Poll for a dead vLLM, which may happen between requests or leave one unanswered."""
+        while not self._closed:
+            time.sleep(_WATCH_SECONDS)
+            self.check()
+
+
+def die_with(pid: int) -> None:
+    """Exit this process, a worker of vLLM, when the process `pid` that started vLLM ends.
+
+    A killed program cannot stop vLLM's processes, which would keep the device memory. When this
+    process exits, vLLM stops the others.
+    """
+    program = os.pidfd_open(pid)
+
+    def wait() -> None:
+        select.select([program], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()

@@ -1,0 +1,210 @@
+"""The orders that vLLM's worker samples: their random numbers, their records, and each step.
+
+vLLM gives one row of logits per sequence in its batch, in an order of its own that changes from
+step to step. Shapes: B sequences in the batch, V ids, N sequences of an order.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
+
+from student_trainer.rollout_service.vllm_wire import record_type
+from student_trainer.rollouts.sample_step import SampledStep, sample_step
+from student_trainer.rollouts.sampler import noise_of
+
+Numbers = NDArray[np.int64]
+
+_MAP_NORESERVE = 0x4000  # of Linux; the module mmap does not name it
+
+
+class WorkerOrders:
+    """Samples the steps of all orders, and keeps the records until they are taken.
+
+    `version`: of the weights that the model has; every record names it.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._orders: dict[str, _Order] = {}
+        self._names: list[str] = []  # of the batch that `_groups` describes
+        self._groups: list[_Group] = []
+        self._moving: deque[_MovingRecords] = deque()
+
+    def sample(
+        self,
+        logits: Tensor,
+        names: Sequence[str],
+        fields_of: Callable[[str], Mapping[str, Any] | None],
+        positions: Numbers,
+        due: NDArray[np.bool_],
+    ) -> Tensor:
+        """Sample one step and record it; return the tokens [B] int64.
+
+        names [B]: of the requests in the batch. fields_of: their `request_fields`; None for a
+        request of no order. positions [B]: of the new tokens, from 0 for the first sampled one.
+        due [B]: False for a request whose prompt is not finished, which gets token 0. A position
+        that is sampled again replaces its record.
+        """
+        if names != self._names:
+            self._names, self._groups = list(names), self._grouped(names, fields_of)
+        chosen = torch.zeros(len(names), dtype=torch.long, device=logits.device)
+        for group in self._groups:
+            order = group.order
+            wanted = due[group.places] & (positions[group.places] < order.longest)
+            places, rows = group.places[wanted], group.rows[wanted]
+            if not len(places):
+                continue
+            index = torch.from_numpy(places).to(logits.device)
+            step = order.sample(
+                logits if len(places) == len(names) else logits[index], rows, positions[places]
+            )
+            chosen[index] = step.token_ids
+            self._moving.append(_MovingRecords(order, rows, positions[places], self.version, step))
+        self._store(wait=False)
+        return chosen
+
+    def take(self, name: str, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the records of an order: for each (index, length) those of the first tokens."""
+        self._store(wait=True)
+        records = self._orders[name].records
+        return [records[index, :length].tobytes() for index, length in wanted]
+
+    def drop(self, name: str) -> None:
+        """Forget an order. An unknown one is ignored: none of its requests was scheduled."""
+        self._names, self._groups = [], []
+        self._orders.pop(name, None)
+
+    def _grouped(
+        self, names: Sequence[str], fields_of: Callable[[str], Mapping[str, Any] | None]
+    ) -> list[_Group]:
+        found: dict[str, list[tuple[int, int]]] = {}
+        for place, name in enumerate(names):
+            fields = fields_of(name)
+            if fields is None:
+                continue
+            key = fields["order"]
+            if key not in self._orders:
+                self._orders[key] = _Order(fields)
+            self._orders[key].add(fields)
+            found.setdefault(key, []).append((place, fields["index"]))
+        return [
+            _Group(self._orders[key], *np.array(pairs, np.int64).T) for key, pairs in found.items()
+        ]
+
+    def _store(self, *, wait: bool) -> None:
+        """Store the records that have reached the CPU; `wait`: all."""
+        while self._moving and (wait or self._moving[0].arrived()):
+            self._moving.popleft().store()
+
+
+class _Order:
+    """An order: its settings, random numbers and records.
+
+    noise, draw_noise [N, longest] float64: random numbers of the tokens and of the draws. records
+    [N, longest].
+    """
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        shape = fields["sequences"], fields["longest"]
+        self.longest: int = fields["longest"]
+        self.records = _sparse_array(shape, record_type(fields["top_k"], fields["draws"]))
+        self._fields = fields
+        self._noise = _sparse_array(shape, np.float64) if fields["seed"] is not None else None
+        self._draw_noise = _sparse_array(shape, np.float64) if fields["draws"] else None
+        self._known: set[int] = set()
+
+    def add(self, fields: Mapping[str, Any]) -> None:
+        """Make the random numbers of a sequence, unless they are there."""
+        index = fields["index"]
+        if index in self._known:
+            return
+        self._known.add(index)
+        part = slice(fields["used"], fields["used"] + fields["limit"])
+        for table, draws in ((self._noise, False), (self._draw_noise, True)):
+            if table is not None:
+                stream = noise_of(
+                    fields["number"], fields["seed"], fields["stream_tokens"], draws=draws
+                )
+                table[index, : fields["limit"]] = stream[part].numpy()
+
+    def sample(self, logits: Tensor, rows: Numbers, positions: Numbers) -> SampledStep:
+        noise, draw_noise = (
+            None if table is None else torch.from_numpy(table[rows, positions]).to(logits.device)
+            for table in (self._noise, self._draw_noise)
+        )
+        return sample_step(
+            logits,
+            top_k=self._fields["top_k"],
+            temperature=self._fields["temperature"],
+            uniforms=noise,
+            draws=self._fields["draws"],
+            draw_uniforms=draw_noise,
+        )
+
+
+def _sparse_array(shape: tuple[int, int], dtype: DTypeLike) -> NDArray[Any]:
+    """Return an array that uses memory only for the pages that are written.
+
+    Most sequences end before their limit, so most of an order's arrays is never written.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype).reshape(shape)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The sequences of one order in the batch: their places in it, and their rows in the order."""
+
+    order: _Order
+    places: Numbers
+    rows: Numbers
+
+
+class _MovingRecords:
+    """The records of a step on their way to the CPU, which the GPU does not wait for."""
+
+    def __init__(
+        self, order: _Order, rows: Numbers, positions: Numbers, version: int, step: SampledStep
+    ) -> None:
+        self._order = order
+        self._rows, self._positions = rows, positions
+        self._version = version
+        columns = {"token": step.token_ids, "logprob": step.logprobs, "head": step.head_ids}
+        if step.draws is not None:
+            columns |= {"draw": step.draws.ids, "draw_logprob": step.draws.logprobs}
+        narrow = {
+            name: column if column.is_floating_point() else column.int()
+            for name, column in columns.items()
+        }
+        self._columns = {
+            name: column.to("cpu", non_blocking=True) for name, column in narrow.items()
+        }
+        self._event: Any = None
+        if step.token_ids.is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def arrived(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def store(self) -> None:
+        """Write the records into the order's; waits until they have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        for name, column in self._columns.items():
+            self._order.records[name][self._rows, self._positions] = column.numpy()
+        self._order.records["version"][self._rows, self._positions] = self._version

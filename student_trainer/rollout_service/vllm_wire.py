@@ -1,0 +1,75 @@
+"""Between the vllm engine and vLLM's worker: requests as plain values, records as bytes.
+
+L: the number of tokens sampled for a sequence; k head ids and M draws per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from student_trainer.data.rollout import TailDraws
+from student_trainer.rollouts.order import Order
+from student_trainer.rollouts.sampler import SampledTokens
+
+
+def request_fields(name: str, order: Order, index: int) -> dict[str, Any]:
+    """Return what the worker must know of a sequence, plain values that a vLLM request can carry.
+
+    `name`: of the order in the worker, used once. index: of the sequence in the order.
+    """
+    settings, sequence = order.settings, order.sequences[index]
+    return {
+        "order": name,
+        "index": index,
+        "sequences": len(order.sequences),
+        "longest": max(one.limit for one in order.sequences),
+        "top_k": settings.top_k,
+        "temperature": settings.temperature,
+        "draws": 0 if settings.seed is None else settings.draws,
+        "seed": settings.seed,
+        "stream_tokens": settings.stream_tokens,
+        "number": sequence.number,
+        "used": sequence.used,
+        "limit": sequence.limit,
+    }
+
+
+def record_type(top_k: int, draws: int) -> np.dtype[np.void]:
+    """Return the layout of the record of one token."""
+    return np.dtype(
+        [
+            ("token", "<i4"),
+            ("logprob", "<f4"),
+            ("version", "<i8"),
+            ("head", "<i4", (top_k,)),
+            ("draw", "<i4", (draws,)),
+            ("draw_logprob", "<f4", (draws,)),
+        ]
+    )
+
+
+def decode_records(
+    data: bytes, *, top_k: int, draws: int, ended: bool, closed: bool
+) -> SampledTokens:
+    """Return the tokens whose L records are in `data`."""
+    records = np.frombuffer(data, record_type(top_k, draws))
+    starts = np.flatnonzero(np.diff(records["version"], prepend=-1))
+    lengths = np.diff(starts, append=len(records))
+    drawn = None
+    if draws:
+        drawn = TailDraws(
+            torch.from_numpy(records["draw"].copy()),
+            torch.from_numpy(records["draw_logprob"].copy()),
+        )
+    return SampledTokens(
+        torch.from_numpy(records["token"].astype(np.int64)),
+        torch.from_numpy(records["head"].astype(np.int64)),
+        torch.from_numpy(records["logprob"].copy()),
+        ended,
+        closed,
+        drawn,
+        tuple(zip(records["version"][starts].tolist(), lengths.tolist(), strict=True)),
+    )

@@ -1,0 +1,147 @@
+"""The part of the vllm rollout engine that runs inside vLLM's worker processes.
+
+It takes the place of vLLM's sampler, and it loads snapshots of the weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import set_current_vllm_config
+from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.platforms import current_platform
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.sampler import Sampler
+
+from protos.vllm_processes import die_with
+from student_trainer.rollout_service.vllm_orders import WorkerOrders
+from student_trainer.rollouts.sample_step import sample_step
+from student_trainer.rollouts.snapshot import Snapshot
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as _Worker
+
+# Settings for which vLLM measures the memory of a sampling step.
+_TRIAL_TOP_K = 64
+_TRIAL_DRAWS = 8
+
+
+class RolloutWorker(_Worker):  # type: ignore[misc]
+    """vLLM's worker for this platform, with our sampler and our loading of weights."""
+
+    def load_model(self, **options: Any) -> None:
+        """Build the model as vLLM does, and replace its sampler.
+
+        Also starts a thread that ends this process when the rollout service's process ends.
+        """
+        die_with(self.vllm_config.additional_config["service_pid"])
+        # It would warn at each load of layers that have no weights of their own.
+        logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
+        super().load_model(**options)
+        self._orders = WorkerOrders()
+        self.model_runner.sampler = OrderSampler(self.model_runner, self._orders)
+
+    def load_snapshot(self, directory: str, number: int, files: Sequence[str]) -> None:
+        """Replace all weights by those of a snapshot, `files` in `directory`.
+
+        No sequence may be scheduled meanwhile. An error leaves a model that must not be used.
+        """
+        model = self.model_runner.get_model()
+        snapshot = Snapshot(Path(directory), number, "", dict.fromkeys(files, ""))
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+            loaded = model.load_weights(snapshot.tensors())
+            finalize_layerwise_reload(model, self.model_config)
+        _repack_heads(model)
+        missing = {name for name, _ in model.named_parameters()} - set(loaded)
+        if missing:
+            raise ValueError(f"the snapshot has no weights for {', '.join(sorted(missing))}")
+        self._orders.version = number
+
+    def take_records(self, name: str, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return records of an order; see `WorkerOrders.take`. Only rank 0 has them."""
+        return self._orders.take(name, wanted) if self.rank == 0 else []
+
+    def drop_order(self, name: str) -> None:
+        """Forget an order."""
+        self._orders.drop(name)
+
+
+class OrderSampler(Sampler):  # type: ignore[misc]
+    """Takes the place of vLLM's sampler. With tensor parallelism rank 0 samples for all ranks."""
+
+    def __init__(self, runner: Any, orders: WorkerOrders) -> None:
+        super().__init__()
+        self._runner = runner
+        self._orders = orders
+
+    def forward(self, logits: Tensor, *_: Any, **__: Any) -> SamplerOutput:
+        """Return one token per row of logits [B, V], without log-probs."""
+        batch = self._runner.input_batch
+        count = batch.num_reqs
+        if count != len(logits):  # vLLM measures memory with a batch that has no requests
+            ids = _trial(logits)
+        elif get_tp_group().rank_in_group == 0:
+            # What each sequence will have computed after this step: its new token comes next.
+            lengths = self._runner.optimistic_seq_lens_cpu[:count].numpy()
+            positions = lengths.astype("int64") - batch.num_prompt_tokens[:count]
+            due = ~self._runner.discard_request_mask.np[:count]
+            ids = self._orders.sample(logits, batch.req_ids, self._fields_of, positions, due)
+        else:
+            ids = torch.zeros(count, dtype=torch.long, device=logits.device)
+        ids = get_tp_group().broadcast(ids)
+        return SamplerOutput(sampled_token_ids=ids.int()[:, None], logprobs_tensors=None)
+
+    @staticmethod
+    def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+        """Return the log-probs of the prompt's tokens, which a probe asks for, without ranks.
+
+        vLLM's own compiles a kernel for the ranks, which takes 10 s on a CPU.
+        """
+        assert num_logprobs == 0
+        ids = token_ids[:, None]
+        ranks = torch.zeros_like(token_ids)
+        return LogprobsTensors(ids.int(), logprobs.gather(1, ids), ranks)
+
+    def _fields_of(self, name: str) -> dict[str, Any] | None:
+        fields: dict[str, Any] | None = self._runner.requests[name].sampling_params.extra_args
+        return fields
+
+
+def _trial(logits: Tensor) -> Tensor:
+    """Sample rows of no request, to use as much memory as a real step."""
+    uniforms = torch.full((len(logits),), 0.5, dtype=torch.float64, device=logits.device)
+    top_k = min(_TRIAL_TOP_K, logits.shape[1])
+    return sample_step(
+        logits,
+        top_k=top_k,
+        temperature=1.0,
+        uniforms=uniforms,
+        draws=_TRIAL_DRAWS,
+        draw_uniforms=uniforms,
+    ).token_ids
+
+
+def _repack_heads(model: torch.nn.Module) -> None:
+    """Make the packed copies of the head's weights again, which vLLM has on a CPU.
+
+    vLLM does not for a head that shares the weights of the embeddings, because it loads them as
+    those of the embeddings: the head would silently stay old.
+    """
+    if current_platform.is_cpu():
+        for module in model.modules():
+            if isinstance(module, ParallelLMHead):
+                dispatch_cpu_unquantized_gemm(module, remove_weight=False)

@@ -1,0 +1,193 @@
+"""The vllm rollout engine: the same tokens as transformers, whatever the weights and the batch."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from protos.errors import WrongState
+from student_trainer.rollouts.order import Order
+from student_trainer.rollouts.sampler import Marks, SampledTokens
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="make test-vllm has vllm"),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.timeout(600),  # a start of vLLM takes 20 s, on a machine with other work minutes
+]
+
+from tests.vllm.rollouts import (  # noqa: E402
+    SETTINGS,
+    Service,
+    Student,
+    assert_sampled,
+    exact_logits,
+    order_of,
+    prompts,
+)
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Student:
+    return Student(tmp_path_factory.mktemp("student"))
+
+
+@pytest.fixture(scope="module")
+def service(student: Student) -> Iterator[Service]:
+    service = Service(student.path)
+    service.load(student.snapshot())
+    yield service
+    service.close()
+
+
+def assert_exact(student: Student, order: Order, found: Sequence[SampledTokens]) -> None:
+    for sequence, got in zip(order.sequences, found, strict=True):
+        assert got.versions == ((student.number, len(got.token_ids)),)
+        logits = exact_logits({student.number: student}, sequence, got)
+        assert_sampled(sequence, order.settings, got, logits)
+
+
+def assert_same_as_transformers(
+    student: Student, order: Order, found: Sequence[SampledTokens]
+) -> None:
+    """Rounding may decide a token where a random number lies on a boundary: one in 100,000."""
+    same = 0
+    for got, expected in zip(found, student.written(order), strict=True):
+        if torch.equal(got.token_ids, expected.token_ids):
+            same += 1
+            assert (got.ended, got.closed) == (expected.ended, expected.closed)
+            torch.testing.assert_close(
+                got.token_logprobs, expected.token_logprobs, rtol=0, atol=1e-4
+            )
+            assert (got.head_ids == expected.head_ids).float().mean() > 0.99
+            if expected.draws is None:
+                assert got.draws is None
+            else:
+                assert got.draws is not None
+                assert (got.draws.ids == expected.draws.ids).float().mean() > 0.99
+    assert same >= len(found) - 1
+
+
+@pytest.mark.parametrize(("tied", "ranks"), [(False, 1), (True, 1), (True, 2)])
+def test_the_same_tokens_as_transformers(tied: bool, ranks: int, tmp_path: Path) -> None:
+    """64 prompts of which some share a prefix of a whole block, 64 tokens, before and after three
+    loads of really changed weights.
+    """
+    student = Student(tmp_path, tied=tied)
+    service = Service(student.path, tensor_parallel_size=ranks)
+    before = prompts(56, 60) + [prompts(1, 1)[0].repeat(150)] * 8
+    try:
+        with pytest.raises(WrongState, match="no weights were loaded"):  # vLLM's are random
+            service.sample(order_of(student.snapshot(), before))
+        earlier: list[SampledTokens] = []
+        for _ in range(4):
+            version = student.snapshot()
+            service.load(version)
+            order = order_of(version, before)
+            (found,) = service.sample(order)
+            assert_exact(student, order, found)
+            assert_same_as_transformers(student, order, found)
+            assert {got.ended for got in found} == {True, False}
+            same = [
+                torch.equal(a.token_ids, b.token_ids) for a, b in zip(earlier, found, strict=False)
+            ]
+            assert sum(same) < 20
+            earlier = found
+            student.learn()
+    finally:
+        service.close()
+
+
+def test_alone_or_in_a_batch(student: Student, service: Service) -> None:
+    order = order_of(student.snapshot(), prompts(24, 200, seed=1))
+    (together,) = service.sample(order)
+    apart = [replace(order, sequences=[one]) for one in order.sequences]
+    backwards = replace(order, sequences=order.sequences[::-1])
+    others = [
+        [found for (found,) in service.sample(*apart)],
+        [service.sample(one)[0][0] for one in apart],
+        service.sample(backwards)[0][::-1],
+    ]
+    for found in others:
+        same = sum(
+            torch.equal(a.token_ids, b.token_ids) for a, b in zip(together, found, strict=True)
+        )
+        assert same >= len(together) - 1
+        assert_exact(student, order, found)
+
+
+def test_orders_with_other_settings_at_the_same_time(student: Student, service: Service) -> None:
+    """They share vLLM's batches; each sequence has its own limit and place in its stream."""
+    version = student.snapshot()
+    settings = [
+        SETTINGS,
+        replace(SETTINGS, seed=None),  # greedy: no draws
+        replace(SETTINGS, top_k=0, draws=0, temperature=1.3, seed=4),
+        replace(SETTINGS, top_k=64, draws=1, temperature=0.5, seed=5),
+        replace(SETTINGS, top_k=3, draws=0, stream_tokens=45),
+    ]
+    orders = [
+        order_of(version, prompts(8, 300, seed=number), [1, 2, 5, 10, 20, 40, 40, 40], one, -3)
+        for number, one in enumerate(settings)
+    ]
+    later = [replace(one, used=5) for one in orders[-1].sequences]
+    orders.append(replace(orders[-1], sequences=later))
+    for order, found in zip(orders, service.sample(*orders), strict=True):
+        assert_exact(student, order, found)
+        assert_same_as_transformers(student, order, found)
+
+
+def test_more_sequences_than_vllm_runs_at_once(student: Student, service: Service) -> None:
+    """They wait for their turn, and come back as they end."""
+    order = order_of(student.snapshot(), prompts(600, 20, seed=2), 8)
+    (found,) = service.sample(order)
+    assert_exact(student, order, found[::20])
+    assert_same_as_transformers(student, order, found)
+
+
+def test_a_mark_ends_a_sequence(student: Student, service: Service) -> None:
+    marks = (*"abcdefghijklm", "XY", "Yz")
+    order = order_of(student.snapshot(), prompts(32, 30, seed=3))
+    marked = replace(order, settings=replace(SETTINGS, marks=marks))
+    (plain,), (found,) = service.sample(order), service.sample(marked)
+    closing = Marks(student.tokenizer, marks)
+    closed = 0
+    for whole, got in zip(plain, found, strict=True):
+        length = next(
+            (
+                n
+                for n in range(1, len(whole.token_ids) + 1)
+                if closing.closed_by(whole.token_ids[:n])
+            ),
+            None,
+        )
+        assert torch.equal(got.token_ids, whole.token_ids[:length])
+        assert torch.equal(got.head_ids, whole.head_ids[:length])
+        assert got.closed == (length is not None)
+        assert got.ended == (whole.ended and not got.closed)
+        assert got.versions == ((student.number, len(got.token_ids)),)
+        closed += got.closed
+    assert 8 < closed < 32
+
+
+def test_an_order_that_is_closed_leaves_nothing_behind(student: Student, service: Service) -> None:
+    version = student.snapshot()
+    engine = service.engine
+
+    async def first_of_an_order() -> int:
+        order = order_of(version, prompts(20, 20, seed=4), [3] + [900] * 19)
+        sampling = engine.sample(order)
+        index, _ = await anext(sampling)
+        await sampling.aclose()
+        return index
+
+    assert service.run(first_of_an_order()) == 0
+    assert engine._llm.get_num_unfinished_requests() == 0
+    # A drain load is possible only when no order runs.
+    service.load(version)
+    order = order_of(version, prompts(4, 20, seed=5))
+    assert_exact(student, order, service.sample(order)[0])
