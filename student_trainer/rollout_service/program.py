@@ -77,7 +77,7 @@ def make_engine(settings: EngineSettings) -> RolloutEngine:
             if settings.device != "auto":
                 raise _unknown_to("vllm", "--device", "set CUDA_VISIBLE_DEVICES")
             _require_vllm()
-            from student_trainer.rollout_service.vllm_engine import (  # type: ignore[import-not-found]
+            from student_trainer.rollout_service.vllm_engine import (
                 VllmRolloutEngine,
             )
 
