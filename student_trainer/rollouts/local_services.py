@@ -191,7 +191,7 @@ def _command(config: AnyTraining, rollouts: RolloutsConfig) -> list[str]:
         command += ["--revision", student.revision]
     if rollouts.engine == "vllm":
         command += ["--tensor-parallel-size", str(rollouts.tensor_parallel_size)]
-        command += ["--gpu-memory-share", str(rollouts.gpu_memory_share)]
+        command += ["--gpu-memory-share", str(rollouts.memory_share)]
     return [*command, "--end-with-parent"]
 
 

@@ -25,8 +25,8 @@ class RolloutsConfig(Table):
     """GPUs of the engine that the trainer starts, beside its own; 0: it shares the trainer's."""
     tensor_parallel_size: Count = 1
     """GPUs that share each layer of the engine (vllm); `gpus` is a multiple of it."""
-    gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of each of its GPUs' memory that the engine may use (vllm)."""
+    gpu_memory_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the memory for the engine (vllm). Default: 0.9 of own GPUs, 0.4 of the trainer's."""
     patience_seconds: Annotated[float, Field(gt=0)] = 600.0
     """Seconds without an answer of the engine before the job fails."""
 
@@ -49,6 +49,11 @@ class RolloutsConfig(Table):
     def in_trainer(self) -> bool:
         """Whether the trainer's own process samples, with its own copy of the weights."""
         return self.engine == "hf" and self.lag == 0 and self.address is None
+
+    @property
+    def memory_share(self) -> float:
+        """Share of each GPU's memory that the engine may use; on a CPU, of the machine's."""
+        return self.gpu_memory_share or (0.9 if self.gpus else 0.4)
 
     @property
     def replicas(self) -> int:
