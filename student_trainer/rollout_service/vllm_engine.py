@@ -153,6 +153,8 @@ class VllmRolloutEngine:
         await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_SECONDS)
 
     async def _replace(self, snapshot: Snapshot, version: WeightsVersion) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         async with self._loading:
             assert version.in_flight != "drain" or not self._running, "drain waits for all orders"
             # The blocks of older weights in the prefix cache are not cleared but not found any
@@ -171,6 +173,9 @@ class VllmRolloutEngine:
             await self._llm.resume_generation()
             try:
                 await self._verify(snapshot)
+            except EngineDeadError as error:
+                self._watch.check()
+                raise _stopping() from error
             except Exception as error:
                 self._fault = str(error)
                 for running in self._running:
@@ -208,7 +213,7 @@ class VllmRolloutEngine:
             running.put(await self._ended(running, index, salt))
         except EngineDeadError:
             self._watch.check()
-            running.fail(Unavailable("the rollout service is stopping", hint="start it again"))
+            running.fail(_stopping())
         except Exception as error:
             running.fail(error)
 
@@ -340,6 +345,10 @@ def _start(options: dict[str, Any]) -> Any:
             return AsyncLLM.from_engine_args(arguments)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("the rollout service is stopping", hint="start it again")
 
 
 def _unusable(fault: str) -> WrongState:
