@@ -229,7 +229,7 @@ class Trainer:
         measured = means_of(self._reduce(made.measured)) if made.measured else {}
         means = over_updates(updates)
         speed = means["tokens"] / (ended - started)
-        learning = ended - written - means["time/teacher_wait"]
+        learning = ended - written - means.get("time/teacher_wait", 0.0)
         efficiency = self._efficiency.of_step(
             flops=means.pop("flops"), learning=learning, speed=speed
         )
@@ -252,7 +252,8 @@ class Trainer:
         norm = self._update(rate)
         if self._anchor is not None and math.isfinite(norm):
             self._anchor.after_update()
-        seconds = {"time/teacher_wait": waited, "time/optim": time.monotonic() - learned}
+        seconds = {"time/optim": time.monotonic() - learned}
+        seconds |= {"time/teacher_wait": waited} if self._config.teacher_addresses else {}
         skipped = float(not math.isfinite(norm))
         return {**means, "grad_norm": norm, "grad_norm/skipped": skipped, **seconds}
 

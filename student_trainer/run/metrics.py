@@ -20,7 +20,7 @@ tokens_per_sec/process tokens_per_sec over the number of processes: of one GPU
 memory/peak          most GiB of tensors on the GPU in the step; CPU: resident, since the start
 time/step            seconds of the step without evaluation and saving
 time/rollout         seconds to sample the rollouts and request their rows
-time/teacher_wait    seconds that training waited for rows after sampling
+time/teacher_wait    seconds that training waited for the teacher's rows after sampling
 time/optim           seconds to clip the gradient, run AdamW and update the anchor
 eval/kl              kl/teacher on held-out sequences
 eval/kl_stderr       standard error of eval/kl over the held-out sequences
@@ -35,7 +35,8 @@ memory/reserved      most GiB that PyTorch reserved on the GPU in the step
 Additional metrics of stored sequences, which have no ratio/... and no length/truncated:
 
 kl/teacher_bound     lower bound of kl/teacher (bucket tail), if the store has no tail samples
-cross_entropy        mean -log p of the stored tokens, nats per token, at the store's temperature
+cross_entropy        mean -log p of the stored tokens, nats per token, at the store's temperature;
+                     in supervised fine-tuning, of the learned tokens
 eval/kl_bound        kl/teacher_bound on held-out sequences
 eval/kl_bound_stderr standard error of eval/kl_bound over the held-out sequences
 eval/perplexity      exp(cross_entropy) on held-out sequences
