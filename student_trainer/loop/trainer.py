@@ -30,8 +30,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from clients.config.kinds import AnyTraining
 from clients.config.rl import RLJob
-from clients.config.tables.common import TrainingJob
 from clients.runs.best_step import best_step, unproven_gain
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.metrics_follower import read_points
@@ -86,7 +86,7 @@ class Trainer:
     """Runs the steps of a job from the last finished one to the verdict."""
 
     def __init__(
-        self, config: TrainingJob, run: RunDirectory, progress: Progress, parts: Parts
+        self, config: AnyTraining, run: RunDirectory, progress: Progress, parts: Parts
     ) -> None:
         self._config = config
         self._run = run
