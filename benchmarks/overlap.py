@@ -101,7 +101,8 @@ def step_seconds(
                 item.wait()
                 clock.work()
             ended.append(time.monotonic())
-    return statistics.median(np.diff(ended)[warm_up:].tolist())
+    seconds: list[float] = np.diff(ended)[warm_up:].tolist()
+    return statistics.median(seconds)
 
 
 def asked(step: int) -> tuple[Sequence[Prompt], Sequence[int]]:

@@ -83,7 +83,7 @@ def describe(
                 expected = ", ".join(map(repr, KINDS))
             among = "one of " if "," in expected else ""
             yield path, f"got {_shown(error['input'])}, expected {among}{expected}"
-        case "model_type" | "model_attributes_type" | "dataclass_type":
+        case "model_type" | "model_attributes_type" | "dataclass_type" | "dict_type":
             yield path, f"must be a table (got {_shown(error['input'])})"
         case "tuple_type":
             yield (

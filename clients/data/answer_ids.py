@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.data.conversation import Conversation
+from clients.data.conversation import Conversation, require_question
 from clients.data.prompt_format import PromptFormat, plain_ids
 from protos.errors import InvalidInput
 
@@ -26,11 +26,13 @@ def answered_ids(
     """Return the token ids before the last assistant message, and those of it and its end token.
 
     Messages after it are left out. Both lists are empty if the assistant says nothing. Raises
-    InvalidInput if the chat template changes the text before the message once it is there.
+    InvalidInput if nothing is before the message, or if the chat template changes what is before it
+    once it is there.
     """
     conversation = conversation.up_to_answer()
     if not conversation.messages:
         return [], []
+    require_question(conversation, where)
     prompt = form.rendered(tokenizer, conversation.unanswered(), where, ask=True)
     whole = form.rendered(tokenizer, conversation, where, ask=False)
     if not whole.startswith(prompt):

@@ -75,7 +75,7 @@ def conversation_in(record: Mapping[str, Any], column: str, where: str) -> Conve
 
     `where` describes the record in messages, such as `row 3 of data.jsonl`. Keys without a value
     are left out: Parquet adds them to every message. Raises InvalidInput if the column is missing
-    or holds something else, or if a message has no text; a message with tool calls needs none.
+    or holds something else, or if a message has no text; the assistant's tool calls need none.
     """
     found = record.get(column)
     if not isinstance(found, list) or not all(map(_is_message, found)):
@@ -89,6 +89,16 @@ def conversation_in(record: Mapping[str, Any], column: str, where: str) -> Conve
     for number, message in enumerate(messages, 1):
         _check(message, f"message {number} of {where}")
     return Conversation(tuple(messages), _tools(record.get(TOOLS), where))
+
+
+def require_question(conversation: Conversation, where: str) -> None:
+    """Raise InvalidInput if nothing is before the assistant's answer, which ends a conversation."""
+    if not conversation.unanswered().messages:
+        raise InvalidInput(
+            f"the conversation of {where} has no message before the assistant's answer",
+            field=_FIELD,
+            hint="remove the row, or give it a user message",
+        )
 
 
 def _is_message(value: Any) -> bool:
@@ -105,7 +115,8 @@ def _check(message: Message, where: str) -> None:
             hint=f"use one of {', '.join(_ROLES)}",
         )
     content = message.get("content")
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+    calls = message["role"] == "assistant" and message.get("tool_calls")
+    if not isinstance(content, str) and not (content is None and calls):
         kind = "null" if content is None else f"a {type(content).__name__}"
         raise InvalidInput(
             f"{where} has no text: its content is {kind}",

@@ -92,7 +92,8 @@ class ModelShape:
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
     """Return the sizes that a config.json states.
 
-    Raises InvalidInput (`student.model`) for another architecture, or if a size is missing.
+    Raises InvalidInput (`student.model`) for another architecture, or if a size is missing or not
+    positive.
     """
     kind = config.get("model_type")
     if kind not in _KINDS:
@@ -102,28 +103,37 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
             hint=f"known are {', '.join(_KINDS)}",
         )
     try:
-        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         projections = kind == "qwen2" or bool(config.get("attention_bias"))
         return ModelShape(
-            layers=int(config["num_hidden_layers"]),
+            layers=_size(config, "num_hidden_layers"),
             hidden=hidden,
-            intermediate=int(config["intermediate_size"]),
+            intermediate=_size(config, "intermediate_size"),
             heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            vocabulary=int(config["vocab_size"]),
+            kv_heads=_size(config, "num_key_value_heads", heads),
+            head_dim=_size(config, "head_dim", hidden // heads),
+            vocabulary=_size(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
             query_norm=kind == "qwen3",
             query_bias=projections,
             output_bias=projections and kind != "qwen2",
             mlp_bias=kind == "llama" and bool(config.get("mlp_bias")),
         )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(
-            f"config.json lacks a size, or a size is no number: {error}",
+            f"config.json lacks a size, or a size is no positive number: {error}",
             field=FIELD,
             hint="restore the file",
         ) from error
+
+
+def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Return a size. Raises KeyError if it is missing without a default, ValueError below 1."""
+    value = config[name] if default is None else config.get(name)
+    size = int(value) if value is not None else default
+    if size is None or size < 1:
+        raise ValueError(f"{name} is {value}")
+    return size
 
 
 def config_file(model: str, revision: str | None = None) -> Path:
@@ -151,7 +161,7 @@ def config_file(model: str, revision: str | None = None) -> Path:
         return Path(hf_hub_download(model, "config.json", revision=revision))
     except (OSError, ValueError) as error:
         raise InvalidInput(
-            f"no config.json of {model!r}: {str(error).strip().splitlines()[0]}",
+            f"no config.json of {model!r}: {str(error).strip().splitlines()[0].rstrip('.')}",
             field=FIELD,
             hint="give a Hugging Face directory or reachable hub id",
         ) from error

@@ -130,10 +130,17 @@ class PromptFormat:
             told = f" on {where}" if where else ""
             raise InvalidInput(
                 f"the model's chat template cannot be used{told}: {error}",
-                field="student.model",
+                field=self._key_of_messages,
                 hint="correct the data, or chat_template.jinja in its directory, or choose another"
                 " model",
             ) from error
+
+    @property
+    def _key_of_messages(self) -> str:
+        """The key behind the messages that a chat template rejects."""
+        if self.messages_column is not None:
+            return "data.messages_column"
+        return "student.model" if self.system is None else "data.system"
 
     def _with_system(self, conversation: Conversation) -> Conversation:
         if self.system is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from protos.errors import InvalidInput
 from protos.extras import install_command
 
 FILE_SUFFIXES = (".jsonl", ".parquet")
+# Half of a character beyond 16 bits; without the other half it is no valid text.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
@@ -102,12 +105,16 @@ class DataSet:
 def record_in(line: bytes, where: str, field: str) -> dict[str, Any] | None:
     """Return the record in a line of a .jsonl file; None if the line is blank.
 
-    `where` is the place of the line in messages, such as `data.jsonl:3`. Raises InvalidInput,
-    naming `field`, if the line is not a JSON object in UTF-8.
+    Lone surrogates, which tokenizers reject, become "?". `where` is the place of the line in
+    messages, such as `data.jsonl:3`. Raises InvalidInput, naming `field`, if the line is not a JSON
+    object in UTF-8.
     """
     try:
         text = line.decode("utf-8-sig").strip()
         record = json.loads(text) if text else None
+        if _SURROGATE.search(text):
+            valid = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
+            record = json.loads(valid)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(
             f"{where} is not JSON: {error}",
@@ -142,7 +149,7 @@ def text_of(record: Mapping[str, Any], column: str, field: str, where: str) -> s
             field=field,
             hint="write it as one string",
         )
-    return str(value).encode("utf-8", "replace").decode()  # a lone surrogate is not valid text
+    return str(value)
 
 
 def weight_of(record: Mapping[str, Any], column: str, where: str) -> float:

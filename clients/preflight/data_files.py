@@ -69,7 +69,7 @@ def data_files(config: AnyJob) -> Iterator[Expected]:
     """Yield the data files and hub data sets that the job's program will read."""
     match config:
         case CaptureJob():
-            yield Expected("data.path", config.data.path, _captured(config.data))
+            yield _captured(config.data)
         case OfflineJob():
             if config.eval.metric != "none" and config.data.eval_prompts is not None:
                 path = config.data.eval_prompts
@@ -119,7 +119,7 @@ def check_file(expected: Expected) -> None:
 def expected_prompts(
     field: str,
     path: str,
-    data: DataConfig | OfflineData,
+    data: DataConfig | OfflineData | CaptureData,
     *,
     answers: bool,
     learned: bool = False,
@@ -128,14 +128,16 @@ def expected_prompts(
     """Return what a file of prompts must hold.
 
     `answers`: reference answers too. The reference of a conversation is its last message if that is
-    the assistant's, so the column of answers may be missing. `learned`: answers that are learned,
-    which are always messages of a conversation. `more`: columns besides those of the prompt.
+    the assistant's, so the column of answers may be missing. `learned`: answers that are learned or
+    captured, which are always messages of a conversation. `more`: columns besides those of the
+    prompt.
     """
-    if data.messages_column is None:
+    conversations = data.prompt_format.messages_column
+    if conversations is None:
         columns: Columns = (("data.prompt_column", data.prompt_column),)
         columns += (("data.answer_column", data.answer_column),) if answers else ()
     else:
-        columns = (("data.messages_column", data.messages_column),)
+        columns = (("data.messages_column", conversations),)
 
     def check(records: Records) -> None:
         check_first_prompts(path, data, records, answers=answers, learned=learned)
@@ -144,27 +146,33 @@ def expected_prompts(
 
 
 def check_first_prompts(
-    path: str, data: DataConfig | OfflineData, records: Records, *, answers: bool, learned: bool
+    path: str,
+    data: DataConfig | OfflineData | CaptureData,
+    records: Records,
+    *,
+    answers: bool,
+    learned: bool,
 ) -> None:
     """Raise InvalidInput if the first records have wrong conversations or weights, or no answers.
 
     `records`: the first ones of the file `path`. A record without the column is not refused here.
     """
     answered = False
-    conversations, weights = data.messages_column, getattr(data, "weight_column", None)
+    form, weights = data.prompt_format, getattr(data, "weight_column", None)
+    conversations = form.messages_column
     for number, record in enumerate(records, 1):
         where = f"row {number} of {path}"
         if weights is not None and weights in record:
             weight_of(record, weights, where)
         answered |= not learned and record.get(data.answer_column) is not None
         if conversations in record:
-            found = data.prompt_format.conversation(record, where)
+            found = form.conversation(record, where)
             answered |= (found.up_to_answer() if learned else found).is_answered
     if conversations is None or not records or answered:
         return
     if learned:
         raise InvalidInput(
-            f"the conversations of {path} have no message of the assistant to learn",
+            f"the conversations of {path} have no message of the assistant",
             field="data.messages_column",
             hint='add messages like {"role": "assistant", "content": "..."}',
         )
@@ -207,15 +215,12 @@ def _prompts(job: OnPolicyJob | RLJob | SFTJob, data: DataConfig) -> Iterator[Ex
         )
 
 
-def _captured(data: CaptureData) -> Columns:
-    match data.form:
-        case "completion":
-            prompt = ("data.prompt_column", data.prompt_column)
-            return (prompt, ("data.answer_column", data.answer_column))
-        case "messages":
-            return (("data.messages_column", data.messages_column),)
-        case "text":
-            return (("data.text_column", data.text_column),)
+def _captured(data: CaptureData) -> Expected:
+    text = (("data.text_column", data.text_column),)
+    if data.form == "text":
+        return Expected("data.path", data.path, text)
+    # What is scored is chosen as what a fine-tuning job learns.
+    return expected_prompts("data.path", data.path, data, answers=True, learned=True)
 
 
 def _unknown_format(expected: Expected) -> InvalidInput:
@@ -275,7 +280,9 @@ def _parquet_start(file: BinaryIO, expected: Expected) -> tuple[list[str], Recor
     if expected.check is None:
         return list(found.schema_arrow.names), []
     try:
-        first = next(found.iter_batches(batch_size=_MOST_RECORDS, row_groups=[0]))
+        groups = range(found.metadata.num_row_groups)
+        filled = next(group for group in groups if found.metadata.row_group(group).num_rows)
+        first = next(found.iter_batches(batch_size=_MOST_RECORDS, row_groups=[filled]))
     except (pyarrow.ArrowException, OSError) as error:
         raise _not_parquet(expected, (str(error).splitlines() or ["damaged"])[0]) from error
     return list(found.schema_arrow.names), first.to_pylist()

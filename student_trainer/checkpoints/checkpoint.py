@@ -216,12 +216,7 @@ def load_anchor(path: Path, anchor: Anchor) -> None:
     Raises InvalidInput if the checkpoint has no anchor: an anchor that starts at this step would
     change the training.
     """
-    if not (path / _ANCHOR).is_file():
-        raise InvalidInput(
-            f"{path.name} has no anchor: the run started without one",
-            field="method.beta",
-            hint="resume with method.beta = 0, or submit a new job",
-        )
+    _require(path / _ANCHOR, "anchor", "method.beta", "resume with method.beta = 0")
     with safe_open(path / _ANCHOR, "pt") as file:
         counts = json.loads(file.metadata()["counts"])
         anchor.load_state(lambda name, like: _rows(file, name, like), **counts)
@@ -229,14 +224,21 @@ def load_anchor(path: Path, anchor: Anchor) -> None:
 
 def load_values(path: Path, values: CriticAdvantages) -> None:
     """Load the critic and its optimizer. Raises InvalidInput if the checkpoint has no critic."""
-    if not (path / _CRITIC).is_file():
-        raise InvalidInput(
-            f"{path.name} has no critic: the run started without one",
-            field="method.advantages",
-            hint="resume with the value the run started with, or submit a new job",
-        )
+    _require(
+        path / _CRITIC, "critic", "method.advantages", "resume with the value the run started with"
+    )
     with safe_open(path / _CRITIC, "pt") as file:
         values.load_state(file.get_tensor)
+
+
+def _require(file: Path, part: str, field: str, remedy: str) -> None:
+    """Raise InvalidInput, naming `field`, if the checkpoint has no `file` of a part of the run."""
+    if not file.is_file():
+        raise InvalidInput(
+            f"{file.parent.name} has no {part}: the run started without one",
+            field=field,
+            hint=f"{remedy}, or submit a new job",
+        )
 
 
 def _rows(file: Any, name: str, like: Tensor) -> Tensor:

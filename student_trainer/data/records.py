@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clients.config.tables.data import DataConfig
-from clients.data.conversation import Conversation
+from clients.data.conversation import Conversation, require_question
 from clients.data.records import DataSet, text_of, weight_of
 from protos.errors import InvalidInput
 
@@ -64,7 +64,7 @@ class RecordReader:
             conversation = conversation.up_to_answer()
         # A conversation that has no answer, but needs one, is left out later.
         if self.needs_questions and (conversation.messages or not self.needs_answers):
-            _require_question(conversation, where)
+            require_question(conversation, where)
         return PromptRecord(
             conversation,
             form.text(record, conversation),
@@ -81,15 +81,6 @@ class RecordReader:
         if needed or record.get(column) is not None:
             return text_of(record, column, "data.answer_column", where)
         return conversation.answer
-
-
-def _require_question(conversation: Conversation, where: str) -> None:
-    if not conversation.unanswered().messages:
-        raise InvalidInput(
-            f"the conversation of {where} has no message before the assistant's answer",
-            field="data.messages_column",
-            hint="remove the row, or give it a user message",
-        )
 
 
 def _teacher(record: Mapping[str, Any], column: str, teachers: Collection[str], where: str) -> str:

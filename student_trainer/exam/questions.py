@@ -10,7 +10,7 @@ import numpy as np
 
 from clients.config.exam import ExamConfig
 from clients.config.tables.data import DataConfig
-from clients.data.conversation import Conversation
+from clients.data.conversation import Conversation, require_question
 from clients.data.prompt_format import PromptFormat
 from clients.data.records import DataSet, text_of
 from protos.errors import InvalidInput
@@ -78,6 +78,7 @@ def _records(data: DataConfig, *, needed: bool) -> Iterator[Question]:
     for number, record in enumerate(source.records([])):
         where = f"row {number + 1} of {data.path}"
         conversation = data.prompt_format.conversation(record, where)
+        require_question(conversation, where)
         reference = conversation.answer
         missing = needed and not reference
         if missing or record.get(data.answer_column) is not None:

@@ -31,9 +31,14 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from clients.config.kinds import AnyTraining
 from clients.config.rl import RLJob
+<<<<<<< HEAD
 from clients.config.tables.common import TrainingJob
 from clients.runs.best_step import best_step, warn_of_chance
+=======
+from clients.runs.best_step import best_step, unproven_gain
+>>>>>>> main
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.metrics_follower import read_points
 from clients.runs.metrics_writer import MetricsLog
@@ -89,7 +94,7 @@ class Trainer:
     """Runs the steps of a job from the last finished one to the verdict."""
 
     def __init__(
-        self, config: TrainingJob, run: RunDirectory, progress: Progress, parts: Parts
+        self, config: AnyTraining, run: RunDirectory, progress: Progress, parts: Parts
     ) -> None:
         self._config = config
         self._run = run
@@ -227,7 +232,7 @@ class Trainer:
         measured = means_of(totals_of(self._accelerator, made.measured)) if made.measured else {}
         means = over_updates(updates)
         speed = means["tokens"] / (ended - started)
-        learning = ended - written - means["time/teacher_wait"]
+        learning = ended - written - means.get("time/teacher_wait", 0.0)
         efficiency = self._efficiency.of_step(
             flops=means.pop("flops"), learning=learning, speed=speed
         )
@@ -250,7 +255,8 @@ class Trainer:
         norm = self._update(rate)
         if self._anchor is not None and math.isfinite(norm):
             self._anchor.after_update()
-        seconds = {"time/teacher_wait": waited, "time/optim": time.monotonic() - learned}
+        seconds = {"time/optim": time.monotonic() - learned}
+        seconds |= {"time/teacher_wait": waited} if self._config.teacher_addresses else {}
         skipped = float(not math.isfinite(norm))
         return {**means, "grad_norm": norm, "grad_norm/skipped": skipped, **seconds}
 

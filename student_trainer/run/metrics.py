@@ -21,7 +21,7 @@ memory/peak          most GiB of tensors on the GPU in the step; CPU: resident, 
 time/step            seconds of the step without evaluation and saving
 time/rollout         seconds to sample the rollouts and request their rows; with an engine, to
                      write its weights and to wait for the rollouts that are not there yet
-time/teacher_wait    seconds that training waited for rows after sampling
+time/teacher_wait    seconds that training waited for the teacher's rows after sampling
 time/optim           seconds to clip the gradient, run AdamW and update the anchor
 eval/kl              kl/teacher on held-out sequences
 eval/kl_stderr       standard error of eval/kl over the held-out sequences
@@ -40,7 +40,8 @@ rollout/lag          steps by which the weights that sampled a token are behind,
 Additional metrics of stored sequences, which have no ratio/... and no length/truncated:
 
 kl/teacher_bound     lower bound of kl/teacher (bucket tail), if the store has no tail samples
-cross_entropy        mean -log p of the stored tokens, nats per token, at the store's temperature
+cross_entropy        mean -log p of the stored tokens, nats per token, at the store's temperature;
+                     in supervised fine-tuning, of the learned tokens
 eval/kl_bound        kl/teacher_bound on held-out sequences
 eval/kl_bound_stderr standard error of eval/kl_bound over the held-out sequences
 eval/perplexity      exp(cross_entropy) on held-out sequences

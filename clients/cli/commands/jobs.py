@@ -131,7 +131,7 @@ def _row(job: Job, now: float) -> Mapping[str, Any]:
 
 
 def _kl_or_loss(row: Mapping[str, Any]) -> str:
-    loss = row["metrics"].get("eval/cross_entropy")
+    loss = row["metrics"].get("cross_entropy")
     return f"{loss:.4g} loss" if row["kl"] == "-" and loss is not None else str(row["kl"])
 
 

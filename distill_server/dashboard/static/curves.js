@@ -12,7 +12,12 @@ const isError = (name) => name.endsWith("_stderr");
 const evaluated = (name) => name.slice("eval/".length).replace("anchor/", "anchor's ");
 
 const CHARTS = [
-  {title: "Loss", unit: "nats a token", holds: one("loss", "cross_entropy", "eval/cross_entropy")},
+  {
+    title: "Loss",
+    unit: "nats a token",
+    holds: one("loss", "cross_entropy", "eval/cross_entropy"),
+    label: (name) => name.replace("eval/", "held-out "),
+  },
   {
     title: "KL",
     unit: "nats a token, log axis",
@@ -35,7 +40,7 @@ const CHARTS = [
   {
     title: "Head mass",
     unit: "probability in the top-k",
-    holds: (name) => name.startsWith("topk/"),
+    holds: (name) => /^topk\/.*mass$/.test(name),
     label: rest("topk/"),
   },
   {

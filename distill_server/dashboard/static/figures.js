@@ -1,5 +1,13 @@
 // Formats numbers and times for display, in the same formats as the command line.
 
+const CROSS_ENTROPY = "cross-entropy";
+const KINDS_OF_KL = [
+  ["kl/teacher", ""],
+  ["kl/teacher_bound", "lower bound"],
+  ["kl/anchor", "to the anchor"],
+  ["cross_entropy", CROSS_ENTROPY],
+];
+
 /** Formats a number with `digits` significant digits, one less in `12.3k`: `0.7411`; "-" if not
  *  finite. */
 export function number(value, digits = 4) {
@@ -77,7 +85,14 @@ export function whyQueued({state, place, why, retry_at: retryAt}) {
 
 /** Returns the KL to the teacher, or else its lower bound, or else the KL to the anchor. */
 export function klOf(metrics) {
-  return metrics["kl/teacher"] ?? metrics["kl/teacher_bound"] ?? metrics["kl/anchor"];
+  const [value, kind] = klWithKind(metrics);
+  return kind === CROSS_ENTROPY ? undefined : value;
+}
+
+/** Returns `[value, kind]`: the KL, or else the cross-entropy; kind: "" for the KL to the teacher. */
+export function klWithKind(metrics) {
+  const [name, kind] = KINDS_OF_KL.find(([name]) => name in metrics) ?? ["", ""];
+  return [metrics[name], kind];
 }
 
 /** Returns the held-out KL, or else its lower bound, or else the held-out cross-entropy. */

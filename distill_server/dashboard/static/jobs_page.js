@@ -2,7 +2,7 @@
 
 import {badge, bar, el, setText} from "./dom.js";
 import {MOST_COMPARED} from "./compare_page.js";
-import {ago, duration, klOf, moment, number, percent, waitOf, whyQueued} from "./figures.js";
+import {ago, duration, klWithKind, moment, number, percent, waitOf, whyQueued} from "./figures.js";
 import {follow} from "./server.js";
 
 // The delay after the last keystroke before a search starts.
@@ -171,12 +171,13 @@ class JobsPage {
 function fillRow(row, job) {
   const {metrics} = job;
   const running = job.state === "RUNNING";
+  const [kl, kind] = klWithKind(metrics);
   const steps = job.max_steps ? `${job.step} / ${job.max_steps}` : String(job.step);
   const cells = [
     [badge(job.state), ...stateTexts(job).map((text) => el("small", {}, text))],
     [bar(job.step, job.max_steps || 1, `progress of ${job.id}`), el("small", {}, steps)],
     [number(metrics.loss)],
-    [number(klOf(metrics))],
+    [number(kl), kind && el("small", {}, kind)].filter(Boolean),
     [number(metrics.tokens_per_sec)],
     [percent(waitOf(metrics))],
     [running ? duration(job.seconds_left) : "-"],

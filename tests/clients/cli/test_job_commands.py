@@ -157,7 +157,7 @@ def test_ls(capsys: Capture, client: type[ScriptedClient], monkeypatch: pytest.M
     monkeypatch.setattr(client, "list", lambda *_, **__: [bounded])
     assert main(["ls"]) == 0
     assert "12/50  0.5 bound  " in capsys.readouterr().out
-    sft = made(metrics={"loss": 0.4, "eval/cross_entropy": 0.75})
+    sft = made(metrics={"loss": 0.4, "cross_entropy": 0.75})
     monkeypatch.setattr(client, "list", lambda *_, **__: [sft])
     assert main(["ls"]) == 0
     assert "12/50  0.75 loss  " in capsys.readouterr().out

@@ -138,6 +138,8 @@ def test_the_same_of_yaml(job_file: Write) -> None:
         ("max_steps = true\n" + HEAD, "a.toml:1: max_steps: must be a valid integer (got true)"),
         ("name = 3\n" + HEAD, "a.toml:1: name: must be a valid string (got 3)"),
         ("teacher = 'x'\n" + HEAD, "a.toml:1: teacher: must be a table (got 'x')"),
+        (HEAD + "template_arguments = 'x'\n",
+         "data.template_arguments: must be a table (got 'x')"),
         ("train = { learning_rate = inf }\n" + HEAD,
          "a.toml:1: train.learning_rate: must be a finite number (got inf)"),
         ("a = [1,\n" + HEAD, "a.toml:2: not TOML: Invalid value (column 2)"),

@@ -109,6 +109,7 @@ def test_a_message_of_tool_calls_needs_no_text() -> None:
         ({"m": [{"role": "human", "content": "1"}]}, "message 1 of row 1 has the role 'human'"),
         ({"m": [{"role": "user", "content": None}]}, "message 1 of row 1 has no text"),
         ({"m": [{"role": "user", "content": [{"type": "text"}]}]}, "its content is a list"),
+        ({"m": [{"role": "user", "tool_calls": [{}]}]}, "message 1 of row 1 has no text"),
         ({"m": TALK, "tools": "f"}, "the column 'tools' of row 1 is no list of tools"),
         ({"m": TALK, "tools": [3]}, "the column 'tools' of row 1 is no list of tools"),
         ({"m": TALK, "tools": 3}, "the column 'tools' of row 1 is no list of tools"),
@@ -129,12 +130,19 @@ def test_two_system_texts_are_refused() -> None:
     assert caught.value.field == "data.system"
 
 
-def test_a_template_that_fails_names_the_row(chat: Any) -> None:
+def test_a_template_that_fails_names_the_row_and_the_key() -> None:
     words = tiny.tokenizer(CHARACTERS)
     words.chat_template = "{{ raise_exception('roles must alternate') }}"
-    form = PromptFormat(messages_column="m")
-    with pytest.raises(InvalidInput, match="cannot be used on row 1: roles must alternate"):
-        shown(words, form, {"m": TALK})
+    record = {"m": TALK, "prompt": "1+1="}
+    for keys, field in (
+        ({"messages_column": "m"}, "data.messages_column"),
+        ({"system": "9"}, "data.system"),
+        ({}, "student.model"),
+    ):
+        with pytest.raises(InvalidInput) as caught:
+            shown(words, PromptFormat(**keys), record)
+        assert "cannot be used on row 1: roles must alternate" in caught.value.message
+        assert caught.value.field == field
 
 
 @pytest.mark.parametrize(

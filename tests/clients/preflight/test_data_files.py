@@ -36,6 +36,15 @@ def parquet(**columns: list[Any]) -> bytes:
     return bytes(sink.getvalue())
 
 
+def parts(*many: list[str]) -> bytes:
+    """The bytes of a Parquet file of prompts with a row group for each list."""
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.parquet.ParquetWriter(sink, pyarrow.schema({"prompt": "string"})) as file:
+        for prompts in many:
+            file.write_table(pyarrow.table({"prompt": pyarrow.array(prompts, "string")}))
+    return bytes(sink.getvalue())
+
+
 @dataclass(frozen=True)
 class Case:
     """A file in the working directory, what is changed in a job that reads it, and the message."""
@@ -127,6 +136,16 @@ REFUSED = {
         "data.messages_column: d.jsonl has no column 'messages'",
         changes=CAPTURE | {"data": {"form": "messages"}},
     ),
+    "captured roles": Case(
+        "data.messages_column: message 1 of row 1 of d.jsonl has the role 'human'",
+        '{"messages": [{"role": "human", "content": "1"}]}\n',
+        changes=CAPTURE | {"data": {"form": "messages"}},
+    ),
+    "nothing to score": Case(
+        "data.messages_column: the conversations of d.jsonl have no message of the assistant",
+        '{"messages": [{"role": "user", "content": "1"}]}\n',
+        changes=CAPTURE | {"data": {"form": "messages"}},
+    ),
     "captured text": Case(
         "data.text_column: d.jsonl has no column 'text'",
         changes=CAPTURE | {"data": {"form": "text"}},
@@ -212,6 +231,7 @@ ACCEPTED = {
     "no answer": Case("", '{"prompt": "x"}'),
     "long line": Case("", '{"x": "' + "y" * (2 << 20) + '", "prompt": ""}'),
     "parquet": Case("", parquet(prompt=["x"], answer=["y"]), "d.parquet"),
+    "parquet that starts with nothing": Case("", parts([], ["x"]), "d.parquet"),
     "reward without references": Case(
         "",
         '{"prompt": "x"}',

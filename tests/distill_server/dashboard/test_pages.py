@@ -97,6 +97,24 @@ def test_the_held_out_loss_is_the_metric_that_chooses_the_best_step(
         assert browser.run(script) == value, metric
 
 
+def test_a_list_says_which_kl_a_job_has(site: Site, browser: Browser) -> None:
+    """And of a fine-tuning job, which has none, the cross-entropy."""
+    browser.open(f"{site.url}/#/")
+    kinds = {
+        "cross_entropy": "cross-entropy",
+        "kl/anchor": "to the anchor",
+        "kl/teacher_bound": "lower bound",
+        "kl/teacher": "",
+    }
+    known: dict[str, int] = {}
+    for number, (metric, kind) in enumerate(kinds.items()):
+        known[metric] = number
+        script = "return import('/figures.js').then((figures) => figures.klWithKind(METRICS))"
+        assert browser.run(script.replace("METRICS", json.dumps(known))) == [number, kind]
+    script = "return import('/figures.js').then(({klOf}) => [klOf({cross_entropy: 1}) ?? null])"
+    assert browser.run(script) == [None]
+
+
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[list[str]]:
     """Of two jobs that differ at the top of their configurations only."""
     keys = sorted(key for key in one if one[key] != other[key])

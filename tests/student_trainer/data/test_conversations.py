@@ -72,6 +72,15 @@ def test_parquet_holds_the_same(chat: Any, tmp_path: Path) -> None:
     assert shapes[0] == shapes[1]
 
 
+def test_half_a_character_becomes_a_question_mark(chat: Any, tmp_path: Path) -> None:
+    """JSON may hold one half of a pair of surrogates, which is no text for a tokenizer."""
+    asked = [{"role": "user", "content": "1+1\ud83d="}, {"role": "assistant", "content": "2\udc00"}]
+    path = write(tmp_path / "a.jsonl", [{"m": asked, "weight\ud800": 1}, {"m": asked}])
+    chosen, _ = load(DataConfig(path=path, messages_column="m"), chat, held_out=1)
+    (prompt,) = chosen.of_step(1, 1)
+    assert (prompt.text, prompt.answer) == ("1+1?=", "2?")
+
+
 def test_a_conversation_that_asks_nothing(chat: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"m": talk(1)}, {"m": talk(2)[1:]}])
     with pytest.raises(InvalidInput, match=r"row 2 of .* has no message before the assistant's"):

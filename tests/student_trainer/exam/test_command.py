@@ -226,3 +226,6 @@ def test_conversations_of_a_local_model(material: Material, tmp_path: Path) -> N
     plain = {**changes, "models": {"plain": str(material.model)}}
     with pytest.raises(InvalidInput, match="has no chat template"):
         run(exam(material, tmp_path / "other", data=data, **plain))
+    path.write_text(json.dumps({"m": TALK[1:2]}) + "\n")
+    with pytest.raises(InvalidInput, match=r"^data.messages_column: .* row 1 of .* has no message"):
+        run(exam(material, tmp_path / "unasked", data=data, **changes))

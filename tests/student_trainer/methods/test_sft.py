@@ -185,6 +185,7 @@ def test_the_names_of_metrics(chats: tiny.Material, tmp_path: Path) -> None:
     for line in lines:
         assert {"eval/cross_entropy", "eval/accuracy"} <= line.keys()
         assert not {"kl/teacher", "topk/student_mass", "ratio/mean", "eval/kl"} & line.keys()
+        assert "time/teacher_wait" not in line, "there is no teacher"
         others = {name for name in line if not name.startswith("time/")}
         assert others - {"attempt", "step"} <= explained
     sample = json.loads((tmp_path / "run/samples/step-000002.jsonl").read_text().splitlines()[0])

@@ -152,6 +152,9 @@ def test_what_is_left_out_is_counted(tokenizer: Any, tmp_path: Path) -> None:
     assert (reader.too_long, reader.empty) == (2, 1)
 
 
+ANSWER = [{"role": "assistant", "content": "t1"}]
+# The template cannot add a number to a text.
+NAMED = [{"role": "user", "content": "t1", "name": 3}, *ANSWER]
 # As tool calls are.
 SILENT = [{"role": "user", "content": "t1"}, {"role": "assistant", "content": None}]
 
@@ -167,13 +170,16 @@ SILENT = [{"role": "user", "content": "t1"}, {"role": "assistant", "content": No
         ({"messages": "t1"}, "messages", "data.messages_column", "has no list of messages"),
         ({"messages": [{"role": "user"}]}, "messages", "data.messages_column", "no list of"),
         ({"messages": SILENT}, "messages", "data.messages_column", "message 2 of row 1 of"),
+        ({"messages": ANSWER}, "messages", "data.messages_column", "no message before the"),
+        ({"messages": NAMED}, "messages", "data.messages_column", "row 1 of"),
         ({"prompt": "t1"}, "text", "data.text_column", "no column 'text'"),
     ],
 )
 def test_bad_records(
     chat: Any, tmp_path: Path, record: Any, form: str, field: str, says: str
 ) -> None:
-    chat.chat_template = TEMPLATE if form == "messages" else None
+    named = TEMPLATE.replace("m.content", "m.content + (m.name or '')")
+    chat.chat_template = named if form == "messages" else None
     with pytest.raises(InvalidInput) as caught:
         read(chat, write_lines(tmp_path / "a.jsonl", [record]), form=form)
     assert says in caught.value.message
