@@ -30,6 +30,9 @@ from clients.cli.version import VersionOption
 from protos.rpc.logs import LogFormat, LogLevel, start_logging
 from student_trainer.rollout_service import options
 
+# Of the extra [train]: a machine that only samples needs no more.
+_PACKAGES = ("accelerate", "safetensors", "torch", "transformers")
+
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -61,7 +64,7 @@ def rollouts(
 ) -> None:
     """Sample rollouts for trainers, with the weights that they save."""
     set_threads(threads)
-    require_packages("train", "distill-rollouts")
+    require_packages("train", "distill-rollouts", _PACKAGES)
     from protos.auth.tls import TlsFiles
     from protos.rpc.server import read_endpoint
     from student_trainer.rollout_service.program import EngineSettings, VllmSettings, run
