@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -15,6 +16,7 @@ from protos.errors import Corrupt, InvalidInput, Unavailable, WrongState
 from student_trainer.rollouts.engine_client import EngineClient
 from student_trainer.rollouts.order import Order
 from student_trainer.rollouts.sampler import SampledTokens
+from tests.documents import blocks
 from tests.ports import free_ports
 from tests.student_trainer import tiny
 from tests.student_trainer.rollout_service.conftest import StartService
@@ -78,6 +80,15 @@ def test_an_order_is_divided_over_the_replicas_by_rank(
         with EngineClient([address]) as client:
             # The whole parts of three ranks, and the single sequences of one or two of them.
             assert client._replicas[0].ask().result().weight_loads == 1
+
+
+def test_the_example_of_the_page(start_service: StartService, tmp_path: Path) -> None:
+    (example,) = blocks("docs/rollouts.md", "rollouts")
+    wanted = order(snapshot(tmp_path, 1))
+    names = {"addresses": [start_service().address], "vocab_size": VOCAB, "order": wanted}
+    exec(example.body, names)
+    found: Any = names["found"]
+    assert_all_same([found[n] for n in sorted(found)], in_process(wanted, student(1)))
 
 
 def test_several_threads_may_order_at_once(start_service: StartService, tmp_path: Path) -> None:
