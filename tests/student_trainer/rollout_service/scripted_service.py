@@ -31,10 +31,13 @@ class ScriptedEngine:
         self.go = threading.Event()
         self.go.set()
         self.error: Exception | None = None  # raised instead of the second sequence
+        self.load_error: Exception | None = None
         self.open = 0  # iterators
         self._version = 0
 
     async def load(self, version: WeightsVersion) -> None:
+        if self.load_error is not None:
+            raise self.load_error
         self._version = version.number
 
     async def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:

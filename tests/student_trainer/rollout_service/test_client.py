@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +205,10 @@ def test_a_wrong_snapshot_or_order_is_raised(start_service: StartService, tmp_pa
             client.sample(order(directory, limit=4000))
         assert caught.value.field == "sequences[0].limit"
         wanted = order(directory)
+        in_flight = replace(wanted.weights, in_flight="keep")
+        with pytest.raises(InvalidInput) as caught:
+            client.sample(replace(wanted, weights=in_flight))
+        assert caught.value.field == "weights.in_flight"
         assert_all_same(collected(client, wanted), in_process(wanted, student(1)))
 
 
@@ -260,3 +266,22 @@ def test_closing_ends_everything(start_service: StartService, tmp_path: Path) ->
         client.sample(wanted)
     assert list(iterator) == []
     assert threading.active_count() <= before
+
+
+def test_a_frozen_replica_leaves_time_for_another(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    frozen, other = start_service(), start_service()
+    wanted = order(snapshot(tmp_path, 1), sequences=1)
+    with EngineClient([frozen.address, other.address], patience_seconds=4) as client:
+        client.info()  # connects
+        frozen.send(signal.SIGSTOP)
+        try:
+            assert_all_same(collected(client, wanted), in_process(wanted, student(1)))
+        finally:
+            frozen.send(signal.SIGCONT)
+
+
+def test_a_client_needs_an_address() -> None:
+    with pytest.raises(InvalidInput, match=r"rollouts\.address: is empty"):
+        EngineClient([])

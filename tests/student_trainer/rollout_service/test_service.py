@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import grpc
 import pytest
 
 from protos import rollouts_pb2, rollouts_pb2_grpc
-from protos.errors import InternalFault, InvalidInput, Overloaded, TimedOut, Unavailable
+from protos.errors import Corrupt, InternalFault, InvalidInput, Overloaded, TimedOut, Unavailable
 from protos.rpc.transport import CHANNEL_OPTIONS
 from student_trainer.rollout_service import service
 from student_trainer.rollout_service.schedule import Schedule
@@ -252,8 +253,30 @@ def test_a_defect_of_the_engine_ends_one_order(tmp_path: Path) -> None:
     engine.error = ZeroDivisionError("a defect")
     wanted = order(tmp_path)
     with served(RolloutServicer(engine)) as address, EngineClient([address]) as client:
-        sampling = client.sample(wanted)
         with pytest.raises(InternalFault, match="internal error"):
-            list(sampling)
+            list(client.sample(wanted))
         engine.error = None
         assert len(list(client.sample(wanted))) == len(wanted.sequences)
+
+
+def test_orders_whose_weights_are_lost_end_with_the_reason(tmp_path: Path) -> None:
+    """The weights of the next version are loaded while they run, and are half loaded then."""
+    engine = ScriptedEngine()
+    engine.go.clear()
+
+    def ordered(number: int) -> Order:
+        plain = order(tmp_path, number=number)
+        return replace(plain, weights=replace(plain.weights, in_flight="keep"))
+
+    with served(RolloutServicer(engine)) as address, EngineClient([address]) as client:
+        running = client.sample(ordered(1))
+        until(lambda: engine.open == 1)
+        engine.load_error = Corrupt("half a snapshot")
+        with pytest.raises(Corrupt, match="half a snapshot"):
+            list(client.sample(ordered(2)))
+        with pytest.raises(Corrupt, match="half a snapshot"):
+            list(running)
+        engine.load_error = None
+        engine.go.set()
+        assert len(list(client.sample(ordered(2)))) == 8
+        assert engine.open == 0
