@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -45,12 +45,12 @@ def errors_as_exit() -> Iterator[None]:
         raise typer.Exit(error.exit_code) from error
 
 
-def require_packages(extra: str, program: str) -> None:
-    """Exit with the install command if a package of `extra` is not installed."""
+def require_packages(extra: str, program: str, only: Collection[str] | None = None) -> None:
+    """Exit with the install command if a package of `extra`, or of `only`, is not installed."""
     from protos.extras import require_extra
 
     with errors_as_exit():
-        require_extra(extra, program)
+        require_extra(extra, program, only=only)
 
 
 def set_threads(threads: int | None) -> None:

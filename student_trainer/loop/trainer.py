@@ -33,12 +33,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from clients.config.kinds import AnyTraining
 from clients.config.rl import RLJob
-<<<<<<< HEAD
-from clients.config.tables.common import TrainingJob
 from clients.runs.best_step import best_step, warn_of_chance
-=======
-from clients.runs.best_step import best_step, unproven_gain
->>>>>>> main
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.metrics_follower import read_points
 from clients.runs.metrics_writer import MetricsLog

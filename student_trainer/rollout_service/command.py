@@ -31,6 +31,9 @@ from protos.rpc.logs import LogFormat, LogLevel, start_logging
 from student_trainer.parallel import launcher
 from student_trainer.rollout_service import options
 
+# Of the extra [train]: a machine that only samples needs no more.
+_PACKAGES = ("accelerate", "safetensors", "torch", "transformers")
+
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -66,7 +69,7 @@ def rollouts(
     if end_with_parent:
         launcher.end_with_parent()
     set_threads(threads)
-    require_packages("train", "distill-rollouts")
+    require_packages("train", "distill-rollouts", _PACKAGES)
     from protos.auth.tls import TlsFiles
     from protos.rpc.server import read_endpoint
     from student_trainer.rollout_service.program import EngineSettings, VllmSettings, run

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -10,10 +12,11 @@ from typing import Any
 from protos import rollouts_pb2, rollouts_pb2_grpc
 from protos.errors import Overloaded, TimedOut
 from protos.rpc.failpoints import failpoint
+from protos.rpc.logs import fields
 from protos.rpc.transport import STREAM_OPEN
 from student_trainer.rollout_service.engine import RolloutEngine
 from student_trainer.rollout_service.schedule import Place, Schedule
-from student_trainer.rollouts.order import Order
+from student_trainer.rollouts.order import Order, WeightsVersion
 from student_trainer.rollouts.sampler import SampledTokens
 from student_trainer.rollouts.wire import (
     OrderLimits,
@@ -21,6 +24,8 @@ from student_trainer.rollouts.wire import (
     sampled_parts,
     version_message,
 )
+
+log = logging.getLogger(__name__)
 
 # An order that arrives holds memory, so one that stalls is ended.
 SECONDS_BETWEEN_PARTS = 60.0
@@ -41,7 +46,7 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         info = engine.info
         self._engine = engine
         self._limits = OrderLimits(info.vocab_size, info.max_length, info.in_flight)
-        self._schedule = Schedule(engine.load)
+        self._schedule = Schedule(self._load)
         self._held_bytes = 0
         self._sampled_tokens = 0
 
@@ -91,6 +96,17 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         finally:
             held.release()
 
+    async def _load(self, weights: WeightsVersion) -> None:
+        began = time.perf_counter()
+        facts = {"lineage": weights.lineage, "number": weights.number}
+        try:
+            await self._engine.load(weights)
+        except Exception as error:
+            log.warning("weights refused", extra=fields(**facts, error=str(error)))
+            raise
+        seconds = round(time.perf_counter() - began, 3)
+        log.info("weights", extra=fields(**facts, seconds=seconds))
+
     def drain(self) -> None:
         """Fail the orders that wait with Unavailable; those that run go on."""
         self._schedule.drain()
@@ -113,24 +129,35 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
     async def _sample(self, order: Order, place: Place, results: _Results) -> None:
         """Put the sequences of an order into the queue, then None, or the error that ended it."""
         error: Exception | None = None
+        began = time.perf_counter()
         try:
             await place.started()
             failpoint("order-started")
             async with aclosing(self._engine.sample(order)) as sequences:
                 async for index, sampled in sequences:
                     self._sampled_tokens += len(sampled.token_ids)
-                    async with asyncio.timeout(SECONDS_TO_READ):
-                        await results.put((index, sampled))
+                    await _hand_over(results, (index, sampled))
         except asyncio.CancelledError:
             if place.error is None:
                 raise  # the client is gone
             error = place.error
-        except TimeoutError:
-            error = TimedOut(f"the client has read no sequence for {SECONDS_TO_READ:g} s")
         except Exception as caught:
             error = caught
         self._schedule.leave(place)  # now: the client may read the last sequences slowly
+        facts = {"sequences": len(order.sequences), "number": order.weights.number}
+        seconds = round(time.perf_counter() - began, 3)
+        outcome = "OK" if error is None else type(error).__name__
+        log.debug("order", extra=fields(code=outcome, **facts, seconds=seconds))
         await results.put(error)
+
+
+async def _hand_over(results: _Results, result: tuple[int, SampledTokens]) -> None:
+    """Put a sequence into the queue. Raises TimedOut if the client does not read."""
+    try:
+        async with asyncio.timeout(SECONDS_TO_READ):
+            await results.put(result)
+    except TimeoutError as error:
+        raise TimedOut(f"the client has read no sequence for {SECONDS_TO_READ:g} s") from error
 
 
 class _HeldBytes:

@@ -12,7 +12,7 @@ from types import TracebackType
 import grpc
 
 from protos import rollouts_pb2
-from protos.errors import TimedOut, Unavailable, WrongState
+from protos.errors import InvalidInput, TimedOut, Unavailable, WrongState
 from student_trainer.rollouts.engine_replica import (
     CONNECT_SECONDS,
     FIELD,
@@ -56,8 +56,11 @@ class EngineClient:
         """Open the channels, which connect on first use.
 
         `rank`: of this process among the trainer's. The first part of an order goes to the replica
-        `rank` modulo the number of replicas. Raises InvalidInput if an address cannot be used.
+        `rank` modulo the number of replicas. Raises InvalidInput if there is no address, or if one
+        cannot be used.
         """
+        if not addresses:
+            raise InvalidInput("is empty", field=FIELD, hint="give HOST:PORT of a rollout service")
         self._replicas = [Replica(address) for address in addresses]
         self._rank = rank
         self._patience_seconds = patience_seconds

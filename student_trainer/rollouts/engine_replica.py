@@ -172,8 +172,10 @@ class PartRequest:
         self._call = call = replica.sample(self._messages)
         if self._cancelled.is_set():  # `cancel` may have missed this call
             call.cancel()
+        # A frozen replica leaves time for the others.
+        most = self._patience_seconds / len(self._ring)
         left = max(0.0, self._patience_seconds - self._away_seconds)
-        impatience = threading.Timer(left, call.cancel)
+        impatience = threading.Timer(min(most, left), call.cancel)
         impatience.start()
         try:
             opened = call.initial_metadata()  # blocks until the service sends it, or an error

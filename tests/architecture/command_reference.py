@@ -10,9 +10,15 @@ import typer
 
 from clients.cli.app import app
 from distill_server.command import app as server_app
+from student_trainer.rollout_service.command import app as rollouts_app
 from teacher_service.command import app as teacher_app
 
-PROGRAMS = {"distill": app, "distill-server": server_app, "distill-teacher": teacher_app}
+PROGRAMS = {
+    "distill": app,
+    "distill-server": server_app,
+    "distill-teacher": teacher_app,
+    "distill-rollouts": rollouts_app,
+}
 HEAD = "| argument or option | default | meaning |\n|---|---|---|\n"
 
 

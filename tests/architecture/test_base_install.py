@@ -24,6 +24,10 @@ COMMANDS = [
         "distill-teacher needs pyarrow, redis, safetensors, torch, transformers, which",
     ),
     (
+        ["distill-rollouts", "--model", "x"],
+        "distill-rollouts needs accelerate, safetensors, torch, transformers, which",
+    ),
+    (
         ["distill", "demo"],
         "distill demo needs pyarrow, redis, safetensors, torch, transformers, accel",
     ),
@@ -76,7 +80,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for top in {file.parts[0] for file in distribution.files or () if file.parts[0] != ".."}:
             if not (site / top).exists() and top != "__pycache__":
                 (site / top).symlink_to(Path(str(distribution.locate_file(top))))
-    for point in importlib.metadata.distribution(extras.DISTRIBUTION).entry_points:
+    for point in importlib.metadata.PathDistribution(info).entry_points:
         if point.group == "console_scripts":
             script = place / "env" / "bin" / point.name
             call = (
@@ -136,7 +140,9 @@ def test_a_missing_extra_is_one_sentence(place: Path, command: list[str], expect
     assert not (place / "runs").exists()
 
 
-@pytest.mark.parametrize("program", ["distill", "distill-server", "distill-teacher"])
+@pytest.mark.parametrize(
+    "program", ["distill", "distill-server", "distill-teacher", "distill-rollouts"]
+)
 def test_version_and_help(place: Path, program: str) -> None:
     done = run(place, [program, "--version"])
     assert (done.returncode, done.stdout) == (0, f"distill-service {extras.version()}\n")

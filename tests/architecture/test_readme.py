@@ -161,6 +161,7 @@ def test_blocks() -> None:
     [
         *("distill lss", "distill ls --lmit 3", "distill config chek x", "distill show"),
         *("distill-teacher --modle x", "distill-server --port many"),
+        "distill-rollouts --engin vllm",
     ],
 )
 def test_a_wrong_command_is_found(command: str) -> None:

@@ -20,7 +20,7 @@ from clients.config.tables.common import StudentConfig
 from clients.config.tables.data import DataConfig
 from clients.jobs.client import DistillClient
 from clients.teacher.client import TeacherClient
-from protos import distill_pb2, teacher_pb2, teacher_pb2_grpc
+from protos import distill_pb2, rollouts_pb2, teacher_pb2, teacher_pb2_grpc
 from protos.auth.access import NEEDED, AccessControl, Role, Tokens
 from protos.errors import ExitCode, Forbidden, Unauthenticated
 from protos.rpc.statuses import ErrorBoundary, fault_of
@@ -46,6 +46,7 @@ def methods_of(file: FileDescriptor) -> Iterator[str]:
 
 SERVER_METHODS = sorted(methods_of(distill_pb2.DESCRIPTOR))
 TEACHER_METHODS = sorted(methods_of(teacher_pb2.DESCRIPTOR))
+ROLLOUT_METHODS = sorted(methods_of(rollouts_pb2.DESCRIPTOR))
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,9 @@ def impostors(tokens: Secrets) -> dict[str, Metadata]:
 def test_the_table_names_every_method_and_no_other() -> None:
     assert len(SERVER_METHODS) >= 8
     assert len(TEACHER_METHODS) >= 4
+    assert len(ROLLOUT_METHODS) >= 2
     public = {method for method, role in NEEDED.items() if role is None}
-    assert set(NEEDED) - public == {*SERVER_METHODS, *TEACHER_METHODS}
+    assert set(NEEDED) - public == {*SERVER_METHODS, *TEACHER_METHODS, *ROLLOUT_METHODS}
     assert public == {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}
     assert public <= set(methods_of(health_pb2.DESCRIPTOR))
 
@@ -116,7 +118,7 @@ def test_nobody_without_a_token_gets_in(
         # Also what is not served there: strangers do not learn which methods are.
         unknown = ["/distill.v1.Teacher/Nothing", "/x.Y/Z", "/grpc.health.v1.Health/List"]
         with grpc.insecure_channel(program.address) as channel:
-            for method in [*SERVER_METHODS, *TEACHER_METHODS, *unknown]:
+            for method in [*SERVER_METHODS, *TEACHER_METHODS, *ROLLOUT_METHODS, *unknown]:
                 for name, metadata in impostors(tokens).items():
                     answers.append((f"{method} {name}", call(channel, method, metadata)))
             assert {call(channel, method, []).text for method in methods}

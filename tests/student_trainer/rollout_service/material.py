@@ -20,7 +20,7 @@ TOP_K, DRAWS = 4, 3
 
 def student(number: int, **options: Any) -> Any:
     """The student after so many steps: its weights are those of a seed."""
-    return tiny.model(seed=100 + number, **options)
+    return tiny.model(seed=100 + number, spread=0.2, **options)
 
 
 def probe_of(model: Any) -> Probe:
@@ -53,7 +53,7 @@ def order(
 ) -> Order:
     values: dict[str, Any] = {
         "top_k": TOP_K,
-        "temperature": 1.3,
+        "temperature": 2.0,
         "draws": DRAWS,
         "seed": 7,
         "stream_tokens": limit,

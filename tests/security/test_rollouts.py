@@ -1,0 +1,84 @@
+"""The rollout service: tokens, roles and TLS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from protos.errors import Forbidden, InvalidInput, Unauthenticated, Unavailable
+from student_trainer.rollouts.engine_client import EngineClient
+from tests.security.conftest import Certificates, Secrets
+from tests.student_trainer import tiny
+from tests.student_trainer.rollout_service.material import order, snapshot, student
+from tests.student_trainer.rollout_service.processes import ServiceProcess
+
+
+class Start(Protocol):
+    def __call__(self, *args: object) -> str: ...
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts rollout services and returns their addresses."""
+    path = tiny.save(student(0), tiny.tokenizer(), tmp_path / "student")
+    with ExitStack() as stack:
+
+        def started(*args: object) -> str:
+            words = ["--model", str(path), *map(str, args)]
+            process = ServiceProcess(*words, log=tmp_path / "service.log")
+            return stack.enter_context(closing(process)).address
+
+        yield started
+
+
+def test_the_roles(
+    start: Start, tokens: Secrets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = start("--token-file", tokens.file)
+    wanted = order(snapshot(tmp_path, 1))
+    with EngineClient([address]) as client:
+        for refused in (client.info, lambda: client.sample(wanted)):
+            with pytest.raises(Unauthenticated, match="DISTILL_ROLLOUTS_TOKEN"):
+                refused()
+    monkeypatch.setenv("DISTILL_TEACHER_TOKEN", tokens.admin)  # is for teachers only
+    with EngineClient([address]) as client, pytest.raises(Unauthenticated):
+        client.info()
+    for token in (tokens.read, tokens.submit):
+        monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", token)
+        with EngineClient([address]) as client:
+            assert client.info().engine == "hf"
+            with pytest.raises(Forbidden, match="may not call Sample"):
+                client.sample(wanted)
+    file = tmp_path / "token"
+    file.touch(0o600)
+    file.write_text(tokens.admin)
+    monkeypatch.delenv("DISTILL_ROLLOUTS_TOKEN")
+    monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN_FILE", str(file))
+    with EngineClient([address]) as client:
+        assert len(list(client.sample(wanted))) == len(wanted.sequences)
+    with pytest.raises(InvalidInput, match="would be sent unencrypted"):
+        EngineClient(["gpu-node:50053"])
+
+
+def test_tls(
+    start: Start,
+    tokens: Secrets,
+    certificates: Certificates,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address = start("--token-file", tokens.file, *certificates.tls())
+    assert address.startswith("https://")
+    wanted = order(snapshot(tmp_path, 1))
+    monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", tokens.admin)
+    monkeypatch.setenv("DISTILL_TLS_CA", str(certificates.pem("foreign-ca")))
+    refused = pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED")
+    with EngineClient([address], patience_seconds=0.2) as client, refused:
+        client.sample(wanted)
+    monkeypatch.setenv("DISTILL_TLS_CA", str(certificates.pem("ca")))
+    with EngineClient([address]) as client:
+        assert len(list(client.sample(wanted))) == len(wanted.sequences)

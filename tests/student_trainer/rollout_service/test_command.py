@@ -1,0 +1,82 @@
+"""The command distill-rollouts: one line when ready, one sentence when not, a clean end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos.extras import version
+from tests.forked_python import run_forked
+from tests.student_trainer.rollout_service.conftest import StartService
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "student_trainer.rollout_service", "--port", "0", *args]
+    return run_forked(command, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("args", "field"),
+    [
+        (["--model", "/no/such/directory"], "--model"),
+        (["--model", "x", "--engine", "vllm", "--device", "cpu"], "--device"),
+        (["--model", "x", "--engine", "vlm"], "--engine"),
+        (["--model", "x", "--dtype", "float16"], "--dtype"),
+        (["--model", "x", "--tensor-parallel-size", "2"], "--tensor-parallel-size"),
+        (["--model", "x", "--max-batch-tokens", "9"], "--max-batch-tokens"),
+        (["--model", "x", "--host", "0.0.0.0"], "--host"),
+        (["--model", "x", "--tls-key", "/no/key"], "--tls-cert"),
+        (["--model", "x", "--token-file", "/no/file"], "--token-file"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(args: list[str], field: str) -> None:
+    done = run(*args)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"error: {field}: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_vllm_engine_without_vllm_is_one_sentence() -> None:
+    done = run("--model", "x", "--engine", "vllm")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --engine: vllm is not installed; ")
+
+
+def test_the_version_and_the_help() -> None:
+    assert run("--version").stdout == f"distill-service {version()}\n"
+    shown = run("--help").stdout
+    assert "--gpu-memory-share" in shown
+    assert "50053" in shown
+
+
+def test_a_taken_port(start_service: StartService) -> None:
+    service = start_service()
+    done = run("--model", "/no/such/model", "--port", str(service.port))  # before it is loaded
+    assert done.returncode == 2
+    assert f"port {service.port} is taken" in done.stderr
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_service_that_is_stopped(start_service: StartService, signum: signal.Signals) -> None:
+    service = start_service("--log-format", "json")
+    with grpc.insecure_channel(service.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service="distill.v1.Rollouts")
+        )
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        service.send(signum)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert service.process.wait(30) == 0
+    assert '"event": "serving", "engine": "hf"' in service.log.read_text()
+
+
+def test_a_service_in_a_log_of_text(start_service: StartService, tmp_path: Path) -> None:
+    service = start_service()
+    assert " INFO serving engine=hf model=" in service.log.read_text()

@@ -1,0 +1,282 @@
+"""The hf engine: the bits of the trainer's process, and weights that are proven or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from protos.errors import Corrupt, InvalidInput, WrongState
+from student_trainer.checkpoints.export import export_model
+from student_trainer.rollout_service.hf_engine import HfRolloutEngine
+from student_trainer.rollouts.order import Order
+from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, noise_of
+from student_trainer.rollouts.snapshot import Probe, open_snapshot, seal
+from tests.student_trainer import tiny
+from tests.student_trainer.rollout_service.in_process import in_process
+from tests.student_trainer.rollout_service.material import (
+    assert_same,
+    order,
+    probe_of,
+    snapshot,
+    student,
+)
+
+
+@pytest.fixture
+def engine(student_path: Path) -> Iterator[HfRolloutEngine]:
+    engine = HfRolloutEngine(str(student_path), dtype="float32", device="cpu")
+    yield engine
+    asyncio.run(engine.close())
+
+
+async def sampled(engine: HfRolloutEngine, wanted: Order) -> list[SampledTokens]:
+    found = [one async for one in engine.sample(wanted)]
+    assert [index for index, _ in found] == list(range(len(wanted.sequences)))
+    return [one for _, one in found]
+
+
+def load_and_sample(engine: HfRolloutEngine, wanted: Order) -> list[SampledTokens]:
+    async def both() -> list[SampledTokens]:
+        await engine.load(wanted.weights)
+        return await sampled(engine, wanted)
+
+    return asyncio.run(both())
+
+
+@pytest.mark.parametrize("seed", [7, None])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_of_the_trainers_process(
+    student_path: Path, tmp_path: Path, dtype: str, seed: int | None
+) -> None:
+    engine = HfRolloutEngine(str(student_path), dtype=dtype)
+    for number in (1, 2):
+        wanted = order(snapshot(tmp_path, number), number=number, seed=seed)
+        own = in_process(wanted, student(number), bf16=dtype == "bfloat16")
+        for one, other in zip(load_and_sample(engine, wanted), own, strict=True):
+            assert_same(one, other)
+            assert one.versions == ((number, len(one.token_ids)),)
+
+
+def test_orders_at_once_do_not_change_each_other(engine: HfRolloutEngine, tmp_path: Path) -> None:
+    directory = snapshot(tmp_path, 1)
+    orders = [order(directory, first=n * 100, sequences=6 + n) for n in range(3)]
+
+    async def together() -> list[list[SampledTokens]]:
+        await engine.load(orders[0].weights)
+        return await asyncio.gather(*(sampled(engine, one) for one in orders))
+
+    for wanted, found in zip(orders, asyncio.run(together()), strict=True):
+        for one, other in zip(found, in_process(wanted, student(1)), strict=True):
+            assert_same(one, other)
+
+
+def test_turns_of_a_rollout_use_its_random_numbers_and_marks(
+    engine: HfRolloutEngine, tmp_path: Path
+) -> None:
+    """`used` and `marks`, against the sampler that `SearchRollouts` calls."""
+    wanted = order(snapshot(tmp_path, 1), stream_tokens=30, marks=("12", "5"))
+    requests = [
+        replace(one, used=n, limit=5 + n, number=n) for n, one in enumerate(wanted.sequences)
+    ]
+    wanted = replace(
+        wanted, sequences=requests, settings=replace(wanted.settings, batch_tokens=999)
+    )
+    words = tiny.tokenizer()
+    sampler = Sampler(student(1), words, top_k=4, temperature=2.0, draws=3)
+    noise = [
+        [noise_of(n, 7, 30, draws=draws)[one.used :][: one.limit] for n, one in enumerate(requests)]
+        for draws in (False, True)
+    ]
+    own = sampler.write(
+        [one.token_ids for one in requests],
+        [one.limit for one in requests],
+        noise[0],
+        Marks(words, ("12", "5")),
+        noise[1],
+    )
+    found = load_and_sample(engine, wanted)
+    assert any(one.closed for one in found)
+    for one, other in zip(found, own, strict=True):
+        assert_same(one, other)
+
+
+def test_an_untied_head_is_loaded(tmp_path: Path) -> None:
+    models = []
+    for seed in (1, 2):
+        model = tiny.model(seed=seed)
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+        models.append(model)
+    path = tiny.save(models[0], tiny.tokenizer(), tmp_path / "model")
+    engine = HfRolloutEngine(str(path), dtype="float32")
+    wanted = order(snapshot(tmp_path, 1, models[1]))
+    for one, other in zip(
+        load_and_sample(engine, wanted), in_process(wanted, models[1]), strict=True
+    ):
+        assert_same(one, other)
+
+
+def moe(seed: int) -> Qwen3MoeForCausalLM:
+    torch.manual_seed(seed)
+    words = tiny.tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        eos_token_id=words.eos_token_id,
+        pad_token_id=words.pad_token_id,
+        initializer_range=0.3,
+    )
+    return Qwen3MoeForCausalLM(config).eval()
+
+
+def test_weights_that_transformers_converts_are_loaded(tmp_path: Path) -> None:
+    """Qwen3-MoE's format has each expert; the model has the experts of a layer in one tensor."""
+    path = tiny.save(moe(1), tiny.tokenizer(), tmp_path / "model")
+    other = moe(2)
+    directory = tmp_path / "v1"
+    export_model(directory, model=other, tokenizer=tiny.tokenizer())
+    seal(directory, number=1, dtype="float32", probe=probe_of(other))
+    names = [name for name, _ in open_snapshot(directory).tensors()]
+    assert any("experts.3.down_proj" in name for name in names)
+    engine = HfRolloutEngine(str(path), dtype="float32")
+    wanted = order(directory)
+    for one, own in zip(load_and_sample(engine, wanted), in_process(wanted, other), strict=True):
+        assert_same(one, own)
+
+
+def spoil(directory: Path, name: str) -> None:
+    """Damage a snapshot in one way."""
+    weights = directory / "model.safetensors"
+    tensors = load_file(weights)
+    match name:
+        case "half-written":
+            (directory / "snapshot.json").unlink()
+        case "truncated":
+            weights.write_bytes(weights.read_bytes()[:-8])
+        case "one bit":
+            data = bytearray(weights.read_bytes())
+            data[-1] ^= 1
+            weights.write_bytes(data)
+        case "another number":
+            facts = json.loads((directory / "snapshot.json").read_text())
+            (directory / "snapshot.json").write_text(json.dumps({**facts, "number": 9}))
+            return
+        case "another shape":
+            tensors["model.norm.weight"] = torch.ones(3)
+        case "a missing weight":
+            del tensors["model.norm.weight"]
+        case "an unknown weight":
+            tensors["model.surprise"] = torch.ones(3)
+    if name in ("another shape", "a missing weight", "an unknown weight"):
+        save_file(tensors, weights)
+        seal(directory, number=1, dtype="float32", probe=probe_of(student(1)))
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("half-written", "is not a complete snapshot"),
+        ("truncated", "checksum of model.safetensors"),
+        ("one bit", "checksum of model.safetensors"),
+        ("another number", "has version 9, not 1"),
+        ("another shape", r"has model.norm.weight in shape \[3\]"),
+        ("a missing weight", "has no model.norm.weight"),
+        ("an unknown weight", "does not fit the model"),
+    ],
+)
+def test_a_damaged_snapshot_is_not_sampled(
+    engine: HfRolloutEngine, tmp_path: Path, name: str, match: str
+) -> None:
+    directory = snapshot(tmp_path, 1)
+    spoil(directory, name)
+    with pytest.raises(Corrupt, match=match):
+        asyncio.run(engine.load(order(directory).weights))
+    with pytest.raises(WrongState, match="no verified weights"):
+        asyncio.run(sampled(engine, order(directory)))
+    good = order(snapshot(tmp_path, 2), number=2)
+    for one, own in zip(load_and_sample(engine, good), in_process(good, student(2)), strict=True):
+        assert_same(one, own)
+
+
+@pytest.mark.parametrize("wrong", ["another version", "not finite"])
+def test_weights_that_the_probe_disproves_are_not_sampled(
+    engine: HfRolloutEngine, tmp_path: Path, wrong: str
+) -> None:
+    probe = probe_of(student(2))
+    if wrong == "not finite":
+        probe = Probe(probe.token_ids, torch.full_like(probe.logprobs, torch.nan))
+    directory = snapshot(tmp_path, 1, probe=probe)
+    with pytest.raises(Corrupt, match="does not have the weights"):
+        asyncio.run(engine.load(order(directory).weights))
+    with pytest.raises(WrongState):
+        asyncio.run(sampled(engine, order(directory)))
+
+
+def test_closing_the_iterator_ends_the_sampling(engine: HfRolloutEngine, tmp_path: Path) -> None:
+    """At the next token, not after the 2,000 of the batch or the 50 batches."""
+    long = order(snapshot(tmp_path, 1), limit=2000, batch_tokens=1, sequences=50)
+    short = order(long.weights.directory, sequences=1)
+
+    forwards = 0
+
+    def count(*_: object) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    engine._model.register_forward_hook(count)
+
+    async def scenario() -> None:
+        await engine.load(long.weights)
+        asking = asyncio.create_task(sampled(engine, long))
+        while forwards < 5:
+            await asyncio.sleep(0.001)
+        asking.cancel()
+        await sampled(engine, short)
+
+    asyncio.run(scenario())
+    assert forwards < 2000
+
+
+def test_a_slow_client_keeps_no_other_waiting(engine: HfRolloutEngine, tmp_path: Path) -> None:
+    directory = snapshot(tmp_path, 1)
+    slow, other = order(directory, batch_tokens=1), order(directory, first=50)
+
+    async def scenario() -> None:
+        await engine.load(slow.weights)
+        async with aclosing(engine.sample(slow)) as sequences:
+            await anext(sequences)
+            await sampled(engine, other)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"model": "/nowhere"}, "--model"),
+        ({"dtype": "float16"}, "--dtype"),
+        ({"device": "cuda:99"}, "--device"),
+        ({"device": "gpu"}, "--device"),
+    ],
+)
+def test_a_wrong_option_is_named(student_path: Path, options: dict[str, str], field: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        HfRolloutEngine(**{"model": str(student_path), **options})
+    assert caught.value.field == field

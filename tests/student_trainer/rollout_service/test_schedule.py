@@ -1,0 +1,229 @@
+"""Which orders start when: every decision of the schedule, with a load that the test controls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos.errors import Corrupt, Overloaded, Unavailable
+from student_trainer.rollout_service.schedule import Place, Schedule
+from student_trainer.rollouts.order import InFlight, WeightsVersion
+
+
+class Weights:
+    """Loads that end when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self._ends: list[asyncio.Future[None]] = []
+
+    async def load(self, weights: WeightsVersion) -> None:
+        self.asked.append(f"{weights.lineage}{weights.number}")
+        self._ends.append(asyncio.get_running_loop().create_future())
+        await self._ends[-1]
+
+    async def end(self, error: Exception | None = None) -> None:
+        await settle()
+        if error is None:
+            self._ends[-1].set_result(None)
+        else:
+            self._ends[-1].set_exception(error)
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def version(name: str, in_flight: InFlight = "drain") -> WeightsVersion:
+    return WeightsVersion(name[0], int(name[1:]), Path("/x"), in_flight)
+
+
+def runs(place: Place) -> bool:
+    return place._started.is_set() and place.error is None
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(scenario)
+
+
+def test_orders_of_one_version_run_at_once_after_one_load() -> None:
+    async def scenario() -> None:
+        weights = Weights()
+        schedule = Schedule(weights.load)
+        places = [schedule.enter(version("a1")) for _ in range(3)]
+        assert not any(map(runs, places))
+        await weights.end()
+        assert all(map(runs, places))
+        assert runs(schedule.enter(version("a1")))
+        assert (weights.asked, schedule.running, schedule.waiting) == (["a1"], 4, 0)
+
+    run(scenario())
+
+
+def test_another_version_drains() -> None:
+    async def scenario() -> None:
+        weights = Weights()
+        schedule = Schedule(weights.load)
+        old = [schedule.enter(version("a1")) for _ in range(2)]
+        await weights.end()
+        new = schedule.enter(version("a2"))
+        late = schedule.enter(version("a1"))  # while its weights are there
+        assert runs(late)
+        for place in (*old, late):
+            await settle()
+            assert weights.asked == ["a1"]
+            schedule.leave(place)
+        await weights.end()
+        assert runs(new)
+        assert weights.asked == ["a1", "a2"]
+
+    run(scenario())
+
+
+def test_two_lineages_take_turns_by_age() -> None:
+    """A trainer with one order after the other of one version keeps no other waiting."""
+
+    async def scenario() -> None:
+        weights = Weights()
+        schedule = Schedule(weights.load)
+        first = schedule.enter(version("a1"))
+        await weights.end()
+        other = schedule.enter(version("b1"))
+        second = schedule.enter(version("a1"))
+        third = schedule.enter(version("b1"))
+        assert not runs(second)
+        schedule.leave(first)
+        await weights.end()
+        assert runs(other)
+        assert not runs(third)  # behind an older order of the other lineage
+        schedule.leave(other)
+        await weights.end()
+        assert runs(second)
+        schedule.leave(second)
+        await weights.end()
+        assert runs(third)
+        assert weights.asked == ["a1", "b1", "a1", "b1"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("in_flight", ["recompute", "keep"])
+def test_a_newer_version_in_flight_is_loaded_while_orders_run(in_flight: InFlight) -> None:
+    async def scenario() -> None:
+        weights = Weights()
+        schedule = Schedule(weights.load)
+        old = schedule.enter(version("a2", in_flight))
+        await weights.end()
+        new = schedule.enter(version("a3", in_flight))
+        await weights.end()
+        assert runs(old)
+        assert runs(new)
+        older = schedule.enter(version("a1", in_flight))
+        other = schedule.enter(version("b9", in_flight))
+        await settle()
+        assert weights.asked == ["a2", "a3"]  # neither an older version nor another lineage
+        schedule.leave(old)
+        schedule.leave(new)
+        await weights.end()
+        assert runs(older)
+        schedule.leave(older)
+        await weights.end()
+        assert runs(other)
+
+    run(scenario())
+
+
+def test_a_failed_load_fails_its_orders_only() -> None:
+    async def scenario() -> None:
+        weights = Weights()
+        schedule = Schedule(weights.load)
+        places = [schedule.enter(version(name)) for name in ("a1", "a2", "a1")]
+        await weights.end(Corrupt("half"))
+        for place in (places[0], places[2]):
+            with pytest.raises(Corrupt, match="half"):
+                await place.started()
+        await weights.end()
+        assert runs(places[1])
+        schedule.leave(places[1])
+        again = schedule.enter(version("a1"))
+        await weights.end()
+        assert runs(again)
+        assert weights.asked == ["a1", "a2", "a1"]
+        assert schedule.loads == 2
+
+    run(scenario())
+
+
+def test_orders_that_run_end_if_their_weights_are_lost() -> None:
+    async def scenario() -> None:
+        weights = Weights()
+        schedule = Schedule(weights.load)
+        place = schedule.enter(version("a1"))
+        place.sampling = asyncio.create_task(asyncio.sleep(3600))
+        await weights.end()
+        schedule.enter(version("a2", "keep"))
+        await weights.end(Corrupt("half"))
+        assert place.sampling.cancelled()
+        assert isinstance(place.error, Corrupt)
+
+    run(scenario())
+
+
+def test_an_order_that_leaves_frees_its_place() -> None:
+    async def scenario() -> None:
+        weights = Weights()
+        schedule = Schedule(weights.load)
+        running = schedule.enter(version("a1"))
+        await weights.end()
+        gone, stays = schedule.enter(version("b1")), schedule.enter(version("a1"))
+        schedule.leave(gone)
+        assert runs(stays)
+        for place in (running, running, stays, gone):
+            schedule.leave(place)
+        assert (schedule.running, schedule.waiting) == (0, 0)
+        schedule.leave(schedule.enter(version("c1")))  # while its weights are loaded
+        await weights.end()
+        last = schedule.enter(version("c1"))
+        assert runs(last)
+
+    run(scenario())
+
+
+def test_waiting_orders_are_bounded() -> None:
+    async def scenario() -> None:
+        weights = Weights()
+        schedule = Schedule(weights.load, max_waiting=2)
+        schedule.enter(version("a1"))
+        schedule.enter(version("a1"))
+        with pytest.raises(Overloaded, match="2 orders wait"):
+            schedule.enter(version("a1"))
+        await weights.end()
+        schedule.enter(version("a1"))
+
+    run(scenario())
+
+
+def test_a_service_that_stops_fails_the_waiting_orders() -> None:
+    async def scenario() -> None:
+        weights = Weights()
+        schedule = Schedule(weights.load)
+        running = schedule.enter(version("a1"))
+        await weights.end()
+        waits = schedule.enter(version("a2"))
+        schedule.drain()
+        assert runs(running)
+        with pytest.raises(Unavailable, match="is stopping"):
+            await waits.started()
+        with pytest.raises(Unavailable, match="is stopping"):
+            schedule.enter(version("a1"))
+        schedule.leave(running)
+        await settle()
+        assert weights.asked == ["a1"]
+
+    run(scenario())
