@@ -27,18 +27,19 @@ from tests.vllm.rollouts import Student  # noqa: E402
 @contextmanager
 def engine_process(log: Path, student: Student, *versions: WeightsVersion) -> Iterator[Engine]:
     directories = [str(version.directory) for version in versions]
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
             [sys.executable, "-m", "tests.vllm.rollout_process", str(student.path), *directories],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-        )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 Engine = subprocess.Popen[str]
