@@ -54,8 +54,8 @@ def assert_exact(student: Student, order: Order, found: Sequence[SampledTokens])
 def assert_same_as_transformers(
     student: Student, order: Order, found: Sequence[SampledTokens]
 ) -> None:
-    """Rounding may decide a token where a random number lies on a boundary: one in 100,000."""
-    same = 0
+    """Rounding may decide an id where a random number lies on a boundary: about one in 10,000."""
+    same = ids = others = 0
     for got, expected in zip(found, student.written(order), strict=True):
         if torch.equal(got.token_ids, expected.token_ids):
             same += 1
@@ -63,14 +63,14 @@ def assert_same_as_transformers(
             torch.testing.assert_close(
                 got.token_logprobs, expected.token_logprobs, rtol=0, atol=1e-4
             )
-            assert (got.head_ids != expected.head_ids).sum() <= 0.01 * got.head_ids.numel()
-            if expected.draws is None:
-                assert got.draws is None
-            else:
-                assert got.draws is not None
-                wrong = (got.draws.ids != expected.draws.ids).sum()
-                assert wrong <= 0.01 * got.draws.ids.numel()
+            pairs = [(got.head_ids, expected.head_ids)]
+            assert (got.draws is None) == (expected.draws is None)
+            if got.draws is not None and expected.draws is not None:
+                pairs.append((got.draws.ids, expected.draws.ids))
+            ids += sum(ours.numel() for ours, _ in pairs)
+            others += sum(int((ours != theirs).sum()) for ours, theirs in pairs)
     assert same >= len(found) - 1
+    assert others <= 4 + ids / 1000
 
 
 @pytest.mark.parametrize(("tied", "ranks"), [(False, 1), (True, 1), (True, 2)])
