@@ -63,7 +63,6 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 
 def test_a_killed_worker_ends_the_process_with_code_1(tmp_path: Path) -> None:
-    """And a killed process takes vLLM's processes with it: they would keep the device memory."""
     student = Student(tmp_path)
     version = student.snapshot()
     log = tmp_path / "log"
@@ -74,7 +73,12 @@ def test_a_killed_worker_ends_the_process_with_code_1(tmp_path: Path) -> None:
         assert process.wait(60) == 1
         assert "a process of vLLM died; this rollout service exits with code 1" in log.read_text()
         assert_gone(processes)
-    with engine_process(log, student, version) as process:
+
+
+def test_a_killed_process_takes_vllm_with_it(tmp_path: Path) -> None:
+    """Its processes would keep the device memory."""
+    student = Student(tmp_path)
+    with engine_process(tmp_path / "log", student, student.snapshot()) as process:
         wait_for(process, "sampled")
         processes = processes_of(process)
         assert processes
