@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
+import warnings
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,6 +174,11 @@ class Service:
     def close(self) -> None:
         self.run(self.engine.close())
         self._runner.close()
+        # vLLM leaves its sockets' contexts to the garbage collector, which warns.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            del self.engine
+            gc.collect()
 
 
 async def sampled(engine: VllmRolloutEngine, order: Order) -> list[SampledTokens]:

@@ -27,18 +27,19 @@ from tests.vllm.rollouts import Student  # noqa: E402
 @contextmanager
 def engine_process(log: Path, student: Student, *versions: WeightsVersion) -> Iterator[Engine]:
     directories = [str(version.directory) for version in versions]
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
             [sys.executable, "-m", "tests.vllm.rollout_process", str(student.path), *directories],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-        )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 Engine = subprocess.Popen[str]
@@ -62,7 +63,6 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 
 def test_a_killed_worker_ends_the_process_with_code_1(tmp_path: Path) -> None:
-    """And a killed process takes vLLM's processes with it: they would keep the device memory."""
     student = Student(tmp_path)
     version = student.snapshot()
     log = tmp_path / "log"
@@ -73,7 +73,12 @@ def test_a_killed_worker_ends_the_process_with_code_1(tmp_path: Path) -> None:
         assert process.wait(60) == 1
         assert "a process of vLLM died; this rollout service exits with code 1" in log.read_text()
         assert_gone(processes)
-    with engine_process(log, student, version) as process:
+
+
+def test_a_killed_process_takes_vllm_with_it(tmp_path: Path) -> None:
+    """Its processes would keep the device memory."""
+    student = Student(tmp_path)
+    with engine_process(tmp_path / "log", student, student.snapshot()) as process:
         wait_for(process, "sampled")
         processes = processes_of(process)
         assert processes

@@ -54,8 +54,8 @@ def assert_exact(student: Student, order: Order, found: Sequence[SampledTokens])
 def assert_same_as_transformers(
     student: Student, order: Order, found: Sequence[SampledTokens]
 ) -> None:
-    """Rounding may decide a token where a random number lies on a boundary: one in 100,000."""
-    same = 0
+    """Rounding may decide an id where a random number lies on a boundary: about one in 10,000."""
+    same = ids = others = 0
     for got, expected in zip(found, student.written(order), strict=True):
         if torch.equal(got.token_ids, expected.token_ids):
             same += 1
@@ -63,13 +63,14 @@ def assert_same_as_transformers(
             torch.testing.assert_close(
                 got.token_logprobs, expected.token_logprobs, rtol=0, atol=1e-4
             )
-            assert (got.head_ids == expected.head_ids).float().mean() > 0.99
-            if expected.draws is None:
-                assert got.draws is None
-            else:
-                assert got.draws is not None
-                assert (got.draws.ids == expected.draws.ids).float().mean() > 0.99
+            pairs = [(got.head_ids, expected.head_ids)]
+            assert (got.draws is None) == (expected.draws is None)
+            if got.draws is not None and expected.draws is not None:
+                pairs.append((got.draws.ids, expected.draws.ids))
+            ids += sum(ours.numel() for ours, _ in pairs)
+            others += sum(int((ours != theirs).sum()) for ours, theirs in pairs)
     assert same >= len(found) - 1
+    assert others <= 4 + ids / 1000
 
 
 @pytest.mark.parametrize(("tied", "ranks"), [(False, 1), (True, 1), (True, 2)])
@@ -145,7 +146,8 @@ def test_more_sequences_than_vllm_runs_at_once(student: Student, service: Servic
     """They wait for their turn, and come back as they end."""
     order = order_of(student.snapshot(), prompts(600, 20, seed=2), 8)
     (found,) = service.sample(order)
-    assert_exact(student, order, found[::20])
+    some = replace(order, sequences=order.sequences[::20])
+    assert_exact(student, some, found[::20])
     assert_same_as_transformers(student, order, found)
 
 
@@ -178,14 +180,13 @@ def test_an_order_that_is_closed_leaves_nothing_behind(student: Student, service
     version = student.snapshot()
     engine = service.engine
 
-    async def first_of_an_order() -> int:
-        order = order_of(version, prompts(20, 20, seed=4), [3] + [900] * 19)
-        sampling = engine.sample(order)
-        index, _ = await anext(sampling)
+    async def begin_an_order() -> None:
+        sampling = engine.sample(order_of(version, prompts(20, 20, seed=4), 900))
+        await anext(sampling)
+        assert engine._llm.get_num_unfinished_requests() > 0
         await sampling.aclose()
-        return index
 
-    assert service.run(first_of_an_order()) == 0
+    service.run(begin_an_order())
     assert engine._llm.get_num_unfinished_requests() == 0
     # A drain load is possible only when no order runs.
     service.load(version)

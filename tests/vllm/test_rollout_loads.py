@@ -41,7 +41,7 @@ from tests.vllm.rollouts import (  # noqa: E402
 
 # So many loads; more in a long test.
 LOADS = int(os.environ.get("DISTILL_REPEATS", "50"))
-LONG = 900
+LONG = 850
 
 
 @pytest.fixture(scope="module")
