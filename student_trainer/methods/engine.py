@@ -89,6 +89,7 @@ def connect_engine(
     client = EngineClient(
         found, rank=accelerator.process_index, patience_seconds=rollouts.patience_seconds
     )
+    service.when_lost(client.fail)
     vocab_size = student.trained.model.config.get_text_config().vocab_size
     raise_on_all_ranks(accelerator, lambda: _check(client, rollouts, vocab_size))
     model = student.trained.model

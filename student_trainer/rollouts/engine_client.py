@@ -12,7 +12,7 @@ from types import TracebackType
 import grpc
 
 from protos import rollouts_pb2
-from protos.errors import InvalidInput, TimedOut, Unavailable, WrongState
+from protos.errors import DistillError, InvalidInput, TimedOut, Unavailable, WrongState
 from student_trainer.rollouts.engine_replica import (
     CONNECT_SECONDS,
     FIELD,
@@ -66,7 +66,7 @@ class EngineClient:
         self._patience_seconds = patience_seconds
         self._vocab_size: int | None = None
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed: DistillError | None = None  # why no order is sent any more
         self._unfinished: set[Sampling] = set()
 
     def __enter__(self) -> EngineClient:
@@ -124,8 +124,8 @@ class EngineClient:
         before; the iterator raises later ones.
         """
         with self._lock:
-            if self._closed:
-                raise Unavailable("the client of the rollout service is closed")
+            if self._closed is not None:
+                raise self._closed
             sampling = Sampling(self._forget)
             self._start(sampling, order)
             self._unfinished.add(sampling)
@@ -136,10 +136,19 @@ class EngineClient:
             raise
         return sampling
 
+    def fail(self, error: DistillError) -> None:
+        """Fail all orders, and all later ones, with an error."""
+        with self._lock:
+            self._closed = self._closed or error
+            unfinished = tuple(self._unfinished)
+        for sampling in unfinished:
+            sampling.fail(error)
+
     def close(self) -> None:
         """Cancel all orders, join their threads and close the channels. Safe to call twice."""
+        closed = Unavailable("the client of the rollout service is closed")
         with self._lock:
-            self._closed = True
+            self._closed = self._closed or closed
             unfinished = tuple(self._unfinished)
         for sampling in unfinished:
             sampling.close()
@@ -224,6 +233,11 @@ class Sampling:
                     return found
         self.close()
         raise StopIteration
+
+    def fail(self, error: DistillError) -> None:
+        """Cancel what is unfinished; the iteration raises `error`. Does not wait."""
+        for part in self._parts:
+            part.cancel(error)
 
     def close(self) -> None:
         """Cancel what is unfinished, and join the threads; safe to call twice, and in any thread.

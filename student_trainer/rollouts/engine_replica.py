@@ -116,12 +116,14 @@ class PartRequest:
         self._delivered: set[int] = set()
         self._away_seconds = 0.0  # in which no replica had the part, since the last message
         self._cancelled = threading.Event()
+        self._reason: DistillError | None = None
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="rollout-order", daemon=True)
         self._thread.start()
 
-    def cancel(self) -> None:
-        """End the call; `join` waits for the thread."""
+    def cancel(self, reason: DistillError | None = None) -> None:
+        """End the call, with the error `reason` for `done`; `join` waits for the thread."""
+        self._reason = self._reason or reason
         self._cancelled.set()
         if self._call is not None:
             self._call.cancel()
@@ -155,7 +157,7 @@ class PartRequest:
                 log.warning("%s; the order is sent again", fault)
             failures, last = failures + 1, str(fault)
             self._pause(fault, failures // len(self._ring))
-        raise Unavailable("the order was cancelled")
+        raise self._reason or Unavailable("the order was cancelled")
 
     def _pause(self, fault: DistillError, rounds: int) -> None:
         seconds = min(_MAX_PAUSE_SECONDS, 0.05 * 2 ** min(rounds, 10))

@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import IO
 
@@ -17,24 +19,45 @@ from clients.config.kinds import AnyTraining
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.tables.rollouts import RolloutsConfig
-from protos.errors import InvalidInput
+from protos.errors import DistillError, InvalidInput, Unavailable
 from student_trainer.parallel.launcher import is_main_process
 
 log = logging.getLogger(__name__)
 
 _READY = "rollout service listening on "
 _STOP_SECONDS = 10.0
-# Restarts of one service; a service that ends more often has a fault that a restart does not mend.
-_MOST_RESTARTS = 5
+# A service that ends so often within so many seconds has a fault that a restart does not mend.
+_MOST_ENDS, _WITHIN_SECONDS = 4, 900.0
 
 
 class RolloutServices:
     """The rollout services of a job. token: for calls to them, "" if they are not of this job."""
 
-    def __init__(self, addresses: list[str], token: str, started: list[_Service]) -> None:
+    def __init__(self, addresses: list[str], token: str) -> None:
         self._addresses = addresses
         self.token = token
-        self._started = started
+        self._started: list[_Service] = []
+        self._lost: DistillError | None = None
+        self._on_lost: Callable[[DistillError], None] = lambda _: None
+
+    def start(self, commands: Sequence[tuple[list[str], Mapping[str, str]]]) -> None:
+        """Start services by (command, environment); `stop` ends them."""
+        self._started = [_Service(*command, self._lose) for command in commands]
+
+    def stop(self) -> None:
+        """End the services that were started."""
+        for service in self._started:
+            service.stop()
+
+    def when_lost(self, call: Callable[[DistillError], None]) -> None:
+        """Call `call`, in any thread, with the error of a service that is not started again."""
+        self._on_lost = call
+        if self._lost is not None:
+            call(self._lost)
+
+    def _lose(self, error: DistillError) -> None:
+        self._lost = error
+        self._on_lost(error)
 
     def addresses(self) -> list[str]:
         """Return HOST:PORT of every service, as soon as all that were started are ready.
@@ -66,26 +89,27 @@ def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | None]:
         return
     everything = share_threads(config, rollouts) if rollouts.replicas else 0
     given = rollouts.address
-    if given is not None:
-        yield RolloutServices([given] if isinstance(given, str) else [*given], "", [])
-        return
-    if not is_main_process():
-        yield RolloutServices([], "", [])
+    if given is not None or not is_main_process():
+        addresses = [given] if isinstance(given, str) else [*(given or [])]
+        yield RolloutServices(addresses, "")
         return
     token = secrets.token_urlsafe(32)
-    threads = max(1, everything // rollouts.replicas)
     ports = _free_ports(rollouts.replicas)
-    with ExitStack() as stack:
-        started = [
-            stack.enter_context(
-                _Service(
-                    [*_command(config, rollouts), "--port", str(port), "--threads", str(threads)],
+    threads = str(max(1, everything // rollouts.replicas))
+    services = RolloutServices([f"127.0.0.1:{port}" for port in ports], token)
+    try:
+        services.start(
+            [
+                (
+                    [*_command(config, rollouts), "--port", str(port), "--threads", threads],
                     {"DISTILL_TOKENS": f"admin {token}", **_gpus(config, rollouts, number)},
                 )
-            )
-            for number, port in enumerate(ports)
-        ]
-        yield RolloutServices([f"127.0.0.1:{port}" for port in ports], token, started)
+                for number, port in enumerate(ports)
+            ]
+        )
+        yield services
+    finally:
+        services.stop()
 
 
 def share_threads(config: AnyTraining, rollouts: RolloutsConfig) -> int:
@@ -106,8 +130,14 @@ def share_threads(config: AnyTraining, rollouts: RolloutsConfig) -> int:
 class _Service:
     """A rollout service in a process of its own, which is started again when it ends."""
 
-    def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        environment: Mapping[str, str],
+        on_lost: Callable[[DistillError], None],
+    ) -> None:
         self._command = command
+        self._on_lost = on_lost
         self._environment = {**os.environ, **environment}
         self._ready = threading.Event()
         self._closing = False
@@ -117,11 +147,10 @@ class _Service:
         # for it when the thread that started it ends.
         self._thread = threading.Thread(target=self._keep, name="rollout-service", daemon=True)
 
-    def __enter__(self) -> _Service:
         self._thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        """End the process, and wait for it."""
         self._closing = True
         if self._process is not None:
             self._process.terminate()
@@ -140,17 +169,28 @@ class _Service:
             )
 
     def _keep(self) -> None:
-        for restart in range(_MOST_RESTARTS + 1):
+        ends: deque[float] = deque(maxlen=_MOST_ENDS)
+        while True:
             code, problem = self._run()
             if self._closing:
                 return
+            told = problem or f"it ended with exit code {code}"
             if not self._ready.is_set():
-                self._problem = problem or f"it ended with exit code {code}"
+                self._problem = told
                 self._ready.set()
                 return
-            if restart < _MOST_RESTARTS:
-                log.warning("the rollout service ended with code %s; it is started again", code)
-        log.error("the rollout service ended %d times; it is not started again", restart + 1)
+            ends.append(time.monotonic())
+            if len(ends) == _MOST_ENDS and ends[-1] - ends[0] < _WITHIN_SECONDS:
+                break
+            log.warning("the rollout service ended with code %s; it is started again", code)
+        self._on_lost(
+            Unavailable(
+                f"the rollout service has ended {_MOST_ENDS} times in {ends[-1] - ends[0]:.0f} s, "
+                f"the last time: {told}",
+                field="rollouts.engine",
+                hint="the log of the attempt has its messages",
+            )
+        )
 
     def _run(self) -> tuple[int, str]:
         """Run the process to its end; return its exit code and its last error message."""

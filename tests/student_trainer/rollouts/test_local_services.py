@@ -1,0 +1,128 @@
+"""Rollout services that the trainer starts: ready, restarted, given up, and their resources."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from clients.config.on_policy import OnPolicyJob
+from protos.errors import DistillError, InvalidInput, Unavailable
+from student_trainer.rollouts import local_services
+from student_trainer.rollouts.local_services import RolloutServices, rollout_services, share_threads
+
+READY = "print('rollout service listening on 127.0.0.1:1', flush=True)"
+
+
+def job(**rollouts: object) -> OnPolicyJob:
+    return OnPolicyJob.model_validate(
+        {"student": {"model": "s"}, "data": {"path": "d.jsonl"}, "rollouts": rollouts}
+    )
+
+
+def services_of(*programs: str) -> RolloutServices:
+    services = RolloutServices([f"127.0.0.1:{number}" for number in range(len(programs))], "t")
+    services.start([([sys.executable, "-c", program], {}) for program in programs])
+    return services
+
+
+@pytest.fixture
+def lost() -> Iterator[Any]:
+    """Collects the error of a service that is given up."""
+    found: list[DistillError] = []
+    told = threading.Event()
+
+    def call(error: DistillError) -> None:
+        found.append(error)
+        told.set()
+
+    call.wait = lambda: told.wait(60) and found[0]  # type: ignore[attr-defined]
+    return call
+
+
+def test_ready_and_stopped() -> None:
+    services = services_of(f"import time; {READY}; time.sleep(99)")
+    assert services.addresses() == ["127.0.0.1:0"]
+    [child] = psutil.Process().children()
+    services.stop()
+    assert not child.is_running()
+
+
+def test_one_that_does_not_start_is_told_with_its_message() -> None:
+    services = services_of("import sys; sys.exit('error: --model: there is no such directory')")
+    with pytest.raises(InvalidInput, match="no such directory") as caught:
+        services.addresses()
+    assert caught.value.field == "rollouts.engine"
+    services.stop()
+
+
+def test_one_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    program = f"import time; open({str(starts)!r}, 'a').write('x'); {READY}; time.sleep(99)"
+    services = services_of(program)
+    services.addresses()
+    [child] = psutil.Process().children()
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait(20)
+    while starts.read_text() != "xx":
+        pass
+    services.stop()
+
+
+def test_one_that_always_dies_is_given_up(lost: Any) -> None:
+    services = services_of(f"import sys; {READY}; sys.exit('error: out of memory')")
+    services.when_lost(lost)
+    services.addresses()
+    error = lost.wait()
+    assert isinstance(error, Unavailable)
+    assert "has ended 4 times" in error.message
+    assert "out of memory" in error.message
+    services.when_lost(lost)  # also whoever asks later
+    services.stop()
+
+
+def test_other_ranks_start_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with rollout_services(job(lag=1)) as services:
+        assert services is not None
+        assert services.addresses() == []
+    with rollout_services(job()) as services:
+        assert services is None
+    with rollout_services(job(address=["a:1", "b:2"])) as services:
+        assert services is not None
+        assert services.addresses() == ["a:1", "b:2"]
+
+
+@pytest.mark.parametrize(
+    ("own", "processes", "lag", "expected"),
+    [(8, 1, 1, (4, 4)), (1, 1, 1, (1, 1)), (4, 2, 1, (2, 4)), (3, 1, 2, (1, 2)), (8, 1, 0, (8, 8))],
+)
+def test_threads_are_shared(
+    own: int, processes: int, lag: int, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(threads of a process of the trainer, threads of all engines)."""
+    monkeypatch.setenv("OMP_NUM_THREADS", str(own))
+    config = job(lag=lag, engine="vllm")
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"processes": processes})}
+    )
+    of_engines = share_threads(config, config.rollouts)
+    assert (int(os.environ["OMP_NUM_THREADS"]), of_engines) == expected
+
+
+def test_engines_get_the_gpus_after_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = job(engine="vllm", gpus=4, tensor_parallel_size=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,2,5,3,1")
+    found = [local_services._gpus(config, config.rollouts, number) for number in range(2)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["2,5", "3,1"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    found = [local_services._gpus(config, config.rollouts, number) for number in range(2)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["1,2", "3,4"]
+    assert local_services._gpus(job(engine="vllm"), job(engine="vllm").rollouts, 0) == {}
