@@ -33,6 +33,12 @@ def services_of(*programs: str) -> RolloutServices:
     return services
 
 
+def process_of(services: RolloutServices) -> psutil.Process:
+    [service] = services._started
+    assert service._process is not None
+    return psutil.Process(service._process.pid)
+
+
 @pytest.fixture
 def lost() -> Iterator[Any]:
     """Collects the error of a service that is given up."""
@@ -50,7 +56,7 @@ def lost() -> Iterator[Any]:
 def test_ready_and_stopped() -> None:
     services = services_of(f"import time; {READY}; time.sleep(99)")
     assert services.addresses() == ["127.0.0.1:0"]
-    [child] = psutil.Process().children()
+    child = process_of(services)
     services.stop()
     assert not child.is_running()
 
@@ -68,7 +74,7 @@ def test_one_that_is_killed_is_started_again(tmp_path: Path) -> None:
     program = f"import time; open({str(starts)!r}, 'a').write('x'); {READY}; time.sleep(99)"
     services = services_of(program)
     services.addresses()
-    [child] = psutil.Process().children()
+    child = process_of(services)
     os.kill(child.pid, signal.SIGKILL)
     child.wait(20)
     while starts.read_text() != "xx":
