@@ -136,7 +136,7 @@ def _load_student(
     sharded = config.train.sharding == "fsdp2" and config.train.processes > 1
     model = load_model(config.student, saved / "model" if saved else None, mapped=sharded)
     made = Student(model, bf16=computes_in_bfloat16(config.student))
-    student = distribute(accelerator, made, config.train.sharding)
+    student = distribute(accelerator, made, config.train.sharding, config.train.tensor_parallel)
     with student.gathered():
         choose_attention(student.trained, student.full, config.student)
     return student

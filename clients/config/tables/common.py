@@ -169,6 +169,18 @@ class TrainConfig(Table):
     """Number of processes, started by `accelerate launch`."""
     sharding: Literal["none", "fsdp2"] = "none"
     """none: each process holds all weights and optimizer state. fsdp2: each holds a share."""
+    tensor_parallel: Count = 1
+    """Processes that divide the matrices of each layer among them. Needs sharding = "fsdp2"."""
+
+    @field_validator("tensor_parallel")
+    @classmethod
+    def _divides_processes(cls, tensor_parallel: int, info: ValidationInfo) -> int:
+        processes = info.data.get("processes", tensor_parallel)
+        if processes % tensor_parallel:
+            raise ValueError(f"must divide train.processes, which is {processes}")
+        if tensor_parallel > 1 and info.data.get("sharding", "fsdp2") != "fsdp2":
+            raise ValueError("needs sharding = 'fsdp2', which shards what a process has left")
+        return tensor_parallel
 
 
 class EvalConfig(Table):
@@ -268,3 +280,13 @@ class TrainingJob(Table):
     resources: ResourcesConfig = ResourcesConfig()
     priority: Priority = 0
     """Priority in a server's queue: higher starts first, equal in order of submission."""
+
+    @field_validator("train")
+    @classmethod
+    def _divides_no_adapters(cls, train: TrainConfig, info: ValidationInfo) -> TrainConfig:
+        student = info.data.get("student")
+        if train.tensor_parallel > 1 and student is not None and student.lora is not None:
+            raise ValueError(
+                "tensor_parallel cannot divide adapters; leave it out, or remove student.lora"
+            )
+        return train

@@ -18,7 +18,7 @@ from torch import Tensor
 from clients.config.tables.common import LoraConfig, StudentConfig
 from student_trainer.checkpoints import checkpoint
 from student_trainer.model.loading import load_model
-from student_trainer.parallel.sharding import local, own_rows
+from student_trainer.parallel.sharding import local, own_slices
 from student_trainer.teachers.anchor import Anchor
 from tests.forks import Forks
 from tests.student_trainer import tiny
@@ -51,7 +51,7 @@ def update_once(model: Any, optimizer: torch.optim.Optimizer, anchor: Anchor, up
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-            local(parameter.grad).copy_(gradient(name, parameter, update)[own_rows(parameter)])
+            local(parameter.grad).copy_(gradient(name, parameter, update)[own_slices(parameter)])
     optimizer.step()
     anchor.after_update()
 

@@ -1,0 +1,58 @@
+"""Tensor parallelism in groups of two, sharded by FSDP2 over two groups: the run of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from clients.runs.directory import RunDirectory
+from tests.end_to_end.conftest import Once
+from tests.end_to_end.forked_trainer import finish
+from tests.end_to_end.processes import metrics_of, new_run
+from tests.end_to_end.test_rl_processes import GROUPS, tensors
+from tests.end_to_end.test_sharded import UNEVEN, in_one_process, killed, made
+from tests.end_to_end.test_two_processes import assert_close
+
+if TYPE_CHECKING:
+    from tests.student_trainer.tiny import Material
+
+FOUR = {"train__processes": 4, "train__sharding": "fsdp2", "train__tensor_parallel": 2}
+
+
+@pytest.mark.slow
+def test_the_same_curve_as_one_process(
+    material: Material, teacher: str, once: Once, tmp_path: Path
+) -> None:
+    """Killed and resumed by four, and by one."""
+    from tests.student_trainer.tiny import job
+
+    alone = made(once, "alone", material, teacher, **UNEVEN)
+    run = killed(new_run(tmp_path / "run", job(material, teacher, **UNEVEN, **FOUR)))
+    assert_close(metrics_of(in_one_process(run, tmp_path / "one")), metrics_of(alone))
+    finish(run, 2)
+    assert_close(metrics_of(run), metrics_of(alone))
+
+
+@pytest.mark.slow
+def test_rl_with_anchor_and_critic(material: Material, once: Once, tmp_path: Path) -> None:
+    """A run of one process that four continue, undivided weights and all."""
+    from tests.student_trainer.tiny import rl_job
+
+    changes = GROUPS | {"method__advantages": "gae"}
+    alone = RunDirectory(
+        once(
+            "rl-alone-gae",
+            lambda path: finish(new_run(path, rl_job(material, **changes))),
+        )
+    )
+    run = finish(new_run(tmp_path / "run", rl_job(material, **changes, **FOUR)))
+    lines = metrics_of(run)
+    assert_close(lines, metrics_of(alone))
+    assert lines[-1]["anchor/version"] == 4
+    assert abs(lines[-1]["kl/anchor"]) > 1e-5, "the anchor pulled at nothing"
+    for file in ("anchor.safetensors", "critic.safetensors"):
+        for name, value in tensors(alone, file).items():
+            torch.testing.assert_close(tensors(run, file)[name], value, rtol=0, atol=1e-5)
