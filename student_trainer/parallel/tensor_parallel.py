@@ -51,7 +51,7 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
 _NORMS = "replicated_with_grad_allreduce"
 
 
-def check_student(student: StudentConfig, size: int) -> None:
+def check_divisible(student: StudentConfig, size: int) -> None:
     """Check that a group of `size` processes can share the job's student; loads no weights.
 
     Raises InvalidInput (`train.tensor_parallel`).

@@ -36,6 +36,7 @@ def plan(
     from clients.config.tables.common import TrainingJob
     from clients.preflight.files import check_processes
     from clients.preflight.memory_plan import plan_of, shape_of_student
+    from clients.preflight.tensor_parallel import check_tensor_parallel
 
     chosen = [*(sets or []), *([f"train.processes={gpus}"] if gpus else [])]
     config = load_job(job, chosen).config
@@ -44,6 +45,7 @@ def plan(
             "a capture trains no student", field="method.type", hint="plan a training job"
         )
     check_processes(config)
+    check_tensor_parallel(config)
     output = settings_of(context).output
     found = plan_of(config, shape_of_student(config), memory)
     if isinstance(config, OfflineJob) and found.longest is None:

@@ -23,9 +23,15 @@ LIMIT = timedelta(minutes=10)
 
 
 def spread_student(
-    model: Any, sharding: str = "none", *, pack: bool = False, bf16: bool = False
+    model: Any,
+    sharding: str = "none",
+    tensor_parallel: int = 1,
+    *,
+    pack: bool = False,
+    bf16: bool = False,
 ) -> Replicated | Sharded:
-    made = distribute(make_accelerator(LIMIT), Student(model, bf16=bf16), sharding)
+    accelerator = make_accelerator(LIMIT)
+    made = distribute(accelerator, Student(model, bf16=bf16), sharding, tensor_parallel)
     if pack:
         with made.gathered():
             choose_attention(made.trained, made.full, StudentConfig(model="-"))
