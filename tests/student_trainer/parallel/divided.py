@@ -94,7 +94,8 @@ def learn(
     student.trained.double()
     student.trained.train()
     recompute_activations(student.trained.model, policy)
-    optimizer = torch.optim.AdamW(student.trained.parameters(), lr=0.05)
+    # With a usual eps, rounding errors of gradients near 0 would become updates.
+    optimizer = torch.optim.AdamW(student.trained.parameters(), lr=0.05, eps=1e-3)
     anchor = Anchor(student, tau=0.9, update_period=1)
     norms = []
     for _ in range(UPDATES):
