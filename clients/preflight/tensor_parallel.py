@@ -49,7 +49,9 @@ def refuse_indivisible(counts: Mapping[str, int], size: int) -> None:
     """Raise InvalidInput if `size` does not divide each of `counts`."""
     for name, count in counts.items():
         if count % size:
-            possible = [n for n in range(1, size) if all(of % n == 0 for of in counts.values())]
+            # A divisor of `size` also divides train.processes.
+            divisors = [n for n in range(1, size) if size % n == 0]
+            possible = [n for n in divisors if all(of % n == 0 for of in counts.values())]
             raise InvalidInput(
                 f"{size} processes cannot share the {count} {name} of the student evenly",
                 field=FIELD,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -98,6 +98,17 @@ def divide(layer: nn.Module, styles: Mapping[nn.Module, ParallelStyle], mesh: De
     for module in list(layer.modules()):
         if module in styles:
             parallelize_module(module, mesh, styles[module], src_data_rank=None)
+            if isinstance(styles[module], RowwiseParallel):
+                module.register_forward_hook(_copied)
+
+
+def _copied(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    """Return a copy of a view, as a forward hook.
+
+    FSDP2 puts its hook for the backward pass on this output; an operation in place on a view would
+    drop the hook.
+    """
+    return output.clone()
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -30,6 +30,7 @@ JOBS: dict[str, Values] = {
         "train": {"prompts_per_step": 16},
     },
     "sft": {"method": {"type": "sft"}, "train": {"prompts_per_step": 6}, "eval": {"prompts": 64}},
+    "tensor_parallel": {"train": {"sharding": "fsdp2", "tensor_parallel": 2}},
 }
 
 
