@@ -27,12 +27,12 @@ class Load:
     """What decides the memory of a process.
 
     sharded: FSDP2 over `processes`; otherwise DDP, or a single process. tensor_parallel: processes
-    of a group that divides the layers. bf16: dtype of the computation. checkpointing: the key `student.gradient_checkpointing`. lora: rank of the
-    adapters; 0 trains all weights. train_head: with adapters, the head too. tokens: padded tokens
-    of a micro-batch. line: tokens of its longest sequence. sampled: sequences that are sampled at a
-    time, of `sampled_line` tokens each, of which the first `sampled_prompt` are read in one forward
-    pass; 0: none. critic_tokens: tokens of a step whose hidden states the critic reads; 0: no
-    critic. cuda: a GPU, or the CPU.
+    of a group that divides the layers. bf16: dtype of the computation. checkpointing: the key
+    `student.gradient_checkpointing`. lora: rank of the adapters; 0 trains all weights. train_head:
+    with adapters, the head too. tokens: padded tokens of a micro-batch. line: tokens of its longest
+    sequence. sampled: sequences that are sampled at a time, of `sampled_line` tokens each, of which
+    the first `sampled_prompt` are read in one forward pass; 0: none. critic_tokens: tokens of a
+    step whose hidden states the critic reads; 0: no critic. cuda: a GPU, or the CPU.
     """
 
     shape: ModelShape
