@@ -15,19 +15,22 @@ from student_trainer.parallel.sharding import Replicated, Sharded, full_tensor, 
 def clip_gradients(student: Replicated | Sharded, most: float) -> float:
     """Collective. Scale the gradients of `student` down to the norm `most`, if theirs is larger.
 
-    Returns the norm before, over the weights of all processes.
+    Returns the norm before, over the weights of all processes. With tensor parallelism, gradients
+    of weights that a group does not divide are made equal in its processes first.
     """
     learned = [weight for weight in student.trained.parameters() if weight.grad is not None]
     gradients = [weight.grad for weight in learned if weight.grad is not None]
     if len({one.device_mesh for one in gradients if isinstance(one, DTensor)}) <= 1:
         return float(full_tensor(clip_grad_norm_(learned, most)))
     # With tensor parallelism there are two meshes, and torch's norm takes gradients of one only.
+    assert isinstance(student, Sharded)
+    student.average_in_group(gradients)
     norm = _norm(student, gradients)
     clip_grads_with_norm_(learned, most, norm, foreach=False)
     return float(norm)
 
 
-def _norm(student: Replicated | Sharded, gradients: Sequence[Tensor]) -> Tensor:
+def _norm(student: Sharded, gradients: Sequence[Tensor]) -> Tensor:
     """Collective. Return the norm of sharded gradients."""
     squares = torch.zeros(1, dtype=torch.float64, device=student.device)
     for gradient in gradients:

@@ -8,7 +8,7 @@ processes of a row of the mesh, a group, divide the linear modules of each layer
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
@@ -193,11 +193,20 @@ class Sharded:
 
         Of the processes of a group that have the same share, only the first one does.
         """
-        if self._group is None or self._group.get_local_rank() == 0:
-            return True
-        assert isinstance(weight, DTensor)
-        divided = weight.device_mesh.ndim == 2 and weight.placements[-1] != Replicate()
-        return divided
+        return self._group is None or self._group.get_local_rank() == 0 or _is_divided(weight)
+
+    def average_in_group(self, gradients: Iterable[Tensor]) -> None:
+        """Collective. Average the gradients of the weights that a group does not divide, in place.
+
+        They are equal, unless a kernel of the device adds in no fixed order. Then this keeps the
+        copies of a weight equal.
+        """
+        if self._group is None:
+            return
+        for gradient in gradients:
+            if not _is_divided(gradient):
+                torch.distributed.all_reduce(local(gradient), group=self._group.get_group())
+                local(gradient).div_(self._group.size())
 
     def batches_of_group(self, batch: AnyBatch) -> Sequence[tuple[AnyBatch, bool]]:
         """Collective. Return the batches of all processes of the group, the same in all of them.
@@ -292,6 +301,12 @@ def with_shard(shard: Tensor, like: Tensor) -> Tensor:
         return shard
     mesh, shape, stride = like.device_mesh, like.shape, like.stride()
     return DTensor.from_local(shard, mesh, like.placements, shape=shape, stride=stride)
+
+
+def _is_divided(weight: Tensor) -> bool:
+    """Return whether the processes of a group have different parts of `weight`."""
+    assert isinstance(weight, DTensor)
+    return weight.device_mesh.ndim == 2 and weight.placements[-1] != Replicate()
 
 
 def _hollow(student: Student) -> Student:
