@@ -290,6 +290,7 @@ def sampling(load: Load) -> dict[str, int]:
 
 def scoring(load: Load) -> dict[str, int]:
     """Return the bytes of a forward pass over a micro-batch: rows of the anchor, an evaluation."""
+    load = replace(load, tensor_parallel=1)  # every process computes it alone
     one = _without_gradient(load, load.tokens) + _math_attention(load) * load.tokens
     found = gathered(load) | {"one layer": one, "logits": head(load, learns=False)}
     if load.critic_tokens:  # float32, and a copy of those with a known reward

@@ -83,7 +83,7 @@ def parallel_styles(model: Any) -> dict[nn.Module, ParallelStyle]:
         if "*" not in pattern or not found:  # outside the layers, or of a variant of the model
             continue
         if style not in _STYLES or not all(style == _NORMS or _is_linear(one) for one in found):
-            raise _refused(model, f"transformers plans {pattern!r} as {style!r}")
+            raise _refused(model, f"{pattern} is {style!r} in its plan, which is not supported")
         styles |= {module: _STYLES[style]() for module in found}
     if not any(isinstance(style, RowwiseParallel) for style in styles.values()):
         raise _refused(model, "transformers has no plan for it")

@@ -5,7 +5,7 @@ The string under each field is its description in docs/reference.md and `distill
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -15,7 +15,10 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
+
+from clients.config.unused import refusal
 
 # The upper end keeps every count within the integers of messages and of SQLite.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -281,12 +284,9 @@ class TrainingJob(Table):
     priority: Priority = 0
     """Priority in a server's queue: higher starts first, equal in order of submission."""
 
-    @field_validator("train")
-    @classmethod
-    def _divides_no_adapters(cls, train: TrainConfig, info: ValidationInfo) -> TrainConfig:
-        student = info.data.get("student")
-        if train.tensor_parallel > 1 and student is not None and student.lora is not None:
-            raise ValueError(
-                "tensor_parallel cannot divide adapters; leave it out, or remove student.lora"
-            )
-        return train
+    @model_validator(mode="after")
+    def _divides_no_adapters(self) -> Self:
+        if self.train.tensor_parallel > 1 and self.student.lora is not None:
+            remedy = "cannot divide adapters; leave it out, or remove the table student.lora"
+            raise refusal(self, "train.tensor_parallel", remedy)
+        return self

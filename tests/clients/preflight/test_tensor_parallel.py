@@ -36,7 +36,7 @@ def job_file(tmp_path: Path, *lines: str, **sizes: Any) -> Path:
         ([*GROUPS, "tensor_paralel = 2"], "did you mean 'tensor_parallel'?"),
         (
             [*GROUPS, "tensor_parallel = 2", "[student.lora]"],
-            "cannot divide adapters",
+            "train.tensor_parallel: cannot divide adapters",
         ),
     ],
 )
