@@ -41,15 +41,12 @@ def test_the_same_curve_as_one_process(
 
 @pytest.mark.slow
 def test_rl_with_anchor_and_critic(material: Material, once: Once, tmp_path: Path) -> None:
-    """A run of one process that four continue, undivided weights and all."""
+    """The curve, the anchor and the critic of one process."""
     from tests.student_trainer.tiny import rl_job
 
     changes = GROUPS | {"method__advantages": "gae"}
     alone = RunDirectory(
-        once(
-            "rl-alone-gae",
-            lambda path: finish(new_run(path, rl_job(material, **changes))),
-        )
+        once("rl-alone-gae", lambda path: finish(new_run(path, rl_job(material, **changes))))
     )
     run = finish(new_run(tmp_path / "run", rl_job(material, **changes, **FOUR)))
     lines = metrics_of(run)
