@@ -53,6 +53,7 @@ class Case:
         """The name of the case."""
         load = self.load
         sharding = "" if load.processes == 1 else " fsdp2" if load.sharded else " ddp"
+        sharding += " tensor-parallel" * (load.tensor_parallel > 1)
         dtype = "bfloat16" if load.bf16 else "float32"
         rest = " lora" * bool(load.lora) + " checkpointing" * load.checkpointing
         return f"{self.model} {dtype} {load.processes} x {load.tokens}{sharding}{rest}"
@@ -81,6 +82,9 @@ def cases() -> Iterator[Case]:
                 yield Case(name, replace(base, processes=2, sharded=sharded))
             yield Case(name, replace(base, processes=2, sharded=True, checkpointing=True))
             yield Case(name, replace(base, processes=2, sharded=True, lora=16))
+            group = replace(base, processes=2, sharded=True, tensor_parallel=2)
+            for checkpointing in (False, True):
+                yield Case(name, replace(group, checkpointing=checkpointing))
 
 
 def main() -> None:
@@ -156,7 +160,10 @@ def use(accelerator: Accelerator, case: Case, before: int) -> dict[str, int]:
     torch.manual_seed(0)
     load = case.load
     student = distribute(
-        accelerator, Student(model_of(case), bf16=load.bf16), "fsdp2" if load.sharded else ""
+        accelerator,
+        Student(model_of(case), bf16=load.bf16),
+        "fsdp2" if load.sharded else "",
+        load.tensor_parallel,
     )
     learned = [weight for weight in student.trained.parameters() if weight.requires_grad]
     adamw = torch.optim.AdamW(learned, lr=1e-4)

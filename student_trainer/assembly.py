@@ -52,6 +52,7 @@ from student_trainer.model.loading import (
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import largest, make_accelerator
 from student_trainer.parallel.sharding import Replicated, Sharded, distribute
+from student_trainer.parallel.tensor_parallel import check_divisible
 from student_trainer.parallel.time_limit import time_limit
 from student_trainer.rewards import Rewards
 from student_trainer.rollouts.local_services import RolloutServices
@@ -153,7 +154,7 @@ def _load_student(
     sharded = config.train.sharding == "fsdp2" and config.train.processes > 1
     model = load_model(config.student, saved / "model" if saved else None, mapped=sharded)
     made = Student(model, bf16=computes_in_bfloat16(config.student))
-    student = distribute(accelerator, made, config.train.sharding)
+    student = distribute(accelerator, made, config.train.sharding, config.train.tensor_parallel)
     with student.gathered():
         choose_attention(student.trained, student.full, config.student)
     return student
@@ -179,10 +180,12 @@ def _prepared(
     rewards: Rewards | None,
     tokenizer: Any,
 ) -> MakeMethod:
-    """Read and check the data of the job, and return a function that builds its method.
+    """Read and check student and data of the job, and return a function that builds its method.
 
     No weights are loaded here, so wrong data fails fast. Raises a DistillError.
     """
+    if config.train.tensor_parallel > 1:
+        check_divisible(config.student, config.train.tensor_parallel)
     shape = load_config(config.student).get_text_config()
     most = getattr(shape, "max_position_embeddings", None)
     tokens = vocabulary(tokenizer)

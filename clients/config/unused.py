@@ -1,4 +1,4 @@
-"""Refuses keys that have no effect beside the other keys of a job."""
+"""Refuses keys that have no effect, or that do not go together with the other keys of a job."""
 
 from __future__ import annotations
 
@@ -30,6 +30,15 @@ def refuse_unused(job: Job, rules: Iterable[Rule]) -> Job:
     if errors:
         raise ValidationError.from_exception_data(type(job).__name__, errors)
     return job
+
+
+def refusal(job: BaseModel, key: str, problem: str) -> ValidationError:
+    """Return an error at a key of `job`, whose names are separated by dots."""
+    path = tuple(key.split("."))
+    value, _ = _value_and_default(job, path)
+    found = PydanticCustomError("refused_key", problem)
+    details = InitErrorDetails(type=found, loc=path, input=value)
+    return ValidationError.from_exception_data(type(job).__name__, [details])
 
 
 def _value_and_default(job: BaseModel, path: tuple[str, ...]) -> tuple[object, object]:

@@ -18,6 +18,7 @@ from clients.preflight.chat_template import check_template
 from clients.preflight.data_files import check_data
 from clients.preflight.disk import check_space
 from clients.preflight.packages import check_packages
+from clients.preflight.tensor_parallel import check_tensor_parallel
 from clients.preflight.trackers import check_trackers
 from clients.store.captured_store import captured_store_of
 from protos.errors import InvalidInput
@@ -41,6 +42,7 @@ def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE, packages: boo
     if not isinstance(config, TrainingJob):
         return
     check_student(config.student)
+    check_tensor_parallel(config)
     check_template(config)
     check_processes(config)
     check_trackers(config.track)

@@ -11,7 +11,7 @@ fragmentation.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from clients.data.model_shape import ModelShape
 
@@ -26,13 +26,13 @@ _SAMPLING_BYTES = 48
 class Load:
     """What decides the memory of a process.
 
-    sharded: FSDP2 over `processes`; otherwise DDP, or a single process. bf16: dtype of the
-    computation. checkpointing: the key `student.gradient_checkpointing`. lora: rank of the
-    adapters; 0 trains all weights. train_head: with adapters, the head too. tokens: padded tokens
-    of a micro-batch. line: tokens of its longest sequence. sampled: sequences that are sampled at a
-    time, of `sampled_line` tokens each, of which the first `sampled_prompt` are read in one forward
-    pass; 0: none. critic_tokens: tokens of a step whose hidden states the critic reads; 0: no
-    critic. cuda: a GPU, or the CPU.
+    sharded: FSDP2 over `processes`; otherwise DDP, or a single process. tensor_parallel: processes
+    of a group that divides the layers. bf16: dtype of the computation. checkpointing: the key
+    `student.gradient_checkpointing`. lora: rank of the adapters; 0 trains all weights. train_head:
+    with adapters, the head too. tokens: padded tokens of a micro-batch. line: tokens of its longest
+    sequence. sampled: sequences that are sampled at a time, of `sampled_line` tokens each, of which
+    the first `sampled_prompt` are read in one forward pass; 0: none. critic_tokens: tokens of a
+    step whose hidden states the critic reads; 0: no critic. cuda: a GPU, or the CPU.
     """
 
     shape: ModelShape
@@ -50,11 +50,23 @@ class Load:
     anchor: bool = False
     critic_tokens: int = 0
     cuda: bool = True
+    tensor_parallel: int = 1
 
     @property
     def shards(self) -> int:
-        """Number of processes that share a weight."""
-        return self.processes if self.sharded else 1
+        """Number of processes over which FSDP2 shards what a process of a group has."""
+        return self.processes // self.tensor_parallel if self.sharded else 1
+
+    @property
+    def part(self) -> ModelShape:
+        """The sizes of what a process of a group computes: its heads, its units of the MLP."""
+        group = self.tensor_parallel
+        return replace(
+            self.shape,
+            heads=self.shape.heads // group,
+            kv_heads=self.shape.kv_heads // group,
+            intermediate=self.shape.intermediate // group,
+        )
 
     @property
     def itemsize(self) -> int:
@@ -63,10 +75,10 @@ class Load:
 
     @property
     def trained_layer(self) -> int:
-        """Number of trainable weights of a layer."""
+        """Number of trainable weights of a layer, of the part that a process computes."""
         if self.lora:
-            return sum(self.lora * (inside + out) for inside, out in self.shape.linear_modules)
-        return self.shape.linear_weights + self.shape.other_weights
+            return sum(self.lora * (inside + out) for inside, out in self.part.linear_modules)
+        return self.part.linear_weights + self.part.other_weights
 
     @property
     def trained_root(self) -> int:
@@ -77,13 +89,13 @@ class Load:
 
     @property
     def trained(self) -> int:
-        """Number of trainable weights; they are float32."""
+        """Number of trainable weights of the part that a process computes; they are float32."""
         return self.shape.layers * self.trained_layer + self.trained_root
 
     @property
     def frozen(self) -> int:
         """Number of frozen weights; they have the dtype of the computation."""
-        return self.shape.weights - (self.trained_root if self.lora else self.trained)
+        return self.part.weights - (self.trained_root if self.lora else self.trained)
 
     @property
     def trains_head(self) -> bool:
@@ -121,7 +133,7 @@ def saved_per_token(load: Load) -> int:
     Without gradient checkpointing. The order below is that of the layer: both norms, queries and
     keys, attention, MLP. Under autocast, a linear module saves a bfloat16 copy of its input.
     """
-    s, c = load.shape, load.itemsize
+    s, c = load.part, load.itemsize
     h, q, k, i = s.hidden, s.queries, s.keys, s.intermediate
     norm = FLOAT32 * (h + 1)  # input, and 1 / root mean square
     if not load.lora:
@@ -146,7 +158,7 @@ def products_per_token(load: Load) -> int:
 
     Queries, keys, values, attention with its log-sum-exp, its projection, and the three of the MLP.
     """
-    s, lora = load.shape, load.itemsize * load.lora * len(load.shape.linear_modules)
+    s, lora = load.part, load.itemsize * load.lora * len(load.shape.linear_modules)
     outputs = 2 * s.queries + 2 * s.keys + 2 * s.hidden + 2 * s.intermediate
     adapters = sum(out for _, out in s.linear_modules) if load.lora else 0
     return load.itemsize * (outputs + adapters) + FLOAT32 * s.heads + lora
@@ -158,7 +170,7 @@ def _math_attention(load: Load) -> int:
     Only the flash kernels take grouped heads, and they take no float32. A GPU then multiplies
     whole matrices of scores [heads, line], and expands keys and values to all heads.
     """
-    s = load.shape
+    s = load.part
     if not load.cuda or load.bf16 or s.heads == s.kv_heads:
         return 0
     return FLOAT32 * (s.heads * load.line + 2 * s.queries)
@@ -201,7 +213,7 @@ def head(load: Load, *, learns: bool) -> int:
 
 def learning(load: Load) -> dict[str, int]:
     """Return the bytes that an update needs beside `held`, at the peak of its micro-batches."""
-    s, c = load.shape, load.itemsize
+    s, c = load.part, load.itemsize
     layer = c * s.linear_weights + (c if load.lora else FLOAT32) * s.other_weights
     layer += c * load.trained_layer if load.lora else 0
     found = {"gradients": FLOAT32 * load.trained // load.shards}
@@ -278,6 +290,7 @@ def sampling(load: Load) -> dict[str, int]:
 
 def scoring(load: Load) -> dict[str, int]:
     """Return the bytes of a forward pass over a micro-batch: rows of the anchor, an evaluation."""
+    load = replace(load, tensor_parallel=1)  # every process computes it alone
     one = _without_gradient(load, load.tokens) + _math_attention(load) * load.tokens
     found = gathered(load) | {"one layer": one, "logits": head(load, learns=False)}
     if load.critic_tokens:  # float32, and a copy of those with a known reward

@@ -122,6 +122,7 @@ def load_of(
         anchor=isinstance(job, RLJob) and job.method.beta > 0,
         critic_tokens=written * job.method.max_new_tokens if rl and critic else 0,
         cuda=cuda,
+        tensor_parallel=job.train.tensor_parallel,
     )
 
 
@@ -230,6 +231,8 @@ def _most_processes(job: AnyTraining) -> int:
 def _is_change(job: AnyTraining, change: _Change) -> bool:
     if "train" in change and job.train.processes == 1:
         return False  # a single process shards nothing
+    if job.train.tensor_parallel > 1 and "lora" in change.get("student", {}):
+        return False  # groups divide no adapters
     for table, values in change.items():
         for key, value in values.items():
             now = getattr(getattr(job, table), key)

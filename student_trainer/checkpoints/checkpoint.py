@@ -43,7 +43,7 @@ from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.model.lora import FILE as ADAPTERS
 from student_trainer.model.lora import adapter_key, has_adapters, learned
 from student_trainer.parallel.collectives import largest
-from student_trainer.parallel.sharding import own_rows, with_rows
+from student_trainer.parallel.sharding import own_slices, with_shard
 from student_trainer.teachers.anchor import Anchor
 
 log = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimize
                     # AdamW counts its steps on the CPU.
                     kind: file.get_tensor(f"{name}/{kind}")
                     if kind == "step"
-                    else with_rows(_rows(file, f"{name}/{kind}", parameter), parameter)
+                    else with_shard(_shard(file, f"{name}/{kind}", parameter), parameter)
                     for kind in kinds[name]
                 }
 
@@ -219,7 +219,7 @@ def load_anchor(path: Path, anchor: Anchor) -> None:
     _require(path / _ANCHOR, "anchor", "method.beta", "resume with method.beta = 0")
     with safe_open(path / _ANCHOR, "pt") as file:
         counts = json.loads(file.metadata()["counts"])
-        anchor.load_state(lambda name, like: _rows(file, name, like), **counts)
+        anchor.load_state(lambda name, like: _shard(file, name, like), **counts)
 
 
 def load_values(path: Path, values: CriticAdvantages) -> None:
@@ -241,16 +241,17 @@ def _require(file: Path, part: str, field: str, remedy: str) -> None:
         )
 
 
-def _rows(file: Any, name: str, like: Tensor) -> Tensor:
-    """Return the rows of a stored tensor that this process has of `like`. Nothing else is read."""
+def _shard(file: Any, name: str, like: Tensor) -> Tensor:
+    """Return the part of a stored tensor that this process has of `like`. Nothing else is read."""
     found: Tensor
-    rows = own_rows(like)
-    if rows == slice(None):
+    slices = own_slices(like)
+    sizes = [one.stop - one.start for one in slices]
+    if not slices:
         found = file.get_tensor(name)
-    elif rows.start == rows.stop:  # safetensors refuses an empty slice
-        found = torch.empty(0, *like.shape[1:], dtype=like.dtype)
+    elif 0 in sizes:  # safetensors refuses an empty slice
+        found = torch.empty(sizes, dtype=like.dtype)
     else:
-        found = file.get_slice(name)[rows]
+        found = file.get_slice(name)[slices]
     return found
 
 

@@ -34,7 +34,7 @@ from student_trainer.checkpoints import atomic_directory
 from student_trainer.checkpoints.checkpoint import Contents, checkpoint_path, state_text
 from student_trainer.checkpoints.tensor_file import PartWriter
 from student_trainer.parallel.collectives import largest
-from student_trainer.parallel.sharding import local, rows_of_part
+from student_trainer.parallel.sharding import full_tensor, local, rows_of_part
 from student_trainer.teachers.rollouts_ahead import LaterFiles
 
 log = logging.getLogger(__name__)
@@ -264,7 +264,7 @@ class _HostMemory:
 
     @torch.no_grad()
     def copies(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Return this process's rows of all tensors, by file and name. Copies all of them."""
+        """Collective. Return this process's rows of all tensors, by file and name, all copied."""
         found = {
             file: {name: self._copy((file, name), tensor) for name, tensor in of.items()}
             for file, of in tensors.items()
@@ -284,8 +284,8 @@ class _HostMemory:
     def _rows(self, tensor: Tensor) -> Tensor:
         count = tensor.shape[0] if tensor.dim() else 1
         rows = rows_of_part(count, self._part, self._parts)
-        if isinstance(tensor, DTensor):
-            mine = local(tensor)
-            assert len(mine) == rows.stop - rows.start, "sharded in another way than by rows"
-            return mine
-        return (tensor if tensor.dim() else tensor[None])[rows].detach()
+        if isinstance(tensor, DTensor) and tensor.device_mesh.shape == (self._parts,):
+            return local(tensor)
+        # With tensor parallelism, a process has other rows, or not all of their columns.
+        whole = full_tensor(tensor.detach())
+        return (whole if whole.dim() else whole[None])[rows]

@@ -7,8 +7,8 @@ so the model computes it at position t - 1. `Batch.select` makes this shift, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -105,6 +105,10 @@ class Batch:
         }
         return Batch(**nothing | {"input_ids": self.input_ids[:1, :1], "position_ids": None})
 
+    def to(self, device: torch.device) -> Self:
+        """Return the batch with all tensors on `device`."""
+        return replace(self, **{name: _moved(value, device) for name, value in vars(self).items()})
+
     def __len__(self) -> int:
         return len(self.token_ids)
 
@@ -165,6 +169,18 @@ def teacher_rows(blocks: Sequence[RowBlock], device: torch.device) -> Rows:
         _floats([block.token_logprobs for block in blocks], device),
         _floats(means, device)[:, None] if means else samples,
     )
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a field of a batch on `device`: a tensor, rows, a tuple of rows or of names."""
+    match value:
+        case Tensor():
+            return value.to(device)
+        case Rows():
+            return value.map(lambda tensor: tensor.to(device))
+        case tuple():
+            return tuple(_moved(one, device) for one in value)
+    return value
 
 
 def _sample_ids(blocks: Sequence[RowBlock], device: torch.device) -> Tensor | None:

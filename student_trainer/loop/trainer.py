@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
 from clients.config.kinds import AnyTraining
 from clients.config.rl import RLJob
@@ -45,7 +44,7 @@ from student_trainer.checkpoints.export import export_model
 from student_trainer.checkpoints.model_directory import small_files
 from student_trainer.checkpoints.saver import Saver
 from student_trainer.critic.advantages import CriticAdvantages
-from student_trainer.data.batch import ScoredSequence
+from student_trainer.data.batch import Batch, ScoredSequence
 from student_trainer.data.packing import micro_batches
 from student_trainer.loop.anchor_watch import StabilityWatch
 from student_trainer.loop.efficiency import Efficiency
@@ -57,7 +56,8 @@ from student_trainer.loop.schedule import learning_rate
 from student_trainer.loop.step import Objective, Steps
 from student_trainer.loop.step_metrics import lengths_of, means_of, over_updates, totals_of
 from student_trainer.parallel.collectives import largest, raise_on_all_ranks
-from student_trainer.parallel.sharding import Replicated, Sharded, full_tensor
+from student_trainer.parallel.gradients import clip_gradients
+from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.rollouts_ahead import RolloutsAhead
 from student_trainer.teachers.source import PendingRows
@@ -270,40 +270,42 @@ class Trainer:
         tokens, flops_of_all = lengths["length/mean"][0], lengths.pop("flops")[0]
         counted = lengths.pop("counted")[0]
         # DDP and FSDP average gradients over processes; the loss is divided by the global count.
-        scale = self._accelerator.num_processes / max(counted, 1.0)
-        objective, device = self._objective, self._accelerator.device
+        scale = self._student.averaged / max(counted, 1.0)
         layout = self._student.full.layout
         sums: dict[str, Tensor] = {}
         waited = 0.0
         self._student.trained.train()
         groups = micro_batches(pending, self._config.train.tokens_per_micro_batch, layout)
         own_groups = len(groups)
-        # Every rank must run the same number of micro-batches: a rank with fewer repeats its last
-        # one without rows.
+        # All ranks run as many micro-batches: one with fewer repeats its last one without rows.
         groups += groups[-1:] * (largest(self._accelerator, own_groups) - own_groups)
         for number, group in enumerate(groups):
             started = time.monotonic()
             scored = self._rows(group)
             waited += time.monotonic() - started
-            batch = objective.batch(scored, device, layout)
+            batch = self._objective.batch(scored, self._student.device, layout)
             if number >= own_groups:
                 batch = batch.without_rows()
-            with self._student.synchronized(last=number == len(groups) - 1):
-                loss = objective.loss(batch)
-                out = self._student(batch, loss, objective.temperature, objective.needs_all_rows)
-                self._accelerator.backward(out.loss_sum * scale)
-            found = objective.metrics(batch, out)
-            found["loss"] = torch.stack([out.loss_sum.detach(), out.loss_sum.new_zeros(())])
-            sums = {name: sums.get(name, 0) + value for name, value in found.items()}
+            for learned, is_own in self._student.batches_of_group(batch):
+                found = self._gradients(learned, scale, last=number == len(groups) - 1)
+                if is_own:
+                    sums = {name: sums.get(name, 0) + value for name, value in found.items()}
         totals = {**totals_of(self._accelerator, sums), **lengths}
         totals["loss"] = (totals["loss"][0], max(counted, 1.0))
         return {**means_of(totals), "tokens": tokens, "flops": flops_of_all}, waited
 
-    def _rows(self, group: list[PendingRows]) -> list[ScoredSequence]:
-        """Collective. Wait for the rows of a micro-batch on all ranks.
+    def _gradients(self, batch: Batch, scale: float, *, last: bool) -> dict[str, Tensor]:
+        """Collective. Add up the gradients of a batch, and return (sum, number) of metrics."""
+        objective = self._objective
+        with self._student.synchronized(last=last):
+            loss = objective.loss(batch)
+            out = self._student(batch, loss, objective.temperature, objective.needs_all_rows)
+            self._accelerator.backward(out.loss_sum * scale)
+        found = objective.metrics(batch, out)
+        return found | {"loss": torch.stack([out.loss_sum.detach(), out.loss_sum.new_zeros(())])}
 
-        No rank starts the micro-batch, whose passes have collectives, before all have their rows.
-        """
+    def _rows(self, group: list[PendingRows]) -> list[ScoredSequence]:
+        """Collective. Wait for the rows of a micro-batch, which no rank starts before all have."""
         return raise_on_all_ranks(self._accelerator, lambda: [item.wait() for item in group])
 
     def _update(self, rate: float) -> float:
@@ -313,8 +315,7 @@ class Trainer:
         """
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        parameters = self._student.trained.parameters()
-        norm = float(full_tensor(clip_grad_norm_(parameters, self._config.train.max_grad_norm)))
+        norm = clip_gradients(self._student, self._config.train.max_grad_norm)
         if math.isfinite(norm):
             self._optimizer.step()
             self._skipped = 0

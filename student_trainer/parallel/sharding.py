@@ -1,40 +1,52 @@
-"""Distribute the student over the processes of a job: replicated (DDP) or sharded (FSDP2)."""
+"""Distribute the student over the processes of a job: replicated (DDP) or sharded (FSDP2).
+
+With tensor parallelism the processes are a mesh of two dimensions, "data" and "tensor". The
+processes of a row of the mesh, a group, divide the linear modules of each layer
+(`tensor_parallel.py`), and FSDP2 shards what each of them has over its column.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from student_trainer.data.batch import Batch
 from student_trainer.losses import FusedLoss, Rows
 from student_trainer.model.loading import cast_weights
 from student_trainer.model.student import Student
+from student_trainer.parallel.tensor_parallel import divide, parallel_styles
+
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
 class Replicated:
     """Every process has all weights and their optimizer state: DDP, or a single process.
 
     trained: the Student whose weights learn. full: the Student to use inside `gathered()`; the
-    same one here. device: of this process.
+    same one here. device: of this process. averaged: number of processes that gradients are
+    averaged over.
     """
 
     def __init__(self, accelerator: Accelerator, student: Student) -> None:
         self.trained = self.full = student.to(accelerator.device)
         self.device = accelerator.device
+        self.averaged = accelerator.num_processes
         self._accelerator = accelerator
         self._wrapped = accelerator.prepare(student)
 
@@ -70,6 +82,17 @@ class Replicated:
         """
         return sums
 
+    def counts(self, weight: Tensor) -> bool:
+        """Return whether this process adds its share of `weight` to the sums for `total`."""
+        return True
+
+    def batches_of_group(self, batch: AnyBatch) -> Sequence[tuple[AnyBatch, bool]]:
+        """Collective. Return the batches to learn from now, each with whether it is `batch`.
+
+        There is another one only with tensor parallelism.
+        """
+        return [(batch, True)]
+
 
 class Sharded:
     """Every process has a shard of each weight, gradient and optimizer state (FSDP2), in float32.
@@ -82,17 +105,36 @@ class Sharded:
 
     Sampling runs every layer once per token, so `gathered()` instead gathers all weights once, into
     `full`: a copy of the Student that is empty outside and has no collectives.
+
+    With tensor parallelism the processes of a group learn together from the batches of each of
+    them in turn (`batches_of_group`). Everything else, sampling among it, each process does for its
+    own sequences, so that the rest of a job need not know of groups.
     """
 
-    def __init__(self, accelerator: Accelerator, student: Student) -> None:
+    def __init__(
+        self, accelerator: Accelerator, student: Student, tensor_parallel: int = 1
+    ) -> None:
         """Take this process's share of the student's weights, which may be mapped.
 
         Weights move to the device layer by layer, and only the shares are cast to float32.
+        `tensor_parallel`: processes of a group; 1: no tensor parallelism. Raises InvalidInput
+        (`train.tensor_parallel`) for a student that cannot be divided.
         """
         self.device = accelerator.device
+        self.averaged = accelerator.num_processes // tensor_parallel
         self._accelerator = accelerator
         self.full = _hollow(student).to(accelerator.device).eval()
-        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        device = accelerator.device.type
+        self._group: DeviceMesh | None = None
+        styles: dict[nn.Module, ParallelStyle] = {}
+        if tensor_parallel == 1:
+            mesh = init_device_mesh(device, (accelerator.num_processes,))
+        else:
+            both = init_device_mesh(
+                device, (self.averaged, tensor_parallel), mesh_dim_names=("data", "tensor")
+            )
+            mesh, self._group = both["data"], both["tensor"]
+            styles = parallel_styles(student.model)
         # Autocast would cast the weights of linear modules before each product; the cast before the
         # gathering halves the traffic and the memory. All other weights are float32 for autocast.
         policy = MixedPrecisionPolicy(
@@ -105,6 +147,8 @@ class Sharded:
         for module in reversed(list(student.model.modules())):
             if type(module).__name__ not in layers:
                 continue
+            if self._group is not None:
+                divide(module, styles, self._group)
             inside = (one for one in module.modules() if one in castable)
             if group := [one for one in inside if not isinstance(one, FSDPModule)]:
                 fully_shard(group, mesh=mesh, mp_policy=policy)
@@ -158,14 +202,49 @@ class Sharded:
         everywhere: Tensor = self._accelerator.reduce(sums)
         return everywhere
 
+    def counts(self, weight: Tensor) -> bool:
+        """Return whether this process adds its share of `weight` to the sums for `total`.
 
-def distribute(accelerator: Accelerator, student: Student, sharding: str) -> Replicated | Sharded:
-    """Collective. Distribute the student as `sharding` (the key train.sharding) says.
+        Of the processes of a group that have the same share, only the first one does.
+        """
+        return self._group is None or self._group.get_local_rank() == 0 or _is_divided(weight)
+
+    def average_in_group(self, gradients: Iterable[Tensor]) -> None:
+        """Collective. Average the gradients of the weights that a group does not divide, in place.
+
+        They are equal, unless a kernel of the device adds in no fixed order. Then this keeps the
+        copies of a weight equal.
+        """
+        if self._group is None:
+            return
+        for gradient in gradients:
+            if not _is_divided(gradient):
+                torch.distributed.all_reduce(local(gradient), group=self._group.get_group())
+                local(gradient).div_(self._group.size())
+
+    def batches_of_group(self, batch: AnyBatch) -> Sequence[tuple[AnyBatch, bool]]:
+        """Collective. Return the batches of all processes of the group, the same in all of them.
+
+        They are in the order of the ranks, each with whether it is `batch`.
+        """
+        if self._group is None:
+            return [(batch, True)]
+        found: list[Any] = [None] * self._group.size()
+        on_cpu = batch.to(torch.device("cpu"))
+        torch.distributed.all_gather_object(found, on_cpu, group=self._group.get_group())
+        own = self._group.get_local_rank()
+        return [(one.to(self.device), number == own) for number, one in enumerate(found)]
+
+
+def distribute(
+    accelerator: Accelerator, student: Student, sharding: str, tensor_parallel: int = 1
+) -> Replicated | Sharded:
+    """Collective. Distribute the student as the keys train.sharding and tensor_parallel say.
 
     A single process is always Replicated.
     """
     if sharding == "fsdp2" and accelerator.num_processes > 1:
-        return Sharded(accelerator, student)
+        return Sharded(accelerator, student, tensor_parallel)
     return Replicated(accelerator, student)
 
 
@@ -174,7 +253,11 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
     A tensor that is not sharded is returned as it is.
     """
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.device_mesh.ndim == 2:  # first what was divided last, as torch recommends
+        tensor = tensor.redistribute(placements=[Replicate(), tensor.placements[1]])
+    return tensor.full_tensor()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -205,21 +288,39 @@ def rows_of_part(rows: int, part: int, parts: int) -> slice:
     return slice(min(part * each, rows), min((part + 1) * each, rows))
 
 
-def own_rows(tensor: Tensor) -> slice:
-    """Return the rows of the full tensor that this process has: all, if it is not sharded."""
+def own_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Return where this process's shard lies in the full tensor: a slice of each dimension.
+
+    (), which selects everything, if the tensor is not sharded.
+    """
     if not isinstance(tensor, DTensor):
-        return slice(None)
+        return ()
+    found = [slice(0, size) for size in tensor.shape]
     mesh = tensor.device_mesh
-    return rows_of_part(len(tensor), mesh.get_local_rank(), mesh.size())
+    # FSDP2, the first dimension of the mesh, divides what tensor parallelism has left.
+    for dim, placement in reversed(list(enumerate(tensor.placements))):
+        if placement != Replicate():
+            divided = cast(Shard, placement).dim
+            span = found[divided]
+            size = span.stop - span.start
+            part = rows_of_part(size, mesh.get_local_rank(dim), mesh.size(dim))
+            found[divided] = slice(span.start + part.start, span.start + part.stop)
+    return tuple(found)
 
 
-def with_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor placed as `like` is, of which this process has `rows`; see `own_rows`."""
-    rows = rows.to(like.device)
+def with_shard(shard: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor placed as `like` is, of which this process has `shard`; see `own_slices`."""
+    shard = shard.to(like.device)
     if not isinstance(like, DTensor):
-        return rows
+        return shard
     mesh, shape, stride = like.device_mesh, like.shape, like.stride()
-    return DTensor.from_local(rows, mesh, like.placements, shape=shape, stride=stride)
+    return DTensor.from_local(shard, mesh, like.placements, shape=shape, stride=stride)
+
+
+def _is_divided(weight: Tensor) -> bool:
+    """Return whether the processes of a group have different parts of `weight`."""
+    assert isinstance(weight, DTensor)
+    return weight.device_mesh.ndim == 2 and weight.placements[-1] != Replicate()
 
 
 def _hollow(student: Student) -> Student:

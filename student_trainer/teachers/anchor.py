@@ -120,7 +120,8 @@ class Anchor:
     def _norms(self) -> tuple[float, float]:
         """Collective. Return |theta - phi| and |phi|."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._student.device)
-        for copy, learned in self._pairs():
+        counted = [name for name, copy in self._copies.items() if self._student.counts(copy)]
+        for copy, learned in map(self._pair, counted):
             for place, values in enumerate((learned - copy, copy)):
                 sums[place] += torch.linalg.vector_norm(values, dtype=torch.float64).square()
         apart, size = self._student.total(sums).sqrt().tolist()
@@ -128,8 +129,11 @@ class Anchor:
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (anchor, student) for each weight: this process's shards."""
-        for name, copy in self._copies.items():
-            yield local(copy), local(self._learned[name].detach())
+        return map(self._pair, self._copies)
+
+    def _pair(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return this process's shards of a weight: (anchor, student)."""
+        return local(self._copies[name]), local(self._learned[name].detach())
 
     def _swap(self) -> None:
         with torch.no_grad():

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from student_trainer.checkpoints import checkpoint
 from student_trainer.checkpoints.atomic_directory import is_intact
-from student_trainer.parallel.sharding import local, own_rows
+from student_trainer.parallel.sharding import local, own_slices
 from tests.faults.conftest import REPEATS
 from tests.forks import Forks
 from tests.student_trainer import tiny
@@ -52,7 +52,7 @@ def train(root: Path, published: Path, begun: Path) -> None:
         saver.poll()
         for name, parameter in model.named_parameters():
             with torch.no_grad():
-                local(parameter).copy_(theta(name, parameter, step)[own_rows(parameter)])
+                local(parameter).copy_(theta(name, parameter, step)[own_slices(parameter)])
             parameter.grad = parameter.detach().clone()
         optimizer.step()
         if step % 2 == 0:

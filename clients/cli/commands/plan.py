@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -36,6 +37,7 @@ def plan(
     from clients.config.tables.common import TrainingJob
     from clients.preflight.files import check_processes
     from clients.preflight.memory_plan import plan_of, shape_of_student
+    from clients.preflight.tensor_parallel import check_tensor_parallel
 
     chosen = [*(sets or []), *([f"train.processes={gpus}"] if gpus else [])]
     config = load_job(job, chosen).config
@@ -44,6 +46,7 @@ def plan(
             "a capture trains no student", field="method.type", hint="plan a training job"
         )
     check_processes(config)
+    check_tensor_parallel(config)
     output = settings_of(context).output
     found = plan_of(config, shape_of_student(config), memory)
     if isinstance(config, OfflineJob) and found.longest is None:
@@ -73,10 +76,13 @@ def _record(plan: Plan) -> dict[str, object]:
 
 def _head(plan: Plan) -> str:
     load = plan.load
+    trained = replace(load, tensor_parallel=1).trained
     sharding = "" if load.processes == 1 else ", FSDP2" if load.sharded else ", DDP"
+    if load.tensor_parallel > 1:
+        sharding += f" with tensor parallelism in groups of {load.tensor_parallel}"
     sampled = f", {load.sampled} answers sampled at a time" if load.sampled else ""
     return (
-        f"{_number(load.shape.weights)} weights, {_number(load.trained)} trained, on"
+        f"{_number(load.shape.weights)} weights, {_number(trained)} trained, on"
         f" {load.processes} GPU{'s' * (load.processes > 1)}{sharding}; micro-batches of"
         f" {load.tokens} tokens in sequences of {load.line}{sampled}\n"
     )

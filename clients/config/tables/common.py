@@ -5,7 +5,7 @@ The string under each field is its description in docs/reference.md and `distill
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -15,7 +15,10 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
+
+from clients.config.unused import refusal
 
 # The upper end keeps every count within the integers of messages and of SQLite.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -169,6 +172,18 @@ class TrainConfig(Table):
     """Number of processes, started by `accelerate launch`."""
     sharding: Literal["none", "fsdp2"] = "none"
     """none: each process holds all weights and optimizer state. fsdp2: each holds a share."""
+    tensor_parallel: Count = 1
+    """Processes that divide the matrices of each layer among them. Needs sharding = "fsdp2"."""
+
+    @field_validator("tensor_parallel")
+    @classmethod
+    def _divides_processes(cls, tensor_parallel: int, info: ValidationInfo) -> int:
+        processes = info.data.get("processes", tensor_parallel)
+        if processes % tensor_parallel:
+            raise ValueError(f"must divide train.processes, which is {processes}")
+        if tensor_parallel > 1 and info.data.get("sharding", "fsdp2") != "fsdp2":
+            raise ValueError("needs sharding = 'fsdp2', which shards what a process has left")
+        return tensor_parallel
 
 
 class EvalConfig(Table):
@@ -268,3 +283,10 @@ class TrainingJob(Table):
     resources: ResourcesConfig = ResourcesConfig()
     priority: Priority = 0
     """Priority in a server's queue: higher starts first, equal in order of submission."""
+
+    @model_validator(mode="after")
+    def _divides_no_adapters(self) -> Self:
+        if self.train.tensor_parallel > 1 and self.student.lora is not None:
+            remedy = "cannot divide adapters; leave it out, or remove the table student.lora"
+            raise refusal(self, "train.tensor_parallel", remedy)
+        return self

@@ -80,6 +80,21 @@ def test_every_piece_of_advice_is_a_valid_job(method: str, processes: int) -> No
     assert max(counts) == 4, "the largest power of two up to 5, or 6"
 
 
+def test_adapters_are_no_advice_for_groups_of_processes() -> None:
+    own: Values = {"student": {"model": "m", "dtype": "float32"}, "data": {"path": "p.jsonl"}}
+    train = {"processes": 4, "sharding": "fsdp2", "tensor_parallel": 2}
+    values = merged(own, {"train": train})
+    advice = plan_of(valid(values), shape_of(QWEN_7B), 20).changes
+    assert "all of these together" in advice[-1]
+    names = []
+    for sentence in advice[:-1]:
+        change = advised(sentence, {})
+        valid(merged(values, change))
+        names += change
+    assert set(names) == {"student"}
+    assert not any("lora" in sentence for sentence in advice)
+
+
 def test_the_store_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LogitStore(tmp_path, write=True, metadata=META) as store:
         store.append([entry(number, rows=number) for number in (40, 99, 7)])

@@ -18,7 +18,7 @@ from torch import Tensor
 from clients.config.tables.common import LoraConfig, StudentConfig
 from student_trainer.checkpoints import checkpoint
 from student_trainer.model.loading import load_model
-from student_trainer.parallel.sharding import local, own_rows
+from student_trainer.parallel.sharding import local, own_slices
 from student_trainer.teachers.anchor import Anchor
 from tests.forks import Forks
 from tests.student_trainer import tiny
@@ -51,17 +51,23 @@ def update_once(model: Any, optimizer: torch.optim.Optimizer, anchor: Anchor, up
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-            local(parameter.grad).copy_(gradient(name, parameter, update)[own_rows(parameter)])
+            local(parameter.grad).copy_(gradient(name, parameter, update)[own_slices(parameter)])
     optimizer.step()
     anchor.after_update()
 
 
 def work(
-    root: Path, base: Path, adapted: bool, sharding: str, resumed: int | None, update: int
+    root: Path,
+    base: Path,
+    adapted: bool,
+    sharding: str,
+    resumed: int | None,
+    update: int,
+    tensor_parallel: int,
 ) -> None:
     """Continue from the checkpoint `resumed`, do one update, and save it as step `update`."""
     saved = checkpoint.checkpoint_path(root, resumed) if resumed else None
-    student = spread_student(fresh(base, adapted, saved), sharding)
+    student = spread_student(fresh(base, adapted, saved), sharding, tensor_parallel)
     model = student.trained.model
     optimizer = optimizer_of(model)
     anchor = Anchor(student, tau=TAU, update_period=PERIOD)
@@ -74,11 +80,20 @@ def work(
     )
 
 
-def run(world: int, root: Path, base: Path, adapted: bool, sharding: str, update: int) -> Path:
+def run(
+    world: int,
+    root: Path,
+    base: Path,
+    adapted: bool,
+    sharding: str,
+    update: int,
+    tensor_parallel: int = 1,
+) -> Path:
     """`work` in so many processes, from the update before; the checkpoint."""
     resumed = update - 1 or None
     group = root.with_name(f"{root.name}-{update}.group")
-    forks = Forks(world, group, work, root, base, adapted, sharding, resumed, update)
+    how = (adapted, sharding, resumed, update, tensor_parallel)
+    forks = Forks(world, group, work, root, base, *how)
     assert forks.wait() == [0] * world
     return checkpoint.checkpoint_path(root, update)
 

@@ -19,11 +19,13 @@ from tests.student_trainer import tiny
 from tests.student_trainer.checkpoints.resharding import expected, run
 from tests.student_trainer.saving import LIMIT
 
-# The tied embeddings have 13 rows: of 8 processes one has none.
+# The tied embeddings have 13 rows: of 8 processes one has none. (4, 2): four processes, which
+# divide the linear modules in groups of two.
 CHAINS = {
     "fsdp2": (False, "fsdp2", (8, 4, 1, 2)),
     "fsdp2-lora": (True, "fsdp2", (4, 2, 1, 2)),
     "ddp": (False, "none", (3, 1, 2)),
+    "tensor-parallel": (False, "fsdp2", ((4, 2), 1, (6, 2), 3, (2, 2))),
 }
 
 
@@ -54,8 +56,9 @@ def test_other_numbers_of_processes(base: Path, tmp_path: Path, chain: str) -> N
     """Each link reads the checkpoint before, makes an update, and writes the next one."""
     adapted, sharding, worlds = CHAINS[chain]
     expected(tmp_path / "expected", base, adapted, len(worlds))
-    for update, world in enumerate(worlds, 1):
-        found = run(world, tmp_path / "run", base, adapted, sharding, update)
+    for update, link in enumerate(worlds, 1):
+        world, size = (link, 1) if isinstance(link, int) else link
+        found = run(world, tmp_path / "run", base, adapted, sharding, update, size)
         assert files(found) == files(tmp_path / "expected" / found.name), (world, update)
         assert not [file for file in found.parent.iterdir() if file.name.startswith(".")]
         listed = json.loads((found / "manifest.json").read_text())["files"]

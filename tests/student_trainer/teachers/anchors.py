@@ -15,7 +15,7 @@ from student_trainer.data.rollout import Rollout
 from student_trainer.model.attention import choose_attention
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import make_accelerator
-from student_trainer.parallel.sharding import Replicated, Sharded, distribute, local, own_rows
+from student_trainer.parallel.sharding import Replicated, Sharded, distribute, local, own_slices
 from student_trainer.teachers.anchor import Anchor, AnchorTeacher
 
 TEMPERATURE = 1.3
@@ -23,9 +23,15 @@ LIMIT = timedelta(minutes=10)
 
 
 def spread_student(
-    model: Any, sharding: str = "none", *, pack: bool = False, bf16: bool = False
+    model: Any,
+    sharding: str = "none",
+    tensor_parallel: int = 1,
+    *,
+    pack: bool = False,
+    bf16: bool = False,
 ) -> Replicated | Sharded:
-    made = distribute(make_accelerator(LIMIT), Student(model, bf16=bf16), sharding)
+    accelerator = make_accelerator(LIMIT)
+    made = distribute(accelerator, Student(model, bf16=bf16), sharding, tensor_parallel)
     if pack:
         with made.gathered():
             choose_attention(made.trained, made.full, StudentConfig(model="-"))
@@ -43,7 +49,7 @@ def move(student: Replicated | Sharded, anchor: Anchor, update: int) -> None:
     with torch.no_grad():
         for name, parameter in student.trained.model.named_parameters():
             if parameter.requires_grad:
-                local(parameter).copy_(theta(name, parameter, update)[own_rows(parameter)])
+                local(parameter).copy_(theta(name, parameter, update)[own_slices(parameter)])
     anchor.after_update()
 
 

@@ -1,0 +1,59 @@
+"""Check that the processes of a tensor-parallel group can share the student. Imports no torch.
+
+Only the numbers of config.json are checked here; `student_trainer/parallel/tensor_parallel.py`
+checks the modules of the student when the job starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from clients.config.kinds import AnyTraining
+from clients.data.regular_file import read_document
+from protos.errors import InvalidInput
+
+FIELD = "train.tensor_parallel"
+# Keys of config.json that count what a group divides, and how a message names it.
+_COUNTED = {
+    "num_attention_heads": "heads of queries",
+    "num_key_value_heads": "heads of keys and values",
+    "intermediate_size": "units of the MLP",
+}
+
+
+def check_tensor_parallel(config: AnyTraining) -> None:
+    """Raise InvalidInput if a local student does not divide evenly over a tensor-parallel group.
+
+    A student from the hub is checked when the job starts.
+    """
+    size, directory = config.train.tensor_parallel, Path(config.student.model)
+    if size == 1 or not directory.is_dir():
+        return
+    try:
+        found = read_document(directory / "config.json")
+    except (OSError, ValueError):
+        return  # the job's program says what is wrong with the file
+    if isinstance(found, dict):
+        refuse_indivisible(divided_counts(found.get("text_config") or found), size)
+
+
+def divided_counts(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return what a tensor-parallel group divides, by name, from a model's configuration."""
+    found = {name: config.get(key) for key, name in _COUNTED.items()}
+    return {name: count for name, count in found.items() if isinstance(count, int) and count > 0}
+
+
+def refuse_indivisible(counts: Mapping[str, int], size: int) -> None:
+    """Raise InvalidInput if `size` does not divide each of `counts`."""
+    for name, count in counts.items():
+        if count % size:
+            # A divisor of `size` also divides train.processes.
+            divisors = [n for n in range(1, size) if size % n == 0]
+            possible = [n for n in divisors if all(of % n == 0 for of in counts.values())]
+            raise InvalidInput(
+                f"{size} processes cannot share the {count} {name} of the student evenly",
+                field=FIELD,
+                hint=f"lower it to {possible[-1]}" if possible[-1] > 1 else "leave it out",
+            )

@@ -1,0 +1,39 @@
+"""Clipping of gradients, which may be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
+
+from student_trainer.parallel.sharding import Replicated, Sharded, full_tensor, local
+
+
+def clip_gradients(student: Replicated | Sharded, most: float) -> float:
+    """Collective. Scale the gradients of `student` down to the norm `most`, if theirs is larger.
+
+    Returns the norm before, over the weights of all processes. With tensor parallelism, gradients
+    of weights that a group does not divide are made equal in its processes first.
+    """
+    learned = [weight for weight in student.trained.parameters() if weight.grad is not None]
+    gradients = [weight.grad for weight in learned if weight.grad is not None]
+    if len({one.device_mesh for one in gradients if isinstance(one, DTensor)}) <= 1:
+        return float(full_tensor(clip_grad_norm_(learned, most)))
+    # With tensor parallelism there are two meshes, and torch's norm takes gradients of one only.
+    assert isinstance(student, Sharded)
+    student.average_in_group(gradients)
+    norm = _norm(student, gradients)
+    clip_grads_with_norm_(learned, most, norm, foreach=False)
+    return float(norm)
+
+
+def _norm(student: Sharded, gradients: Sequence[Tensor]) -> Tensor:
+    """Collective. Return the norm of sharded gradients."""
+    squares = torch.zeros(1, dtype=torch.float64, device=student.device)
+    for gradient in gradients:
+        if student.counts(gradient):
+            squares += torch.linalg.vector_norm(local(gradient), dtype=torch.float64).square()
+    return student.total(squares).sqrt().squeeze()
