@@ -25,5 +25,7 @@ MaxBatchTokensOption = Annotated[
 RevisionOption = Annotated[str | None, typer.Option(help="Commit of the hub id.")]
 EndWithParentOption = Annotated[
     bool,
-    typer.Option("--end-with-parent", help="End when the program that started this one ends."),
+    typer.Option(
+        "--end-with-parent", hidden=True, help="End when the program that started this one ends."
+    ),
 ]
