@@ -143,12 +143,12 @@ class HfRolloutEngine:
 
     @torch.no_grad()
     def _load(self, version: WeightsVersion) -> None:
+        self._version = None
         snapshot = open_snapshot(version.directory)
         if snapshot.number != version.number:
             raise Corrupt(
                 f"{version.directory} has version {snapshot.number}, not {version.number}"
             )
-        self._version = None
         _copy(snapshot, self._model)
         failpoint("weights-copied")
         coarser = self._info.dtype if snapshot.dtype == "float32" else snapshot.dtype

@@ -123,13 +123,13 @@ class EngineClient:
         Blocks until each part runs or waits at a replica. Raises the error of a part that fails
         before; the iterator raises later ones.
         """
-        with self._lock:
-            if self._closed is not None:
-                raise self._closed
-            sampling = Sampling(self._forget)
-            self._start(sampling, order)
-            self._unfinished.add(sampling)
+        sampling = Sampling(self._forget)
         try:
+            with self._lock:
+                if self._closed is not None:
+                    raise self._closed
+                self._unfinished.add(sampling)
+                self._start(sampling, order)
             sampling.wait_until_accepted()
         except BaseException:
             sampling.close()

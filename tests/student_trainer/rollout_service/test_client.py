@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
 from protos.errors import Corrupt, InvalidInput, Unavailable, WrongState
 from student_trainer.rollouts.engine_client import EngineClient
@@ -280,6 +281,19 @@ def test_a_frozen_replica_leaves_time_for_another(
             assert_all_same(collected(client, wanted), in_process(wanted, student(1)))
         finally:
             frozen.send(signal.SIGCONT)
+
+
+def test_an_order_that_cannot_be_sent_leaves_no_thread(tmp_path: Path) -> None:
+    """Its second part is too large for a message, and the first has been started."""
+    wanted = order(tmp_path, sequences=2)
+    large = replace(wanted.sequences[1], token_ids=torch.zeros(1 << 20, dtype=torch.long))
+    wanted = replace(wanted, sequences=[wanted.sequences[0], large])
+    before = threading.active_count()
+    with EngineClient(["127.0.0.1:1", "127.0.0.1:2"]) as client:
+        with pytest.raises(InvalidInput, match="token_ids"):
+            client.sample(wanted)
+        assert client._unfinished == set()
+    assert threading.active_count() <= before
 
 
 def test_a_client_needs_an_address() -> None:

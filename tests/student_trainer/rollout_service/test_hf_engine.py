@@ -206,6 +206,7 @@ def test_a_damaged_snapshot_is_not_sampled(
 ) -> None:
     directory = snapshot(tmp_path, 1)
     spoil(directory, name)
+    asyncio.run(engine.load(order(snapshot(tmp_path, 3), number=3).weights))
     with pytest.raises(Corrupt, match=match):
         asyncio.run(engine.load(order(directory).weights))
     with pytest.raises(WrongState, match="no verified weights"):
