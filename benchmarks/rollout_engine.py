@@ -43,16 +43,13 @@ def main() -> None:
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
     torch.set_num_threads(1)
-    groups, most, turns = (1, 16, 1) if options.quick else (8, 128, 5)
+    groups, most, turns = (1, 16, 1) if options.quick else (8, 128, 3)
     sizes = {"small": SMALL} | ({"large": LARGE} if options.large else {})
     result = {
         "machine": f"{platform.machine()}, torch {torch.__version__}, 1 thread, "
         f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
         "workload": {"sequences": groups * GROUP, "prompt": PROMPT, "most": most, "turns": turns},
-        "models": {
-            name: compare(size, groups, most, turns if name == "small" else min(turns, 3))
-            for name, size in sizes.items()
-        },
+        "models": {name: compare(size, groups, most, turns) for name, size in sizes.items()},
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
