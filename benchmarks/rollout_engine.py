@@ -43,15 +43,15 @@ def main() -> None:
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
     torch.set_num_threads(1)
-    groups, most, turns = (1, 16, 1) if options.quick else (8, 128, 5)
-    sizes = {"small": SMALL} | ({"large": LARGE} if options.large else {})
+    groups, most, turns = (1, 16, 1) if options.quick else (8, 128, 3)
     result = {
         "machine": f"{platform.machine()}, torch {torch.__version__}, 1 thread, "
         f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
-        "workload": {"sequences": groups * GROUP, "prompt": PROMPT, "most": most, "turns": turns},
+        "workload": {"group": GROUP, "prompt": PROMPT, "turns": turns},
         "models": {
-            name: compare(size, groups, most, turns if name == "small" else min(turns, 3))
-            for name, size in sizes.items()
+            "small": compare(SMALL, groups, most, turns),
+            # A quarter of the tokens.
+            **({"large": compare(LARGE, groups // 2, most // 2, turns)} if options.large else {}),
         },
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,11 @@ def compare(size: dict[str, int], groups: int, most: int, turns: int) -> dict[st
         service = Service(student.path, max_batch_tokens=4096)
         version = student.snapshot()
         service.load(version)
-        found: dict[str, Any] = {"weights": student.model.num_parameters()}
+        found: dict[str, Any] = {
+            "weights": student.model.num_parameters(),
+            "sequences": groups * GROUP,
+            "most": most,
+        }
         for shape, limits in lengths(groups * GROUP, most).items():
             order = order_of(version, limits, size["vocab_size"])
             found[shape] = take_turns(
@@ -163,7 +167,8 @@ def read_and_copy(directory: Path, copies: dict[str, torch.Tensor]) -> None:
 def show(result: dict[str, Any]) -> None:
     print(f"{result['workload']}; {result['machine']}")
     for name, found in result["models"].items():
-        print(f"\n{name}: {found['weights'] / 1e6:.1f} million weights")
+        weights, count, most = found["weights"] / 1e6, found["sequences"], found["most"]
+        print(f"\n{name}: {weights:.1f} million weights, {count} sequences of up to {most} tokens")
         for shape in ("equal", "ragged"):
             speeds, ratio = found[shape]["tokens_per_second"], found[shape]["ratio"]
             print(

@@ -150,7 +150,8 @@ class VllmRolloutEngine:
     async def close(self) -> None:
         """Stop vLLM's processes. Calling it twice is safe."""
         self._watch.close()
-        await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_SECONDS)
+        # Not in a thread: vLLM's own tasks would see its processes end, and log that as an error.
+        self._llm.shutdown(SHUTDOWN_SECONDS)
 
     async def _replace(self, snapshot: Snapshot, version: WeightsVersion) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
