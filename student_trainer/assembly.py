@@ -31,6 +31,7 @@ from student_trainer.data.captured_stores import Stores, TrainingStore, check_sa
 from student_trainer.data.examples import load_examples
 from student_trainer.data.prompts import ItemsOfSteps, Prompt, load_prompts
 from student_trainer.environments.retriever import make_retriever
+from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.loop.trainer import Parts, Trainer
 from student_trainer.methods.method import Method
 from student_trainer.methods.offline import load_examined, offline_method
@@ -98,6 +99,9 @@ def assemble(
     method = make_method(accelerator, student)
     if saved is not None:
         _restore(method, saved)
+    optimizer = make_optimizer(config.train, student.trained.model, accelerator.device)
+    if saved is not None:
+        checkpoint.load_optimizer(saved, student.trained.model, optimizer)
     metrics = None
     if accelerator.is_main_process:
         write_environment(run, attempt=attempt, processes=accelerator.num_processes)
@@ -111,7 +115,7 @@ def assemble(
         step=step,
         accelerator=accelerator,
         student=student,
-        optimizer=_optimizer(config, student.trained.model, saved),
+        optimizer=optimizer,
         tokenizer=tokenizer,
         objective=method.objective,
         steps=method.steps,
@@ -256,15 +260,3 @@ def _check_shares(config: OnPolicyJob | RLJob | SFTJob, held_out: int) -> None:
             field="data.eval_path" if data and data.eval_path else "data.path",
             hint="provide more prompts, or lower train.processes",
         )
-
-
-def _optimizer(config: AnyTraining, model: Any, saved: Path | None) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        lr=config.train.learning_rate,
-        betas=config.train.adam_betas,
-        weight_decay=config.train.weight_decay,
-    )
-    if saved is not None:
-        checkpoint.load_optimizer(saved, model, optimizer)
-    return optimizer

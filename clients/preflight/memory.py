@@ -230,9 +230,8 @@ def learning(load: Load) -> dict[str, int]:
 
 
 def optimizer(load: Load) -> dict[str, int]:
-    """Return the bytes that AdamW's step needs beside `held`: gradients and temporary tensors."""
-    own = FLOAT32 * load.trained // load.shards
-    return {"gradients": own, "temporary": own} if load.cuda else {"gradients": own}
+    """Return the bytes that AdamW's step needs beside `held`: those of the gradients."""
+    return {"gradients": FLOAT32 * load.trained // load.shards}
 
 
 def gathered(load: Load) -> dict[str, int]:

@@ -19,11 +19,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from student_trainer.parallel.sharding import rows_of_part
+from student_trainer.parallel.sharding import own_rows, rows_of_part
 
 _BLOCK = 1 << 23  # bytes that are read or written at once
 _MOST_HEADER = 100_000_000  # bytes; the limit of safetensors
@@ -139,6 +140,22 @@ class PartWriter:
             done = 0
             while done < len(piece):
                 done += os.pwrite(self._opened, piece[done:], start + block + done)
+
+
+def read_rows(file: Any, name: str, like: Tensor) -> Tensor:
+    """Return the rows of a stored tensor that this process has of `like`.
+
+    `file`: an open safetensors file. Nothing else is read.
+    """
+    found: Tensor
+    rows = own_rows(like)
+    if rows == slice(None):
+        found = file.get_tensor(name)
+    elif rows.start == rows.stop:  # safetensors refuses an empty slice
+        found = torch.empty(0, *like.shape[1:], dtype=like.dtype)
+    else:
+        found = file.get_slice(name)[rows]
+    return found
 
 
 def digest_of_part(path: Path, part: int, parts: int) -> str:
