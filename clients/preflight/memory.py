@@ -20,6 +20,9 @@ FLOAT32, BFLOAT16 = 4, 2
 _CHUNKS = {"cuda": (640 << 20, 1024), "cpu": (64 << 20, 128)}
 # Bytes per vocabulary entry of a sequence in one sampling step, most of them float64 running sums.
 _SAMPLING_BYTES = 48
+# Numbers that share a float32 scale in a moment of 8 bits, and the fewest of a weight with such
+# moments: `student_trainer/checkpoints/optimizer_state.py`.
+_BLOCK, _FEWEST = 64, 4096
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,8 @@ class Load:
     adapters; 0 trains all weights. train_head: with adapters, the head too. tokens: padded tokens
     of a micro-batch. line: tokens of its longest sequence. sampled: sequences that are sampled at a
     time, of `sampled_line` tokens each, of which the first `sampled_prompt` are read in one forward
-    pass; 0: none. critic_tokens: tokens of a step whose hidden states the critic reads; 0: no
-    critic. cuda: a GPU, or the CPU.
+    pass; 0: none. narrow_moments: AdamW's moments are in 8 bits. critic_tokens: tokens of a step
+    whose hidden states the critic reads; 0: no critic. cuda: a GPU, or the CPU.
     """
 
     shape: ModelShape
@@ -49,6 +52,7 @@ class Load:
     train_head: bool = False
     anchor: bool = False
     critic_tokens: int = 0
+    narrow_moments: bool = False
     cuda: bool = True
 
     @property
@@ -81,6 +85,18 @@ class Load:
         return self.shape.layers * self.trained_layer + self.trained_root
 
     @property
+    def trained_matrices(self) -> list[tuple[int, int]]:
+        """(rows, row length) of every trainable weight that is a matrix."""
+        layer = self.shape.linear_modules
+        if self.lora:
+            pairs = [((self.lora, inside), (out, self.lora)) for inside, out in layer]
+            found = [matrix for pair in pairs for matrix in pair] * self.shape.layers
+        else:
+            found = [(out, inside) for inside, out in layer] * self.shape.layers
+        table = (self.shape.vocabulary, self.shape.hidden)
+        return found + [table] * (self.trained_root // self.shape.table_weights)
+
+    @property
     def frozen(self) -> int:
         """Number of frozen weights; they have the dtype of the computation."""
         return self.shape.weights - (self.trained_root if self.lora else self.trained)
@@ -101,18 +117,28 @@ def held(load: Load) -> dict[str, int]:
     """Return the bytes that a process holds between two updates.
 
     float32 weights, AdamW's two moments and the anchor, divided by the shards; frozen weights in
-    the dtype of the computation. DDP keeps its buffers of gradients from the first backward pass
-    on. The critic has one weight per unit of the hidden states.
+    the dtype of the computation. The moments are float32, or in 8 bits with a scale per block. DDP
+    keeps its buffers of gradients from the first backward pass on. The critic has one weight per
+    unit of the hidden states.
     """
     trained, shards = load.trained, load.shards
     buffers = 0 if load.sharded or load.processes == 1 else FLOAT32 * trained
     return {
         "weights": (FLOAT32 * trained + load.itemsize * load.frozen) // shards,
-        "optimizer": 2 * FLOAT32 * trained // shards,
+        "optimizer": _moments(load) // shards,
         "anchor": FLOAT32 * trained // shards * load.anchor,
         "critic": 4 * FLOAT32 * (load.shape.hidden + 1) * bool(load.critic_tokens),
         "DDP buckets": buffers,
     }
+
+
+def _moments(load: Load) -> int:
+    """Return the bytes of AdamW's two moments of all trainable weights."""
+    narrow = 0
+    if load.narrow_moments:
+        sizes = [(rows * length, length) for rows, length in load.trained_matrices]
+        narrow = sum(of for of, length in sizes if of >= _FEWEST and length % _BLOCK == 0)
+    return 2 * (FLOAT32 * (load.trained - narrow) + narrow + FLOAT32 * narrow // _BLOCK)
 
 
 def saved_per_token(load: Load) -> int:
@@ -230,8 +256,15 @@ def learning(load: Load) -> dict[str, int]:
 
 
 def optimizer(load: Load) -> dict[str, int]:
-    """Return the bytes that AdamW's step needs beside `held`: those of the gradients."""
-    return {"gradients": FLOAT32 * load.trained // load.shards}
+    """Return the bytes that AdamW's step needs beside `held`.
+
+    Moments in 8 bits are updated in float32, those of one weight at a time.
+    """
+    found = {"gradients": FLOAT32 * load.trained // load.shards}
+    if load.narrow_moments:
+        largest = max(rows * length for rows, length in load.trained_matrices)
+        found["temporary"] = 2 * FLOAT32 * largest // load.shards
+    return found
 
 
 def gathered(load: Load) -> dict[str, int]:

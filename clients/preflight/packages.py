@@ -21,6 +21,8 @@ def check_packages(config: AnyJob) -> None:
             require_extra("ray", "a capture on Ray", field="method.ray")
     if isinstance(config, TrainingJob):
         require_extra("train", "training", field="method.type")
+        if config.train.optimizer == "adamw_8bit":
+            require_extra("8bit", "the optimizer adamw_8bit", field="train.optimizer")
     if isinstance(config, RLJob):
         check_reward(config.reward)
         if config.environment is not None:

@@ -199,12 +199,16 @@ def own_rows(tensor: Tensor) -> slice:
 
 
 def with_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor placed as `like` is, of which this process has `rows`; see `own_rows`."""
+    """Return a tensor sharded as `like` is, of which this process has `rows`; see `own_rows`.
+
+    It has as many rows as `like`; they may have another shape.
+    """
     rows = rows.to(like.device)
     if not isinstance(like, DTensor):
         return rows
-    mesh, shape, stride = like.device_mesh, like.shape, like.stride()
-    return DTensor.from_local(rows, mesh, like.placements, shape=shape, stride=stride)
+    shape = torch.Size((len(like), *rows.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(rows, like.device_mesh, like.placements, shape=shape, stride=stride)
 
 
 def _hollow(student: Student) -> Student:

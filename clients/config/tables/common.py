@@ -147,6 +147,8 @@ class TeacherConfig(TeacherLink):
 class TrainConfig(Table):
     """The optimizer (AdamW), and how a step is divided into micro-batches and processes."""
 
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit: moments in 8 bits, 2.1 instead of 8 bytes per weight; needs torchao."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
