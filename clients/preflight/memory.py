@@ -210,11 +210,11 @@ def head(load: Load, *, learns: bool) -> int:
     """Return the bytes of the fused operator: a chunk of logits, weight copies, gradients."""
     s, c, bf16 = load.shape, load.itemsize, load.bf16
     size, least = _CHUNKS["cuda" if load.cuda else "cpu"]
-    narrow = c if load.cuda else FLOAT32  # the Triton kernels read half precision
-    rows = min(max(least, size // (narrow * s.vocabulary)), load.tokens)
-    found = rows * s.vocabulary * narrow
-    if bf16 and not load.cuda:
-        found += rows * s.vocabulary * BFLOAT16  # the product, before it becomes float32
+    rows = min(max(least, size // (FLOAT32 * s.vocabulary)), load.tokens)
+    found = rows * s.vocabulary * FLOAT32
+    if bf16 and (learns or not load.cuda):
+        # A GPU's gradient of the logits; a CPU's product, before it becomes float32.
+        found += rows * s.vocabulary * BFLOAT16
     if bf16 and (not load.lora or load.train_head):
         found += BFLOAT16 * s.table_weights
     if learns and load.trains_head:

@@ -16,7 +16,7 @@ from protos.errors import InvalidInput
 def test_moments_in_8_bits_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     job = {"student": {"model": "m"}, "data": {"path": "p.jsonl"}, "train": {}}
     narrow = {**job, "train": {"optimizer": "adamw_8bit"}}
-    listed = ["torchao>=0.15; extra == '8bit'"]
+    listed = ["torchao>=0.18; extra == '8bit'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: listed)
     monkeypatch.setattr(extras, "_installed", lambda name: name != "torchao")
     check_packages(parse_job(json.dumps(job)))
