@@ -8,9 +8,24 @@ import json
 import pytest
 
 from clients.config.kinds import parse_job
-from clients.preflight.packages import check_packages
+from clients.config.tables.common import StudentConfig
+from clients.preflight import packages
+from clients.preflight.packages import check_attention, check_packages
 from protos import extras
 from protos.errors import InvalidInput
+
+
+@pytest.mark.parametrize("installed", ["", "flash_attn", "flash_attn_interface", "kernels"])
+def test_flash_attention_needs_a_package(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda name: name == installed or None)
+    check_attention(StudentConfig(model="m"))
+    flash = StudentConfig(model="m", attention="flash")
+    if installed:
+        check_attention(flash)
+        return
+    with pytest.raises(InvalidInput, match="needs the package flash-attn") as caught:
+        check_attention(flash)
+    assert caught.value.field == "student.attention"
 
 
 def test_moments_in_8_bits_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
