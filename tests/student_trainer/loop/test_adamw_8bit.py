@@ -16,7 +16,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from clients.config.tables.common import TrainConfig
+from clients.runs.directory import RunDirectory
+from clients.runs.metrics_follower import read_points
+from clients.runs.progress import Progress
 from protos.errors import InvalidInput
+from student_trainer.assembly import assemble
 from student_trainer.checkpoints import checkpoint
 from student_trainer.checkpoints.optimizer_state import BLOCK, is_quantized
 from student_trainer.loop.optimizer import make_optimizer, set_learning_rate
@@ -153,6 +157,30 @@ def test_the_state_of_the_other_optimizer_is_refused(tmp_path: Path, settings: T
     with pytest.raises(InvalidInput, match="another optimizer") as caught:
         checkpoint.load_optimizer(path, model, optimizer_of(model, other))
     assert caught.value.field == "train.optimizer"
+
+
+def test_a_job_with_the_key_trains_and_resumes(material: tiny.Material, tmp_path: Path) -> None:
+    path = tiny.save(student(), tiny.tokenizer(), tmp_path / "student")
+    options = {
+        "student__model": str(path),
+        "train__optimizer": "adamw_8bit",
+        "train__schedule": "constant",
+    }
+
+    def losses(name: str, *ends: int) -> dict[int, float]:
+        """Train to each of the steps, in an attempt of its own."""
+        run = RunDirectory.create(tmp_path / name, tiny.sft_job(material, **options))
+        for attempt, end in enumerate(ends, 1):
+            config = tiny.sft_job(material, **options, max_steps=end)
+            progress = Progress(
+                run, attempt=attempt, max_steps=end, main=True, terminated=lambda: False
+            )
+            made = assemble(config, run, {}, None, progress, attempt, None)
+            assert made.train() == "succeeded"
+            assert any(hasattr(of["exp_avg"], "codes") for of in made._optimizer.state.values())
+        return {one.step: one.metrics["loss"] for one in read_points(run.metrics) if one.step}
+
+    assert losses("twice", 3, 6) == losses("once", 6)
 
 
 def test_a_moment_takes_a_quarter() -> None:
