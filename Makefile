@@ -92,7 +92,7 @@ bench-rl: setup  ## benchmark anchors and estimators of RL; takes 30 minutes, re
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rl
 
 bench-gpu: setup  ## benchmark loss, scoring head and updates of a student (MFU, memory, beside TRL) on this machine's GPU
-	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]' liger-kernel
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[8bit,bench]' liger-kernel
 	$(BIN)/python -m benchmarks.gpu
 	$(BIN)/python -m benchmarks.gpu_training
 

@@ -40,6 +40,7 @@ from student_trainer.methods.rl import RLMaterial, rl_method
 from student_trainer.methods.rl_prompts import load_rl_prompts
 from student_trainer.methods.sft import sft_method
 from student_trainer.model.attention import choose_attention
+from student_trainer.model.compilation import compile_layers
 from student_trainer.model.loading import (
     computes_in_bfloat16,
     count_weights,
@@ -132,7 +133,7 @@ def assemble(
 def _load_student(
     config: AnyTraining, saved: Path | None, accelerator: Accelerator
 ) -> Replicated | Sharded:
-    """Collective. Load the student, distribute it over the processes, and choose its attention.
+    """Collective. Load the student, distribute it, choose its attention, and compile it.
 
     `saved`: the checkpoint that has the weights; None: they are the job's.
     """
@@ -143,6 +144,8 @@ def _load_student(
     student = distribute(accelerator, made, config.train.sharding)
     with student.gathered():
         choose_attention(student.trained, student.full, config.student)
+    if config.student.compile:
+        compile_layers(student.trained)
     return student
 
 

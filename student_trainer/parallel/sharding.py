@@ -49,9 +49,9 @@ class Replicated:
         """Return a context. Inside, `full` holds the full weights.
 
         Inside, ranks may run different numbers of forward passes of `full`: they are not
-        collective.
+        collective, and never compiled.
         """
-        return nullcontext()
+        return torch.compiler.set_stance("force_eager") if self.full.compiled else nullcontext()
 
     def total(self, sums: Tensor) -> Tensor:
         """Collective. From sums over the weights of this process, return the sums over all weights.

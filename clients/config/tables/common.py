@@ -111,6 +111,8 @@ class StudentConfig(Table):
     """Recompute activations: true, every n-th layer (n), or selective: all but matrix products."""
     attention: Literal["auto", "sdpa", "flash", "eager"] = "auto"
     """auto: flash if installed, on a GPU in bfloat16; else sdpa. Set it if one fails."""
+    compile: bool = False
+    """Compile the layers (torch.compile): faster updates on a GPU after minutes of compiling."""
     lora: LoraConfig | None = None
     """Train LoRA adapters; use about ten times the learning rate of full training."""
 
