@@ -2,7 +2,7 @@
 FAST := $(addprefix tests/,protos clients distill_server/jobs distill_server/rpc teacher_service/head \
   teacher_service/cache $(addprefix student_trainer/,losses data critic model run rewards))
 
-.PHONY: setup docs demo demo-rl demo-search test test-fast test-ray test-track test-vllm soak chaos lint bench bench-offline bench-draws bench-rl bench-gpu bench-vllm protos clean
+.PHONY: setup docs demo demo-rl demo-search test test-fast test-ray test-8bit test-track test-vllm soak chaos lint bench bench-offline bench-draws bench-rl bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 # Of faults in `make chaos`; CHAOS: its other options.
 MINUTES ?= 30
@@ -47,6 +47,10 @@ test-ray: setup  ## test captures and jobs on a local Ray cluster; installs Ray,
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[ray]'
 	$(BIN)/pytest tests/teacher_service/capture/test_ray.py tests/distill_server/runners/test_ray.py tests/distill_server/runners/test_ray_runner.py
 
+test-8bit: setup  ## test the optimizer with moments in 8 bits; installs torchao, which `make test` does not
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[8bit]'
+	$(BIN)/pytest tests/student_trainer/loop/test_adamw_8bit.py
+
 test-track: setup  ## test the trackers with a real trackio, which `make test` does not install
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[track]'
 	$(BIN)/pytest tests/student_trainer/run/test_trackers.py
@@ -89,7 +93,7 @@ bench-rl: setup  ## benchmark anchors and estimators of RL; takes 30 minutes, re
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rl
 
 bench-gpu: setup  ## benchmark loss, scoring head and updates of a student (MFU, memory, beside TRL) on this machine's GPU
-	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]' liger-kernel
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[8bit,bench]' liger-kernel
 	$(BIN)/python -m benchmarks.gpu
 	$(BIN)/python -m benchmarks.gpu_training
 

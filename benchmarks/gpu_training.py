@@ -4,11 +4,11 @@
 
 An update is forward, backward, clipping and AdamW over 64 sequences of 1,024 tokens, in four
 micro-batches, of students with random weights in the shape of Qwen3-0.6B and Qwen3-4B. The losses
-are the default Top-k KL (16 head ids, 48 draws) and the cross-entropy of fine-tuning; the peer is
-TRL's SFTTrainer with the same model, sequences, micro-batches and precision. MFU counts the
-operations of `student_trainer/model/flops.py`, for all alike. Writes
-benchmarks/results/gpu-training-<device>.json. `--device cpu --quick` runs the same code without a
-GPU, at small sizes: its numbers are meaningless.
+are the default Top-k KL (16 head ids, 48 draws), also with compiled layers and other optimizers,
+and the cross-entropy of fine-tuning; the peer is TRL's SFTTrainer with the same model, sequences,
+micro-batches and precision. MFU counts the operations of `student_trainer/model/flops.py`, for all
+alike. Writes benchmarks/results/gpu-training-<device>.json. `--device cpu --quick` runs the same
+code without a GPU, at small sizes: its numbers are meaningless.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.gpu import machine, options_of, write
-from clients.config.tables.common import StudentConfig
+from clients.config.tables.common import StudentConfig, TrainConfig
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import ScoredSequence, placeholder_rows
 from student_trainer.data.packing import micro_batches
 from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.loop.efficiency import peak_flops
+from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.loop.step import Objective
 from student_trainer.model.attention import choose_attention
+from student_trainer.model.compilation import compile_layers
 from student_trainer.model.flops import LearningFlops
 from student_trainer.model.recomputation import recompute_activations
 from student_trainer.model.student import Student
@@ -50,11 +52,17 @@ HEAD, DRAWS = 16, 48
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table. recompute: the value of `student.gradient_checkpointing`."""
+    """One line of the table.
+
+    recompute, compile, optimizer: the values of `student.gradient_checkpointing`, `student.compile`
+    and `train.optimizer`. The optimizer "foreach" is PyTorch's default on a GPU.
+    """
 
     model: str
     method: str
     recompute: bool | str
+    compile: bool = False
+    optimizer: str = "adamw"
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,9 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     for model in sizes.models:
         for recompute in (False, "selective", True):
             yield Case(model, "Top-k KL", recompute)
+            yield Case(model, "Top-k KL", recompute, compile=True)
+        for optimizer in ("foreach", "adamw_8bit"):
+            yield Case(model, "Top-k KL", True, optimizer=optimizer)
         for method in ("cross-entropy", "TRL SFTTrainer"):
             for recompute in (False, True):
                 yield Case(model, method, recompute)
@@ -152,7 +163,9 @@ def our_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], flo
     recompute_activations(model, case.recompute)
     student = Student(model, bf16=True)
     choose_attention(student, student, StudentConfig(model=case.model))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    if case.compile:
+        compile_layers(student)
+    optimizer = optimizer_of(case, model, accelerator.device)
     scored: list[ScoredSequence] = []
     objective: Objective
     if case.method == "Top-k KL":
@@ -177,6 +190,13 @@ def our_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], flo
     flops = LearningFlops(student)
     operations = sum(flops.of_sequence(sizes.length, item.sequence.learned) for item in scored)
     return timed(update, sizes.updates, device), operations
+
+
+def optimizer_of(case: Case, model: Any, device: torch.device) -> torch.optim.Optimizer:
+    if case.optimizer == "foreach":
+        return torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
+    settings = TrainConfig.model_validate({"optimizer": case.optimizer, "learning_rate": 1e-5})
+    return make_optimizer(settings, model, device)
 
 
 def trl_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], float]:

@@ -31,6 +31,7 @@ from student_trainer.data.captured_stores import Stores, TrainingStore, check_sa
 from student_trainer.data.examples import load_examples
 from student_trainer.data.prompts import ItemsOfSteps, Prompt, load_prompts
 from student_trainer.environments.retriever import make_retriever
+from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.loop.trainer import Parts, Trainer
 from student_trainer.methods.engine import Engine, connect_engine
 from student_trainer.methods.method import Method
@@ -41,6 +42,7 @@ from student_trainer.methods.rl_parts import RLMaterial
 from student_trainer.methods.rl_prompts import load_rl_prompts
 from student_trainer.methods.sft import sft_method
 from student_trainer.model.attention import choose_attention
+from student_trainer.model.compilation import compile_layers
 from student_trainer.model.loading import (
     computes_in_bfloat16,
     count_weights,
@@ -105,6 +107,9 @@ def assemble(
     method = make_method(accelerator, student, engine)
     if saved is not None:
         _restore(method, saved)
+    optimizer = make_optimizer(config.train, student.trained.model, accelerator.device)
+    if saved is not None:
+        checkpoint.load_optimizer(saved, student.trained.model, optimizer)
     metrics = None
     if accelerator.is_main_process:
         write_environment(run, attempt=attempt, processes=accelerator.num_processes)
@@ -114,7 +119,7 @@ def assemble(
         step=step,
         accelerator=accelerator,
         student=student,
-        optimizer=_optimizer(config, student.trained.model, saved),
+        optimizer=optimizer,
         tokenizer=tokenizer,
         objective=method.objective,
         steps=method.steps,
@@ -146,7 +151,7 @@ def _log_start(
 def _load_student(
     config: AnyTraining, saved: Path | None, accelerator: Accelerator
 ) -> Replicated | Sharded:
-    """Collective. Load the student, distribute it over the processes, and choose its attention.
+    """Collective. Load the student, distribute it, choose its attention, and compile it.
 
     `saved`: the checkpoint that has the weights; None: they are the job's.
     """
@@ -157,6 +162,8 @@ def _load_student(
     student = distribute(accelerator, made, config.train.sharding, config.train.tensor_parallel)
     with student.gathered():
         choose_attention(student.trained, student.full, config.student)
+    if config.student.compile:
+        compile_layers(student.trained)
     return student
 
 
@@ -280,15 +287,3 @@ def _check_shares(config: OnPolicyJob | RLJob | SFTJob, held_out: int) -> None:
             field="data.eval_path" if data and data.eval_path else "data.path",
             hint="provide more prompts, or lower train.processes",
         )
-
-
-def _optimizer(config: AnyTraining, model: Any, saved: Path | None) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        lr=config.train.learning_rate,
-        betas=config.train.adam_betas,
-        weight_decay=config.train.weight_decay,
-    )
-    if saved is not None:
-        checkpoint.load_optimizer(saved, model, optimizer)
-    return optimizer

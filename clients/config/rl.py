@@ -183,11 +183,9 @@ class RLJob(TrainingJob):
                 "answers are only read by rewards and by eval.metric; leave it out",
             ),
             (False, "data.teacher_column", "a job of method rl has one teacher; leave it out"),
-            (
-                False,
-                "data.weight_column",
-                "rewards decide what counts in a job of method rl; leave it out",
-            ),
+            (False, "data.weight_column", "rewards decide in a job of method rl; leave it out"),
+            # p_old comes from a pass without gradients, which compiled layers would round apart.
+            (False, "student.compile", "ratios of rl need updates that round alike; leave it out"),
             (
                 self.environment is None or self.environment.remote,
                 "environment.timeout_seconds",

@@ -15,8 +15,8 @@ from clients.runs.directory import RunDirectory
 from protos.errors import WrongState
 
 _FLOAT32 = 4
-# The weights, and the two moments of AdamW.
-_CHECKPOINT_COPIES = 3
+# The weights and the two moments of AdamW, in sizes of the weights.
+_CHECKPOINT_COPIES = {"adamw": 3.0, "adamw_8bit": 1.5}
 # Most bytes of a safetensors header. A tensor takes about 100 bytes in it, so no real model has
 # more.
 _MOST_HEADER_BYTES = 32 << 20
@@ -69,7 +69,8 @@ def _sizes(config: AnyTraining) -> tuple[int, int]:
     if config.student.lora is not None:
         # A checkpoint contains only the adapters; the export contains the merged weights.
         return 0, export
-    return _CHECKPOINT_COPIES * weights + anchored, export
+    copies = _CHECKPOINT_COPIES[config.train.optimizer]
+    return round(copies * weights) + anchored, export
 
 
 def _weight_files(model: Path) -> set[str]:

@@ -20,6 +20,9 @@ FLOAT32, BFLOAT16 = 4, 2
 _CHUNKS = {"cuda": (640 << 20, 1024), "cpu": (64 << 20, 128)}
 # Bytes per vocabulary entry of a sequence in one sampling step, most of them float64 running sums.
 _SAMPLING_BYTES = 48
+# Numbers that share a float32 scale in a moment of 8 bits, and the fewest of a weight with such
+# moments: `student_trainer/checkpoints/optimizer_state.py`.
+_BLOCK, _FEWEST = 64, 4096
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,9 @@ class Load:
     `student.gradient_checkpointing`. lora: rank of the adapters; 0 trains all weights. train_head:
     with adapters, the head too. tokens: padded tokens of a micro-batch. line: tokens of its longest
     sequence. sampled: sequences that are sampled at a time, of `sampled_line` tokens each, of which
-    the first `sampled_prompt` are read in one forward pass; 0: none. critic_tokens: tokens of a
-    step whose hidden states the critic reads; 0: no critic. cuda: a GPU, or the CPU.
+    the first `sampled_prompt` are read in one forward pass; 0: none. narrow_moments: AdamW's
+    moments are in 8 bits. critic_tokens: tokens of a step whose hidden states the critic reads; 0:
+    no critic. cuda: a GPU, or the CPU.
     """
 
     shape: ModelShape
@@ -49,6 +53,7 @@ class Load:
     train_head: bool = False
     anchor: bool = False
     critic_tokens: int = 0
+    narrow_moments: bool = False
     cuda: bool = True
     tensor_parallel: int = 1
 
@@ -93,6 +98,18 @@ class Load:
         return self.shape.layers * self.trained_layer + self.trained_root
 
     @property
+    def trained_matrices(self) -> list[tuple[int, int]]:
+        """(rows, row length) of every trainable weight that is a matrix."""
+        layer = self.shape.linear_modules
+        if self.lora:
+            pairs = [((self.lora, inside), (out, self.lora)) for inside, out in layer]
+            found = [matrix for pair in pairs for matrix in pair] * self.shape.layers
+        else:
+            found = [(out, inside) for inside, out in layer] * self.shape.layers
+        table = (self.shape.vocabulary, self.shape.hidden)
+        return found + [table] * (self.trained_root // self.shape.table_weights)
+
+    @property
     def frozen(self) -> int:
         """Number of frozen weights; they have the dtype of the computation."""
         return self.part.weights - (self.trained_root if self.lora else self.trained)
@@ -113,18 +130,28 @@ def held(load: Load) -> dict[str, int]:
     """Return the bytes that a process holds between two updates.
 
     float32 weights, AdamW's two moments and the anchor, divided by the shards; frozen weights in
-    the dtype of the computation. DDP keeps its buffers of gradients from the first backward pass
-    on. The critic has one weight per unit of the hidden states.
+    the dtype of the computation. The moments are float32, or in 8 bits with a scale per block. DDP
+    keeps its buffers of gradients from the first backward pass on. The critic has one weight per
+    unit of the hidden states.
     """
     trained, shards = load.trained, load.shards
     buffers = 0 if load.sharded or load.processes == 1 else FLOAT32 * trained
     return {
         "weights": (FLOAT32 * trained + load.itemsize * load.frozen) // shards,
-        "optimizer": 2 * FLOAT32 * trained // shards,
+        "optimizer": _moments(load) // shards,
         "anchor": FLOAT32 * trained // shards * load.anchor,
         "critic": 4 * FLOAT32 * (load.shape.hidden + 1) * bool(load.critic_tokens),
         "DDP buckets": buffers,
     }
+
+
+def _moments(load: Load) -> int:
+    """Return the bytes of AdamW's two moments of all trainable weights."""
+    narrow = 0
+    if load.narrow_moments:
+        sizes = [(rows * length, length) for rows, length in load.trained_matrices]
+        narrow = sum(of for of, length in sizes if of >= _FEWEST and length % _BLOCK == 0)
+    return 2 * (FLOAT32 * (load.trained - narrow) + narrow + FLOAT32 * narrow // _BLOCK)
 
 
 def saved_per_token(load: Load) -> int:
@@ -196,11 +223,11 @@ def head(load: Load, *, learns: bool) -> int:
     """Return the bytes of the fused operator: a chunk of logits, weight copies, gradients."""
     s, c, bf16 = load.shape, load.itemsize, load.bf16
     size, least = _CHUNKS["cuda" if load.cuda else "cpu"]
-    narrow = c if load.cuda else FLOAT32  # the Triton kernels read half precision
-    rows = min(max(least, size // (narrow * s.vocabulary)), load.tokens)
-    found = rows * s.vocabulary * narrow
-    if bf16 and not load.cuda:
-        found += rows * s.vocabulary * BFLOAT16  # the product, before it becomes float32
+    rows = min(max(least, size // (FLOAT32 * s.vocabulary)), load.tokens)
+    found = rows * s.vocabulary * FLOAT32
+    if bf16 and (learns or not load.cuda):
+        # A GPU's gradient of the logits; a CPU's product, before it becomes float32.
+        found += rows * s.vocabulary * BFLOAT16
     if bf16 and (not load.lora or load.train_head):
         found += BFLOAT16 * s.table_weights
     if learns and load.trains_head:
@@ -242,9 +269,15 @@ def learning(load: Load) -> dict[str, int]:
 
 
 def optimizer(load: Load) -> dict[str, int]:
-    """Return the bytes that AdamW's step needs beside `held`: gradients and temporary tensors."""
-    own = FLOAT32 * load.trained // load.shards
-    return {"gradients": own, "temporary": own} if load.cuda else {"gradients": own}
+    """Return the bytes that AdamW's step needs beside `held`.
+
+    Moments in 8 bits are updated in float32, those of one weight at a time.
+    """
+    found = {"gradients": FLOAT32 * load.trained // load.shards}
+    if load.narrow_moments:
+        largest = max(rows * length for rows, length in load.trained_matrices)
+        found["temporary"] = 2 * FLOAT32 * largest // load.shards
+    return found
 
 
 def gathered(load: Load) -> dict[str, int]:

@@ -29,6 +29,7 @@ _CHANGES: Mapping[str, _Change] = {
     'train.sharding = "fsdp2"': {"train": {"sharding": "fsdp2"}},
     "student.gradient_checkpointing = true": {"student": {"gradient_checkpointing": True}},
     'student.dtype = "bfloat16"': {"student": {"dtype": "bfloat16"}},
+    'train.optimizer = "adamw_8bit"': {"train": {"optimizer": "adamw_8bit"}},
     "student.lora = {}": {"student": {"lora": LoraConfig()}},
 }
 
@@ -120,6 +121,7 @@ def load_of(
         lora=0 if lora is None else lora.rank,
         train_head=lora is not None and lora.train_head,
         anchor=isinstance(job, RLJob) and job.method.beta > 0,
+        narrow_moments=job.train.optimizer == "adamw_8bit",
         critic_tokens=written * job.method.max_new_tokens if rl and critic else 0,
         cuda=cuda,
         tensor_parallel=job.train.tensor_parallel,
@@ -229,7 +231,7 @@ def _most_processes(job: AnyTraining) -> int:
 
 
 def _is_change(job: AnyTraining, change: _Change) -> bool:
-    if "train" in change and job.train.processes == 1:
+    if "sharding" in change.get("train", {}) and job.train.processes == 1:
         return False  # a single process shards nothing
     if job.train.tensor_parallel > 1 and "lora" in change.get("student", {}):
         return False  # groups divide no adapters

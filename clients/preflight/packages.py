@@ -11,9 +11,13 @@ from clients.config.capture import CaptureJob
 from clients.config.kinds import AnyJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
-from clients.config.tables.common import TrainingJob
+from clients.config.tables.common import StudentConfig, TrainingJob
 from clients.config.tables.reward import GENERATED, RewardConfig
+from protos.errors import InvalidInput
 from protos.extras import require_extra
+
+# Modules of flash-attn 2 and 3, and of the package that downloads kernels, as transformers reads.
+_FLASH = ("flash_attn", "flash_attn_interface", "kernels")
 
 
 def check_packages(config: AnyJob) -> None:
@@ -24,6 +28,9 @@ def check_packages(config: AnyJob) -> None:
             require_extra("ray", "a capture on Ray", field="method.ray")
     if isinstance(config, TrainingJob):
         require_extra("train", "training", field="method.type")
+        if config.train.optimizer == "adamw_8bit":
+            require_extra("8bit", "the optimizer adamw_8bit", field="train.optimizer")
+        check_attention(config.student)
     if isinstance(config, OnPolicyJob | RLJob):
         rollouts = config.rollouts
         # There are builds of vLLM under other names than that of the extra.
@@ -33,6 +40,16 @@ def check_packages(config: AnyJob) -> None:
         check_reward(config.reward)
         if config.environment is not None:
             require_extra("rl", "the search environment", field="environment.type")
+
+
+def check_attention(student: StudentConfig) -> None:
+    """Raise InvalidInput if `student.attention` is "flash" and no package has that attention."""
+    if student.attention == "flash" and not any(map(find_spec, _FLASH)):
+        raise InvalidInput(
+            "the attention 'flash' needs the package flash-attn, which is not installed",
+            field="student.attention",
+            hint="leave it out, or install flash-attn on a machine with a GPU",
+        )
 
 
 def check_reward(reward: RewardConfig | None) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +37,12 @@ from protos.errors import Corrupt, InvalidInput, NotFound
 from protos.rpc.failpoints import failpoint
 from student_trainer.checkpoints.atomic_directory import delete, is_intact
 from student_trainer.checkpoints.model_directory import split_weights, without_aliases
-from student_trainer.checkpoints.tensor_file import TensorFile, layout
+from student_trainer.checkpoints.optimizer_state import load_optimizer_state, optimizer_tensors
+from student_trainer.checkpoints.tensor_file import TensorFile, layout, read_shard
 from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.model.lora import FILE as ADAPTERS
 from student_trainer.model.lora import adapter_key, has_adapters, learned
 from student_trainer.parallel.collectives import largest
-from student_trainer.parallel.sharding import own_slices, with_shard
 from student_trainer.teachers.anchor import Anchor
 
 log = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ def contents(
         tensors |= {f"model/{file}": of for file, of in split.items()}
         metadata = {f"model/{file}": {"format": "pt"} for file in split}
         index = {f"model/{file}": of for file, of in text.items()}
-    tensors[_OPTIMIZER] = _optimizer_tensors(model, optimizer)
+    tensors[_OPTIMIZER] = optimizer_tensors(model, optimizer)
     if anchor is not None:
         tensors[_ANCHOR] = anchor.state()
         counts = json.dumps({"updates": anchor.updates, "version": anchor.version})
@@ -195,19 +194,7 @@ def intact_for_all(accelerator: Accelerator, path: Path) -> bool:
 def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load AdamW's state, in each process its shard; the weights are loaded from path/model."""
     with safe_open(path / _OPTIMIZER, "pt") as file:
-        kinds = defaultdict(list)
-        for key in file.keys():  # noqa: SIM118 (the file is no mapping)
-            name, kind = key.rsplit("/", 1)
-            kinds[name].append(kind)
-        for name, parameter in model.named_parameters():
-            if name in kinds:
-                optimizer.state[parameter] = {
-                    # AdamW counts its steps on the CPU.
-                    kind: file.get_tensor(f"{name}/{kind}")
-                    if kind == "step"
-                    else with_shard(_shard(file, f"{name}/{kind}", parameter), parameter)
-                    for kind in kinds[name]
-                }
+        load_optimizer_state(file, model, optimizer)
 
 
 def load_anchor(path: Path, anchor: Anchor) -> None:
@@ -219,7 +206,7 @@ def load_anchor(path: Path, anchor: Anchor) -> None:
     _require(path / _ANCHOR, "anchor", "method.beta", "resume with method.beta = 0")
     with safe_open(path / _ANCHOR, "pt") as file:
         counts = json.loads(file.metadata()["counts"])
-        anchor.load_state(lambda name, like: _shard(file, name, like), **counts)
+        anchor.load_state(lambda name, like: read_shard(file, name, like), **counts)
 
 
 def load_values(path: Path, values: CriticAdvantages) -> None:
@@ -239,30 +226,6 @@ def _require(file: Path, part: str, field: str, remedy: str) -> None:
             field=field,
             hint=f"{remedy}, or submit a new job",
         )
-
-
-def _shard(file: Any, name: str, like: Tensor) -> Tensor:
-    """Return the part of a stored tensor that this process has of `like`. Nothing else is read."""
-    found: Tensor
-    slices = own_slices(like)
-    sizes = [one.stop - one.start for one in slices]
-    if not slices:
-        found = file.get_tensor(name)
-    elif 0 in sizes:  # safetensors refuses an empty slice
-        found = torch.empty(sizes, dtype=like.dtype)
-    else:
-        found = file.get_slice(name)[slices]
-    return found
-
-
-def _optimizer_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}/{kind}": value
-        for name, parameter in model.named_parameters()
-        for kind, value in optimizer.state.get(parameter, {}).items()
-    }
 
 
 def _by_step(root: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 from collections.abc import Mapping
@@ -83,10 +84,11 @@ def small_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
 def save_configuration(path: Path, model: Any, dtype: torch.dtype) -> None:
     """Write the files config.json and generation_config.json, as `save_pretrained` does.
 
-    `dtype`: of the stored weights.
+    `dtype`: of the stored weights. The configuration of the model itself does not change.
     """
-    model.config.dtype = str(dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    model.config.save_pretrained(path)
+    config = copy.deepcopy(model.config)
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.save_pretrained(path)
     if model.can_generate():
         model.generation_config.save_pretrained(path)

@@ -19,11 +19,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from student_trainer.parallel.sharding import rows_of_part
+from student_trainer.parallel.sharding import own_slices, rows_of_part
 
 _BLOCK = 1 << 23  # bytes that are read or written at once
 _MOST_HEADER = 100_000_000  # bytes; the limit of safetensors
@@ -139,6 +140,32 @@ class PartWriter:
             done = 0
             while done < len(piece):
                 done += os.pwrite(self._opened, piece[done:], start + block + done)
+
+
+def read_shard(file: Any, name: str, like: Tensor) -> Tensor:
+    """Return the part of a stored tensor that this process has of `like`, in the same shape.
+
+    `file`: an open safetensors file. Nothing else is read.
+    """
+    return _read(file, name, own_slices(like))
+
+
+def read_rows(file: Any, name: str, like: Tensor) -> Tensor:
+    """Return the rows of a stored tensor, of any width, that this process has of `like`."""
+    return _read(file, name, own_slices(like)[:1])
+
+
+def _read(file: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
+    found: Tensor
+    sizes = [one.stop - one.start for one in slices]
+    if not slices:
+        found = file.get_tensor(name)
+    elif 0 in sizes:  # safetensors refuses an empty slice
+        row = file.get_slice(name)[:1]
+        found = row.new_empty([*sizes, *row.shape[len(sizes) :]])
+    else:
+        found = file.get_slice(name)[slices]
+    return found
 
 
 def digest_of_part(path: Path, part: int, parts: int) -> str:

@@ -50,6 +50,7 @@ from student_trainer.loop.anchor_watch import StabilityWatch
 from student_trainer.loop.efficiency import Efficiency
 from student_trainer.loop.evaluation import Evaluation
 from student_trainer.loop.head_watch import HeadWatch, learns_from_a_head
+from student_trainer.loop.optimizer import set_learning_rate
 from student_trainer.loop.reward_watch import RewardWatch, learns_from_groups
 from student_trainer.loop.samples import write_samples
 from student_trainer.loop.schedule import learning_rate
@@ -313,8 +314,7 @@ class Trainer:
 
         A gradient that is not finite changes nothing, on any rank, up to a number of times.
         """
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self._optimizer, rate)
         norm = clip_gradients(self._student, self._config.train.max_grad_norm)
         if math.isfinite(norm):
             self._optimizer.step()

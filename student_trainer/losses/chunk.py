@@ -26,7 +26,7 @@ _TRITON = importlib.util.find_spec("triton") is not None
 
 @dataclass(frozen=True)
 class Chunk:
-    """n rows, and the buffer [n, V] of their logits, which `gradient` overwrites with the gradient.
+    """n rows, and the buffer [n, V] of their logits, which `gradient` may overwrite.
 
     `rows` and `entropy` [n] are in nats. The other tensors, [n], [n, K] or [n, M], are intermediate
     results that `gradient` needs.
@@ -47,10 +47,12 @@ class Chunk:
     tail_share: Tensor
     tail_sum: Tensor
 
-    def gradient(self, of_rows: Rows) -> Tensor:
-        """Return d(loss)/d(logits) [n, V], written into the buffer. Call it once.
+    def gradient(self, of_rows: Rows, dtype: torch.dtype) -> Tensor:
+        """Return d(loss)/d(logits) [n, V]. Call it once.
 
-        `of_rows`: the derivatives of the loss with respect to the rows.
+        `of_rows`: the derivatives of the loss with respect to the rows. `dtype`: of the matrix
+        products that read the gradient. The Triton kernels write it in that dtype, which saves
+        memory traffic; otherwise it is written into the buffer.
         """
         head, tail = of_rows.head_logprobs, of_rows.tail_logmass
         token, samples = of_rows.token_logprobs, of_rows.sample_logprobs
@@ -67,8 +69,11 @@ class Chunk:
             torch.where(is_token, of_head, 0).sum(1),
             scale * self.token_ahead.exp(),
         )
-        buffer: Tensor = _passes(self.buffer).scaled_exp_(
-            self.buffer, self.top, scale / self.temperature, self.temperature
+        buffer = self.buffer
+        if has_kernels(buffer) and buffer.dtype != dtype:
+            buffer = torch.empty_like(buffer, dtype=dtype)
+        _passes(self.buffer).scaled_exp(
+            self.buffer, self.top, scale / self.temperature, self.temperature, buffer
         )
         for ids, values in (self.head_ids, of_head), (self.token_ids[:, None], of_token[:, None]):
             buffer.scatter_(1, ids, (values / self.temperature).to(buffer.dtype))
@@ -145,16 +150,16 @@ def _beside(token: Tensor, samples: Tensor | None) -> Tensor:
     return token[:, None] if samples is None else torch.cat([token[:, None], samples], 1)
 
 
-def reads_narrow(tensor: Tensor) -> bool:
-    """Return True if the passes over `tensor` read half precision and compute in float32.
+def has_kernels(tensor: Tensor) -> bool:
+    """Return True if the passes over `tensor` are Triton kernels.
 
-    The Triton kernels do. They are used for CUDA tensors other than float64 if Triton is installed.
+    They are for CUDA tensors other than float64, if Triton is installed.
     """
     return tensor.is_cuda and tensor.dtype != torch.float64 and _TRITON
 
 
 def _passes(logits: Tensor) -> ModuleType:
-    if not reads_narrow(logits):
+    if not has_kernels(logits):
         return softmax_torch
     from student_trainer.losses import softmax_triton
 

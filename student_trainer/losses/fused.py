@@ -93,7 +93,7 @@ class _FusedLinearLoss(torch.autograd.Function):
             chunk = make_chunk(logits, *_at(ids, index), temperature)
             if any(ctx.needs_input_grad):
                 losses, of_rows = _derivatives(loss_fn, chunk.rows, index)
-                gradients.add(index, chunk.gradient(of_rows), hidden, weight)
+                gradients.add(index, chunk.gradient(of_rows, hidden.dtype), hidden, weight)
             else:
                 losses = loss_fn(chunk.rows, index)
             done.append((losses, chunk.entropy, *_tensors(chunk.rows)))
@@ -179,7 +179,7 @@ class _FusedLinearRows(torch.autograd.Function):
         weight = weight.to(hidden.dtype)
         for index, logits in logit_chunks(hidden, weight, bias, ctx.chunk_rows):
             chunk = make_chunk(logits, *_at(ctx.ids, index), ctx.temperature)
-            of_logits = chunk.gradient(Rows(*of_rows)[index])
+            of_logits = chunk.gradient(Rows(*of_rows)[index], hidden.dtype)
             gradients.add(index, of_logits, hidden, weight)
         return (*gradients.times(None), *[None] * 3)
 

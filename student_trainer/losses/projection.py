@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from student_trainer.losses.chunk import reads_narrow
-
 # Size of one chunk of logits. Each chunk reads and writes the whole weight gradient, so chunks of
 # few rows waste bandwidth. A GPU needs more rows per chunk: its matrix products are faster relative
 # to its memory.
@@ -30,9 +28,9 @@ def logit_chunks(
     divided by the temperature. `chunk_rows`: rows per chunk; None chooses it by V and the device.
 
     All chunks share one buffer. The caller may overwrite the logits, and must not use them after it
-    requests the next chunk. They are at least float32, unless `reads_narrow`.
+    requests the next chunk. They are float32, or float64 for float64 states.
     """
-    dtype = hidden.dtype if reads_narrow(hidden) else wide_dtype(hidden)
+    dtype = wide_dtype(hidden)
     if chunk_rows is None:
         size, least = (
             (_CUDA_CHUNK_BYTES, _CUDA_LEAST_ROWS)
@@ -46,6 +44,9 @@ def logit_chunks(
         logits = buffer[: index.stop - first]
         if dtype == hidden.dtype:
             torch.mm(hidden[index], weight.T, out=logits)
+        elif hidden.is_cuda:
+            # cuBLAS writes its float32 sums; rounded to bfloat16, log-probs would be off by 0.01.
+            torch.ops.aten.mm.dtype_out(hidden[index], weight.T, dtype, out=logits)
         else:
             logits.copy_(hidden[index] @ weight.T)
         if bias is not None:

@@ -36,10 +36,12 @@ def tail_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor,
     return top, total, weighted
 
 
-def scaled_exp_(logits: Tensor, top: Tensor, scale: Tensor, temperature: float) -> Tensor:
-    """Multiply row i of exp(z - m), as `tail_statistics` left it, by scale[i], in place.
+def scaled_exp(
+    logits: Tensor, top: Tensor, scale: Tensor, temperature: float, out: Tensor
+) -> Tensor:
+    """Write row i of exp(z - m), as `tail_statistics` left it, times scale[i] into `out`.
 
-    `logits` [n, V]; `scale` [n]. `top` and `temperature` are not used; the Triton version needs
-    them.
+    `logits` [n, V]; `scale` [n]; `out` [n, V], may be `logits`, and is returned. `top` and
+    `temperature` are not used; the Triton version needs them.
     """
-    return logits.mul_(scale[:, None])
+    return torch.mul(logits, scale[:, None], out=out)

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """The two passes over the logits of a chunk that are not matrix products, as Triton kernels.
 
-Unlike in `softmax_torch.py`, the first pass only reads the logits, and the second reads and writes
-them: 3 x 2 bytes of memory traffic per logit in bf16. Sums are float32.
+Unlike in `softmax_torch.py`, the first pass only reads the logits. The second reads them and writes
+the gradient, in the dtype of its matrix products: 4 + 4 + 2 bytes of memory traffic per float32
+logit and bf16 gradient. Sums are float32.
 """
 
 from __future__ import annotations
@@ -28,18 +29,21 @@ def tail_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor,
     return top, total, weighted
 
 
-def scaled_exp_(logits: Tensor, top: Tensor, scale: Tensor, temperature: float) -> Tensor:
-    """Overwrite `logits` [n, V] with scale[:, None] * exp(logits / temperature - top[:, None]).
+def scaled_exp(
+    logits: Tensor, top: Tensor, scale: Tensor, temperature: float, out: Tensor
+) -> Tensor:
+    """Write scale[:, None] * exp(logits / temperature - top[:, None]) into `out`, and return it.
 
-    `top` and `scale` [n] float32. Returns `logits`.
+    `logits` [n, V]; `top` and `scale` [n] float32; `out` [n, V], may be `logits`.
     """
     rows, columns = logits.shape
     grid = (rows, triton.cdiv(columns, _BLOCK))
     with torch.cuda.device_of(logits):
         _scaled_exp[grid](
-            logits, top, scale.contiguous(), logits.stride(0), columns, temperature, BLOCK=_BLOCK
-        )
-    return logits
+            logits, out, top, scale.contiguous(), logits.stride(0), out.stride(0), columns,
+            temperature, BLOCK=_BLOCK,
+        )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -80,12 +84,14 @@ def _statistics(
 
 @triton.jit
 def _scaled_exp(
-    logits, top, scale, stride, columns, temperature, BLOCK: tl.constexpr
+    logits, out, top, scale, stride, out_stride, columns, temperature, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < columns
-    where = logits + row * stride + lanes
-    z = tl.load(where, mask=inside, other=-float("inf")).to(tl.float32) / temperature
+    z = (
+        tl.load(logits + row * stride + lanes, mask=inside, other=-float("inf")).to(tl.float32)
+        / temperature
+    )
     value = tl.load(scale + row) * tl.exp(z - tl.load(top + row))
-    tl.store(where, value.to(logits.dtype.element_ty), mask=inside)
+    tl.store(out + row * out_stride + lanes, value.to(out.dtype.element_ty), mask=inside)

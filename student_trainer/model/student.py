@@ -29,8 +29,9 @@ class Student(nn.Module):
     """The module that DDP and FSDP wrap: the model, its head and the loss in one forward pass.
 
     The head runs inside `forward` because FSDP has its full weights only there. `layout`: how
-    sequences share the lines of a batch; `choose_attention` (`attention.py`) sets it. `bf16`:
-    whether it computes in bfloat16. `linear`: the linear modules that every forward pass calls.
+    sequences share the lines of a batch; `choose_attention` (`attention.py`) sets it. `compiled`:
+    whether its layers are compiled; `compile_layers` (`compilation.py`) sets it. `bf16`: whether it
+    computes in bfloat16. `linear`: the linear modules that every forward pass calls.
     """
 
     def __init__(self, model: Any, *, bf16: bool = False) -> None:
@@ -47,6 +48,7 @@ class Student(nn.Module):
             self._linear_head = has_linear_head(model)
         self.linear = frozenset(linear)
         self.layout: Layout = "padded"
+        self.compiled = False
         if not self._linear_head:
             log.info(
                 "the head is not one linear layer: computing full logits, which takes more memory"

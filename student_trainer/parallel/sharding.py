@@ -71,9 +71,9 @@ class Replicated:
         """Return a context. Inside, `full` holds the full weights.
 
         Inside, ranks may run different numbers of forward passes of `full`: they are not
-        collective.
+        collective, and never compiled.
         """
-        return nullcontext()
+        return torch.compiler.set_stance("force_eager") if self.full.compiled else nullcontext()
 
     def total(self, sums: Tensor) -> Tensor:
         """Collective. From sums over the weights of this process, return the sums over all weights.
@@ -315,6 +315,19 @@ def with_shard(shard: Tensor, like: Tensor) -> Tensor:
         return shard
     mesh, shape, stride = like.device_mesh, like.shape, like.stride()
     return DTensor.from_local(shard, mesh, like.placements, shape=shape, stride=stride)
+
+
+def with_rows(rows: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor sharded by rows as `like` is, of which this process has `rows`.
+
+    It has as many rows as `like`; they may have another shape.
+    """
+    rows = rows.to(like.device)
+    if not isinstance(like, DTensor):
+        return rows
+    shape = torch.Size((len(like), *rows.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(rows, like.device_mesh, like.placements, shape=shape, stride=stride)
 
 
 def _is_divided(weight: Tensor) -> bool:

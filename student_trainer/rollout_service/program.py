@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 from dataclasses import dataclass
 
@@ -11,9 +10,9 @@ import grpc.aio
 
 from protos import rollouts_pb2_grpc
 from protos.errors import InvalidInput
-from protos.extras import install_command
 from protos.rpc.logs import fields
 from protos.rpc.server import ServerEndpoint, serve
+from protos.vllm_processes import require_vllm
 from student_trainer.rollout_service.engine import RolloutEngine
 from student_trainer.rollout_service.service import RolloutServicer
 
@@ -76,7 +75,7 @@ def make_engine(settings: EngineSettings) -> RolloutEngine:
         case "vllm":
             if settings.device != "auto":
                 raise _unknown_to("vllm", "--device", "set CUDA_VISIBLE_DEVICES")
-            _require_vllm()
+            require_vllm()
             from student_trainer.rollout_service.vllm_engine import (
                 VllmRolloutEngine,
             )
@@ -108,13 +107,6 @@ def _model_of(settings: EngineSettings) -> str:
             field="--revision",
             hint="name a commit of a hub id, and leave it out for a directory",
         ) from error
-
-
-def _require_vllm() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        raise InvalidInput(
-            "vllm is not installed", field="--engine", hint=f"{install_command('vllm')}, or use hf"
-        )
 
 
 def _unknown_to(engine: str, option: str, hint: str) -> InvalidInput:

@@ -32,6 +32,7 @@ EXTRAS = {
     "train": "train jobs (distill run, distill-server)",
     "teacher": "run a teacher (distill-teacher) or a capture",
     "rl": "score math rewards, search, evaluate an endpoint",
+    "8bit": "train with moments in 8 bits (train.optimizer)",
     "plot": "save plots as PNG",
 }
 

@@ -114,6 +114,8 @@ class StudentConfig(Table):
     """Recompute activations: true, every n-th layer (n), or selective: all but matrix products."""
     attention: Literal["auto", "sdpa", "flash", "eager"] = "auto"
     """auto: flash if installed, on a GPU in bfloat16; else sdpa. Set it if one fails."""
+    compile: bool = False
+    """Compile the layers (torch.compile): faster updates on a GPU after minutes of compiling."""
     lora: LoraConfig | None = None
     """Train LoRA adapters; use about ten times the learning rate of full training."""
 
@@ -150,6 +152,8 @@ class TeacherConfig(TeacherLink):
 class TrainConfig(Table):
     """The optimizer (AdamW), and how a step is divided into micro-batches and processes."""
 
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit: moments in 8 bits, 2.1 instead of 8 bytes per weight; needs torchao."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -183,6 +187,8 @@ class TrainConfig(Table):
             raise ValueError(f"must divide train.processes, which is {processes}")
         if tensor_parallel > 1 and info.data.get("sharding", "fsdp2") != "fsdp2":
             raise ValueError("needs sharding = 'fsdp2', which shards what a process has left")
+        if tensor_parallel > 1 and info.data.get("optimizer") == "adamw_8bit":
+            raise ValueError("cannot divide moments in 8 bits; leave it or optimizer out")
         return tensor_parallel
 
 
@@ -285,8 +291,11 @@ class TrainingJob(Table):
     """Priority in a server's queue: higher starts first, equal in order of submission."""
 
     @model_validator(mode="after")
-    def _divides_no_adapters(self) -> Self:
+    def _divides_plain_layers(self) -> Self:
         if self.train.tensor_parallel > 1 and self.student.lora is not None:
             remedy = "cannot divide adapters; leave it out, or remove the table student.lora"
+            raise refusal(self, "train.tensor_parallel", remedy)
+        if self.train.tensor_parallel > 1 and self.student.compile:
+            remedy = "cannot divide compiled layers; leave it or student.compile out"
             raise refusal(self, "train.tensor_parallel", remedy)
         return self

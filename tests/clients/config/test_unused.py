@@ -57,6 +57,7 @@ REFUSED = [
     (KL, "method.ratio = 'sequence'", "add the table `reward`"),
     (KL, "data.answer_column = 'a'", "leave it out"),
     (RL, "data.weight_column = 'w'", "in a job of method rl; leave it out"),
+    (RL, "student.compile = true", "updates that round alike; leave it out"),
     (ON_POLICY + TEXT, "data.messages_column = 'm'", "leave one of them out"),
     (ON_POLICY + TEXT, "data.system = 'Be brief.'", "data.chat_template = false"),
     (ON_POLICY + TEXT, "data.template_arguments = { a = 1 }", "leave one of them out"),

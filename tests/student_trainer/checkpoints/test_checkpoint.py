@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -197,9 +198,10 @@ def test_old_ones_and_leftovers_go(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_an_export_has_the_dtype_of_the_job(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Files and configuration agree, and the model in memory keeps its weights."""
+    """Files and configuration agree, and the model in memory keeps its weights and its own."""
     model = tiny.model(seed=6)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    described = copy.deepcopy(model.config.to_dict())
     export = tmp_path / "export"
     export_model(export, model=model, tokenizer=tiny.tokenizer(), dtype=dtype)
     stored = load_file(export / "model.safetensors")
@@ -210,3 +212,4 @@ def test_an_export_has_the_dtype_of_the_job(tmp_path: Path, dtype: torch.dtype) 
     loaded = AutoModelForCausalLM.from_pretrained(export, dtype="auto")
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert model.config.to_dict() == described

@@ -1,0 +1,38 @@
+"""AdamW with moments in 8 bits, from torchao, in blocks that any number of processes can share.
+
+Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torchao.optim import AdamW8bit
+from torchao.optim.subclass_8bit import OptimState8bit
+
+from student_trainer.checkpoints.optimizer_state import BLOCK, is_quantized
+from student_trainer.parallel.sharding import local, with_rows
+
+
+class RowwiseAdamW8bit(AdamW8bit):  # type: ignore[misc]
+    """AdamW8bit whose blocks have BLOCK numbers of one row each; see `is_quantized`.
+
+    torchao's blocks count from the start of a process's shard, so they depend on the number of
+    processes.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], **options: object) -> None:
+        super().__init__(parameters, block_size=BLOCK, **options)
+
+    def new_moment(self, weight: Tensor, *, signed: bool) -> Tensor:
+        """Return a moment of zeros, sharded like `weight`. The first moment is `signed`."""
+        own = local(weight)
+        zeros = torch.zeros_like(own)
+        if is_quantized(weight) and len(own):
+            zeros = OptimState8bit.zeros(own.shape, signed, BLOCK, own.device, dtype=own.dtype)
+        return with_rows(zeros, weight)
+
+    def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
+        return self.new_moment(p, signed=signed)

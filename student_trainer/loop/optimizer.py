@@ -1,0 +1,42 @@
+"""The optimizer of the student's trainable weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clients.config.tables.common import TrainConfig
+
+
+def make_optimizer(
+    settings: TrainConfig, model: nn.Module, device: torch.device
+) -> torch.optim.Optimizer:
+    """Return AdamW (arXiv 1711.05101) for the trainable weights of `model`.
+
+    `device`: of the computation. On a GPU one kernel updates many weights (`fused`); the CPU keeps
+    PyTorch's default, which updates one weight after the other. `settings.optimizer` = "adamw_8bit"
+    holds the moments in 8 bits (`adamw_8bit.py`).
+    """
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    options: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": settings.adam_betas,
+        "weight_decay": settings.weight_decay,
+    }
+    if settings.optimizer == "adamw_8bit":
+        # torchao takes seconds to import; only jobs that use it need it.
+        from student_trainer.loop.adamw_8bit import RowwiseAdamW8bit
+
+        return RowwiseAdamW8bit(learned, **options)
+    return torch.optim.AdamW(learned, **options, fused=True if device.type == "cuda" else None)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of the next update."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao compiles the update, once for all rates
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

@@ -1,0 +1,45 @@
+"""Compile the decoder layers of the student with torch.compile, one layer at a time.
+
+All layers share the compiled code. The layers, not the model: the loss stays as it is, and FSDP2
+gathers the weights of a layer outside of the compiled code.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from protos.errors import InvalidInput
+from student_trainer.model.student import Student
+
+
+def compile_layers(student: Student) -> None:
+    """Compile every layer of the student, in place; the first update compiles.
+
+    Call it when the student is distributed and its attention is chosen. Lengths of sequences are
+    dynamic: new ones compile nothing again. Recomputed activations are part of the compiled code.
+    Sampling and scoring do not use it: their passes are in `gathered()`, and one token at a time
+    gains nothing.
+
+    Raises InvalidInput (`student.compile`) if the model has no layers of transformers, or if this
+    machine cannot compile.
+    """
+    layers = [one for one in student.modules() if isinstance(one, GradientCheckpointingLayer)]
+    if not layers:
+        raise _refused("the model has no layers that transformers marks as such", "leave it out")
+    try:
+        torch.compile(torch.neg)(torch.ones(2, device=student.model.device))
+    except Exception as error:  # of any part of the compiler, or of the machine's
+        reason = str(error).strip().splitlines()[0]
+        raise _refused(reason, "install a C++ compiler such as g++, or leave it out") from error
+    # A batch of one line, one without padding and layers that recompute have code of their own. The
+    # default limit of 8 variants is too few for a model with two kinds of layers.
+    torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+    student.compiled = True
+
+
+def _refused(reason: str, hint: str) -> InvalidInput:
+    what = f"the student cannot be compiled: {reason}"
+    return InvalidInput(what, field="student.compile", hint=hint)

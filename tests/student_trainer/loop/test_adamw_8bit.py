@@ -1,0 +1,193 @@
+"""AdamW with moments in 8 bits: rounded as published, and resumed exactly by other processes.
+
+`make test-8bit` installs torchao, which `make test` does not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from clients.config.tables.common import TrainConfig
+from clients.runs.directory import RunDirectory
+from clients.runs.metrics_follower import read_points
+from clients.runs.progress import Progress
+from protos.errors import InvalidInput
+from student_trainer.assembly import assemble
+from student_trainer.checkpoints import checkpoint
+from student_trainer.checkpoints.optimizer_state import BLOCK, is_quantized
+from student_trainer.loop.optimizer import make_optimizer, set_learning_rate
+from student_trainer.parallel.sharding import local, own_slices
+from tests.forks import Forks
+from tests.student_trainer import tiny
+from tests.student_trainer.saving import save_checkpoint
+from tests.student_trainer.teachers.anchors import spread_student
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao"),
+    pytest.mark.filterwarnings("ignore"),  # of torchao's import
+]
+CPU = torch.device("cpu")
+NARROW = TrainConfig(optimizer="adamw_8bit", learning_rate=1e-2)
+
+
+def student() -> Any:
+    """70 rows of embeddings, 12 of which no process of 4 shares evenly; rows of 64 and 96."""
+    config = Qwen3Config(
+        vocab_size=70,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config)
+
+
+@pytest.fixture(autouse=True)
+def _eager() -> Iterator[None]:
+    """The tests need torchao's arithmetic, not the minutes in which it is compiled."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def optimizer_of(model: Any, settings: TrainConfig = NARROW) -> torch.optim.Optimizer:
+    return make_optimizer(settings, model, CPU)
+
+
+def step_once(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(100 * seed + number)
+        gradient = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = torch.zeros_like(parameter)
+        local(parameter.grad).copy_(gradient[own_slices(parameter)])
+    optimizer.step()
+
+
+def test_moments_are_rounded_to_the_nearest_number_of_their_block() -> None:
+    model = student()
+    optimizer = optimizer_of(model)
+    step_once(model, optimizer, 0)
+    kinds = set()
+    for name, parameter in model.named_parameters():
+        found = optimizer.state[parameter]["exp_avg"]
+        exact = (0.1 * parameter.grad.double()).reshape(-1)
+        kinds.add((parameter.shape[-1], hasattr(found, "codes")))
+        if not hasattr(found, "codes"):
+            assert torch.allclose(found.double().reshape(-1), exact, rtol=1e-6), name
+            continue
+        blocks = exact.reshape(-1, BLOCK)
+        most = blocks.abs().amax(1, keepdim=True)
+        apart = (blocks[:, :, None] / most[:, :, None] - found.qmap.double()).abs()
+        nearest = found.qmap.double()[apart.argmin(2)] * most
+        assert torch.allclose(found.dequantize().double().reshape(-1, BLOCK), nearest, rtol=1e-5)
+    # Rows of 96 have no whole blocks, and norms are small.
+    assert {(64, True), (128, True), (96, False), (64, False)} == kinds
+
+
+def test_the_learning_rate_of_an_update_is_the_one_set() -> None:
+    model = student()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = optimizer_of(model)
+    set_learning_rate(optimizer, 0.5)
+    step_once(model, optimizer, 0)
+    for one, parameter in zip(before, model.parameters(), strict=True):
+        # The first update of Adam is the sign of the gradient.
+        assert torch.allclose(one - parameter, 0.5 * parameter.grad.sign(), atol=1e-3)
+
+
+def go_on(root: Path, sharding: str, resumed: int | None, update: int) -> None:
+    """Continue from the checkpoint `resumed`, do one update, and save it."""
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        warnings.simplefilter("ignore")
+        saved = checkpoint.checkpoint_path(root, resumed) if resumed else None
+        model = student()
+        if saved is not None:
+            model = type(model).from_pretrained(saved / "model")
+        made = spread_student(model, sharding).trained.model
+        optimizer = optimizer_of(made)
+        if saved is not None:
+            checkpoint.load_optimizer(saved, made, optimizer)
+        step_once(made, optimizer, update)
+        words = tiny.tokenizer()
+        save_checkpoint(root, update, model=made, tokenizer=words, optimizer=optimizer)
+
+
+@pytest.mark.slow
+def test_other_numbers_of_processes_resume_it_exactly(tmp_path: Path) -> None:
+    """Never stopped in one process; or stopped after every update, in 2, 9, 1 and 4 processes.
+
+    Of 9 processes, the last have no row of some weights.
+    """
+    model = student()
+    optimizer = optimizer_of(model)
+    worlds = (2, 9, 1, 4)
+    for update, world in enumerate(worlds, 1):
+        step_once(model, optimizer, update)
+        words = tiny.tokenizer()
+        expected = save_checkpoint(
+            tmp_path / "expected", update, model=model, tokenizer=words, optimizer=optimizer
+        )
+        group, resumed = tmp_path / f"group-{update}", update - 1 or None
+        forks = Forks(world, group, go_on, tmp_path / "run", "fsdp2", resumed, update)
+        assert forks.wait() == [0] * world
+        found = checkpoint.checkpoint_path(tmp_path / "run", update)
+        for name in ("optimizer.safetensors", "model/model.safetensors"):
+            assert (found / name).read_bytes() == (expected / name).read_bytes(), (world, name)
+
+
+@pytest.mark.parametrize("settings", [NARROW, TrainConfig()])
+def test_the_state_of_the_other_optimizer_is_refused(tmp_path: Path, settings: TrainConfig) -> None:
+    model = student()
+    optimizer = optimizer_of(model, settings)
+    step_once(model, optimizer, 0)
+    words = tiny.tokenizer()
+    path = save_checkpoint(tmp_path, 1, model=model, tokenizer=words, optimizer=optimizer)
+    other = TrainConfig() if settings is NARROW else NARROW
+    with pytest.raises(InvalidInput, match="another optimizer") as caught:
+        checkpoint.load_optimizer(path, model, optimizer_of(model, other))
+    assert caught.value.field == "train.optimizer"
+
+
+def test_a_job_with_the_key_trains_and_resumes(material: tiny.Material, tmp_path: Path) -> None:
+    path = tiny.save(student(), tiny.tokenizer(), tmp_path / "student")
+    options = {
+        "student__model": str(path),
+        "train__optimizer": "adamw_8bit",
+        "train__schedule": "constant",
+    }
+
+    def losses(name: str, *ends: int) -> dict[int, float]:
+        """Train to each of the steps, in an attempt of its own."""
+        run = RunDirectory.create(tmp_path / name, tiny.sft_job(material, **options))
+        for attempt, end in enumerate(ends, 1):
+            config = tiny.sft_job(material, **options, max_steps=end)
+            progress = Progress(
+                run, attempt=attempt, max_steps=end, main=True, terminated=lambda: False
+            )
+            made = assemble(config, run, {}, None, progress, attempt, None)
+            assert made.train() == "succeeded"
+            assert any(hasattr(of["exp_avg"], "codes") for of in made._optimizer.state.values())
+        return {one.step: one.metrics["loss"] for one in read_points(run.metrics) if one.step}
+
+    assert losses("twice", 3, 6) == losses("once", 6)
+
+
+def test_a_moment_takes_a_quarter() -> None:
+    model = student()
+    optimizer = optimizer_of(model)
+    step_once(model, optimizer, 0)
+    weight = model.get_input_embeddings().weight
+    assert is_quantized(weight)
+    moment = optimizer.state[weight]["exp_avg"]
+    assert moment.codes.nbytes + moment.scale.nbytes == weight.numel() * (1 + 4 / BLOCK)

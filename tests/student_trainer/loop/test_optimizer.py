@@ -1,0 +1,86 @@
+"""The optimizer of a job, and its state in a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from clients.config.tables.common import TrainConfig
+from student_trainer.checkpoints import checkpoint
+from student_trainer.loop.optimizer import make_optimizer
+from tests.student_trainer import tiny
+from tests.student_trainer.saving import save_checkpoint
+
+CPU = torch.device("cpu")
+
+
+def step_once(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        gradient = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = gradient.to(parameter.device)
+    optimizer.step()
+
+
+def saved_after_an_update(root: Path, model: Any, optimizer: torch.optim.Optimizer) -> Path:
+    step_once(model, optimizer, 0)
+    words = tiny.tokenizer()
+    return save_checkpoint(root, 1, model=model, tokenizer=words, optimizer=optimizer)
+
+
+def test_the_cpu_updates_as_adamw_by_default() -> None:
+    settings = TrainConfig(learning_rate=1e-2, weight_decay=0.1, adam_betas=(0.8, 0.9))
+    ours, plain = tiny.model(seed=3), tiny.model(seed=3)
+    made = make_optimizer(settings, ours, CPU)
+    default = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1)
+    for seed in range(3):
+        step_once(ours, made, seed)
+        step_once(plain, default, seed)
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_gpu_gets_the_fused_kernel_for_the_weights_that_learn() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    made = make_optimizer(TrainConfig(), model, torch.device("cuda"))
+    (group,) = made.param_groups
+    assert group["fused"]
+    assert [id(one) for one in group["params"]] == [id(one) for one in model[1].parameters()]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_count_of_steps_is_loaded_where_the_kernel_reads_it(
+    tmp_path: Path, fused: bool
+) -> None:
+    """The fused kernel reads it on the device of the weight, here one without data."""
+    model = tiny.model(seed=3)
+    path = saved_after_an_update(tmp_path, model, torch.optim.AdamW(model.parameters()))
+    resumed = torch.optim.AdamW(model.parameters(), fused=fused)
+    model.to("meta")
+    checkpoint.load_optimizer(path, model, resumed)
+    assert resumed.state
+    for state in resumed.state.values():
+        assert state["step"].device.type == ("meta" if fused else "cpu")
+        assert state["exp_avg"].device.type == "meta"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_resumes_bit_by_bit(tmp_path: Path) -> None:
+    cuda = torch.device("cuda")
+    settings = TrainConfig(learning_rate=1e-2)
+    model, again = tiny.model(seed=3).to(cuda), tiny.model(seed=3).to(cuda)
+    optimizer = make_optimizer(settings, model, cuda)
+    path = saved_after_an_update(tmp_path, model, optimizer)
+    resumed = make_optimizer(settings, again, cuda)
+    again.load_state_dict(model.state_dict())
+    checkpoint.load_optimizer(path, again, resumed)
+    step_once(model, optimizer, 1)
+    step_once(again, resumed, 1)
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
