@@ -36,10 +36,10 @@ from protos.rpc.transport import SERVER_OPTIONS
 from student_trainer.data.batch import placeholder_rows
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
+from student_trainer.rollout_client.engine_client import EngineClient
+from student_trainer.rollout_client.order import Order, SamplingSettings, WeightsVersion
 from student_trainer.rollout_service.engine import EngineInfo
 from student_trainer.rollout_service.service import RolloutServicer
-from student_trainer.rollouts.engine_client import EngineClient
-from student_trainer.rollouts.order import Order, SamplingSettings, WeightsVersion
 from student_trainer.rollouts.sampler import SampledTokens
 from student_trainer.teachers.rollouts_ahead import RolloutsAhead
 

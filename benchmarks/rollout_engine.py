@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.vllm_engine import save_tokenizer
-from student_trainer.rollouts.order import Order, SamplingSettings, SequenceRequest
+from student_trainer.rollout_client.order import Order, SamplingSettings, SequenceRequest
 
 GROUP = 8
 PROMPT = 150

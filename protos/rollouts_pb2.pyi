@@ -155,7 +155,7 @@ class WeightsVersion(_message.Message):
     """Versions of one lineage are ordered by number. A trainer's attempt is one lineage."""
     number: _builtins.int
     directory: _builtins.str
-    """Directory with the weights, as the service sees it; see student_trainer/rollouts/snapshot.py."""
+    """Directory with the weights, as the service sees it; see student_trainer/rollout_client/snapshot.py."""
     in_flight: Global___InFlight.ValueType
     def __init__(
         self,

@@ -24,7 +24,7 @@ from protos.errors import WrongState
 from student_trainer.data.captured_stores import open_stores
 from student_trainer.parallel.launcher import end_with_launcher, is_main_process
 from student_trainer.rewards import Rewards, make_rewards
-from student_trainer.rollouts.local_services import rollout_services
+from student_trainer.rollout_client.local_services import rollout_services
 from student_trainer.run.model_checks import check_hub
 from student_trainer.teachers.connections import connect
 

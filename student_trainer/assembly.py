@@ -57,7 +57,7 @@ from student_trainer.parallel.sharding import Replicated, Sharded, distribute
 from student_trainer.parallel.tensor_parallel import check_divisible
 from student_trainer.parallel.time_limit import time_limit
 from student_trainer.rewards import Rewards
-from student_trainer.rollouts.local_services import RolloutServices
+from student_trainer.rollout_client.local_services import RolloutServices
 from student_trainer.run.metrics import open_metrics
 from student_trainer.run.model_checks import (
     check_max_tokens,

@@ -1,4 +1,4 @@
-"""Writes snapshots of the student's weights for rollout engines; `rollouts/snapshot.py` reads them.
+"""Writes snapshots of the student's weights for rollout engines (`rollout_client/snapshot.py`).
 
 A snapshot has a probe: a few sequences with the log-probs of the trainer's own forward pass. An
 engine that has loaded other weights, or part of them, computes others.
@@ -25,8 +25,8 @@ from student_trainer.data.sequence import TokenSequence
 from student_trainer.model.passes import of_rollouts
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
-from student_trainer.rollouts.order import InFlight, WeightsVersion
-from student_trainer.rollouts.snapshot import Probe, seal
+from student_trainer.rollout_client.order import InFlight, WeightsVersion
+from student_trainer.rollout_client.snapshot import Probe, seal
 
 _MEMORY_DISK = Path("/dev/shm")
 _PREFIX = "distill-weights-"

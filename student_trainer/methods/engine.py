@@ -21,10 +21,10 @@ from protos.rpc.channel import ROLLOUTS_TOKEN
 from student_trainer.checkpoints.snapshots import Snapshots, bytes_of, snapshot_root
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
-from student_trainer.rollouts.engine_client import EngineClient
-from student_trainer.rollouts.engine_rollouts import EngineRollouts
-from student_trainer.rollouts.local_services import RolloutServices
-from student_trainer.rollouts.order import SamplingSettings
+from student_trainer.rollout_client.engine_client import EngineClient
+from student_trainer.rollout_client.engine_rollouts import EngineRollouts
+from student_trainer.rollout_client.local_services import RolloutServices
+from student_trainer.rollout_client.order import SamplingSettings
 from student_trainer.teachers.rollouts_ahead import RolloutsAhead
 from student_trainer.teachers.source import TeacherSource
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from student_trainer.rollouts.order import InFlight, Order, WeightsVersion
+from student_trainer.rollout_client.order import InFlight, Order, WeightsVersion
 from student_trainer.rollouts.sampler import SampledTokens
 
 

@@ -18,11 +18,11 @@ from clients.config.tables.common import StudentConfig
 from protos.errors import Corrupt, InvalidInput, WrongState
 from protos.rpc.failpoints import failpoint
 from student_trainer.model.loading import computes_in_bfloat16, load_model, load_tokenizer
+from student_trainer.rollout_client.order import Order, SequenceRequest, WeightsVersion
+from student_trainer.rollout_client.snapshot import Snapshot, open_snapshot, verify
 from student_trainer.rollout_service.engine import EngineInfo
 from student_trainer.rollouts.hf import batches
-from student_trainer.rollouts.order import Order, SequenceRequest, WeightsVersion
 from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, noise_of
-from student_trainer.rollouts.snapshot import Snapshot, open_snapshot, verify
 
 _T = TypeVar("_T")
 

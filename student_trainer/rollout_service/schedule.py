@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from protos.errors import Overloaded, Unavailable
-from student_trainer.rollouts.order import WeightsVersion
+from student_trainer.rollout_client.order import WeightsVersion
 
 MAX_WAITING_ORDERS = 256
 

@@ -14,16 +14,16 @@ from protos.errors import Overloaded, TimedOut
 from protos.rpc.failpoints import failpoint
 from protos.rpc.logs import fields
 from protos.rpc.transport import STREAM_OPEN
-from student_trainer.rollout_service.engine import RolloutEngine
-from student_trainer.rollout_service.schedule import Place, Schedule
-from student_trainer.rollouts.order import Order, WeightsVersion
-from student_trainer.rollouts.sampler import SampledTokens
-from student_trainer.rollouts.wire import (
+from student_trainer.rollout_client.order import Order, WeightsVersion
+from student_trainer.rollout_client.wire import (
     OrderLimits,
     OrderReader,
     sampled_parts,
     version_message,
 )
+from student_trainer.rollout_service.engine import RolloutEngine
+from student_trainer.rollout_service.schedule import Place, Schedule
+from student_trainer.rollouts.sampler import SampledTokens
 
 log = logging.getLogger(__name__)
 

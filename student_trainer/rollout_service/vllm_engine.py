@@ -32,12 +32,12 @@ from protos.vllm_processes import (
     stdout_on_stderr,
 )
 from student_trainer.model.loading import computes_in_bfloat16, load_config, load_tokenizer
+from student_trainer.rollout_client.order import Order, WeightsVersion
+from student_trainer.rollout_client.snapshot import Snapshot, open_snapshot, verify
 from student_trainer.rollout_service.engine import EngineInfo
 from student_trainer.rollout_service.vllm_running import Ended, RunningOrder, closed_length
 from student_trainer.rollout_service.vllm_wire import decode_records, request_fields
-from student_trainer.rollouts.order import Order, WeightsVersion
 from student_trainer.rollouts.sampler import Marks, SampledTokens, end_ids
-from student_trainer.rollouts.snapshot import Snapshot, open_snapshot, verify
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from student_trainer.rollouts.order import Order
+from student_trainer.rollout_client.order import Order
 from student_trainer.rollouts.sampler import Marks
 
 _FETCH_BYTES = 1 << 23  # of records that one call to the worker returns, about

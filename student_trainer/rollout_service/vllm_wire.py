@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from student_trainer.data.rollout import TailDraws
-from student_trainer.rollouts.order import Order
+from student_trainer.rollout_client.order import Order
 from student_trainer.rollouts.sampler import SampledTokens
 
 

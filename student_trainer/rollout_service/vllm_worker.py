@@ -25,9 +25,9 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
 from protos.vllm_processes import die_with
+from student_trainer.rollout_client.snapshot import Snapshot
 from student_trainer.rollout_service.vllm_orders import WorkerOrders
 from student_trainer.rollouts.sample_step import sample_step
-from student_trainer.rollouts.snapshot import Snapshot
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker

@@ -30,12 +30,12 @@ from protos.rows.codec import RowBlock
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.parallel.collectives import raise_on_all_ranks
-from student_trainer.rollouts.engine_client import EngineClient, Sampling
-from student_trainer.rollouts.engine_rollouts import requests_of
+from student_trainer.rollout_client.engine_client import EngineClient, Sampling
+from student_trainer.rollout_client.engine_rollouts import requests_of
+from student_trainer.rollout_client.order import Order, SamplingSettings, WeightsVersion
+from student_trainer.rollout_client.stored_sequences import encoded, file_name, read
 from student_trainer.rollouts.hf import rollout_of
-from student_trainer.rollouts.order import Order, SamplingSettings, WeightsVersion
 from student_trainer.rollouts.sampler import SampledTokens
-from student_trainer.rollouts.stored_sequences import encoded, file_name, read
 from student_trainer.teachers.scored_rollouts import Asked
 from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
 

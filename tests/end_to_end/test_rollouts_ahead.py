@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from clients.runs.directory import RunDirectory
-from student_trainer.rollouts.stored_sequences import read
+from student_trainer.rollout_client.stored_sequences import read
 from tests.end_to_end.forked_trainer import finish, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import pytest
 
 from protos.errors import Forbidden, InvalidInput, Unauthenticated, Unavailable
-from student_trainer.rollouts.engine_client import EngineClient
+from student_trainer.rollout_client.engine_client import EngineClient
 from tests.security.conftest import Certificates, Secrets
 from tests.student_trainer import tiny
 from tests.student_trainer.rollout_service.material import order, snapshot, student

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from student_trainer.rollout_service.vllm_engine import VllmRolloutEngine
-from student_trainer.rollouts.order import (
+from student_trainer.rollout_client.order import (
     Order,
     SamplingSettings,
     SequenceRequest,
     WeightsVersion,
 )
+from student_trainer.rollout_service.vllm_engine import VllmRolloutEngine
 
 
 async def main(model: str, *snapshots: str) -> None:

@@ -16,16 +16,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from student_trainer.rollout_service.vllm_engine import VllmRolloutEngine
-from student_trainer.rollouts.order import (
+from student_trainer.rollout_client.order import (
     InFlight,
     Order,
     SamplingSettings,
     SequenceRequest,
     WeightsVersion,
 )
+from student_trainer.rollout_client.snapshot import Probe, seal
+from student_trainer.rollout_service.vllm_engine import VllmRolloutEngine
 from student_trainer.rollouts.sampler import SampledTokens, Sampler, noise_of
-from student_trainer.rollouts.snapshot import Probe, seal
 from tests.vllm.model import VOCAB_SIZE, save_model
 
 _T = TypeVar("_T")

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from student_trainer.rollouts.order import WeightsVersion
-from student_trainer.rollouts.snapshot import seal
+from student_trainer.rollout_client.order import WeightsVersion
+from student_trainer.rollout_client.snapshot import seal
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="make test-vllm has vllm"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from protos.errors import WrongState
-from student_trainer.rollouts.order import Order
+from student_trainer.rollout_client.order import Order
 from student_trainer.rollouts.sampler import Marks, SampledTokens
 
 pytestmark = [

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from protos.errors import Corrupt, WrongState
-from student_trainer.rollouts.order import InFlight, Order, SequenceRequest, WeightsVersion
+from student_trainer.rollout_client.order import InFlight, Order, SequenceRequest, WeightsVersion
+from student_trainer.rollout_client.snapshot import Probe, seal
 from student_trainer.rollouts.sampler import SampledTokens
-from student_trainer.rollouts.snapshot import Probe, seal
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="make test-vllm has vllm"),

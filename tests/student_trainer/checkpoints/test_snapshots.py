@@ -17,7 +17,7 @@ from student_trainer.checkpoints.export import export_model
 from student_trainer.checkpoints.snapshots import Snapshots, snapshot_root
 from student_trainer.model.loading import load_model
 from student_trainer.parallel.collectives import make_accelerator
-from student_trainer.rollouts.snapshot import open_snapshot, verify
+from student_trainer.rollout_client.snapshot import open_snapshot, verify
 from tests.forks import Forks
 from tests.student_trainer import tiny
 from tests.student_trainer.saving import LIMIT

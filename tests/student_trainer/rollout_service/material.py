@@ -10,9 +10,14 @@ import torch
 from safetensors.torch import save_model
 from torch import Tensor
 
-from student_trainer.rollouts.order import Order, SamplingSettings, SequenceRequest, WeightsVersion
+from student_trainer.rollout_client.order import (
+    Order,
+    SamplingSettings,
+    SequenceRequest,
+    WeightsVersion,
+)
+from student_trainer.rollout_client.snapshot import Probe, seal
 from student_trainer.rollouts.sampler import SampledTokens
-from student_trainer.rollouts.snapshot import Probe, seal
 from tests.student_trainer import tiny
 
 TOP_K, DRAWS = 4, 3

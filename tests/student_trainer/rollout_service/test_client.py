@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from protos.errors import Corrupt, InvalidInput, Unavailable, WrongState
-from student_trainer.rollouts.engine_client import EngineClient
-from student_trainer.rollouts.order import Order
+from student_trainer.rollout_client.engine_client import EngineClient
+from student_trainer.rollout_client.order import Order
 from student_trainer.rollouts.sampler import SampledTokens
 from tests.documents import blocks
 from tests.ports import free_ports

@@ -16,10 +16,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from protos.errors import Corrupt, InvalidInput, WrongState
 from student_trainer.checkpoints.export import export_model
+from student_trainer.rollout_client.order import Order
+from student_trainer.rollout_client.snapshot import Probe, open_snapshot, seal
 from student_trainer.rollout_service.hf_engine import HfRolloutEngine
-from student_trainer.rollouts.order import Order
 from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, noise_of
-from student_trainer.rollouts.snapshot import Probe, open_snapshot, seal
 from tests.student_trainer import tiny
 from tests.student_trainer.rollout_service.in_process import in_process
 from tests.student_trainer.rollout_service.material import (

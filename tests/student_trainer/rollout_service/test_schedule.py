@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from protos.errors import Corrupt, Overloaded, Unavailable
+from student_trainer.rollout_client.order import InFlight, WeightsVersion
 from student_trainer.rollout_service.schedule import Place, Schedule
-from student_trainer.rollouts.order import InFlight, WeightsVersion
 
 
 class Weights:

@@ -16,12 +16,12 @@ import pytest
 from protos import rollouts_pb2, rollouts_pb2_grpc
 from protos.errors import Corrupt, InternalFault, InvalidInput, Overloaded, TimedOut, Unavailable
 from protos.rpc.transport import CHANNEL_OPTIONS
+from student_trainer.rollout_client.engine_client import EngineClient
+from student_trainer.rollout_client.order import Order
+from student_trainer.rollout_client.wire import order_parts
 from student_trainer.rollout_service import service
 from student_trainer.rollout_service.schedule import Schedule
 from student_trainer.rollout_service.service import RolloutServicer
-from student_trainer.rollouts.engine_client import EngineClient
-from student_trainer.rollouts.order import Order
-from student_trainer.rollouts.wire import order_parts
 from tests.forks import fork
 from tests.student_trainer.rollout_service.conftest import StartService
 from tests.student_trainer.rollout_service.in_process import in_process

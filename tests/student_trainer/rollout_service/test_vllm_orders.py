@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from protos.errors import Corrupt
-from student_trainer.rollout_service.vllm_orders import WorkerOrders
-from student_trainer.rollout_service.vllm_running import Ended, RunningOrder, closed_length
-from student_trainer.rollout_service.vllm_wire import decode_records, request_fields
-from student_trainer.rollouts.order import (
+from student_trainer.rollout_client.order import (
     Order,
     SamplingSettings,
     SequenceRequest,
     WeightsVersion,
 )
+from student_trainer.rollout_service.vllm_orders import WorkerOrders
+from student_trainer.rollout_service.vllm_running import Ended, RunningOrder, closed_length
+from student_trainer.rollout_service.vllm_wire import decode_records, request_fields
 from student_trainer.rollouts.sample_step import sample_step
 from student_trainer.rollouts.sampler import Marks, SampledTokens, noise_of
 from tests.student_trainer import tiny

@@ -18,7 +18,7 @@ from protos import rollouts_pb2
 from protos.errors import Corrupt, InvalidInput
 from protos.rpc.transport import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
 from student_trainer.data.rollout import TailDraws
-from student_trainer.rollouts.order import (
+from student_trainer.rollout_client.order import (
     InFlight,
     Order,
     SamplingSettings,

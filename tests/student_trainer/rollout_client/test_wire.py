@@ -13,10 +13,15 @@ import torch
 from protos import rollouts_pb2
 from protos.errors import Corrupt, InvalidInput
 from student_trainer.data.rollout import TailDraws
-from student_trainer.rollouts import wire
-from student_trainer.rollouts.order import Order, SamplingSettings, SequenceRequest, WeightsVersion
+from student_trainer.rollout_client.order import (
+    Order,
+    SamplingSettings,
+    SequenceRequest,
+    WeightsVersion,
+)
+from student_trainer.rollout_client.wire import OrderLimits, OrderReader, SampledReader
+from student_trainer.rollout_client import wire
 from student_trainer.rollouts.sampler import SampledTokens
-from student_trainer.rollouts.wire import OrderLimits, OrderReader, SampledReader
 
 LIMITS = OrderLimits(vocab_size=100, max_length=50, in_flight=("drain", "keep"))
 VERSION = WeightsVersion("run.1", 3, Path("/snapshots/3"), "keep")

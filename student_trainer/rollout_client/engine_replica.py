@@ -19,9 +19,9 @@ from protos.errors import DistillError, InvalidInput, Overloaded, Unavailable
 from protos.rpc.channel import ROLLOUTS_TOKEN, open_channel
 from protos.rpc.statuses import TLS_HINT, fault_of
 from protos.rpc.transport import STREAM_OPEN
-from student_trainer.rollouts.order import Order
+from student_trainer.rollout_client.order import Order
+from student_trainer.rollout_client.wire import SampledReader, order_parts
 from student_trainer.rollouts.sampler import SampledTokens
-from student_trainer.rollouts.wire import SampledReader, order_parts
 
 log = logging.getLogger(__name__)
 

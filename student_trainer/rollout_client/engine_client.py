@@ -13,14 +13,14 @@ import grpc
 
 from protos import rollouts_pb2
 from protos.errors import DistillError, InvalidInput, TimedOut, Unavailable, WrongState
-from student_trainer.rollouts.engine_replica import (
+from student_trainer.rollout_client.engine_replica import (
     CONNECT_SECONDS,
     FIELD,
     PartRequest,
     Replica,
     no_answer,
 )
-from student_trainer.rollouts.order import Order
+from student_trainer.rollout_client.order import Order
 from student_trainer.rollouts.sampler import SampledTokens
 
 log = logging.getLogger(__name__)

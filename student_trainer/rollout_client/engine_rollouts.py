@@ -9,14 +9,14 @@ import torch
 
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
-from student_trainer.rollouts.engine_client import EngineClient
-from student_trainer.rollouts.hf import rollout_of
-from student_trainer.rollouts.order import (
+from student_trainer.rollout_client.engine_client import EngineClient
+from student_trainer.rollout_client.order import (
     Order,
     SamplingSettings,
     SequenceRequest,
     WeightsVersion,
 )
+from student_trainer.rollouts.hf import rollout_of
 
 
 def requests_of(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from student_trainer.data.rollout import TailDraws
+from student_trainer.rollout_client.stored_sequences import encoded, file_name, read
 from student_trainer.rollouts.sampler import SampledTokens
-from student_trainer.rollouts.stored_sequences import encoded, file_name, read
 
 K, M = 3, 2
 

@@ -1,0 +1,1 @@
+"""The client of rollout services: orders, snapshots of weights, and services that a job starts."""
