@@ -15,12 +15,12 @@ import pytest
 
 from clients.config.on_policy import OnPolicyJob
 from protos.errors import DistillError, InvalidInput, Unavailable
+from student_trainer.rollout_client import local_services
 from student_trainer.rollout_client.local_services import (
     RolloutServices,
     rollout_services,
     share_threads,
 )
-from student_trainer.rollout_client import local_services
 
 READY = "print('rollout service listening on 127.0.0.1:1', flush=True)"
 

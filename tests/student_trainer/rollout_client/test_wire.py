@@ -13,6 +13,7 @@ import torch
 from protos import rollouts_pb2
 from protos.errors import Corrupt, InvalidInput
 from student_trainer.data.rollout import TailDraws
+from student_trainer.rollout_client import wire
 from student_trainer.rollout_client.order import (
     Order,
     SamplingSettings,
@@ -20,7 +21,6 @@ from student_trainer.rollout_client.order import (
     WeightsVersion,
 )
 from student_trainer.rollout_client.wire import OrderLimits, OrderReader, SampledReader
-from student_trainer.rollout_client import wire
 from student_trainer.rollouts.sampler import SampledTokens
 
 LIMITS = OrderLimits(vocab_size=100, max_length=50, in_flight=("drain", "keep"))
