@@ -1,0 +1,196 @@
+"""Whole jobs on two cores: sampling in the trainer, and in an engine beside it, one step ahead.
+
+    python -m benchmarks.rollouts_ahead [--quick] [--out FILE]
+
+A random student and a teacher that answers each batch after a fixed latency (the fake engine of
+`distill-teacher`). Each job is a real trainer, by its own command:
+
+    serial    the trainer samples, waits for the teacher, and learns, with two threads
+    in turn   an engine samples, with one thread; the trainer learns, with one thread (lag = 0)
+    ahead     likewise, but the engine is one step ahead (lag = 1)
+
+The most that an overlap can reach is a step as long as the slower of sampling and learning, with
+one thread each: the job "in turn" measures both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from clients.config.on_policy import OnPolicyJob
+from clients.runs.directory import RunDirectory
+
+VOCABULARY, PROMPT, LATENCY_MS = 4096, 48, 200
+JOBS: dict[str, tuple[int, dict[str, Any]]] = {
+    "serial": (2, {}),
+    "in turn": (1, {"address": True}),
+    "ahead": (2, {"lag": 1}),
+}
+_READY = " listening on "
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few short steps, for tests")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rollouts_ahead.json"))
+    options = parser.parse_args()
+    steps, answers, tokens = (4, 4, 8) if options.quick else (16, 16, 96)
+    skipped = 1 if options.quick else 4
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        weights = save_material(root, layers=2 if options.quick else 6)
+        found = {}
+        with teacher(root) as address:
+            for name, (threads, rollouts) in JOBS.items():
+                lines = run(root / name, address, threads, rollouts, steps, answers, tokens)
+                found[name] = stages(lines[1 + skipped :])
+                print(name, {key: round(value, 3) for key, value in found[name].items()})
+    turn = found["in turn"]
+    most = max(turn["rollout"], turn["learning"])
+    result = {
+        "machine": f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores, "
+        f"load average {os.getloadavg()[0]:.1f}",
+        "workload": {"weights": weights, "answers": answers, "tokens": tokens, "steps": steps},
+        "seconds_a_step": found,
+        "share_of_the_most": most / found["ahead"]["step"],
+        "times_serial": found["serial"]["step"] / found["ahead"]["step"],
+        "waiting": found["ahead"]["teacher_wait"] / found["ahead"]["step"],
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(
+        f"ahead: {result['times_serial']:.2f} times as fast as serial, "
+        f"{result['share_of_the_most']:.2f} of the most, waiting for the teacher "
+        f"{result['waiting']:.1%} of a step"
+    )
+
+
+def stages(lines: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the median seconds of a step and of its stages."""
+    names = {"step": "time/step", "rollout": "time/rollout", "teacher_wait": "time/teacher_wait"}
+    found = {
+        name: statistics.median(line[metric] for line in lines) for name, metric in names.items()
+    }
+    found["learning"] = statistics.median(
+        line["time/step"] - line["time/rollout"] - line["time/teacher_wait"] for line in lines
+    )
+    return found
+
+
+def save_material(root: Path, *, layers: int) -> int:
+    """Write the student and the prompts; return the number of weights."""
+    torch.manual_seed(0)
+    words = {f"t{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    student = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=256,
+            intermediate_size=768,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+        )
+    )
+    student.save_pretrained(root / "student")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(
+        root / "student"
+    )
+    chosen = np.random.default_rng(0).integers(1, VOCABULARY, (400, PROMPT))
+    texts = (" ".join(f"t{number}" for number in row) for row in chosen)
+    lines = (json.dumps({"prompt": text}) + "\n" for text in texts)
+    (root / "prompts.jsonl").write_text("".join(lines))
+    return int(student.num_parameters())
+
+
+@contextmanager
+def teacher(root: Path) -> Iterator[str]:
+    """Serve a teacher of a fixed latency; yields its address."""
+    settings = f"vocab={VOCABULARY},latency_ms={LATENCY_MS}"
+    command = ["teacher_service", "--engine", "fake", "--model", settings, "--no-cache"]
+    with served(command, root / "teacher.log", threads=1) as address:
+        yield address
+
+
+@contextmanager
+def served(command: list[str], log: Path, *, threads: int) -> Iterator[str]:
+    """Run a service of this project; yields its address."""
+    with log.open("wb") as messages:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command, "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=messages,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert _READY in line, log.read_text()
+        yield line.split()[-1]
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def run(
+    path: Path,
+    address: str,
+    threads: int,
+    rollouts: dict[str, Any],
+    steps: int,
+    answers: int,
+    tokens: int,
+) -> list[dict[str, Any]]:
+    """Run a job to its end; return its metrics."""
+    student = path.parent / "student"
+    if rollouts.get("address"):
+        command = ["student_trainer.rollout_service", "--model", str(student)]
+        with served(command, path.parent / "service.log", threads=1) as service:
+            given = {"address": service}
+            return run(path, address, threads, given, steps, answers, tokens)
+    job = OnPolicyJob.model_validate(
+        {
+            "student": {"model": str(student)},
+            "teacher": {"address": address},
+            "data": {"path": str(path.parent / "prompts.jsonl"), "chat_template": False},
+            "max_steps": steps,
+            "method": {"max_prompt_tokens": 2 * PROMPT, "max_new_tokens": tokens},
+            "train": {"prompts_per_step": answers, "tokens_per_micro_batch": 4 * (PROMPT + tokens)},
+            "eval": {"every": 10**6, "prompts": 1},
+            "checkpoint": {"every": 10**6},
+            "track": {"tensorboard": False},
+            "rollouts": rollouts,
+        }
+    )
+    directory = RunDirectory.create(path, job)
+    done = subprocess.run(
+        [sys.executable, "-m", "student_trainer", str(path), "--attempt", "1"],
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    main()
