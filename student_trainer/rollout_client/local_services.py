@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import IO
 
 from clients.config.kinds import AnyTraining
@@ -236,14 +237,27 @@ def _command(config: AnyTraining, rollouts: RolloutsConfig) -> list[str]:
 
 
 def _gpus(config: AnyTraining, rollouts: RolloutsConfig, number: int) -> dict[str, str]:
-    """Return the variable with the GPUs of engine `number`, those after the trainer's own."""
+    """Return the variable with the GPUs of engine `number`, those after the trainer's own.
+
+    Raises InvalidInput if this machine, or the job's part of it, has too few.
+    """
     if not rollouts.gpus:
         return {}
-    size, first = rollouts.tensor_parallel_size, config.train.processes
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    everything = listed.split(",") if listed else [str(n) for n in range(first + rollouts.gpus)]
-    first += number * size
-    return {"CUDA_VISIBLE_DEVICES": ",".join(everything[first : first + size])}
+    if listed is None:
+        listed = ",".join(str(n) for n in range(len([*Path("/dev").glob("nvidia[0-9]*")])))
+    everything = [one for one in listed.split(",") if one]
+    own = config.train.processes
+    if len(everything) < own + rollouts.gpus:
+        raise InvalidInput(
+            f"there are {len(everything)} GPUs; train.processes needs {own} of them and the "
+            f"engine {rollouts.gpus} more",
+            field="rollouts.gpus",
+            hint="lower one of the two, or leave rollouts.gpus out to share the trainer's GPUs",
+        )
+    first = own + number * rollouts.tensor_parallel_size
+    engines = everything[first : first + rollouts.tensor_parallel_size]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(engines)}
 
 
 def _free_ports(count: int) -> list[int]:

@@ -132,7 +132,7 @@ def test_engines_get_the_gpus_after_the_trainers(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,2,5,3,1")
     found = [local_services._gpus(config, config.rollouts, number) for number in range(2)]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["2,5", "3,1"]
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    found = [local_services._gpus(config, config.rollouts, number) for number in range(2)]
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["1,2", "3,4"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,2,5,3")
+    with pytest.raises(InvalidInput, match=r"4 GPUs; train.processes needs 1 .* the engine 4 more"):
+        local_services._gpus(config, config.rollouts, 0)
     assert local_services._gpus(job(engine="vllm"), job(engine="vllm").rollouts, 0) == {}
