@@ -369,7 +369,7 @@ class Trainer:
         self._progress.say("saving", self._step)
         model = self._student.trained.model
         state = contents(model, self._optimizer, self._anchor, self._values)
-        later = self._ahead.later_files() if self._ahead is not None else None
+        later = self._ahead.later_files(self._step) if self._ahead is not None else None
         self._saver.save(self._step, state, metrics, later)
         self._saved = self._step
 

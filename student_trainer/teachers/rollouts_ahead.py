@@ -97,6 +97,9 @@ class RolloutsAhead:
         steps up to `step + lag`. Raises the error of the engine or of the teacher on all ranks.
         """
         self._snapshots.delete_before(step - 1 - self._lag)
+        # The order of this step is kept until the next one: if the step fails, the checkpoint of
+        # the step before needs it.
+        self._orders = {n: order for n, order in self._orders.items() if n >= step}
         ahead = range(step, min(step + self._lag, self._last_step) + 1)
         new = [later for later in ahead if later not in self._orders]
         if new:
@@ -105,16 +108,17 @@ class RolloutsAhead:
                 self._accelerator,
                 lambda: self._orders.update({n: self._given(weights, *asked(n)) for n in new}),
             )
-        running = self._orders.pop(step)
+        running = self._orders[step]
         return raise_on_all_ranks(self._accelerator, lambda: self._pending(running))
 
     def restore(self, checkpoint: Path) -> None:
         """Take the rollouts of later steps from a checkpoint; `of_step` does not sample them."""
         self._stored = read(checkpoint)
 
-    def later_files(self) -> LaterFiles:
-        """Return a function for the checkpoint of the last step; see `LaterFiles`."""
-        part, orders = self._accelerator.process_index, [*self._orders.values()]
+    def later_files(self, step: int) -> LaterFiles:
+        """Return a function for the checkpoint of `step`; see `LaterFiles`."""
+        part = self._accelerator.process_index
+        orders = [order for n, order in self._orders.items() if n > step]
 
         def files(stop: threading.Event) -> Mapping[str, bytes]:
             sequences: dict[int, SampledTokens] = {}
@@ -223,12 +227,11 @@ class _Running:
         threading.Thread(target=take_all, name="rollouts", daemon=True).start()
 
     def sequences(self, stop: threading.Event) -> dict[int, SampledTokens]:
-        """Wait for all sequences, and return them by rollout number; {} if `stop` is set first.
+        """Wait for the sequences, and return them by rollout number; {} if `stop` is set first.
 
-        Raises the error of the engine.
+        If the engine fails, those that it has sampled: a run that resumes samples the others anew.
         """
         while not self.done.done():
             if stop.wait(_PAUSE):
                 return {}
-        self.done.result()
         return {self._numbers[index]: tokens for index, tokens in sorted(self._tokens.items())}

@@ -145,3 +145,25 @@ def test_two_processes_and_reinforcement(material: Material, tmp_path: Path) -> 
     finish(run, 2)
     assert_same(run, expected)
     assert [line["rollout/lag"] for line in metrics_of(run)[1:]] == [0, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_keeps_its_rollouts(
+    material: Material, service: str, ahead: RunDirectory, tmp_path: Path
+) -> None:
+    """The teacher goes away: the weights that sampled the rollouts of the failed step are gone."""
+    from tests.end_to_end.test_teacher_killed import PATIENCE, MortalTeacher
+
+    mortal = MortalTeacher(material, tmp_path / "teacher.log")
+    changes = {"rollouts__address": service, "teacher__patience_seconds": PATIENCE}
+    run = new_run(tmp_path / "run", lagging(material, mortal.address, 2, **changes))
+    with trainer(run) as process:
+        process.wait_for_step(5)
+        mortal.kill()
+        assert process.wait() != 0
+    newest = run.checkpoints / f"step-{run.checkpoint_steps()[-1]:06d}"
+    assert len(read(newest)) == 2 * 8
+    mortal.start()
+    finish(run, 2)
+    mortal.kill()
+    assert_same(run, ahead)
