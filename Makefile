@@ -71,6 +71,8 @@ bench: setup  ## run the CPU benchmarks: loss, cache, wire format, scoring, serv
 	$(BIN)/python -m benchmarks.scoring
 	$(BIN)/python -m benchmarks.server
 	$(BIN)/python -m benchmarks.process_bytes
+	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.rollouts_ahead
 
 bench-vllm: .venv-vllm/.installed  ## compare the vLLM engines with vLLM's own prompt_logprobs and with generate, on the CPU
 	$(VLLM)/python -m benchmarks.vllm_engine

@@ -60,12 +60,13 @@ SEQUENCES, TOKENS, STEPS, WARM_UP = 64, 4, 12, 4
 _LATE = 0.005  # seconds
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one short shape, for tests")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/overlap.json"))
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows = []
-    for shape in SHAPES:
+    for shape in SHAPES[:1] if options.quick else SHAPES:
         steps = {lag: step_seconds(shape, lag) for lag in LAGS}
         shares = {lag: max(shape) / seconds for lag, seconds in steps.items()}
         rows.append({"seconds": shape, "share_of_the_most": shares})

@@ -45,11 +45,11 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
 _READY = " listening on "
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few short steps, for tests")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rollouts_ahead.json"))
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     steps, answers, tokens = (4, 4, 8) if options.quick else (16, 16, 96)
     skipped = 1 if options.quick else 4
     with tempfile.TemporaryDirectory() as folder:

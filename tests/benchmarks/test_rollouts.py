@@ -1,0 +1,29 @@
+"""The benchmarks of rollout engines run; a lag overlaps the stages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import overlap, rollouts_ahead
+
+
+@pytest.mark.slow
+def test_stages_of_fixed_length_overlap(tmp_path: Path) -> None:
+    out = tmp_path / "overlap.json"
+    overlap.main(["--quick", "--out", str(out)])
+    [shape] = json.loads(out.read_text())["shapes"]
+    shares = shape["share_of_the_most"]
+    assert shares["0"] < 0.6, "sampling and learning follow each other"
+    assert shares["1"] > 1.2 * shares["0"], "on a machine with other work, too"
+
+
+@pytest.mark.slow
+def test_whole_jobs(tmp_path: Path) -> None:
+    out = tmp_path / "ahead.json"
+    rollouts_ahead.main(["--quick", "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert found["seconds_a_step"].keys() == {"serial", "in turn", "ahead"}
+    assert found["times_serial"] > 0
