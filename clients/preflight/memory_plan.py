@@ -233,8 +233,9 @@ def _most_processes(job: AnyTraining) -> int:
 def _is_change(job: AnyTraining, change: _Change) -> bool:
     if "sharding" in change.get("train", {}) and job.train.processes == 1:
         return False  # a single process shards nothing
-    if job.train.tensor_parallel > 1 and "lora" in change.get("student", {}):
-        return False  # groups divide no adapters
+    refused = "lora" in change.get("student", {}) or "optimizer" in change.get("train", {})
+    if job.train.tensor_parallel > 1 and refused:
+        return False  # groups divide neither adapters nor moments in 8 bits
     for table, values in change.items():
         for key, value in values.items():
             now = getattr(getattr(job, table), key)

@@ -19,8 +19,7 @@ tokens_per_sec       learned tokens per second of the step, over all processes
 tokens_per_sec/process tokens_per_sec over the number of processes: of one GPU
 memory/peak          most GiB of tensors on the GPU in the step; CPU: resident, since the start
 time/step            seconds of the step without evaluation and saving
-time/rollout         seconds to sample the rollouts and request their rows; with an engine, to
-                     write its weights and to wait for the rollouts that are not there yet
+time/rollout         seconds to sample the rollouts and request their rows, or to wait for an engine
 time/teacher_wait    seconds that training waited for the teacher's rows after sampling
 time/optim           seconds to clip the gradient, run AdamW and update the anchor
 eval/kl              kl/teacher on held-out sequences

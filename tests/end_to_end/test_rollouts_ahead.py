@@ -110,9 +110,11 @@ def test_killed_trainers_resume_to_the_same_bits(
         with trainer(run, attempt) as process:
             process.wait_for_step(step)
             process.kill()
+    with trainer(run, 4, failpoint="snapshot-weights-written:kill:2") as process:
+        assert process.wait() == -signal.SIGKILL, process.log
     stored = read(run.checkpoints / f"step-{run.checkpoint_steps()[-1]:06d}")
     assert len(stored) == 2 * 8, "two steps of eight rollouts"
-    finish(run, 4)
+    finish(run, 5)
     assert_same(run, ahead)
     assert not (run.path / "weights").exists()
 
