@@ -39,7 +39,7 @@ from clients.runs.directory import RunDirectory
 VOCABULARY, PROMPT, LATENCY_MS = 4096, 48, 200
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "serial": (2, {}),
-    "in turn": (1, {"address": True}),
+    "in turn": (1, {"service": True}),
     "ahead": (2, {"lag": 1}),
 }
 _READY = " listening on "
@@ -161,7 +161,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """Run a job to its end; return its metrics."""
     student = path.parent / "student"
-    if rollouts.get("address"):
+    if "service" in rollouts:
         command = ["student_trainer.rollout_service", "--model", str(student)]
         with served(command, path.parent / "service.log", threads=1) as service:
             given = {"address": service}
