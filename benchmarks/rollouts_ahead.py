@@ -147,7 +147,7 @@ def served(command: list[str], log: Path, *, threads: int) -> Iterator[str]:
         yield line.split()[-1]
     finally:
         process.terminate()
-        process.wait()
+        process.communicate()
 
 
 def run(
