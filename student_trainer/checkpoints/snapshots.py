@@ -6,8 +6,10 @@ engine that has loaded other weights, or part of them, computes others.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -42,13 +44,27 @@ def snapshot_root(run: Path, attempt: int, needed: int, *, local: bool) -> Path:
     """
     shutil.rmtree(run / _IN_RUN, ignore_errors=True)
     for left in _MEMORY_DISK.glob(f"{_PREFIX}*"):
-        if not Path("/proc", left.name.removeprefix(_PREFIX)).exists():
+        with suppress(OSError):  # the lock is held, or another user owns the directory
+            os.close(_locked(left))
             shutil.rmtree(left, ignore_errors=True)
     in_memory = local and os.access(_MEMORY_DISK, os.W_OK)
     # The other half of the memory disk is left to others.
     if in_memory and shutil.disk_usage(_MEMORY_DISK).free > 2 * needed:
-        return _MEMORY_DISK / f"{_PREFIX}{os.getpid()}"
+        root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY_DISK))
+        _locked(root)  # until this process ends; a process id may be of another container
+        return root
     return run / _IN_RUN / f"attempt-{attempt}"
+
+
+def _locked(root: Path) -> int:
+    """Lock a directory and return its descriptor. Raises OSError if another process holds it."""
+    opened = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(opened)
+        raise
+    return opened
 
 
 def bytes_of(model: Any, dtype: torch.dtype) -> int:

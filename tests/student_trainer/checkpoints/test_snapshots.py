@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +135,16 @@ def test_what_killed_trainers_left_in_memory_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_MEMORY_DISK", tmp_path)
-    (tmp_path / "distill-weights-999999999").mkdir()
-    (tmp_path / "distill-weights-1").mkdir()
+    (tmp_path / "distill-weights-killed").mkdir()
+    alive = tmp_path / "distill-weights-alive"
+    alive.mkdir()
     run = tmp_path / "run"
+    lock = os.open(alive, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     mine = snapshot_root(run, 2, 1000, local=True)
     assert mine.parent == tmp_path
-    assert [path.name for path in tmp_path.iterdir()] == ["distill-weights-1"]
+    assert {path.name for path in tmp_path.iterdir()} == {alive.name, mine.name}
+    os.close(lock)
     assert snapshot_root(run, 2, 1 << 60, local=True) == run / "weights" / "attempt-2"
     (run / "weights" / "attempt-1").mkdir(parents=True)
     assert snapshot_root(run, 2, 1000, local=False) == run / "weights" / "attempt-2"
