@@ -38,6 +38,7 @@ class RolloutServices:
         self._addresses = addresses
         self.token = token
         self._started: list[_Service] = []
+        self._ended = 0  # services that are not started again
         self._lost: DistillError | None = None
         self._on_lost: Callable[[DistillError], None] = lambda _: None
 
@@ -51,12 +52,17 @@ class RolloutServices:
             service.stop()
 
     def when_lost(self, call: Callable[[DistillError], None]) -> None:
-        """Call `call`, in any thread, with the error of a service that is not started again."""
+        """Call `call`, in any thread, with the last error when no service is started again."""
         self._on_lost = call
         if self._lost is not None:
             call(self._lost)
 
     def _lose(self, error: DistillError) -> None:
+        """Note that a service is not started again; the others sample what it has left."""
+        self._ended += 1
+        if self._ended < len(self._addresses):
+            log.error("%s; the job goes on with the others", error)
+            return
         self._lost = error
         self._on_lost(error)
 
@@ -147,7 +153,6 @@ class _Service:
         # One thread starts the processes and outlives them: the kernel ends a process that asked
         # for it when the thread that started it ends.
         self._thread = threading.Thread(target=self._keep, name="rollout-service", daemon=True)
-
         self._thread.start()
 
     def stop(self) -> None:

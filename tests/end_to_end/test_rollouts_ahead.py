@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 from pathlib import Path
@@ -89,7 +88,6 @@ def test_each_step_learns_from_older_weights(
     # With the importance weights the expectation of their mean is 1, whatever the lag.
     assert sum(line["ratio/mean"] for line in lines) / STEPS == pytest.approx(1, abs=0.1)
     assert any(line["ratio/ess"] < 0.999 for line in lines)
-    assert not list(Path("/dev/shm").glob(f"distill-weights-{os.getpid()}*"))
 
 
 @pytest.fixture(scope="module")

@@ -98,6 +98,17 @@ def test_one_that_always_dies_is_given_up(lost: Any) -> None:
     services.stop()
 
 
+def test_one_of_two_that_is_given_up_ends_nothing(lost: Any) -> None:
+    dying = f"import sys; {READY}; sys.exit('error: out of memory')"
+    services = services_of(dying, f"import time; {READY}; time.sleep(99)")
+    services.when_lost(lost)
+    services.addresses()
+    services._started[0]._thread.join(60)
+    assert services._ended == 1
+    assert services._lost is None
+    services.stop()
+
+
 def test_other_ranks_start_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with rollout_services(job(lag=1)) as services:
