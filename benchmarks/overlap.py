@@ -37,8 +37,9 @@ from student_trainer.data.batch import placeholder_rows
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.rollout_client.engine_client import EngineClient
+from student_trainer.rollout_client.engine_rollouts import SingleTurnRollouts
 from student_trainer.rollout_client.order import Order, SamplingSettings, WeightsVersion
-from student_trainer.rollout_service.engine import EngineInfo
+from student_trainer.rollout_service.engines.base import EngineInfo
 from student_trainer.rollout_service.service import RolloutServicer
 from student_trainer.rollouts.sampler import SampledTokens
 from student_trainer.teachers.rollouts_ahead import RolloutsAhead
@@ -86,13 +87,14 @@ def step_seconds(
 ) -> float:
     """Return the median seconds of a step after the first ones."""
     sampling, scoring, training = (seconds / SEQUENCES for seconds in shape)
+    settings = SamplingSettings(1, 1.0, 0, 0, TOKENS, 1 << 20)
     with served(TimedEngine(sampling)) as address, EngineClient([address]) as client:
         ahead = RolloutsAhead(
             Accelerator(cpu=True),
             client,
             Versions(),
             TimedTeacher(scoring),
-            SamplingSettings(1, 1.0, 0, 0, TOKENS, 1 << 20),
+            SingleTurnRollouts(client, settings, no_evaluation),
             lag=lag,
             last_step=steps,
         )
@@ -105,6 +107,11 @@ def step_seconds(
             ended.append(time.monotonic())
     seconds: list[float] = np.diff(ended)[warm_up:].tolist()
     return statistics.median(seconds)
+
+
+def no_evaluation() -> WeightsVersion:
+    """Fail: nothing is evaluated here."""
+    raise AssertionError
 
 
 def asked(step: int) -> tuple[Sequence[Prompt], Sequence[int]]:

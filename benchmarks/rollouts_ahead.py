@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -130,11 +130,13 @@ def teacher(root: Path) -> Iterator[str]:
 
 
 @contextmanager
-def served(command: list[str], log: Path, *, threads: int) -> Iterator[str]:
-    """Run a service of this project; yields its address."""
+def served(
+    command: list[str], log: Path, *, threads: int, python: Sequence[str] = (sys.executable,)
+) -> Iterator[str]:
+    """Run a service of this project by a Python, with its options; yields its address."""
     with log.open("wb") as messages:
         process = subprocess.Popen(
-            [sys.executable, "-m", *command, "--port", "0"],
+            [*python, "-m", *command, "--port", "0"],
             stdout=subprocess.PIPE,
             stderr=messages,
             text=True,

@@ -38,7 +38,7 @@ from student_trainer.environments.retriever import Retriever, make_retriever
 from student_trainer.model.loading import load_model, load_tokenizer
 from student_trainer.rewards.text_match import same_words
 from student_trainer.rollouts.sampler import Sampler
-from student_trainer.rollouts.search import SearchRollouts
+from student_trainer.rollouts.search import SearchConversations, SearchRollouts
 
 JOB = Path(__file__).with_name("search_job.toml")
 FULL = Sizes(people=100, held_out=44, talks=4000, warm_steps=800, layers=1, width=128)
@@ -135,13 +135,18 @@ def examine(job: RLJob, model: Path, questions: Path, retriever: Retriever) -> E
     data = DataConfig(path=str(questions), eval_path=str(questions))
     most = job.method.max_prompt_tokens
     _, prompts = load_prompts(data, tokenizer, held_out=10**6, max_tokens=most, seed=0)
-    rollouts = SearchRollouts(
-        Sampler(load_model(student).eval(), tokenizer, top_k=0, temperature=1.0),
+    conversations = SearchConversations(
         tokenizer,
         retriever,
         job.environment,
         max_new_tokens=job.method.max_new_tokens,
         batch_tokens=4 * job.train.tokens_per_micro_batch,
+    )
+    rollouts = SearchRollouts(
+        conversations,
+        Sampler(load_model(student).eval(), tokenizer, top_k=0, temperature=1.0),
+        tokenizer,
+        stream_tokens=job.method.max_new_tokens,
     )
     written = rollouts.generate(prompts, [0] * len(prompts), seed=0, greedy=True)
     answers = [rollout for batch in written for rollout in batch]

@@ -25,7 +25,7 @@ from protos import teacher_pb2_grpc
 from protos.rows.codec import RowBlock
 from protos.rpc.server import ServerEndpoint, serve
 from teacher_service.engines.fake import FakeEngine, FakeSettings
-from teacher_service.metrics_page import TeacherMetrics
+from teacher_service.metrics import TeacherMetrics
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.scorer import RowScorer
 from teacher_service.serving.service import TeacherServicer

@@ -76,6 +76,7 @@ class RolloutInfo(_message.Message):
     WAITING_ORDERS_FIELD_NUMBER: _builtins.int
     SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     WEIGHT_LOADS_FIELD_NUMBER: _builtins.int
+    LORA_RANK_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """hf or vllm"""
     model: _builtins.str
@@ -90,6 +91,8 @@ class RolloutInfo(_message.Message):
     """since the start"""
     weight_loads: _builtins.int
     """since the start"""
+    lora_rank: _builtins.int
+    """of the adapters that snapshots have; 0: they have all weights"""
     @_builtins.property
     def loaded(self) -> Global___WeightsVersion:
         """absent before the first order"""
@@ -108,10 +111,11 @@ class RolloutInfo(_message.Message):
         waiting_orders: _builtins.int = ...,
         sampled_tokens: _builtins.int = ...,
         weight_loads: _builtins.int = ...,
+        lora_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loaded", b"loaded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "dtype", b"dtype", "engine", b"engine", "loaded", b"loaded", "max_length", b"max_length", "model", b"model", "running_orders", b"running_orders", "sampled_tokens", b"sampled_tokens", "vocab_size", b"vocab_size", "waiting_orders", b"waiting_orders", "weight_loads", b"weight_loads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "dtype", b"dtype", "engine", b"engine", "loaded", b"loaded", "lora_rank", b"lora_rank", "max_length", b"max_length", "model", b"model", "running_orders", b"running_orders", "sampled_tokens", b"sampled_tokens", "vocab_size", b"vocab_size", "waiting_orders", b"waiting_orders", "weight_loads", b"weight_loads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -151,12 +155,19 @@ class WeightsVersion(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     lineage: _builtins.str
     """Versions of one lineage are ordered by number. A trainer's attempt is one lineage."""
     number: _builtins.int
     directory: _builtins.str
     """Directory with the weights, as the service sees it; see student_trainer/rollout_client/snapshot.py."""
     in_flight: Global___InFlight.ValueType
+    job: _builtins.str
+    """The run directory of the trainer, and the number of its attempt. After an order of a later attempt, the service
+    refuses those of earlier ones. Empty: not compared.
+    """
+    attempt: _builtins.int
     def __init__(
         self,
         *,
@@ -164,10 +175,12 @@ class WeightsVersion(_message.Message):
         number: _builtins.int = ...,
         directory: _builtins.str = ...,
         in_flight: Global___InFlight.ValueType = ...,
+        job: _builtins.str = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "in_flight", b"in_flight", "lineage", b"lineage", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "directory", b"directory", "in_flight", b"in_flight", "job", b"job", "lineage", b"lineage", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,8 +22,10 @@ from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
 from clients.config.tables.common import StudentConfig
+from clients.preflight.context_parallel import refuse_indivisible_heads
 from clients.preflight.teachers import check_length
 from clients.runs.directory import RunDirectory
+from clients.runs.metrics_writer import MetricsLog
 from clients.runs.progress import Progress
 from protos.errors import DistillError, InvalidInput
 from student_trainer.checkpoints import checkpoint
@@ -58,6 +60,8 @@ from student_trainer.parallel.tensor_parallel import check_divisible
 from student_trainer.parallel.time_limit import time_limit
 from student_trainer.rewards import Rewards
 from student_trainer.rollout_client.local_services import RolloutServices
+from student_trainer.rollout_client.placed_services import PlacedServices
+from student_trainer.rollout_client.stopped_job import end_orders_after_stop
 from student_trainer.run.metrics import open_metrics
 from student_trainer.run.model_checks import (
     check_max_tokens,
@@ -81,7 +85,7 @@ def assemble(
     attempt: int,
     from_step: int | None,
     rewards: Rewards | None = None,
-    service: RolloutServices | None = None,
+    service: RolloutServices | PlacedServices | None = None,
 ) -> Trainer:
     """Collective. Return a trainer that resumes from the newest intact checkpoint, if there is one.
 
@@ -104,16 +108,15 @@ def assemble(
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
         checkpoint.delete_after(run.checkpoints, step)
     engine = connect_engine(config, service, accelerator, student, run.path, attempt, tokenizer)
+    if engine is not None:
+        end_orders_after_stop(engine.client, progress.stop_asked)
     method = make_method(accelerator, student, engine)
     if saved is not None:
         _restore(method, saved)
     optimizer = make_optimizer(config.train, student.trained.model, accelerator.device)
     if saved is not None:
         checkpoint.load_optimizer(saved, student.trained.model, optimizer)
-    metrics = None
-    if accelerator.is_main_process:
-        write_environment(run, attempt=attempt, processes=accelerator.num_processes)
-        metrics = open_metrics(run, attempt=attempt, last_step=step or None, track=config.track)
+    metrics = _begun(config, run, accelerator, attempt, step)
     _log_start(config, teachers, stores, student, step)
     parts = Parts(
         step=step,
@@ -132,6 +135,16 @@ def assemble(
         ahead=method.ahead,
     )
     return Trainer(config, run, progress, parts)
+
+
+def _begun(
+    config: AnyTraining, run: RunDirectory, accelerator: Accelerator, attempt: int, step: int
+) -> MetricsLog | None:
+    """In the main process, write the environment of the attempt, and return the metrics log."""
+    if not accelerator.is_main_process:
+        return None
+    write_environment(run, attempt=attempt, processes=accelerator.num_processes)
+    return open_metrics(run, attempt=attempt, last_step=step or None, track=config.track)
 
 
 def _log_start(
@@ -159,9 +172,13 @@ def _load_student(
     sharded = config.train.sharding == "fsdp2" and config.train.processes > 1
     model = load_model(config.student, saved / "model" if saved else None, mapped=sharded)
     made = Student(model, bf16=computes_in_bfloat16(config.student))
-    student = distribute(accelerator, made, config.train.sharding, config.train.tensor_parallel)
+    train = config.train
+    student = distribute(
+        accelerator, made, train.sharding, train.tensor_parallel, train.context_parallel
+    )
     with student.gathered():
         choose_attention(student.trained, student.full, config.student)
+        student.check_context()
     if config.student.compile:
         compile_layers(student.trained)
     return student
@@ -194,6 +211,7 @@ def _prepared(
     if config.train.tensor_parallel > 1:
         check_divisible(config.student, config.train.tensor_parallel)
     shape = load_config(config.student).get_text_config()
+    refuse_indivisible_heads(shape.to_dict(), config.train.context_parallel)
     most = getattr(shape, "max_position_embeddings", None)
     tokens = vocabulary(tokenizer)
     if isinstance(config, OfflineJob):
@@ -205,8 +223,8 @@ def _prepared(
         if config.teacher is not None or config.eval.metric != "none":
             check_length(longest + config.method.max_new_tokens, "student", most)
         examined = load_examined(config, tokenizer, longest)
-        return lambda accelerator, student, _: offline_method(
-            config, stores, examined, teachers, accelerator, student, tokenizer
+        return lambda accelerator, student, engine: offline_method(
+            config, stores, examined, teachers, accelerator, student, tokenizer, engine
         )
     if isinstance(config, SFTJob):
         check_max_tokens(config.method.max_tokens, most)

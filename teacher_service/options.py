@@ -47,18 +47,3 @@ RedisUrlOption = Annotated[
 RedisTtlOption = Annotated[
     int, typer.Option(min=1, help="Hours after which Redis removes a sequence.")
 ]
-MetricsPortOption = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        max=65535,
-        help="Serve Prometheus metrics at /metrics on this port; 0: any free port. "
-        "Default: no metrics.",
-    ),
-]
-MetricsHostOption = Annotated[
-    str,
-    typer.Option(
-        help="Address to serve /metrics on. It needs no token; it has numbers, but no contents."
-    ),
-]

@@ -12,12 +12,15 @@ import grpc.aio
 from protos import teacher_pb2_grpc
 from protos.errors import InvalidInput
 from protos.rpc.logs import fields
+from protos.rpc.metrics_page import metrics_page
 from protos.rpc.server import ServerEndpoint, serve
 from teacher_service.cache.row_cache import RowCache
 from teacher_service.cache.settings import CacheSettings, make_cache, open_redis
-from teacher_service.engines.base import Engine
-from teacher_service.metrics_page import TeacherMetrics, served
+from teacher_service.engines.base import ContinuousEngine, Engine
+from teacher_service.metrics import TeacherMetrics
 from teacher_service.serving.batcher import Batcher
+from teacher_service.serving.dispatcher import Dispatcher
+from teacher_service.serving.feeder import Feeder
 from teacher_service.serving.scorer import RowScorer
 from teacher_service.serving.self_test import run_self_test
 from teacher_service.serving.service import TeacherServicer
@@ -68,17 +71,14 @@ class TeacherSettings:
 def run(settings: TeacherSettings) -> None:
     """Load the engine and serve until SIGTERM or SIGINT.
 
-    Raises SystemExit with code 1 if the engine fails every batch; see Batcher. Raises InvalidInput
-    if the settings cannot work, and WrongState if the self-test of the engine fails.
+    Raises SystemExit with code 1 if the engine fails every query; see Dispatcher. Raises
+    InvalidInput if the settings cannot work, and WrongState if the self-test of the engine fails.
     """
     redis = open_redis(settings.cache) if settings.cache else None
     metrics = TeacherMetrics()
-    page = served(metrics, *settings.metrics) if settings.metrics else nullcontext()
-    with page as metrics_address:
+    with metrics_page(metrics.registry, settings.metrics):
         # Check before loading, which takes minutes, and after the page has bound its port.
         settings.endpoint.require_usable()
-        if metrics_address:
-            log.info("metrics", extra=fields(address=metrics_address))
         engine = make_engine(settings.engine)
         difference = run_self_test(engine)
         meaning = "Largest difference of two scorings of a token at startup."
@@ -145,16 +145,20 @@ async def _serve(
         info.vocab_size, info.max_length, min(settings.max_top_k, info.vocab_size)
     )
     stop = asyncio.Event()
-    batching = Batcher(
-        engine,
-        max_batch_tokens=settings.engine.max_batch_tokens,
-        on_broken=stop.set,
-        metrics=metrics,
-    )
-    async with cache or nullcontext(), batching as batcher:
-        scorer = RowScorer(batcher, cache)
-        weights = Weights(engine, batcher)
-        servicer = TeacherServicer(scorer, batcher, weights, limits, metrics)
+    dispatching: Dispatcher
+    if isinstance(engine, ContinuousEngine):
+        dispatching = Feeder(engine, on_broken=stop.set, metrics=metrics)
+    else:
+        dispatching = Batcher(
+            engine,
+            max_batch_tokens=settings.engine.max_batch_tokens,
+            on_broken=stop.set,
+            metrics=metrics,
+        )
+    async with cache or nullcontext(), dispatching as dispatcher:
+        scorer = RowScorer(dispatcher, cache)
+        weights = Weights(engine, dispatcher)
+        servicer = TeacherServicer(scorer, dispatcher, weights, limits, metrics)
 
         def register(server: grpc.aio.Server) -> str:
             teacher_pb2_grpc.add_TeacherServicer_to_server(servicer, server)
@@ -173,5 +177,5 @@ async def _serve(
             on_stop=servicer.drain,
             stop=stop,
         )
-        if batcher.broken:
+        if dispatcher.broken:
             raise SystemExit(1)

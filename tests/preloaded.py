@@ -19,7 +19,7 @@ for _name in (
     "student_trainer.exam.__main__",
     "student_trainer.model.lora",
     "student_trainer.rollout_service.__main__",
-    "student_trainer.rollout_service.hf_engine",
+    "student_trainer.rollout_service.engines.hf",
     "student_trainer.rollout_service.program",
     "teacher_service.__main__",
     "teacher_service.capture.__main__",

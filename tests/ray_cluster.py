@@ -18,11 +18,19 @@ _START_SECONDS = 180.0  # seven on a quiet machine
 
 
 class Cluster:
-    """Nodes of so many CPUs on free ports of 127.0.0.1, the first one the head; `dashboard`: with
-    its Jobs API. `log` has what the newest node said.
+    """Nodes of so many CPUs on free ports of `host`, the first one the head; `dashboard`: with
+    its Jobs API, on 127.0.0.1. `gpus`: that each node says it has. `log` has what the newest node
+    said.
     """
 
-    def __init__(self, log: Path, *cpus: int, dashboard: bool = False) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *cpus: int,
+        dashboard: bool = False,
+        host: str = "127.0.0.1",
+        gpus: int = 0,
+    ) -> None:
         self._log = log
         self._cpus = cpus
         # Short: sockets live there, whose names have a limit.
@@ -31,7 +39,8 @@ class Cluster:
         self._dashboard = dashboard
         self._port = port
         self._nodes: list[subprocess.Popen[bytes]] = []
-        self.address = f"127.0.0.1:{port}"
+        self._host, self._gpus = host, gpus
+        self.address = f"{host}:{port}"
         self.jobs = f"http://127.0.0.1:{self._page}"
         self.start()
 
@@ -71,7 +80,8 @@ class Cluster:
         shutil.rmtree(self._place, ignore_errors=True)
 
     def _start_node(self, number: int, options: list[str]) -> None:
-        options += [f"--num-cpus={self._cpus[number]}", "--node-ip-address=127.0.0.1"]
+        options += [f"--num-cpus={self._cpus[number]}", f"--node-ip-address={self._host}"]
+        options.append(f"--num-gpus={self._gpus}")
         options.append(f"--dashboard-agent-listen-port={self._agents[number]}")
         ray = str(Path(sys.executable).with_name("ray"))
         with self._log.open("w") as output:

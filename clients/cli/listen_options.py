@@ -39,3 +39,18 @@ InsecureOption = Annotated[
     bool,
     typer.Option("--insecure", help="Allow other machines to connect without tokens or TLS."),
 ]
+MetricsPortOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Serve Prometheus metrics at /metrics on this port; 0: any free port. "
+        "Default: no metrics.",
+    ),
+]
+MetricsHostOption = Annotated[
+    str,
+    typer.Option(
+        help="Address to serve /metrics on. It needs no token; it has numbers, but no contents."
+    ),
+]

@@ -16,6 +16,8 @@ from clients.config.tables.common import TrainingJob
 
 AnyTraining: TypeAlias = OnPolicyJob | OfflineJob | RLJob | SFTJob
 AnyJob: TypeAlias = AnyTraining | CaptureJob
+# Jobs whose student samples answers to learn from; each has the table `rollouts`.
+SamplingJob: TypeAlias = OnPolicyJob | OfflineJob | RLJob
 Kind: TypeAlias = (
     type[OnPolicyJob] | type[OfflineJob] | type[RLJob] | type[SFTJob] | type[CaptureJob]
 )
@@ -35,7 +37,7 @@ def processes_of(job: AnyJob) -> int:
 
 def gpus_of(job: AnyJob) -> int:
     """Return the number of GPUs of the job: one per process, and those of its rollout engines."""
-    engines = job.rollouts.gpus if isinstance(job, OnPolicyJob | RLJob) else 0
+    engines = job.rollouts.gpus if isinstance(job, SamplingJob) else 0
     return processes_of(job) + engines
 
 

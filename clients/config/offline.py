@@ -8,7 +8,8 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from clients.config.tables.common import Count, Name, Table, TeacherLink, TrainingJob
 from clients.config.tables.data import PromptKeys, prompt_rules
-from clients.config.unused import refuse_unused
+from clients.config.tables.rollouts import RolloutsConfig, rollout_rules
+from clients.config.unused import Rule, refuse_unused
 from clients.data.prompt_format import PromptFormat
 
 
@@ -67,6 +68,7 @@ class OfflineJob(TrainingJob):
     method: OfflineConfig
     teacher: Annotated[TeacherLink | None, Field(validate_default=True)] = None
     """The running teacher service; only needed for `method.on_policy_fraction`."""
+    rollouts: RolloutsConfig = RolloutsConfig()
 
     @field_validator("teacher")
     @classmethod
@@ -110,8 +112,16 @@ class OfflineJob(TrainingJob):
                     "method.on_policy_fraction or eval.metric",
                 ),
                 *prompt_rules(self.data),
+                *self._rules_of_rollouts(),
             ],
         )
+
+    def _rules_of_rollouts(self) -> list[Rule]:
+        if self.method.on_policy_fraction > 0:
+            return rollout_rules(self.rollouts)
+        keys = " ".join(f"rollouts.{key}" for key in RolloutsConfig.model_fields)
+        why = "the student samples no answers to learn from; leave it out, or set "
+        return [(False, keys, f"{why}method.on_policy_fraction")]
 
     @property
     def teacher_addresses(self) -> dict[str, str | list[str]]:

@@ -103,8 +103,8 @@ class RLJob(TrainingJob):
         method = info.data.get("method")
         if method and method.dynamic_sampling > 1 and rollouts.lag:
             raise ValueError(
-                "lag > 0 needs the prompts of later steps, which method.dynamic_sampling decides "
-                "by rewards; set lag = 0, or leave dynamic_sampling out"
+                "rewards decide whether a step of method.dynamic_sampling needs another round, "
+                "when its weights are gone; set lag = 0, or leave dynamic_sampling out"
             )
         return rollouts
 
@@ -113,12 +113,7 @@ class RLJob(TrainingJob):
     def _leaves_room(
         cls, environment: SearchConfig | None, info: ValidationInfo
     ) -> SearchConfig | None:
-        method, rollouts = info.data.get("method"), info.data.get("rollouts")
-        if environment and rollouts and not rollouts.in_trainer:
-            raise ValueError(
-                "only the trainer itself samples with an environment; leave rollouts.engine, "
-                "rollouts.lag and rollouts.address out"
-            )
+        method = info.data.get("method")
         if environment and method and environment.max_passage_tokens >= method.max_new_tokens:
             raise ValueError(
                 f"max_passage_tokens = {environment.max_passage_tokens} leaves no room in "

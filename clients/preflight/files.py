@@ -15,6 +15,7 @@ from clients.config.offline import OfflineJob
 from clients.config.tables.common import StudentConfig, TrainingJob
 from clients.data.records import FILE_SUFFIXES
 from clients.preflight.chat_template import check_template
+from clients.preflight.context_parallel import check_context_parallel
 from clients.preflight.data_files import check_data
 from clients.preflight.disk import check_space
 from clients.preflight.packages import check_packages
@@ -43,6 +44,7 @@ def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE, packages: boo
         return
     check_student(config.student)
     check_tensor_parallel(config)
+    check_context_parallel(config)
     check_template(config)
     check_processes(config)
     check_trackers(config.track)

@@ -30,7 +30,8 @@ class Load:
     """What decides the memory of a process.
 
     sharded: FSDP2 over `processes`; otherwise DDP, or a single process. tensor_parallel: processes
-    of a group that divides the layers. bf16: dtype of the computation. checkpointing: the key
+    of a group that divides the layers. context_parallel: processes of a group that divides the
+    tokens of a micro-batch. bf16: dtype of the computation. checkpointing: the key
     `student.gradient_checkpointing`. lora: rank of the adapters; 0 trains all weights. train_head:
     with adapters, the head too. tokens: padded tokens of a micro-batch. line: tokens of its longest
     sequence. sampled: sequences that are sampled at a time, of `sampled_line` tokens each, of which
@@ -56,6 +57,7 @@ class Load:
     narrow_moments: bool = False
     cuda: bool = True
     tensor_parallel: int = 1
+    context_parallel: int = 1
 
     @property
     def shards(self) -> int:
@@ -170,6 +172,9 @@ def saved_per_token(load: Load) -> int:
     own = load.bf16 and not (load.lora and load.sharded)
     copies = 5 * h if own else 2 * h
     attention = c * (q + 2 * k + q) + FLOAT32 * s.heads  # q, k, v, output, log-sum-exp
+    if (group := load.context_parallel) > 1:
+        # The output once more, for own tokens; repeated heads, so that each process has as many.
+        attention += c * (q + 2 * k * (group // math.gcd(s.kv_heads, group) - 1))
     if load.lora and own:
         copies += q  # of the output projection's input, beside the output itself
     mlp = c * 4 * i  # gate, its activation, up, their product
@@ -241,6 +246,7 @@ def head(load: Load, *, learns: bool) -> int:
 def learning(load: Load) -> dict[str, int]:
     """Return the bytes that an update needs beside `held`, at the peak of its micro-batches."""
     s, c = load.part, load.itemsize
+    whole, load = load.tokens, replace(load, tokens=-(-load.tokens // load.context_parallel))
     layer = c * s.linear_weights + (c if load.lora else FLOAT32) * s.other_weights
     layer += c * load.trained_layer if load.lora else 0
     found = {"gradients": FLOAT32 * load.trained // load.shards}
@@ -264,7 +270,11 @@ def learning(load: Load) -> dict[str, int]:
         backward -= load.tokens * products_per_token(load)
     if load.checkpointing is True:
         backward -= found.get("bfloat16 weights", 0) * (s.layers - 1) // s.layers
-    found["logits" if at_loss > backward else "one layer"] = max(at_loss, backward)
+    at_peak = {"one layer": backward, "logits": at_loss}
+    if load.context_parallel > 1:  # of all tokens, until the end of the forward pass
+        at_peak["embeddings"] = load.residual * s.hidden * whole
+    widest = max(at_peak, key=at_peak.__getitem__)
+    found[widest] = at_peak[widest]
     return found
 
 

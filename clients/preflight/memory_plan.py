@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from clients.config.kinds import AnyTraining
+from clients.config.kinds import AnyTraining, SamplingJob
 from clients.config.offline import OfflineJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
@@ -104,6 +104,8 @@ def load_of(
     critic = isinstance(job, RLJob) and job.method.advantages == "gae"
     # Each turn reads everything before it again.
     several_turns = isinstance(job, RLJob) and job.environment is not None
+    # A rollout engine has memory of its own.
+    samples = not isinstance(job, SamplingJob) or job.rollouts.in_trainer
     written = math.ceil(job.train.prompts_per_step / processes)
     if isinstance(job, RLJob):
         written *= job.method.rollouts_per_prompt
@@ -115,7 +117,7 @@ def load_of(
         checkpointing=job.student.gradient_checkpointing,
         tokens=line * min(max(1, most // line), of_update),
         line=line,
-        sampled=min(max(1, 4 * most // answer), of_step),
+        sampled=min(max(1, 4 * most // answer), of_step) * samples,
         sampled_line=answer,
         sampled_prompt=answer if several_turns else answer - job.method.max_new_tokens,
         lora=0 if lora is None else lora.rank,
@@ -125,6 +127,7 @@ def load_of(
         critic_tokens=written * job.method.max_new_tokens if rl and critic else 0,
         cuda=cuda,
         tensor_parallel=job.train.tensor_parallel,
+        context_parallel=job.train.context_parallel,
     )
 
 
@@ -186,7 +189,7 @@ def changes_of(
     """Return a sentence on each change of the job that alone makes it fit, or on all together."""
     found = []
     together: AnyTraining = job
-    for name, change in _CHANGES.items():
+    for name, change in {**_CHANGES, **_shared_tokens(job, shape, usable, most, longest)}.items():
         if not _is_change(job, change):
             continue
         together = changed(together, change)
@@ -208,6 +211,29 @@ def changes_of(
             )
         else:
             found.append("all of these together: do not fit; the student is too large")
+    return found
+
+
+def _shared_tokens(
+    job: AnyTraining, shape: ModelShape, usable: int, most: int, longest: int | None
+) -> Mapping[str, _Change]:
+    """Return context parallelism as a change: in the smallest groups that fit, or in the largest.
+
+    {} if a micro-batch of one sequence fits without, or if the job cannot have groups.
+    """
+    if most or job.train.tensor_parallel > 1 or job.student.compile:
+        return {}
+    found: Mapping[str, _Change] = {}
+    for size in range(job.train.context_parallel + 1, job.train.processes + 1):
+        if job.train.processes % size or shape.heads % size:
+            continue
+        keys = {"sharding": "fsdp2", "context_parallel": size}
+        name = f'train = {{ sharding = "fsdp2", context_parallel = {size} }}'
+        if job.train.sharding == "fsdp2":
+            name = f"train.context_parallel = {size}"
+        found = {name: {"train": keys}}
+        if peak(load_of(changed(job, found[name]), shape, longest)) <= usable:
+            return found
     return found
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from clients.config.capture import CaptureJob
-from clients.config.kinds import AnyJob
-from clients.config.on_policy import OnPolicyJob
+from clients.config.kinds import AnyJob, SamplingJob
 from clients.config.rl import RLJob
 from clients.config.tables.common import StudentConfig, TrainingJob
 from clients.config.tables.reward import GENERATED, RewardConfig
@@ -31,7 +30,7 @@ def check_packages(config: AnyJob) -> None:
         if config.train.optimizer == "adamw_8bit":
             require_extra("8bit", "the optimizer adamw_8bit", field="train.optimizer")
         check_attention(config.student)
-    if isinstance(config, OnPolicyJob | RLJob):
+    if isinstance(config, SamplingJob):
         rollouts = config.rollouts
         # There are builds of vLLM under other names than that of the extra.
         if rollouts.engine == "vllm" and rollouts.replicas and find_spec("vllm") is None:

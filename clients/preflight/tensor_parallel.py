@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clients.config.kinds import AnyTraining
+from clients.config.tables.common import StudentConfig
 from clients.data.regular_file import read_document
 from protos.errors import InvalidInput
 
@@ -28,15 +29,21 @@ def check_tensor_parallel(config: AnyTraining) -> None:
 
     A student from the hub is checked when the job starts.
     """
-    size, directory = config.train.tensor_parallel, Path(config.student.model)
-    if size == 1 or not directory.is_dir():
-        return
+    if config.train.tensor_parallel > 1:
+        counts = divided_counts(local_config(config.student))
+        refuse_indivisible(counts, config.train.tensor_parallel, FIELD)
+
+
+def local_config(student: StudentConfig) -> dict[str, Any]:
+    """Return the configuration of a local student's text model; {} if it cannot be read.
+
+    The job's program says what is wrong with the file.
+    """
     try:
-        found = read_document(directory / "config.json")
+        found = read_document(Path(student.model) / "config.json")
     except (OSError, ValueError):
-        return  # the job's program says what is wrong with the file
-    if isinstance(found, dict):
-        refuse_indivisible(divided_counts(found.get("text_config") or found), size)
+        return {}
+    return (found.get("text_config") or found) if isinstance(found, dict) else {}
 
 
 def divided_counts(config: Mapping[str, Any]) -> dict[str, int]:
@@ -45,8 +52,8 @@ def divided_counts(config: Mapping[str, Any]) -> dict[str, int]:
     return {name: count for name, count in found.items() if isinstance(count, int) and count > 0}
 
 
-def refuse_indivisible(counts: Mapping[str, int], size: int) -> None:
-    """Raise InvalidInput if `size` does not divide each of `counts`."""
+def refuse_indivisible(counts: Mapping[str, int], size: int, field: str) -> None:
+    """Raise InvalidInput if `size`, the key `field`, does not divide each of `counts`."""
     for name, count in counts.items():
         if count % size:
             # A divisor of `size` also divides train.processes.
@@ -54,6 +61,6 @@ def refuse_indivisible(counts: Mapping[str, int], size: int) -> None:
             possible = [n for n in divisors if all(of % n == 0 for of in counts.values())]
             raise InvalidInput(
                 f"{size} processes cannot share the {count} {name} of the student evenly",
-                field=FIELD,
+                field=field,
                 hint=f"lower it to {possible[-1]}" if possible[-1] > 1 else "leave it out",
             )

@@ -1,4 +1,4 @@
-"""The command line that runs a job's program on a run directory, for `distill run` and the server.
+"""The command lines of a job's programs, for `distill run`, the server and the trainer.
 
 The program of a capture is `teacher_service.capture`, of all other methods `student_trainer`. The
 program reads job.json, writes its progress to status.json, and reads control.json before every
@@ -13,7 +13,11 @@ import sys
 from pathlib import Path
 
 from clients.config.capture import CaptureJob
+from clients.config.kinds import AnyTraining
+from clients.config.tables.rollouts import RolloutsConfig
 from clients.runs.directory import RunDirectory
+
+_MOST_LORA_RANK = 512  # of vLLM
 
 
 def trainer_command(
@@ -41,3 +45,29 @@ def trainer_command(
     launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     # --no_python: the launcher itself would start the ranks without -P.
     return [*launcher, "--main_process_port", "0", "--no_python", *trainer]
+
+
+def adapter_rank(config: AnyTraining) -> int:
+    """Return the rank of the adapters that an engine gets; 0: it gets all weights, merged.
+
+    A head that is trained in full is not in the adapters.
+    """
+    lora = config.student.lora
+    if lora is None or lora.train_head or lora.rank > _MOST_LORA_RANK:
+        return 0
+    return lora.rank
+
+
+def rollouts_command(config: AnyTraining, rollouts: RolloutsConfig) -> list[str]:
+    """Return the command line of a rollout service of a job, without its port and threads."""
+    student = config.student
+    command = [sys.executable, "-P", "-m", "student_trainer.rollout_service"]
+    command += ["--model", student.model, "--engine", rollouts.engine, "--dtype", student.dtype]
+    if student.revision is not None:
+        command += ["--revision", student.revision]
+    if rank := adapter_rank(config):
+        command += ["--lora-rank", str(rank)]
+    if rollouts.engine == "vllm":
+        command += ["--tensor-parallel-size", str(rollouts.tensor_parallel_size)]
+        command += ["--gpu-memory-share", str(rollouts.memory_share)]
+    return command

@@ -82,6 +82,10 @@ class Progress:
         choices = ("", "checkpoint", "now")
         return choices[self.agree(choices.index(wish))]
 
+    def stop_asked(self) -> bool:
+        """Return whether this process sees a request to stop. Not collective, for any thread."""
+        return self._terminated() or bool(self._run.read_control().stop)
+
     def _write(self, status: Status) -> None:
         self._status = status
         self._written = time.monotonic()

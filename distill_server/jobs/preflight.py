@@ -1,4 +1,4 @@
-"""Checks of a job before it is queued: files, teachers and tokenizers.
+"""Checks of a job before it is queued: files, teachers, tokenizers and rollout services.
 
 The job's program makes the same checks when it starts; here they fail at submission instead.
 """
@@ -17,6 +17,7 @@ from typing import TypeAlias, TypeVar
 from clients.config.kinds import AnyJob
 from clients.config.tables.common import TrainingJob
 from clients.preflight.files import check_here
+from clients.preflight.rollouts import check_rollouts
 from clients.preflight.teachers import check_teachers, field_of, label_of, services_of
 from clients.teacher.client import TeacherClient, TeacherInfo
 from distill_server.jobs.student_tokens import StudentTokens
@@ -71,7 +72,10 @@ class JobPreflight:
                 )
                 names = services_of(config)
                 asked = (self._info(names[name], field_of(name)) for name in names)
-                infos = dict(zip(names, await asyncio.gather(*asked), strict=True))
+                rollouts = partial(check_rollouts, config, scope="preflight")
+                answers = asyncio.gather(*asked)
+                await asyncio.gather(_apart(self._askers, rollouts), answers)
+                infos = dict(zip(names, answers.result(), strict=True))
                 await _apart(self._askers, lambda: self._hold_against(config, infos))
         except TimeoutError:
             if not limit.expired():  # raised by a check, not by this limit

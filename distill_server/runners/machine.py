@@ -59,6 +59,13 @@ class Machine:
                 field="resources.cpus",
                 hint="request fewer, or start the server with a larger --cpus",
             )
+        if 0 < (job.resources.gpus or 0) < (needed := gpus_of(job)) > processes:
+            raise InvalidInput(
+                f"the job asks for {job.resources.gpus} GPUs, its {processes} processes and its"
+                f" rollout engines need {needed}",
+                field="resources.gpus",
+                hint="leave it out, or lower rollouts.gpus",
+            )
         if (gpus := self._gpus_of(job)) > len(self.gpus or ()):
             raise InvalidInput(
                 f"the job asks for {gpus} GPUs, the server has {len(self.gpus or ())} for jobs",

@@ -59,7 +59,7 @@ MIN_TOKEN_CHARS = 43
 MAX_TOKEN_CHARS = 512
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
 _BEARER = "Bearer "
-_TEACHER = "/distill.v1.Teacher/"
+_TEACHER, _ROLLOUTS = "/distill.v1.Teacher/", "/distill.v1.Rollouts/"
 
 log = logging.getLogger(__name__)
 
@@ -91,16 +91,22 @@ class Tokens:
                 found = role
         return found
 
-    def scope_of(self, presented: str) -> str | None:
+    def scope_of(self, presented: str, *, rollouts: bool = False) -> str | None:
         """Return `JOB.ATTEMPT` of a token derived from one of these tokens, otherwise None.
 
-        The time does not depend on which part of the tag is wrong.
+        `rollouts`: it is one for rollout services, derived from a token of role ADMIN, and not one
+        for teachers. The time does not depend on which part of the tag is wrong.
         """
         parts = parts_of(presented)
         if parts is None:
             return None
         text, scope, tag = parts
         signed = [is_signed(key, text, tag) for key in self._keys]
+        if rollouts != text.startswith("rollouts."):
+            return None
+        if rollouts:
+            admin = [role is Role.ADMIN for _, role in self._roles]
+            signed = [good and may for good, may in zip(signed, admin, strict=True)]
         return scope if any(signed) else None
 
     def role_in(self, metadata: Any) -> Role | None:
@@ -108,10 +114,10 @@ class Tokens:
         token = _bearer(metadata)
         return None if token is None else self.role_of(token)
 
-    def scope_in(self, metadata: Any) -> str | None:
+    def scope_in(self, metadata: Any, *, rollouts: bool = False) -> str | None:
         """Return the scope (`JOB.ATTEMPT`) of the bearer token in a call's metadata, or None."""
         token = _bearer(metadata)
-        return None if token is None else self.scope_of(token)
+        return None if token is None else self.scope_of(token, rollouts=rollouts)
 
 
 def _bearer(metadata: Any) -> str | None:
@@ -220,17 +226,22 @@ class AccessControl(grpc.aio.ServerInterceptor):
         return handler
 
     def _role(self, method: str, metadata: Any) -> Role | None:
-        """Return the caller's role. A scoped token has the role READ, and only for teachers."""
+        """Return the caller's role.
+
+        A scoped token has the role READ at the kind of service that it is for. That of an attempt
+        is ADMIN at rollout services; attempt 0 is a server that asks for their info.
+        """
         role = self._tokens.role_in(metadata)
-        if role is not None or not method.startswith(_TEACHER):
+        if role is not None or not method.startswith((_TEACHER, _ROLLOUTS)):
             return role
-        scope = self._tokens.scope_in(metadata)
+        rollouts = method.startswith(_ROLLOUTS)
+        scope = self._tokens.scope_in(metadata, rollouts=rollouts)
         if scope is None:
             return None
         job, _, attempt = scope.rpartition(".")
-        called = {"method": method.removeprefix(_TEACHER), "job": job, "attempt": attempt}
+        called = {"method": method.rpartition("/")[2], "job": job, "attempt": attempt}
         log.info("called by a job", extra={"fields": called})
-        return Role.READ
+        return Role.ADMIN if rollouts and int(attempt) else Role.READ
 
 
 def _refusing(fault: Callable[[], Exception]) -> grpc.RpcMethodHandler[Any, Any]:

@@ -1,11 +1,15 @@
-"""Scoped tokens: one per attempt of a job, derived from a parent token, for reading from teachers.
+"""Scoped tokens: one per attempt of a job, derived from a parent token.
 
-    scoped.JOB.ATTEMPT.TAG      TAG = HMAC-SHA256 of the text before it, in hex; the key is derived
-                                from the parent token
+    scoped.JOB.ATTEMPT.TAG      for teachers
+    rollouts.JOB.ATTEMPT.TAG    for rollout services
 
-A teacher that knows the parent token recomputes the tag, so scoped tokens are never stored, and a
-new parent token invalidates all of them. A scoped token may read a teacher's info, vocabulary and
-rows, and nothing else, whatever the role of its parent (see `access.py`).
+TAG is the HMAC-SHA256 of the text before it, in hex; the key is derived from the parent token. A
+server that knows the parent token recomputes the tag, so scoped tokens are never stored, and a new
+parent token invalidates all of them.
+
+The first kind may read a teacher's info, vocabulary and rows, whatever the role of its parent. The
+second kind needs a parent of role admin; it may read a rollout service's info, and sample if its
+attempt is not 0. Neither may do anything else (see `access.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import hmac
 import re
 
-_FORM = re.compile(r"(scoped\.([a-z0-9.-]{1,200}\.[0-9]{1,9}))\.([0-9a-f]{64})")
+_FORM = re.compile(r"((?:scoped|rollouts)\.([a-z0-9.-]{1,200}\.[0-9]{1,9}))\.([0-9a-f]{64})")
 # Makes the signing key differ from the stored digest of a token: neither yields the other.
 _PURPOSE = b"distill scoped token 1"
 
@@ -23,12 +27,12 @@ def signing_key(token: str) -> bytes:
     return hmac.digest(token.encode("utf-8", "surrogatepass"), _PURPOSE, "sha256")
 
 
-def scoped_token(parent: str, job: str, attempt: int) -> str:
-    """Return the scoped token of one attempt.
+def scoped_token(parent: str, job: str, attempt: int, *, rollouts: bool = False) -> str:
+    """Return the scoped token of one attempt, for teachers, or with `rollouts` for those services.
 
     `job` is a job id: 1 to 200 characters of a-z, 0-9, "." and "-".
     """
-    text = f"scoped.{job}.{attempt}"
+    text = f"{'rollouts' if rollouts else 'scoped'}.{job}.{attempt}"
     token = f"{text}.{_tag(signing_key(parent), text).hex()}"
     assert _FORM.fullmatch(token), "job ids are made by the server and fit the form"
     return token

@@ -33,7 +33,8 @@ def open_channel(address: str, *, token: str, scope: str = "") -> grpc.Channel:
     """Return a channel to `address`; it connects on first use.
 
     `token` is the name of the environment variable that holds the token. With a `scope`, such as
-    "preflight", the channel sends a token derived for it, which can only read from teachers.
+    "preflight", the channel sends a token derived for it, which can only read from teachers or, if
+    `token` is ROLLOUTS_TOKEN, the info of rollout services.
 
     Raises InvalidInput if the address has an unknown scheme or no port, if a file cannot be read,
     or if the token would be sent unencrypted to another machine.
@@ -41,7 +42,7 @@ def open_channel(address: str, *, token: str, scope: str = "") -> grpc.Channel:
     scheme, _, rest = address.rpartition("://")
     secret = token_of(token)
     if scope and secret:
-        secret = scoped_token(secret, scope, 0)
+        secret = scoped_token(secret, scope, 0, rollouts=token == ROLLOUTS_TOKEN)
     if scheme == "https":
         return _secure(rest, client_credentials(*_tls_files()), secret)
     if scheme not in ("", "http"):
@@ -63,6 +64,20 @@ def open_channel(address: str, *, token: str, scope: str = "") -> grpc.Channel:
         )
     # gRPC itself refuses local credentials for a connection that leaves the machine.
     return _secure(rest, grpc.local_channel_credentials(), secret)
+
+
+def open_cluster_channel(
+    address: str, *, token: str
+) -> tuple[grpc.Channel, tuple[tuple[str, str], ...]]:
+    """Return a channel to a service that a runner has placed on its cluster, and metadata of calls.
+
+    To another machine there is no TLS, as between the nodes of a Ray cluster: the metadata sends
+    the token, which is of one attempt. Otherwise as `open_channel`.
+    """
+    if is_loopback(_host(address)):
+        return open_channel(address, token=token), ()
+    channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return channel, (("authorization", f"Bearer {token_of(token)}"),)
 
 
 def _secure(target: str, credentials: grpc.ChannelCredentials, token: str) -> grpc.Channel:

@@ -77,7 +77,7 @@ def _write_model(
     write_weights(path, model, weights, dtype)
     if has_adapters(model):
         adapters = {name: weights[name] for name in learned(model)}
-        _write_adapters(path / "adapter" if path is not None else None, model, adapters)
+        write_adapters(path / "adapter" if path is not None else None, model, adapters)
 
 
 def write_weights(
@@ -108,11 +108,26 @@ def write_weights(
             (path / name).write_bytes(text)
 
 
-def _write_adapters(path: Path | None, model: Any, adapters: Mapping[str, Tensor]) -> None:
-    """Collective. Write the trained weights in the format of `peft`, as they are."""
+def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight that `write_weights` writes, by its name in the files.
+
+    The model may be without data (device meta).
+    """
+    stored = without_aliases(model, model.state_dict(keep_vars=True))
+    sizes = {name: _size(weight) for name, weight in stored.items()}
+    published = _published(model, sizes, torch.float32)
+    return {name: tuple(weight.shape) for name, weight in published.items()}
+
+
+def write_adapters(path: Path | None, model: Any, adapters: Mapping[str, Tensor]) -> None:
+    """Collective. Write the trained weights in the format of `peft`, as they are.
+
+    A process whose `path` is None only takes part. `adapters`: those of the model, or others in
+    their places, by name.
+    """
     writer = None
     if path is not None:
-        path.mkdir()
+        path.mkdir(exist_ok=True)
         save_adapter_configuration(path, model)
         named = {adapter_key(name): weight for name, weight in adapters.items()}
         writer = PartWriter(path / ADAPTERS, layout(named), hashed=False)

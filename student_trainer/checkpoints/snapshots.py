@@ -22,8 +22,9 @@ from torch import Tensor
 
 from protos.errors import Unavailable
 from protos.rpc.failpoints import failpoint
-from student_trainer.checkpoints.export import write_weights
+from student_trainer.checkpoints.export import write_adapters, write_weights
 from student_trainer.data.sequence import TokenSequence
+from student_trainer.model.lora import learned
 from student_trainer.model.passes import of_rollouts
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
@@ -33,6 +34,7 @@ from student_trainer.rollout_client.snapshot import Probe, seal
 _MEMORY_DISK = Path("/dev/shm")
 _PREFIX = "distill-weights-"
 _IN_RUN = "weights"
+_TRIES = 10
 
 
 def snapshot_root(run: Path, attempt: int, needed: int, *, local: bool) -> Path:
@@ -45,15 +47,30 @@ def snapshot_root(run: Path, attempt: int, needed: int, *, local: bool) -> Path:
     shutil.rmtree(run / _IN_RUN, ignore_errors=True)
     for left in _MEMORY_DISK.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # the lock is held, or another user owns the directory
-            os.close(_locked(left))
+            lock = _locked(left)
             shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
     in_memory = local and os.access(_MEMORY_DISK, os.W_OK)
     # The other half of the memory disk is left to others.
     if in_memory and shutil.disk_usage(_MEMORY_DISK).free > 2 * needed:
-        root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY_DISK))
-        _locked(root)  # until this process ends; a process id may be of another container
-        return root
+        for _ in range(_TRIES):
+            if (root := _locked_root()) is not None:
+                return root
     return run / _IN_RUN / f"attempt-{attempt}"
+
+
+def _locked_root() -> Path | None:
+    """Return a new directory in memory, locked until this process ends.
+
+    Returns None if another trainer took it for one that a killed trainer has left, before it was
+    locked.
+    """
+    root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY_DISK))
+    try:
+        _locked(root)  # a lock and no process id, which may be of another container
+    except OSError:
+        return None
+    return root if root.exists() else None
 
 
 def _locked(root: Path) -> int:
@@ -67,8 +84,10 @@ def _locked(root: Path) -> int:
     return opened
 
 
-def bytes_of(model: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of a snapshot of a model."""
+def bytes_of(model: Any, dtype: torch.dtype, *, adapters: bool) -> int:
+    """Return the bytes of a snapshot of a model, or of its adapters, which are float32."""
+    if adapters:
+        return sum(weight.numel() for weight in learned(model).values()) * 4
     return int(model.num_parameters()) * dtype.itemsize
 
 
@@ -81,24 +100,29 @@ class Snapshots:
         student: Replicated | Sharded,
         root: Path,
         *,
-        lineage: str,
+        job: str,
+        attempt: int,
         dtype: torch.dtype,
+        adapters: bool,
         in_flight: InFlight,
         probe_ids: Tensor,
         tokens_per_micro_batch: int,
     ) -> None:
         """Collective. Set up the writer.
 
-        `root`: the directory for the snapshots, as the main process knows it; it is created, and
-        `close` deletes it. `lineage` and `in_flight`: see WeightsVersion. `dtype`: of the stored
-        weights. `probe_ids` [n, T] int64: the sequences of the probe, the same in every process.
+        `root`: the directory for the snapshots; it is created, and `close` deletes it. It and `job`
+        are those of the main process. `job`, `attempt` and `in_flight`: see WeightsVersion.
+        `dtype`: of the stored weights. `adapters`: snapshots have the student's adapters in place
+        of all weights. `probe_ids` [n, T] int64: the sequences of the probe, the same in every
+        process.
         """
         self._accelerator = accelerator
         self._student = student
-        [name] = broadcast_object_list([str(root)])
+        [name, self._job] = broadcast_object_list([str(root), job])
         self._root = Path(name)
-        self._lineage = lineage
+        self._attempt = attempt
         self._dtype = dtype
+        self._adapters = adapters
         self._in_flight: InFlight = in_flight
         self._probe_ids = probe_ids
         self._most = tokens_per_micro_batch
@@ -117,9 +141,11 @@ class Snapshots:
 
         Raises Unavailable on all ranks if there is no room for it.
         """
-        lineage = f"{self._lineage}-anchor" if anchor else self._lineage
+        lineage = f"{self._job}-{self._attempt}{'-anchor' if anchor else ''}"
         directory = self._root / f"{'anchor' if anchor else 'version'}-{number:06d}"
-        version = WeightsVersion(lineage, number, directory, self._in_flight)
+        version = WeightsVersion(
+            lineage, number, directory, self._in_flight, self._job, self._attempt
+        )
         if version not in self._written:
             self._write(version)
         self._written = [*(one for one in self._written if one != version), version]
@@ -131,7 +157,11 @@ class Snapshots:
         logprobs = self._probe_logprobs()
         model = self._student.trained.model
         weights = model.state_dict(keep_vars=True)
-        write_weights(version.directory if main else None, model, weights, self._dtype)
+        path = version.directory if main else None
+        if self._adapters:
+            write_adapters(path, model, {name: weights[name] for name in learned(model)})
+        else:
+            write_weights(path, model, weights, self._dtype)
         failpoint("snapshot-weights-written")
         if main:
             dtype = "bfloat16" if self._student.trained.bf16 else "float32"
@@ -158,7 +188,7 @@ class Snapshots:
 
     def _begin(self, version: WeightsVersion) -> Callable[[], None]:
         def begin() -> None:
-            needed = bytes_of(self._student.trained.model, self._dtype)
+            needed = bytes_of(self._student.trained.model, self._dtype, adapters=self._adapters)
             try:
                 version.directory.mkdir(parents=True)
                 free = shutil.disk_usage(version.directory).free

@@ -58,7 +58,7 @@ class Rollout(TokenSequence):
     failed: bool = False  # the environment failed, not the student
     fields: Mapping[str, Any] = field(default_factory=dict)  # the record of the prompt
     text: str = ""  # of the prompt, before the template
-    # (version of the weights, tokens in a row) of an engine; empty: the trainer itself sampled.
+    # (version of the weights, sampled tokens) in turn, of an engine; empty: the trainer sampled.
     versions: tuple[tuple[int, int], ...] = ()
 
     @property

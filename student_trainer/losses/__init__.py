@@ -29,7 +29,7 @@ from student_trainer.losses.policy import (
     sequence_log_ratio,
     token_log_ratio,
 )
-from student_trainer.losses.rows import Rows, entropy_from_logits, rows_from_logits
+from student_trainer.losses.rows import Index, Rows, entropy_from_logits, rows_from_logits
 from student_trainer.losses.sampled import sampled_kl
 from student_trainer.losses.topk import Direction, Tail, topk_kl
 
@@ -37,6 +37,7 @@ __all__ = [
     "Aggregate",
     "Direction",
     "FusedLoss",
+    "Index",
     "LossFunction",
     "Rows",
     "Tail",

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from student_trainer.losses.chunk import make_chunk
 from student_trainer.losses.projection import HeadGradients, logit_chunks, wide_dtype
-from student_trainer.losses.rows import Rows
+from student_trainer.losses.rows import Index, Rows
 
-# (rows, index) -> weighted losses [n] of the rows at slice `index` of the batch.
-LossFunction = Callable[[Rows, slice], Tensor]
+# (rows, index) -> weighted losses [n] of the rows at `index` of the batch.
+LossFunction = Callable[[Rows, Index], Tensor]
 # Head ids, token ids and sample ids, with shapes as in fused_linear_loss.
 _Ids = tuple[Tensor, Tensor, Tensor | None]
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Which rows of a batch: a slice of them, or their numbers [n] int64.
+Index = slice | Tensor
 # The lowest log-prob that a loss uses; also the lowest that float16 rows can hold. A probability of
 # exactly zero (a masked token) counts as this value, so that an infinite KL becomes a large number
 # with a finite gradient, and 0 log 0 is 0.
@@ -39,7 +41,7 @@ class Rows:
         """Return the rows without gradients."""
         return self.map(Tensor.detach)
 
-    def __getitem__(self, index: slice) -> Rows:
+    def __getitem__(self, index: Index) -> Rows:
         return self.map(lambda values: values[index])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Rows:

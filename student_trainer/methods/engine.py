@@ -12,19 +12,25 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from clients.config.kinds import AnyTraining
-from clients.config.on_policy import OnPolicyJob
-from clients.config.rl import RLJob
-from clients.config.tables.rollouts import RolloutsConfig
+from clients.config.kinds import AnyTraining, SamplingJob
+from clients.preflight.rollouts import another_engine
+from clients.runs.identity import run_identity
+from clients.runs.launch import adapter_rank
 from protos.errors import WrongState
 from protos.rpc.channel import ROLLOUTS_TOKEN
 from student_trainer.checkpoints.snapshots import Snapshots, bytes_of, snapshot_root
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollout_client.engine_client import EngineClient
-from student_trainer.rollout_client.engine_rollouts import EngineRollouts
+from student_trainer.rollout_client.engine_rollouts import (
+    EngineRollouts,
+    EngineSearch,
+    SingleTurnRollouts,
+)
 from student_trainer.rollout_client.local_services import RolloutServices
-from student_trainer.rollout_client.order import SamplingSettings
+from student_trainer.rollout_client.order import SamplingSettings, WeightsVersion
+from student_trainer.rollout_client.placed_services import PlacedServices
+from student_trainer.rollouts.search import SearchConversations
 from student_trainer.teachers.rollouts_ahead import RolloutsAhead
 from student_trainer.teachers.source import TeacherSource
 
@@ -47,7 +53,7 @@ class Engine:
     snapshots: Snapshots
 
     def rollouts_ahead(
-        self, config: OnPolicyJob | RLJob, teacher: TeacherSource, settings: SamplingSettings
+        self, config: SamplingJob, teacher: TeacherSource, rollouts: EngineRollouts
     ) -> RolloutsAhead:
         """Return the training rollouts of a job. `teacher`: scores them."""
         return RolloutsAhead(
@@ -55,19 +61,29 @@ class Engine:
             self.client,
             self.snapshots,
             teacher,
-            settings,
+            rollouts,
             lag=config.rollouts.lag,
             last_step=config.max_steps,
         )
 
-    def rollouts(self, settings: SamplingSettings) -> EngineRollouts:
-        """Return rollouts with the weights that were published last, for evaluations."""
-        return EngineRollouts(self.client, settings, lambda: self.snapshots.newest)
+    def rollouts(
+        self, settings: SamplingSettings, conversations: SearchConversations | None = None
+    ) -> EngineRollouts:
+        """Return rollouts of the engine; those of evaluations have the newest weights.
+
+        `conversations`: of a job with an environment.
+        """
+        if conversations is not None:
+            return EngineSearch(self.client, settings, self._newest, conversations)
+        return SingleTurnRollouts(self.client, settings, self._newest)
+
+    def _newest(self) -> WeightsVersion:
+        return self.snapshots.newest
 
 
 def connect_engine(
     config: AnyTraining,
-    service: RolloutServices | None,
+    service: RolloutServices | PlacedServices | None,
     accelerator: Accelerator,
     student: Replicated | Sharded,
     run: Path,
@@ -81,7 +97,7 @@ def connect_engine(
     """
     if service is None:
         return None
-    rollouts = cast(OnPolicyJob | RLJob, config).rollouts
+    rollouts = cast(SamplingJob, config).rollouts
     found = raise_on_all_ranks(accelerator, service.addresses)
     found, token = broadcast_object_list([found, service.token])
     if token:
@@ -91,22 +107,25 @@ def connect_engine(
     )
     service.when_lost(client.fail)
     vocab_size = student.trained.model.config.get_text_config().vocab_size
-    raise_on_all_ranks(accelerator, lambda: _check(client, rollouts, vocab_size))
+    adapters = raise_on_all_ranks(accelerator, lambda: _check(client, config, vocab_size))
     model = student.trained.model
     # transformers casts as it computes, so it needs the weights that learn.
     narrow = rollouts.engine == "vllm" and student.trained.bf16
     dtype = torch.bfloat16 if narrow else torch.float32
     # Those of `lag` steps, of the newest one and of the one that is written; and of an anchor.
-    needed = (rollouts.lag + 3) * bytes_of(model, dtype)
-    root = Path()  # the main process chooses
+    needed = (rollouts.lag + 3) * bytes_of(model, dtype, adapters=adapters)
+    root, job = Path(), ""  # the main process chooses
     if accelerator.is_main_process:
-        root = snapshot_root(run, attempt, needed, local=rollouts.address is None)
+        job = run_identity(run)
+        root = snapshot_root(run, attempt, needed, local=service.on_one_machine)
     snapshots = Snapshots(
         accelerator,
         student,
         root,
-        lineage=f"{run.name}-{attempt}",
+        job=job,
+        attempt=attempt,
         dtype=dtype,
+        adapters=adapters,
         in_flight=rollouts.in_flight,
         probe_ids=_probe_ids(tokenizer, vocab_size),
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
@@ -114,16 +133,23 @@ def connect_engine(
     return Engine(client, accelerator, snapshots)
 
 
-def _check(client: EngineClient, rollouts: RolloutsConfig, vocab_size: int) -> None:
+def _check(client: EngineClient, config: AnyTraining, vocab_size: int) -> bool:
+    """Return whether the services get adapters. Raises WrongState if they do not fit the job."""
+    rollouts = cast(SamplingJob, config).rollouts
     info = client.info(vocab_size)
     if info.engine != rollouts.engine:
+        raise another_engine(info.engine, rollouts.engine)
+    rank = adapter_rank(config)
+    if info.lora_rank not in (0, rank):
         raise WrongState(
-            f"the service at rollouts.address has the engine {info.engine}, the job asks for "
-            f"{rollouts.engine}",
-            field="rollouts.engine",
-            hint=f"set rollouts.engine = '{info.engine}', or start the service with --engine "
-            f"{rollouts.engine}",
+            f"the service at rollouts.address takes adapters of rank {info.lora_rank}, the job has "
+            + (f"rank {rank}" if rank else "none, or also learns the head"),
+            field="rollouts.address",
+            hint=f"start the service with --lora-rank {rank}"
+            if rank
+            else "start the service without --lora-rank",
         )
+    return info.lora_rank > 0
 
 
 def _probe_ids(tokenizer: Any, vocab_size: int) -> Tensor:

@@ -12,9 +12,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from clients.config.kinds import AnyTraining
-from clients.config.on_policy import OnPolicyJob
-from clients.config.rl import RLJob
+from clients.config.kinds import AnyTraining, SamplingJob
 from student_trainer.critic.advantages import CriticAdvantages
 from student_trainer.data.prompts import Prompt
 from student_trainer.loop.evaluation import Evaluation, HeldOutObjective, TaskEvaluation
@@ -50,7 +48,7 @@ class Method:
 
 
 def sampling_settings(
-    config: OnPolicyJob | RLJob, *, top_k: int, temperature: float, draws: int
+    config: SamplingJob, *, top_k: int, temperature: float, draws: int
 ) -> SamplingSettings:
     """Return the settings of training rollouts; the options are those of `plain_rollouts`."""
     return SamplingSettings(

@@ -10,7 +10,8 @@ One step, in order:
    rows are already there.
 3. Mixture, only if `method.on_policy_fraction` > 0. For the first sequences of the step only the
    prompt is used: the student samples a completion (`rollouts/hf.py`) and a live teacher scores it
-   (`teachers/scored_rollouts.py`): `SampledTokens` -> `Rollout` -> `PendingRows`.
+   (`teachers/scored_rollouts.py`): `SampledTokens` -> `Rollout` -> `PendingRows`. With a table
+   `rollouts`, an engine samples (`teachers/rollouts_ahead.py`).
 4. Micro-batches. The trainer (`loop/trainer.py`) groups the sequences (`data/packing.py`), several
    to a line if the model allows it, but never stored sequences with sampled ones. It waits for the
    rows of one group (`PendingRows` -> `ScoredSequence`) and makes its tensors (`ScoredSequence` ->
@@ -27,7 +28,7 @@ One step, in order:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -40,19 +41,26 @@ from numpy.typing import NDArray
 from clients.config.offline import OfflineJob
 from clients.config.tables.data import DataConfig, PromptKeys
 from clients.store.dataset import LogitDataset
-from student_trainer.data.captured_stores import Stores, without_copies
+from student_trainer.data.captured_stores import Stores, TrainingStore, without_copies
 from student_trainer.data.order import EpochOrder, permutation
 from student_trainer.data.prompts import Prompt, load_prompts
 from student_trainer.data.sequence import TokenSequence
-from student_trainer.loop.step import one_update
-from student_trainer.methods.method import Method, held_out_evaluation, plain_rollouts
+from student_trainer.loop.step import Step
+from student_trainer.methods.engine import Engine
+from student_trainer.methods.method import (
+    Method,
+    held_out_evaluation,
+    plain_rollouts,
+    sampling_settings,
+)
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
+from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.remote import RemoteTeacher
-from student_trainer.teachers.scored_rollouts import ScoredRollouts
-from student_trainer.teachers.source import PendingRows, resolved
+from student_trainer.teachers.scored_rollouts import RolloutsOfSteps, ScoredRollouts
+from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +69,13 @@ _STEPS_AHEAD = 2
 
 @dataclass(frozen=True)
 class Mixture:
-    """On-policy part of a step: the first `count` of its prompts get new answers of the student."""
+    """On-policy part of a step: the first `count` of its prompts get new answers of the student.
 
-    answers: ScoredRollouts
+    training: samples the answers. teacher: scores them.
+    """
+
+    training: RolloutsOfSteps
+    teacher: TeacherSource
     count: int
 
 
@@ -71,13 +83,12 @@ class Mixture:
 class _Share:
     """This process's part of a step, read from the store.
 
-    stored: sequences with their rows. prompts: the prompts that the student answers. numbers: the
-    rollout number of each prompt, which fixes its random stream.
+    stored: sequences with their rows. asked: the prompts that the student answers, and the rollout
+    number of each, which fixes its random stream.
     """
 
     stored: list[PendingRows]
-    prompts: list[Prompt]
-    numbers: list[int]
+    asked: tuple[list[Prompt], list[int]]
 
 
 class StoredSteps:
@@ -114,7 +125,7 @@ class StoredSteps:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._reads: dict[int, Future[_Share]] = {}
 
-    def of_step(self, step: int) -> list[PendingRows]:
+    def of_step(self, step: int) -> Step:
         """Collective. Return this process's sequences of `step` (from 1) with their rows.
 
         If a stored sequence is damaged on one rank, raises Corrupt on all ranks, before the step
@@ -124,23 +135,36 @@ class StoredSteps:
             if ahead not in self._reads:
                 self._reads[ahead] = self._thread.submit(self._read, ahead)
         share = raise_on_all_ranks(self._accelerator, self._reads.pop(step).result)
-        if self._mixture is None:
-            return share.stored
-        own = self._mixture.answers.gathered_to(share.prompts, share.numbers)
-        self._mixture.answers.finish()
-        return own + share.stored
+        mixture = self._mixture
+        if mixture is None:
+            return Step([share.stored])
+
+        def asked(number: int) -> tuple[Sequence[Prompt], Sequence[int]]:
+            # An engine may be further ahead than what was read.
+            return share.asked if number == step else self._asked(number)
+
+        own = mixture.training.of_step(step, asked)
+        mixture.teacher.finish()
+        return Step([own + share.stored], mixture.training.metrics(step, own))
 
     def _read(self, step: int) -> _Share:
-        places = self._order.of_step(step, self._per_step)
-        world = self._accelerator.num_processes
-        mine = range(self._accelerator.process_index, len(places), world)
+        places, mine = self._places(step)
         written = self._mixture.count if self._mixture else 0
-        own = [i for i in mine if i < written]
-        return _Share(
-            [read(self._data, int(self._chosen[places[i]])) for i in mine if i >= written],
-            [prompt_of(self._data, int(self._chosen[places[i]])) for i in own],
-            [(step - 1) * len(places) + i for i in own],
-        )
+        stored = [read(self._data, int(self._chosen[places[i]])) for i in mine if i >= written]
+        return _Share(stored, self._asked(step))
+
+    def _asked(self, step: int) -> tuple[list[Prompt], list[int]]:
+        """Return the prompts of a step that the student answers, and their rollout numbers."""
+        places, mine = self._places(step)
+        own = [i for i in mine if self._mixture and i < self._mixture.count]
+        prompts = [prompt_of(self._data, int(self._chosen[places[i]])) for i in own]
+        return prompts, [(step - 1) * len(places) + i for i in own]
+
+    def _places(self, step: int) -> tuple[Sequence[int], range]:
+        """Return the sequences of a step, places in `chosen`, and which are this process's."""
+        places = self._order.of_step(step, self._per_step)
+        rank, world = self._accelerator.process_index, self._accelerator.num_processes
+        return places, range(rank, len(places), world)
 
 
 def read(data: LogitDataset, index: int) -> PendingRows:
@@ -167,30 +191,32 @@ def offline_method(
     accelerator: Accelerator,
     student: Replicated | Sharded,
     tokenizer: Any,
+    engine: Engine | None,
 ) -> Method:
     """Build the method of an offline job. The module docstring lists the steps.
 
     The KL is the forward one, over the teacher's stored top-k. `examined`: the prompts for exact
     match, empty if the job wants none. `teachers`: the live teacher under the name "", needed only
-    if `method.on_policy_fraction` > 0.
+    if `method.on_policy_fraction` > 0. `engine`: samples the student's answers; None: this process
+    does.
     """
     store, method = stores.training, config.method
     tail = method.tail or ("bucket+teacher_samples" if store.has_samples else "bucket")
     objective = DistillationObjective("forward", tail, store.temperature, method.cross_entropy)
     log.info("tail %s, temperature %g, top_k %d", tail, store.temperature, store.top_k)
-    rollouts = plain_rollouts(config, student, tokenizer, top_k=0, temperature=store.temperature)
-    mixture = None
+    sampling: dict[str, Any] = {"top_k": 0, "temperature": store.temperature, "draws": 0}
+    sampled = None
+    if engine is not None:
+        sampled = engine.rollouts(sampling_settings(config, **sampling))
+    rollouts: Rollouts = sampled or plain_rollouts(config, student, tokenizer, **sampling)
+    mixture = ahead = None
     if config.teacher is not None:
-        teacher = RemoteTeacher(
-            teachers[""].client,
-            top_k=store.top_k,
-            temperature=store.temperature,
-            f32=config.teacher.logprob_format == "f32",
-            tail_samples=store.tail_samples if tail == "bucket+teacher_samples" else 0,
-        )
-        answers = ScoredRollouts(student, rollouts, teacher, config.seed)
+        teacher = _teacher(config, store, tail, teachers[""])
+        if engine and sampled:
+            ahead = engine.rollouts_ahead(config, teacher, sampled)
+        training = ahead or ScoredRollouts(student, rollouts, teacher, config.seed)
         count = round(method.on_policy_fraction * config.sequences_per_step)
-        mixture = Mixture(answers, min(max(count, 1), config.sequences_per_step))
+        mixture = Mixture(training, teacher, min(max(count, 1), config.sequences_per_step))
     chosen, held_out = _split(config, stores)
     steps = StoredSteps(
         store.data,
@@ -211,7 +237,21 @@ def offline_method(
         config, accelerator, objective, read_held_out, examined, tokenizer, rollouts
     )
     facts = {"store": store.identity}
-    return Method(objective, one_update(steps.of_step), evaluation, facts=facts)
+    return Method(objective, steps.of_step, evaluation, facts=facts, ahead=ahead)
+
+
+def _teacher(
+    config: OfflineJob, store: TrainingStore, tail: str, connection: Connection
+) -> RemoteTeacher:
+    """Return the live teacher, whose rows are like those of the store."""
+    assert config.teacher is not None, "the caller checks it"
+    return RemoteTeacher(
+        connection.client,
+        top_k=store.top_k,
+        temperature=store.temperature,
+        f32=config.teacher.logprob_format == "f32",
+        tail_samples=store.tail_samples if tail == "bucket+teacher_samples" else 0,
+    )
 
 
 def load_examined(config: OfflineJob, tokenizer: Any, longest: int) -> list[Prompt]:

@@ -127,10 +127,10 @@ def on_policy_method(
         "temperature": objective.temperature,
         "draws": config.draws,
     }
-    settings = sampling_settings(config, **sampling)
-    rollouts: Rollouts = plain_rollouts(config, student, tokenizer, **sampling)
+    sampled = None
     if engine is not None:
-        rollouts = engine.rollouts(settings)
+        sampled = engine.rollouts(sampling_settings(config, **sampling))
+    rollouts: Rollouts = sampled or plain_rollouts(config, student, tokenizer, **sampling)
     remote = {
         name: RemoteTeacher(
             connection.client,
@@ -144,7 +144,7 @@ def on_policy_method(
     teacher = TeachersByName(remote)
     answers = ScoredRollouts(student, rollouts, teacher, config.seed)
     training, held_out = prompts
-    ahead = engine.rollouts_ahead(config, teacher, settings) if engine is not None else None
+    ahead = engine.rollouts_ahead(config, teacher, sampled) if engine and sampled else None
     steps = OnPolicySteps(config, accelerator, training, held_out, ahead or answers, answers)
     examined = held_out if config.eval.metric == "exact_match" else []
     evaluation = held_out_evaluation(

@@ -8,7 +8,8 @@ One step, in order:
    `method.dynamic_sampling`, `GroupSampler` (`methods/rl_groups.py`) repeats 1, 2 and 4 for other
    prompts before 3.
 2. Rollouts. `HuggingFaceRollouts` (`rollouts/hf.py`) samples one completion for each prompt; with a
-   table `environment`, `SearchRollouts` (`rollouts/search.py`) samples several turns:
+   table `environment`, `SearchRollouts` (`rollouts/search.py`) samples several turns. With a table
+   `rollouts`, an engine does so (`rollout_client/engine_rollouts.py`):
    `SampledTokens` (`rollouts/sampler.py`) -> `Rollout` (`data/rollout.py`).
 3. Rows of the first teacher source. `ScoredRollouts` (`teachers/scored_rollouts.py`) requests them
    for each rollout: `Rollout` -> `PendingRows` (`teachers/source.py`). The sources are the teacher
@@ -58,14 +59,14 @@ from student_trainer.loop.step import Step
 from student_trainer.losses.advantages import group_advantages
 from student_trainer.losses.aggregate import sequence_weights
 from student_trainer.methods.engine import Engine
-from student_trainer.methods.method import Method, sampling_settings
+from student_trainer.methods.method import Method
 from student_trainer.methods.rl_groups import GroupSampler
 from student_trainer.methods.rl_parts import (
     RLMaterial,
     anchor_teacher,
+    engine_rollouts,
     make_rollouts,
     teacher_sources,
-    training_sampling,
 )
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.objectives.rl import RLObjective, RLSequence
@@ -279,8 +280,8 @@ def rl_method(
     prompts = material.prompts
     ahead = None
     if engine is not None:
-        settings = sampling_settings(config, **training_sampling(config))
-        ahead = engine.rollouts_ahead(config, sources[0], settings)
+        training = engine_rollouts(config, material, engine)
+        ahead = engine.rollouts_ahead(config, sources[0], training)
     groups = GroupSampler(config, accelerator, prompts.training, ahead or answers, answers, judged)
     steps = RLSteps(
         config, accelerator, prompts.held_out, groups, answers, sources, values, old_policy

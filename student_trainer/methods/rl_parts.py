@@ -20,9 +20,10 @@ from student_trainer.methods.rl_prompts import RLPrompts, context_prompt
 from student_trainer.model.loading import computes_in_bfloat16
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rewards import Rewards
+from student_trainer.rollout_client.engine_rollouts import EngineRollouts
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.rollouts.sampler import Sampler
-from student_trainer.rollouts.search import SearchRollouts
+from student_trainer.rollouts.search import SearchConversations, SearchRollouts
 from student_trainer.teachers.anchor import Anchor, AnchorTeacher
 from student_trainer.teachers.connections import Connection
 from student_trainer.teachers.remote import RemoteTeacher
@@ -45,12 +46,12 @@ class RLMaterial:
     most: int | None
 
 
-def training_sampling(config: RLJob) -> dict[str, Any]:
-    """Return the options of training rollouts, as `plain_rollouts` has them."""
-    method = config.method
-    # With top_k = 0 only the sampled token counts, but a row needs a head: one id.
-    top_k = max(method.top_k, 1)
-    return {"top_k": top_k, "temperature": method.temperature, "draws": config.draws}
+def engine_rollouts(
+    config: RLJob, material: RLMaterial, engine: Engine, *, examined: bool = False
+) -> EngineRollouts:
+    """Return the sampler of `make_rollouts` at the engine."""
+    settings = sampling_settings(config, **_sampling(config, examined))
+    return engine.rollouts(settings, _conversations(config, material))
 
 
 def make_rollouts(
@@ -62,22 +63,43 @@ def make_rollouts(
     examined: bool = False,
 ) -> Rollouts:
     """Return the sampler of rollouts of training and KL, or that of the `examined` answers."""
-    sampling = training_sampling(config)
-    if examined and config.eval.temperature:
-        sampling = {"top_k": 1, "temperature": config.eval.temperature, "draws": 0}
     if engine is not None:
-        return engine.rollouts(sampling_settings(config, **sampling))
-    if config.environment is None:
+        return engine_rollouts(config, material, engine, examined=examined)
+    sampling = _sampling(config, examined)
+    conversations = _conversations(config, material)
+    if conversations is None:
         return plain_rollouts(config, student, material.tokenizer, **sampling)
-    assert material.retriever is not None, "the environment has one"
     bf16 = computes_in_bfloat16(config.student)
     return SearchRollouts(
+        conversations,
         Sampler(student.full.model, material.tokenizer, **sampling, bf16=bf16),
+        material.tokenizer,
+        stream_tokens=config.method.max_new_tokens,
+    )
+
+
+def _sampling(config: RLJob, examined: bool) -> dict[str, Any]:
+    """Return the options of rollouts, as `plain_rollouts` has them."""
+    method = config.method
+    if examined and config.eval.temperature:
+        return {"top_k": 1, "temperature": config.eval.temperature, "draws": 0}
+    # With top_k = 0 only the sampled token counts, but a row needs a head: one id.
+    top_k = max(method.top_k, 1)
+    return {"top_k": top_k, "temperature": method.temperature, "draws": config.draws}
+
+
+def _conversations(config: RLJob, material: RLMaterial) -> SearchConversations | None:
+    """Return the conversations of the job's environment; None if it has none."""
+    if config.environment is None:
+        return None
+    assert material.retriever is not None, "the environment has one"
+    return SearchConversations(
         material.tokenizer,
         material.retriever,
         config.environment,
         max_new_tokens=config.method.max_new_tokens,
-        batch_tokens=sampling_batch(config),
+        # vLLM makes its own batches; transformers samples those of the trainer, for equal bits.
+        batch_tokens=None if config.rollouts.engine == "vllm" else sampling_batch(config),
     )
 
 

@@ -6,6 +6,7 @@ so that training starts from the plain model.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from clients.config.tables.common import StudentConfig
 from protos.errors import InvalidInput
 
-FILE = "adapter_model.safetensors"
+FILE, CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
 ADAPTER = "default"
 
 
@@ -95,6 +96,16 @@ def load_adapters(path: Path, model: nn.Module) -> None:
     with torch.no_grad():
         for key, parameter in ours.items():
             parameter.copy_(saved[key])
+
+
+def scale_adapters(path: Path, model: nn.Module) -> None:
+    """Scale the adapters of `model`, in place, as the adapter_config.json in `path` says."""
+    from peft.tuners.lora import LoraLayer
+
+    configuration = json.loads((path / CONFIGURATION).read_text())
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            layer.scaling[ADAPTER] = configuration["lora_alpha"] / configuration["r"]
 
 
 def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

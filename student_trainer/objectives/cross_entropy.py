@@ -11,7 +11,7 @@ from torch import Tensor
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch
 from student_trainer.data.metric_sums import sum_and_count
 from student_trainer.data.packing import Layout
-from student_trainer.losses import FusedLoss, LossFunction, Rows
+from student_trainer.losses import FusedLoss, Index, LossFunction, Rows
 from student_trainer.objectives.weighted import weighted
 
 
@@ -47,5 +47,5 @@ class CrossEntropyObjective:
         return {"eval/cross_entropy": values, "eval/perplexity": values}
 
 
-def _cross_entropy(rows: Rows, index: slice) -> Tensor:
+def _cross_entropy(rows: Rows, index: Index) -> Tensor:
     return -rows.token_logprobs

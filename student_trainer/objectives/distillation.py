@@ -15,6 +15,7 @@ from student_trainer.data.packing import Layout
 from student_trainer.losses import (
     Direction,
     FusedLoss,
+    Index,
     LossFunction,
     Rows,
     Tail,
@@ -101,7 +102,7 @@ def distillation_loss(batch: Batch, objective: DistillationObjective) -> LossFun
     # The student's own samples are no targets: the cross-entropy is for stored tokens.
     weight = objective.cross_entropy if sampling is None else 0.0
 
-    def loss(rows: Rows, index: slice) -> Tensor:
+    def loss(rows: Rows, index: Index) -> Tensor:
         importance = None
         if sampling is not None:
             importance = importance_weights(rows.token_logprobs, sampling[index])

@@ -26,6 +26,7 @@ from student_trainer.data.metric_sums import sum_and_count
 from student_trainer.data.packing import Layout
 from student_trainer.losses import (
     FusedLoss,
+    Index,
     LossFunction,
     Rows,
     importance_weights,
@@ -158,7 +159,7 @@ class RLObjective:
         assert isinstance(batch, RLBatch)
         in_head = batch.token_in_head
 
-        def loss(rows: Rows, index: slice) -> Tensor:
+        def loss(rows: Rows, index: Index) -> Tensor:
             terms = []
             if self.has_policy_gradient:
                 terms.append(self._policy_gradient(rows, batch, index))
@@ -215,7 +216,7 @@ class RLObjective:
         """True if the loss has a policy gradient, whose ratio needs p_old."""
         return self.rewarded or self.method.kl_in == "reward"
 
-    def _advantages(self, rows: Rows, batch: RLBatch, index: slice) -> Tensor:
+    def _advantages(self, rows: Rows, batch: RLBatch, index: Index) -> Tensor:
         """Return the advantages [n], including each KL term if kl_in = "reward"."""
         advantages = batch.advantages[index]
         draws = None if batch.draw_logprobs is None else batch.draw_logprobs[index]
@@ -231,21 +232,21 @@ class RLObjective:
         dual_clip = math.inf if method.dual_clip is None else method.dual_clip
         return {"clip_low": method.clip_low, "clip_high": method.clip_high, "dual_clip": dual_clip}
 
-    def _policy_gradient(self, rows: Rows, batch: RLBatch, index: slice) -> Tensor:
+    def _policy_gradient(self, rows: Rows, batch: RLBatch, index: Index) -> Tensor:
         old = _old(rows, batch, index)
         surrogate = clipped_surrogate(
             self._log_ratio(rows, batch, index), self._advantages(rows, batch, index), **self._clips
         )
         return self._importance(old, batch.sampled[index]) * surrogate
 
-    def _log_ratio(self, rows: Rows, batch: RLBatch, index: slice) -> Tensor:
+    def _log_ratio(self, rows: Rows, batch: RLBatch, index: Index) -> Tensor:
         old = _old(rows, batch, index)
         if self.method.ratio == "token":
             return token_log_ratio(rows.token_logprobs, old)
         return sequence_log_ratio(rows.token_logprobs, old, batch.sequence)
 
     def _kl(
-        self, rows: Rows, theirs: Rows, in_head: Tensor, batch: RLBatch, index: slice
+        self, rows: Rows, theirs: Rows, in_head: Tensor, batch: RLBatch, index: Index
     ) -> Tensor:
         method, draws = self.method, batch.draw_logprobs
         importance = self._importance(rows.token_logprobs, batch.sampled[index])
@@ -271,7 +272,7 @@ class RLObjective:
         )
 
 
-def _old(rows: Rows, batch: RLBatch, index: slice) -> Tensor:
+def _old(rows: Rows, batch: RLBatch, index: Index) -> Tensor:
     """Return log p_old of the tokens, [n]: those of the rows themselves in a first update."""
     return rows.token_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[index]
 

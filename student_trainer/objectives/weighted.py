@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from student_trainer.losses import LossFunction, Rows
+from student_trainer.losses import Index, LossFunction, Rows
 
 
 def weighted(loss: LossFunction, weights: Tensor | None) -> LossFunction:
@@ -12,7 +12,7 @@ def weighted(loss: LossFunction, weights: Tensor | None) -> LossFunction:
     if weights is None:
         return loss
 
-    def times_weights(rows: Rows, index: slice) -> Tensor:
+    def times_weights(rows: Rows, index: Index) -> Tensor:
         return loss(rows, index) * weights[index]
 
     return times_weights

@@ -3,6 +3,9 @@
 With tensor parallelism the processes are a mesh of two dimensions, "data" and "tensor". The
 processes of a row of the mesh, a group, divide the linear modules of each layer
 (`tensor_parallel.py`), and FSDP2 shards what each of them has over its column.
+
+With context parallelism, a group divides the tokens of each sequence (`context_parallel.py`), and
+FSDP2 shards the weights over all processes.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from student_trainer.data.batch import Batch
 from student_trainer.losses import FusedLoss, Rows
 from student_trainer.model.loading import cast_weights
 from student_trainer.model.student import Student
+from student_trainer.parallel.context_parallel import ContextGroup, check_divided
 from student_trainer.parallel.tensor_parallel import divide, parallel_styles
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
@@ -86,10 +90,13 @@ class Replicated:
         """Return whether this process adds its share of `weight` to the sums for `total`."""
         return True
 
+    def check_context(self) -> None:
+        """Collective, inside `gathered()`. See Sharded; here a sequence is never divided."""
+
     def batches_of_group(self, batch: AnyBatch) -> Sequence[tuple[AnyBatch, bool]]:
         """Collective. Return the batches to learn from now, each with whether it is `batch`.
 
-        There is another one only with tensor parallelism.
+        There is another one only in groups of processes.
         """
         return [(batch, True)]
 
@@ -106,35 +113,44 @@ class Sharded:
     Sampling runs every layer once per token, so `gathered()` instead gathers all weights once, into
     `full`: a copy of the Student that is empty outside and has no collectives.
 
-    With tensor parallelism the processes of a group learn together from the batches of each of
-    them in turn (`batches_of_group`). Everything else, sampling among it, each process does for its
-    own sequences, so that the rest of a job need not know of groups.
+    With tensor or context parallelism the processes of a group learn together from the batches of
+    each of them in turn (`batches_of_group`). Everything else, sampling among it, each process does
+    for its own sequences, so that the rest of a job need not know of groups.
+
+    context: the group of this process with context parallelism, otherwise None.
     """
 
     def __init__(
-        self, accelerator: Accelerator, student: Student, tensor_parallel: int = 1
+        self,
+        accelerator: Accelerator,
+        student: Student,
+        tensor_parallel: int = 1,
+        context_parallel: int = 1,
     ) -> None:
         """Take this process's share of the student's weights, which may be mapped.
 
         Weights move to the device layer by layer, and only the shares are cast to float32.
-        `tensor_parallel`: processes of a group; 1: no tensor parallelism. Raises InvalidInput
-        (`train.tensor_parallel`) for a student that cannot be divided.
+        `tensor_parallel`, `context_parallel`: processes of a group; 1: no groups. At least one of
+        the two is 1. Raises InvalidInput (`train.tensor_parallel`) for a student that cannot be
+        divided.
         """
         self.device = accelerator.device
         self.averaged = accelerator.num_processes // tensor_parallel
         self._accelerator = accelerator
         self.full = _hollow(student).to(accelerator.device).eval()
         device = accelerator.device.type
-        self._group: DeviceMesh | None = None
+        self._tensor_group: DeviceMesh | None = None
+        self.context: ContextGroup | None = None
         styles: dict[nn.Module, ParallelStyle] = {}
-        if tensor_parallel == 1:
-            mesh = init_device_mesh(device, (accelerator.num_processes,))
-        else:
-            both = init_device_mesh(
-                device, (self.averaged, tensor_parallel), mesh_dim_names=("data", "tensor")
-            )
-            mesh, self._group = both["data"], both["tensor"]
+        mesh = init_device_mesh(device, (accelerator.num_processes,))
+        if tensor_parallel > 1:
+            both = _mesh_of_groups(accelerator, tensor_parallel, "tensor")
+            mesh, self._tensor_group = both["data"], both["tensor"]
             styles = parallel_styles(student.model)
+        elif context_parallel > 1:
+            groups = _mesh_of_groups(accelerator, context_parallel, "context")
+            self.context = ContextGroup(groups.get_group("context"))
+            self.context.divide(student.model)
         # Autocast would cast the weights of linear modules before each product; the cast before the
         # gathering halves the traffic and the memory. All other weights are float32 for autocast.
         policy = MixedPrecisionPolicy(
@@ -147,8 +163,8 @@ class Sharded:
         for module in reversed(list(student.model.modules())):
             if type(module).__name__ not in layers:
                 continue
-            if self._group is not None:
-                divide(module, styles, self._group)
+            if self._tensor_group is not None:
+                divide(module, styles, self._tensor_group)
             inside = (one for one in module.modules() if one in castable)
             if group := [one for one in inside if not isinstance(one, FSDPModule)]:
                 fully_shard(group, mesh=mesh, mp_policy=policy)
@@ -156,19 +172,30 @@ class Sharded:
             fully_shard(module, mesh=mesh)
         # The other weights: embeddings, last norm and head. `fully_shard` works in place.
         fully_shard(student, mesh=mesh)
-        register_fsdp_forward_method(student, "rows")
+        for method in ("rows", "states"):
+            register_fsdp_forward_method(student, method)
         cast_weights(student, bf16=student.bf16)
         self.trained = student
         cast = {id(weight) for one in linear for weight in one.parameters()}
         self._cast = {name for name, of in student.named_parameters() if id(of) in cast}
 
     def __call__(self, *inputs: Any) -> FusedLoss:
-        """Collective. Run `Student.forward`; see Replicated."""
+        """Collective. Run `Student.forward`; see Replicated.
+
+        The processes of a group must have the same batch.
+        """
+        if self.context is not None:
+            return self.context.loss(self.trained, *inputs)
         loss: FusedLoss = self.trained(*inputs)
         return loss
 
     def rows(self, batch: Batch, temperature: float) -> Rows:
-        """Collective. Return the rows of `Student.rows`; weights are gathered layer by layer."""
+        """Collective. Return the rows of `Student.rows`; weights are gathered layer by layer.
+
+        The processes of a group must have the same batch.
+        """
+        if self.context is not None:
+            return self.context.rows(self.trained, batch, temperature)
         return self.trained.rows(batch, temperature)[1]
 
     def synchronized(self, last: bool) -> AbstractContextManager[None]:
@@ -207,7 +234,8 @@ class Sharded:
 
         Of the processes of a group that have the same share, only the first one does.
         """
-        return self._group is None or self._group.get_local_rank() == 0 or _is_divided(weight)
+        group = self._tensor_group
+        return group is None or group.get_local_rank() == 0 or _is_divided(weight)
 
     def average_in_group(self, gradients: Iterable[Tensor]) -> None:
         """Collective. Average the gradients of the weights that a group does not divide, in place.
@@ -215,36 +243,52 @@ class Sharded:
         They are equal, unless a kernel of the device adds in no fixed order. Then this keeps the
         copies of a weight equal.
         """
-        if self._group is None:
+        if self._tensor_group is None:
             return
         for gradient in gradients:
             if not _is_divided(gradient):
-                torch.distributed.all_reduce(local(gradient), group=self._group.get_group())
-                local(gradient).div_(self._group.size())
+                torch.distributed.all_reduce(local(gradient), group=self._tensor_group.get_group())
+                local(gradient).div_(self._tensor_group.size())
+
+    def check_context(self) -> None:
+        """Collective, inside `gathered()`. Check that a group can divide the student's tokens.
+
+        Call it when the attention is chosen. Raises InvalidInput (`train.context_parallel`).
+        """
+        if self.context is not None:
+            check_divided(self._accelerator, self.context, self.trained, self.full)
+            cast(FSDPModule, self.trained).reshard()  # FSDP2 keeps the gathered embeddings
 
     def batches_of_group(self, batch: AnyBatch) -> Sequence[tuple[AnyBatch, bool]]:
         """Collective. Return the batches of all processes of the group, the same in all of them.
 
         They are in the order of the ranks, each with whether it is `batch`.
         """
-        if self._group is None:
+        group = self.context.group if self.context is not None else None
+        if self._tensor_group is not None:
+            group = self._tensor_group.get_group()
+        if group is None:
             return [(batch, True)]
-        found: list[Any] = [None] * self._group.size()
+        found: list[Any] = [None] * torch.distributed.get_world_size(group)
         on_cpu = batch.to(torch.device("cpu"))
-        torch.distributed.all_gather_object(found, on_cpu, group=self._group.get_group())
-        own = self._group.get_local_rank()
+        torch.distributed.all_gather_object(found, on_cpu, group=group)
+        own = torch.distributed.get_rank(group)
         return [(one.to(self.device), number == own) for number, one in enumerate(found)]
 
 
 def distribute(
-    accelerator: Accelerator, student: Student, sharding: str, tensor_parallel: int = 1
+    accelerator: Accelerator,
+    student: Student,
+    sharding: str,
+    tensor_parallel: int = 1,
+    context_parallel: int = 1,
 ) -> Replicated | Sharded:
-    """Collective. Distribute the student as the keys train.sharding and tensor_parallel say.
+    """Collective. Distribute the student as the keys of these names in the table `train` say.
 
     A single process is always Replicated.
     """
     if sharding == "fsdp2" and accelerator.num_processes > 1:
-        return Sharded(accelerator, student, tensor_parallel)
+        return Sharded(accelerator, student, tensor_parallel, context_parallel)
     return Replicated(accelerator, student)
 
 
@@ -328,6 +372,12 @@ def with_rows(rows: Tensor, like: Tensor) -> Tensor:
     shape = torch.Size((len(like), *rows.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(rows, like.device_mesh, like.placements, shape=shape, stride=stride)
+
+
+def _mesh_of_groups(accelerator: Accelerator, size: int, name: str) -> DeviceMesh:
+    """Collective. Return a mesh whose rows are groups of `size` processes, neighbours by rank."""
+    shape = (accelerator.num_processes // size, size)
+    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("data", name))
 
 
 def _is_divided(weight: Tensor) -> bool:

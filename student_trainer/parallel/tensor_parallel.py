@@ -64,7 +64,7 @@ def check_divisible(student: StudentConfig, size: int) -> None:
             outputs = isinstance(style, ColwiseParallel)
             divided = module.out_features if outputs else module.in_features
             counts[f"{'outputs' if outputs else 'inputs'} of a linear module"] = divided
-            refuse_indivisible(counts, size)
+            refuse_indivisible(counts, size, FIELD)
 
 
 def parallel_styles(model: Any) -> dict[nn.Module, ParallelStyle]:

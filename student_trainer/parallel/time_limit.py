@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from clients.config.kinds import AnyTraining
-from clients.config.on_policy import OnPolicyJob
+from clients.config.kinds import AnyTraining, SamplingJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
 
@@ -37,7 +36,7 @@ def time_limit(config: AnyTraining, weights: int) -> timedelta:
     seconds += answers * config.method.max_new_tokens / _TOKENS_PER_SECOND
     if not isinstance(config, SFTJob) and config.teacher is not None:
         seconds += config.teacher.patience_seconds
-    if isinstance(config, OnPolicyJob | RLJob) and not config.rollouts.in_trainer:
+    if isinstance(config, SamplingJob) and not config.rollouts.in_trainer:
         seconds += config.rollouts.patience_seconds
     if isinstance(config, RLJob):
         if config.environment is not None:

@@ -8,14 +8,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Any
 
 import grpc
 
+from clients.preflight.rollouts import FIELD
+from clients.runs.placed_services import PlacedAddress
 from protos import rollouts_pb2
 from protos.errors import DistillError, InvalidInput, TimedOut, Unavailable, WrongState
 from student_trainer.rollout_client.engine_replica import (
     CONNECT_SECONDS,
-    FIELD,
     PartRequest,
     Replica,
     no_answer,
@@ -28,12 +30,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RolloutServiceInfo:
-    """What all services of a client have in common. max_length: of a sequence; None: no limit."""
+    """What all services of a client have in common.
+
+    max_length: of a sequence; None: no limit. lora_rank: of the adapters that snapshots have in
+    place of all weights; 0: all weights.
+    """
 
     engine: str
     vocab_size: int
     max_length: int | None
     dtype: str
+    lora_rank: int
 
 
 class EngineClient:
@@ -51,7 +58,11 @@ class EngineClient:
     """
 
     def __init__(
-        self, addresses: Sequence[str], *, rank: int = 0, patience_seconds: float = 60.0
+        self,
+        addresses: Sequence[str | PlacedAddress],
+        *,
+        rank: int = 0,
+        patience_seconds: float = 60.0,
     ) -> None:
         """Open the channels, which connect on first use.
 
@@ -89,7 +100,14 @@ class EngineClient:
         """
         found: dict[Replica, RolloutServiceInfo] = {}
         # All at the same time, so that two that are away take 5 s and not 10.
-        for replica, call in [(replica, replica.ask()) for replica in self._replicas]:
+        asked: list[tuple[Replica, Any]] = []
+        for replica in self._replicas:
+            try:
+                asked.append((replica, replica.ask()))
+            except Unavailable as error:
+                fault: DistillError = error
+                log.warning("%s", fault)
+        for replica, call in asked:
             try:
                 found[replica] = _info_of(call.result())
             except grpc.RpcError as error:
@@ -123,6 +141,16 @@ class EngineClient:
         Blocks until each part runs or waits at a replica. Raises the error of a part that fails
         before; the iterator raises later ones.
         """
+        sampling = self.start(order)
+        try:
+            sampling.wait_until_accepted()
+        except BaseException:
+            sampling.close()
+            raise
+        return sampling
+
+    def start(self, order: Order) -> Sampling:
+        """Like `sample`, without blocking: the iterator raises all errors of the order."""
         sampling = Sampling(self._forget)
         try:
             with self._lock:
@@ -130,11 +158,15 @@ class EngineClient:
                     raise self._closed
                 self._unfinished.add(sampling)
                 self._start(sampling, order)
-            sampling.wait_until_accepted()
         except BaseException:
             sampling.close()
             raise
         return sampling
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no order is sent any more, after `close` or `fail`."""
+        return self._closed is not None
 
     def fail(self, error: DistillError) -> None:
         """Fail all orders, and all later ones, with an error."""
@@ -211,7 +243,7 @@ class Sampling:
         self._parts.append(request)
 
     def wait_until_accepted(self) -> None:
-        """Wait until each part has been accepted by a replica. Raises the error of a part."""
+        """Wait until each part runs or waits at a replica. Raises the error of a part."""
         for part in self._parts:
             part.accepted.wait()
             if part.error is not None:
@@ -253,5 +285,9 @@ class Sampling:
 
 def _info_of(message: rollouts_pb2.RolloutInfo) -> RolloutServiceInfo:
     return RolloutServiceInfo(
-        message.engine, message.vocab_size, message.max_length or None, message.dtype
+        message.engine,
+        message.vocab_size,
+        message.max_length or None,
+        message.dtype,
+        message.lora_rank,
     )

@@ -14,9 +14,11 @@ from typing import Any
 
 import grpc
 
+from clients.preflight.rollouts import FIELD, not_rollouts
+from clients.runs.placed_services import PlacedAddress
 from protos import rollouts_pb2, rollouts_pb2_grpc
-from protos.errors import DistillError, InvalidInput, Overloaded, Unavailable
-from protos.rpc.channel import ROLLOUTS_TOKEN, open_channel
+from protos.errors import DistillError, Overloaded, Unavailable
+from protos.rpc.channel import ROLLOUTS_TOKEN, open_channel, open_cluster_channel
 from protos.rpc.statuses import TLS_HINT, fault_of
 from protos.rpc.transport import STREAM_OPEN
 from student_trainer.rollout_client.order import Order
@@ -25,7 +27,6 @@ from student_trainer.rollouts.sampler import SampledTokens
 
 log = logging.getLogger(__name__)
 
-FIELD = "rollouts.address"
 CONNECT_SECONDS = 5.0
 _MAX_PAUSE_SECONDS = 1.0
 # The service died, stopped or does not answer, or this client has cancelled the call.
@@ -37,34 +38,56 @@ _AWAY = (
 
 
 class Replica:
-    """The channel to one rollout service; it connects on first use."""
+    """The channel to one rollout service; it connects on first use, and follows one that moves."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.name = f"rollout service at {address}"
-        self._channel = open_channel(address, token=ROLLOUTS_TOKEN)
-        self._stub = rollouts_pb2_grpc.RolloutsStub(self._channel)
+    def __init__(self, address: str | PlacedAddress) -> None:
+        self.address = str(address)
+        self._placed = address if isinstance(address, PlacedAddress) else None
+        self.name = f"rollout service {'' if self._placed else 'at '}{address}"
+        self._lock = threading.Lock()
+        self._at = ""
+        self._channel: grpc.Channel | None = None
+        self._metadata: tuple[tuple[str, str], ...] = ()
+        if isinstance(address, str):
+            self._channel = open_channel(address, token=ROLLOUTS_TOKEN)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the runner of the job has placed the service on its cluster."""
+        return self._placed is not None
 
     def ask(self) -> Any:
-        """Start a call for the service's info, with a deadline of 5 s, and return the call."""
+        """Start a call for the service's info, with a deadline of 5 s, and return the call.
+
+        Raises Unavailable if the runner of the job has placed the service nowhere.
+        """
         request = rollouts_pb2.GetRolloutInfoRequest()
-        return self._stub.GetRolloutInfo.future(
-            request, timeout=CONNECT_SECONDS, wait_for_ready=True
+        stub, metadata = self._connected()
+        return stub.GetRolloutInfo.future(
+            request, timeout=CONNECT_SECONDS, wait_for_ready=True, metadata=metadata
         )
 
     def sample(self, messages: Sequence[rollouts_pb2.OrderPart]) -> Any:
-        """Start a call that samples an order, and return the call."""
-        return self._stub.Sample(iter(messages))
+        """Start a call that samples an order, and return the call. Raises as `ask` does."""
+        stub, metadata = self._connected()
+        return stub.Sample(iter(messages), metadata=metadata)
+
+    def _connected(self) -> tuple[rollouts_pb2_grpc.RolloutsStub, tuple[tuple[str, str], ...]]:
+        """Return a stub of the channel to where the service is now, and the metadata of calls."""
+        with self._lock:
+            if self._placed is not None and (at := self._placed.locate()) != self._at:
+                if self._channel is not None:
+                    self._channel.close()  # ends the calls to where it was
+                self._channel, self._metadata = open_cluster_channel(at, token=ROLLOUTS_TOKEN)
+                self._at = at
+            assert self._channel is not None
+            return rollouts_pb2_grpc.RolloutsStub(self._channel), self._metadata
 
     def fault_of(self, error: grpc.RpcError) -> DistillError:
         """Return the error of a failed call; Unavailable if the call may succeed elsewhere."""
         call: Any = error
         if call.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return InvalidInput(
-                f"the server at {self.address} is not a rollout service",
-                field=FIELD,
-                hint="give the HOST:PORT that distill-rollouts printed",
-            )
+            return not_rollouts(self.address)
         fault = fault_of(error, self.name)
         if call.code() in _AWAY and not isinstance(fault, Unavailable):
             return Unavailable(f"the {self.name} has ended a call", field=FIELD, hint=fault.hint)
@@ -72,12 +95,19 @@ class Replica:
 
     def close(self) -> None:
         """Close the channel, which cancels its calls."""
-        self._channel.close()
+        if self._channel is not None:
+            self._channel.close()
 
 
 def no_answer(replicas: Sequence[Replica], last: DistillError, seconds: float) -> Unavailable:
     """Return the error for services of which none has answered for so many seconds."""
     addresses = ", ".join(replica.address for replica in replicas)
+    if any(replica.is_placed for replica in replicas):
+        return Unavailable(
+            f"no rollout engine of the job answers for {seconds:g} s (last: {last.message})",
+            field="rollouts.gpus",
+            hint="the logs rollouts-N.log of the attempt say why",
+        )
     tls = any(replica.address.startswith("https://") for replica in replicas)
     return Unavailable(
         f"no rollout service answers at {addresses} for {seconds:g} s (last: {last.message})",
@@ -171,7 +201,10 @@ class PartRequest:
     def _send(self, replica: Replica) -> DistillError | None:
         """Send the part to a replica; return the error, or None once it is complete."""
         began = time.monotonic()
-        self._call = call = replica.sample(self._messages)
+        try:
+            self._call = call = replica.sample(self._messages)
+        except Unavailable as fault:  # it is placed nowhere
+            return fault
         if self._cancelled.is_set():  # `cancel` may have missed this call
             call.cancel()
         # A frozen replica leaves time for the others.

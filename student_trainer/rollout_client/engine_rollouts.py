@@ -1,66 +1,169 @@
-"""Single-turn rollouts of a rollout engine, with the weights that were published last."""
+"""Rollouts of the rollout engines of a job: of one turn, or of several with a retriever.
+
+Evaluations sample with the weights that were published last (`generate`), training with a version
+that it chooses (`order`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
-from student_trainer.rollout_client.engine_client import EngineClient
+from student_trainer.rollout_client.engine_client import EngineClient, Sampling
 from student_trainer.rollout_client.order import (
     Order,
     SamplingSettings,
     SequenceRequest,
     WeightsVersion,
 )
+from student_trainer.rollout_client.wire import MAX_TOKENS
 from student_trainer.rollouts.hf import rollout_of
+from student_trainer.rollouts.sampler import SampledTokens
+from student_trainer.rollouts.search import MARKS, SearchConversations, Turn
+
+# Returns the weights to sample with; called for each order.
+ChooseWeights = Callable[[], WeightsVersion]
 
 
-def requests_of(
-    prompts: Sequence[Prompt], numbers: Sequence[int], limit: int
-) -> list[SequenceRequest]:
-    """Return the requests of completions of at most `limit` tokens."""
-    return [
-        SequenceRequest(torch.from_numpy(prompt.ids).long(), number, limit)
-        for prompt, number in zip(prompts, numbers, strict=True)
-    ]
+class EngineRollouts(Protocol):
+    """Samples rollouts at the services of a job; `generate` as in `Rollouts`. Thread-safe."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], *, seed: int, greedy: bool = False
+    ) -> Iterator[list[Rollout]]:
+        """Yield one rollout per prompt. Raises the error of the engine."""
+
+    def order(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], weights: ChooseWeights
+    ) -> Iterator[tuple[int, Rollout]]:
+        """Return an iterator of (index of the prompt, its rollout), in the order of their end.
+
+        The seed is that of the settings. `weights`: asked before each turn. The iterator is for
+        another thread. It and this call raise the error of the engine.
+        """
 
 
-class EngineRollouts:
-    """Samples one completion per prompt at the rollout services of the job."""
+class SingleTurnRollouts:
+    """One completion per prompt. A completion has at most `settings.stream_tokens` tokens."""
+
+    def __init__(
+        self, client: EngineClient, settings: SamplingSettings, newest: ChooseWeights
+    ) -> None:
+        """`settings`: of all orders, but for the seed of `generate`. `newest`: for `generate`."""
+        self._client = client
+        self._settings = settings
+        self._newest = newest
+        self._ordered: Sampling | None = None  # the newest order of `order`
+
+    def generate(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], *, seed: int, greedy: bool = False
+    ) -> Iterator[list[Rollout]]:
+        """Yield one rollout per prompt; see `EngineRollouts`."""
+        if prompts:
+            settings = replace(self._settings, seed=None if greedy else seed)
+            order = self._order_of(prompts, numbers, self._newest, settings)
+            yield from _in_order(_rollouts_of(prompts, self._client.sample(order)))
+
+    def order(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], weights: ChooseWeights
+    ) -> Iterator[tuple[int, Rollout]]:
+        """Return rollouts as they end; see `EngineRollouts`. The order is sent by this call.
+
+        The services take orders as they arrive, so the call waits until the order before has
+        arrived. It does not wait for its own, which takes some 20 ms.
+        """
+        if self._ordered is not None:
+            self._ordered.wait_until_accepted()
+        self._ordered = self._client.start(
+            self._order_of(prompts, numbers, weights, self._settings)
+        )
+        return _rollouts_of(prompts, self._ordered)
+
+    def _order_of(
+        self,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        weights: ChooseWeights,
+        settings: SamplingSettings,
+    ) -> Order:
+        requests = [
+            SequenceRequest(torch.from_numpy(prompt.ids).long(), number, settings.stream_tokens)
+            for prompt, number in zip(prompts, numbers, strict=True)
+        ]
+        return Order(weights(), settings, requests)
+
+
+class EngineSearch:
+    """Conversations with a retriever, of which every turn is an order."""
 
     def __init__(
         self,
         client: EngineClient,
         settings: SamplingSettings,
-        weights: Callable[[], WeightsVersion],
+        newest: ChooseWeights,
+        conversations: SearchConversations,
     ) -> None:
-        """`settings`: of all orders, apart from the seed. `weights`: returns those to sample with.
-
-        A completion has at most `settings.stream_tokens` tokens.
-        """
+        """`settings`: of all orders, but for marks, batches and the seed of `generate`."""
         self._client = client
-        self._settings = settings
-        self._weights = weights
+        self._settings = replace(settings, marks=MARKS)
+        self._newest = newest
+        self._conversations = conversations
 
     def generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], *, seed: int, greedy: bool = False
     ) -> Iterator[list[Rollout]]:
-        """Yield one rollout per prompt; see `Rollouts.generate`. Raises the error of the engine."""
-        if not prompts:
-            return
+        """Yield one rollout per prompt; see `EngineRollouts`."""
         settings = replace(self._settings, seed=None if greedy else seed)
-        requests = requests_of(prompts, numbers, settings.stream_tokens)
-        found: dict[int, Rollout] = {}
-        due = 0
-        for index, tokens in self._client.sample(Order(self._weights(), settings, requests)):
-            found[index] = rollout_of(prompts[index], tokens)
-            ready = []
-            while due in found:
-                ready.append(found.pop(due))
-                due += 1
-            if ready:
-                yield ready
+        yield from _in_order(self._sampled(prompts, numbers, self._newest, settings))
+
+    def order(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], weights: ChooseWeights
+    ) -> Iterator[tuple[int, Rollout]]:
+        """Return rollouts as they end; see `EngineRollouts`. The iteration gives the orders."""
+        return self._sampled(prompts, numbers, weights, self._settings)
+
+    def _sampled(
+        self,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        weights: ChooseWeights,
+        settings: SamplingSettings,
+    ) -> Iterator[tuple[int, Rollout]]:
+        return self._conversations.sample(
+            prompts, numbers, lambda turns: self._turns(turns, weights(), settings)
+        )
+
+    def _turns(
+        self, turns: Sequence[Turn], weights: WeightsVersion, settings: SamplingSettings
+    ) -> list[SampledTokens]:
+        requests = [
+            SequenceRequest(turn.token_ids, turn.number, turn.limit, turn.used) for turn in turns
+        ]
+        # They are a batch already: the hf engine must not divide it, for equal bits.
+        longest = max(len(turn.token_ids) for turn in turns) + max(turn.limit for turn in turns)
+        settings = replace(settings, batch_tokens=min(len(turns) * longest, MAX_TOKENS))
+        found = dict(self._client.sample(Order(weights, settings, requests)))
+        return [found[index] for index in range(len(turns))]
+
+
+def _rollouts_of(prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, Rollout]]:
+    return ((index, rollout_of(prompts[index], tokens)) for index, tokens in sampling)
+
+
+def _in_order(found: Iterator[tuple[int, Rollout]]) -> Iterator[list[Rollout]]:
+    """Yield rollouts in the order of their prompts, as soon as those before have ended."""
+    waiting: dict[int, Rollout] = {}
+    due = 0
+    for index, rollout in found:
+        waiting[index] = rollout
+        ready = []
+        while due in waiting:
+            ready.append(waiting.pop(due))
+            due += 1
+        if ready:
+            yield ready

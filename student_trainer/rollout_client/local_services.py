@@ -16,12 +16,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from clients.config.kinds import AnyTraining
-from clients.config.on_policy import OnPolicyJob
-from clients.config.rl import RLJob
+from clients.config.kinds import AnyTraining, SamplingJob
 from clients.config.tables.rollouts import RolloutsConfig
+from clients.runs.launch import rollouts_command
+from clients.runs.placed_services import VARIABLE as PLACED
 from protos.errors import DistillError, InvalidInput, Unavailable
 from student_trainer.parallel.launcher import is_main_process
+from student_trainer.rollout_client.placed_services import PlacedServices
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,11 @@ class RolloutServices:
         for service in self._started:
             service.stop()
 
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether the services run on this machine, because this process has started them."""
+        return bool(self._started)
+
     def when_lost(self, call: Callable[[DistillError], None]) -> None:
         """Call `call`, in any thread, with the last error when no service is started again."""
         self._on_lost = call
@@ -79,20 +85,24 @@ class RolloutServices:
 
 def rollouts_of(config: AnyTraining) -> RolloutsConfig | None:
     """Return the table `rollouts` of a job; None if the trainer's own process samples."""
-    if not isinstance(config, OnPolicyJob | RLJob) or config.rollouts.in_trainer:
+    if not isinstance(config, SamplingJob) or config.rollouts.in_trainer:
         return None
     return config.rollouts
 
 
 @contextmanager
-def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | None]:
+def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | PlacedServices | None]:
     """Start the services of a job in the main process; they end with the context, or with it.
 
-    Yields None if the trainer's own process samples.
+    Starts none if the runner of the job has placed them on a cluster. Yields None if the trainer's
+    own process samples.
     """
     rollouts = rollouts_of(config)
     if rollouts is None:
         yield None
+        return
+    if placed := os.environ.get(PLACED):
+        yield PlacedServices(Path(placed))
         return
     everything = share_threads(config, rollouts) if rollouts.replicas else 0
     given = rollouts.address
@@ -108,7 +118,11 @@ def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | None]:
         services.start(
             [
                 (
-                    [*_command(config, rollouts), "--port", str(port), "--threads", threads],
+                    [
+                        *_priority(rollouts),
+                        *rollouts_command(config, rollouts),
+                        *("--port", str(port), "--threads", threads, "--end-with-parent"),
+                    ],
                     {"DISTILL_TOKENS": f"admin {token}", **_gpus(config, rollouts, number)},
                 )
                 for number, port in enumerate(ports)
@@ -132,6 +146,15 @@ def share_threads(config: AnyTraining, rollouts: RolloutsConfig) -> int:
     kept = max(1, own // 2)
     os.environ["OMP_NUM_THREADS"] = str(kept)
     return max(1, everything - kept * config.train.processes)
+
+
+def _priority(rollouts: RolloutsConfig) -> list[str]:
+    """Return the beginning of the command line of an engine: its priority, on a CPU with a lag.
+
+    The trainer sets the pace, and its threads wait for each other, so the engine computes when the
+    trainer does not: measured, a step is a quarter shorter.
+    """
+    return ["nice", "-n", "5"] if rollouts.lag and not _gpus_of_machine() else []
 
 
 class _Service:
@@ -228,19 +251,6 @@ class _Service:
             sys.stderr.write(line)
 
 
-def _command(config: AnyTraining, rollouts: RolloutsConfig) -> list[str]:
-    student = config.student
-    # -P: Python imports nothing from the working directory, which may belong to anybody.
-    command = [sys.executable, "-P", "-m", "student_trainer.rollout_service"]
-    command += ["--model", student.model, "--engine", rollouts.engine, "--dtype", student.dtype]
-    if student.revision is not None:
-        command += ["--revision", student.revision]
-    if rollouts.engine == "vllm":
-        command += ["--tensor-parallel-size", str(rollouts.tensor_parallel_size)]
-        command += ["--gpu-memory-share", str(rollouts.memory_share)]
-    return [*command, "--end-with-parent"]
-
-
 def _gpus(config: AnyTraining, rollouts: RolloutsConfig, number: int) -> dict[str, str]:
     """Return the variable with the GPUs of engine `number`, those after the trainer's own.
 
@@ -250,7 +260,7 @@ def _gpus(config: AnyTraining, rollouts: RolloutsConfig, number: int) -> dict[st
         return {}
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
-        listed = ",".join(str(n) for n in range(len([*Path("/dev").glob("nvidia[0-9]*")])))
+        listed = ",".join(str(n) for n in range(_gpus_of_machine()))
     everything = [one for one in listed.split(",") if one]
     own = config.train.processes
     if len(everything) < own + rollouts.gpus:
@@ -263,6 +273,10 @@ def _gpus(config: AnyTraining, rollouts: RolloutsConfig, number: int) -> dict[st
     first = own + number * rollouts.tensor_parallel_size
     engines = everything[first : first + rollouts.tensor_parallel_size]
     return {"CUDA_VISIBLE_DEVICES": ",".join(engines)}
+
+
+def _gpus_of_machine() -> int:
+    return len([*Path("/dev").glob("nvidia[0-9]*")])
 
 
 def _free_ports(count: int) -> list[int]:

@@ -21,13 +21,16 @@ class WeightsVersion:
     sequences that are being sampled with an older version of the lineage when this one is loaded.
     drain: they are finished first, so each sequence is of one version. recompute: they go on with
     the new weights, and their KV cache is computed again. keep: they go on with the KV cache of the
-    older weights.
+    older weights. job, attempt: the run directory of the trainer and the number of its attempt; a
+    service that has heard a later attempt of a job refuses this one. "": not compared.
     """
 
     lineage: str
     number: int
     directory: Path
     in_flight: InFlight = "drain"
+    job: str = ""
+    attempt: int = 0
 
 
 @dataclass(frozen=True)

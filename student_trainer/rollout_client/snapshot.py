@@ -1,6 +1,8 @@
 """A snapshot: the student's weights of one version, as files that a rollout engine loads.
 
-    model*.safetensors    the weights under the names of the model's own format
+    model*.safetensors    the weights under the names of the model's own format; or, of a student
+                          that learns adapters (LoRA), in peft's format:
+    adapter_model.safetensors, adapter_config.json
     probe.safetensors     token_ids [n, T] int64 and logprobs [n, T - 1] float32: the trainer's
                           log-prob of each token after those before it, in nats, at temperature 1
     snapshot.json         {"number": ..., "dtype": ..., "files": {name: xxh3_128 of its bytes}}
@@ -24,9 +26,12 @@ from torch import Tensor
 
 from clients.runs.directory import replace_file
 from protos.errors import Corrupt
+from protos.rpc.failpoints import failpoint
 
 _FACTS = "snapshot.json"
 _PROBE = "probe.safetensors"
+_WEIGHTS = ".safetensors"
+_ADAPTER_CONFIGURATION = "adapter_config.json"
 _BLOCK = 1 << 23  # bytes that are read at once
 
 # Largest difference between the log-probs of trainer and engine, in nats. In float32 two programs
@@ -59,17 +64,28 @@ class Snapshot:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, weight) of all weights, on the CPU, one file after the other."""
-        for name in self.files:
-            if name == _PROBE:
-                continue
+        for name in self._weight_files():
             with safe_open(self.directory / name, "pt") as file:
                 for key in file.keys():  # noqa: SIM118 (the file is no mapping)
                     yield key, file.get_tensor(key)
+            failpoint("weight-file-read")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each weight by name. Reads the headers of the files, no weight."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name in self._weight_files():
+            with safe_open(self.directory / name, "pt") as file:
+                for key in file.keys():  # noqa: SIM118 (the file is no mapping)
+                    found[key] = tuple(file.get_slice(key).get_shape())
+        return found
 
     def probe(self) -> Probe:
         """Return the probe."""
         found = load_file(self.directory / _PROBE)
         return Probe(found["token_ids"], found["logprobs"])
+
+    def _weight_files(self) -> list[str]:
+        return [name for name in self.files if name.endswith(_WEIGHTS) and name != _PROBE]
 
 
 def seal(directory: Path, *, number: int, dtype: str, probe: Probe) -> None:
@@ -78,7 +94,11 @@ def seal(directory: Path, *, number: int, dtype: str, probe: Probe) -> None:
     `number` and `dtype`: see Snapshot.
     """
     save_file({"token_ids": probe.token_ids, "logprobs": probe.logprobs}, directory / _PROBE)
-    files = {file.name: _digest(file) for file in sorted(directory.glob("*.safetensors"))}
+    files = {
+        file.name: _digest(file)
+        for file in sorted(directory.iterdir())
+        if file.name.endswith(_WEIGHTS) or file.name == _ADAPTER_CONFIGURATION
+    }
     facts = {"number": number, "dtype": dtype, "files": files}
     replace_file(directory / _FACTS, json.dumps(facts, indent=1))
 
@@ -86,13 +106,18 @@ def seal(directory: Path, *, number: int, dtype: str, probe: Probe) -> None:
 def open_snapshot(directory: Path) -> Snapshot:
     """Return the snapshot in `directory`. Raises Corrupt if it is incomplete or damaged.
 
-    Reads every byte once, to compare the digests.
+    Reads every byte once, to compare the digests. Files outside `directory` are not read: a
+    snapshot that names one, or has a symbolic link to one, is refused.
     """
     try:
         facts = json.loads((directory / _FACTS).read_text())
         found = Snapshot(directory, facts["number"], facts["dtype"], facts["files"])
-        wrong = [name for name, of in found.files.items() if _digest(directory / name) != of]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        home = directory.resolve()
+        for name in found.files:
+            if (home / name).resolve().parent != home:
+                raise Corrupt(f"{directory} names {name!r}, a file outside it")
+        wrong = [name for name, of in found.files.items() if _digest(home / name) != of]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Corrupt(
             f"{directory} is not a complete snapshot of weights: {error}",
             hint="the rollout service must see the trainer's directory: use one machine or a "

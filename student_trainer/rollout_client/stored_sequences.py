@@ -1,22 +1,26 @@
-"""Sampled sequences in a checkpoint: those of later steps, whose weights no longer exist.
+"""Rollouts in a checkpoint: those of later steps, whose weights no longer exist.
 
-One safetensors file per process. numbers, lengths [n] int64: rollout number and tokens of each
-sequence. flags [n, 2] bool: ended, closed. versions [S, 3] int64: index of the sequence, version,
-tokens in a row. The other tensors have the tokens of all sequences, one after the other, and the
-names of `SampledTokens`; draw_ids and draw_logprobs are left out if there are none.
+One safetensors file per process, of n rollouts. numbers, starts, lengths, queries [n] int64: number
+of the rollout, tokens of its prompt, tokens after it, queries to a retriever. flags [n, 2] bool:
+truncated, failed. versions [S, 3] int64: index of the rollout, version, tokens in a row. concluded
+[b] uint8: the answers according to an environment, a JSON list of texts or null. token_ids: of all
+sequences, one after the other. The other tensors have the tokens after the prompts, and the names
+of `Rollout`; own, draw_ids and draw_logprobs are left out if there are none. What a prompt has
+beside its tokens is not stored.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from student_trainer.data.rollout import TailDraws
-from student_trainer.rollouts.sampler import SampledTokens
+from student_trainer.data.rollout import Rollout, TailDraws
 
 _PREFIX = "rollouts-"
 
@@ -26,19 +30,26 @@ def file_name(part: int) -> str:
     return f"{_PREFIX}{part}.safetensors"
 
 
-def encoded(sequences: Mapping[int, SampledTokens]) -> bytes:
-    """Return the file of sequences, by rollout number; there is at least one."""
-    listed = list(sequences.values())
+def encoded(rollouts: Mapping[int, Rollout]) -> bytes:
+    """Return the file of rollouts, by rollout number; there is at least one."""
+    listed = list(rollouts.values())
     spans = [(n, *span) for n, one in enumerate(listed) for span in one.versions]
+    concluded = json.dumps([one.concluded for one in listed]).encode()
     tensors = {
-        "numbers": torch.tensor(list(sequences)),
-        "lengths": torch.tensor([len(one.token_ids) for one in listed]),
-        "flags": torch.tensor([(one.ended, one.closed) for one in listed]),
+        "numbers": torch.tensor(list(rollouts)),
+        "starts": torch.tensor([one.start for one in listed]),
+        "lengths": torch.tensor([len(one.token_logprobs) for one in listed]),
+        "queries": torch.tensor([one.queries for one in listed]),
+        "flags": torch.tensor([(one.truncated, one.failed) for one in listed]),
         "versions": torch.tensor(spans, dtype=torch.int64).reshape(-1, 3),
+        "concluded": torch.from_numpy(np.frombuffer(concluded, np.uint8).copy()),
         "token_ids": torch.cat([one.token_ids for one in listed]),
         "head_ids": torch.cat([one.head_ids for one in listed]),
         "token_logprobs": torch.cat([one.token_logprobs for one in listed]),
     }
+    own = [one.own for one in listed if one.own is not None]
+    if own:
+        tensors["own"] = torch.cat(own)
     draws = [one.draws for one in listed if one.draws is not None]
     if draws:
         joined = TailDraws.joined(draws)
@@ -47,38 +58,46 @@ def encoded(sequences: Mapping[int, SampledTokens]) -> bytes:
     return data
 
 
-def read(checkpoint: Path) -> dict[int, SampledTokens]:
-    """Return the sequences that all processes have stored in a checkpoint, by rollout number."""
-    found: dict[int, SampledTokens] = {}
+def read(checkpoint: Path) -> dict[int, Rollout]:
+    """Return the rollouts that all processes have stored in a checkpoint, by rollout number."""
+    found: dict[int, Rollout] = {}
     for path in sorted(checkpoint.glob(f"{_PREFIX}*.safetensors")):
         found |= _decoded(load_file(path))
     return found
 
 
-def _decoded(tensors: Mapping[str, Tensor]) -> dict[int, SampledTokens]:
-    lengths = tensors["lengths"].tolist()
+def _decoded(tensors: Mapping[str, Tensor]) -> dict[int, Rollout]:
+    starts, lengths = tensors["starts"].tolist(), tensors["lengths"].tolist()
+    whole = [start + length for start, length in zip(starts, lengths, strict=True)]
+    token_ids = torch.split(tensors["token_ids"], whole)
     columns = {
         name: torch.split(tensors[name], lengths)
-        for name in ("token_ids", "head_ids", "token_logprobs", "draw_ids", "draw_logprobs")
+        for name in ("head_ids", "token_logprobs", "own", "draw_ids", "draw_logprobs")
         if name in tensors
     }
+    concluded = json.loads(bytes(tensors["concluded"].tolist()))
     spans: dict[int, list[tuple[int, int]]] = {}
     for index, version, tokens in tensors["versions"].tolist():
         spans.setdefault(index, []).append((version, tokens))
     found = {}
-    flags = tensors["flags"].tolist()
+    flags, queries = tensors["flags"].tolist(), tensors["queries"].tolist()
     for index, number in enumerate(tensors["numbers"].tolist()):
         draws = None
         if "draw_ids" in columns:
             draws = TailDraws(columns["draw_ids"][index], columns["draw_logprobs"][index])
-        ended, closed = flags[index]
-        found[number] = SampledTokens(
-            columns["token_ids"][index],
-            columns["head_ids"][index],
-            columns["token_logprobs"][index],
-            ended,
-            closed,
-            draws,
-            tuple(spans.get(index, ())),
+        truncated, failed = flags[index]
+        found[number] = Rollout(
+            token_ids=token_ids[index],
+            start=starts[index],
+            head_ids=columns["head_ids"][index],
+            token_logprobs=columns["token_logprobs"][index],
+            truncated=truncated,
+            answer="",
+            own=columns["own"][index] if "own" in columns else None,
+            draws=draws,
+            concluded=concluded[index],
+            queries=queries[index],
+            failed=failed,
+            versions=tuple(spans.get(index, ())),
         )
     return found

@@ -103,6 +103,8 @@ def version_message(version: WeightsVersion) -> rollouts_pb2.WeightsVersion:
         number=version.number,
         directory=str(version.directory.absolute()),
         in_flight=_IN_FLIGHT[version.in_flight],
+        job=version.job,
+        attempt=version.attempt,
     )
 
 
@@ -202,6 +204,8 @@ def _version(message: rollouts_pb2.WeightsVersion, limits: OrderLimits) -> Weigh
     if not 0 < len(message.lineage) <= MAX_TEXT_CHARS:
         hint = "name the trainer's attempt"
         _refuse("weights.lineage", f"must be 1 to {MAX_TEXT_CHARS} characters", hint)
+    if len(message.job) > MAX_TEXT_CHARS:
+        _refuse("weights.job", f"must be at most {MAX_TEXT_CHARS} characters", "shorten it")
     directory = message.directory
     if not 0 < len(directory) <= 4 * MAX_TEXT_CHARS or not Path(directory).is_absolute():
         _refuse("weights.directory", "is not an absolute path", "give the snapshot's full path")
@@ -214,7 +218,14 @@ def _version(message: rollouts_pb2.WeightsVersion, limits: OrderLimits) -> Weigh
             f"this engine knows {known}, got {got}",
             f"use {known}, or a service with --engine vllm",
         )
-    return WeightsVersion(message.lineage, message.number, Path(directory), in_flight)
+    return WeightsVersion(
+        message.lineage,
+        message.number,
+        Path(directory),
+        in_flight,
+        message.job,
+        message.attempt,
+    )
 
 
 def _check(header: rollouts_pb2.OrderHeader, limits: OrderLimits) -> None:

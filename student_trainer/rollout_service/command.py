@@ -8,6 +8,8 @@ from clients.cli.listen_options import (
     HELP_OPTIONS,
     HostOption,
     InsecureOption,
+    MetricsHostOption,
+    MetricsPortOption,
     PortOption,
     TlsCertOption,
     TlsClientCaOption,
@@ -55,11 +57,14 @@ def rollouts(
     revision: options.RevisionOption = None,
     engine: options.EngineOption = "hf",
     dtype: options.DtypeOption = "auto",
+    lora_rank: options.LoraRankOption = 0,
     device: DeviceOption = "auto",
     max_batch_tokens: options.MaxBatchTokensOption = None,
     tensor_parallel_size: TensorParallelSizeOption = 1,
     gpu_memory_share: GpuMemoryShareOption = 0.9,
     threads: ThreadsOption = None,
+    metrics_port: MetricsPortOption = None,
+    metrics_host: MetricsHostOption = "127.0.0.1",
     log_format: LogFormatOption = LogFormat.TEXT,
     log_level: LogLevelOption = LogLevel.INFO,
     end_with_parent: options.EndWithParentOption = False,
@@ -79,4 +84,5 @@ def rollouts(
     with errors_as_exit():
         tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
         endpoint = read_endpoint(host, port, token_file, tls, insecure=insecure)
-        run(EngineSettings(engine, model, revision, dtype, device, vllm), endpoint)
+        page = None if metrics_port is None else (metrics_host, metrics_port)
+        run(EngineSettings(engine, model, revision, dtype, lora_rank, device, vllm), endpoint, page)

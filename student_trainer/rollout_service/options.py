@@ -14,6 +14,14 @@ DtypeOption = Annotated[
         " (bfloat16 on a GPU that has it)."
     ),
 ]
+LoraRankOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Rank of the student's adapters, student.lora.rank of the job: only the adapters are"
+        " loaded again and again. Default: all weights are, with the adapters merged into them.",
+    ),
+]
 MaxBatchTokensOption = Annotated[
     int | None,
     typer.Option(

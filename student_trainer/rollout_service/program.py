@@ -11,9 +11,11 @@ import grpc.aio
 from protos import rollouts_pb2_grpc
 from protos.errors import InvalidInput
 from protos.rpc.logs import fields
+from protos.rpc.metrics_page import metrics_page
 from protos.rpc.server import ServerEndpoint, serve
 from protos.vllm_processes import require_vllm
-from student_trainer.rollout_service.engine import RolloutEngine
+from student_trainer.rollout_service.engines.base import RolloutEngine
+from student_trainer.rollout_service.metrics import RolloutMetrics
 from student_trainer.rollout_service.service import RolloutServicer
 
 log = logging.getLogger(__name__)
@@ -40,18 +42,24 @@ class EngineSettings:
     model: str
     revision: str | None
     dtype: str
+    lora_rank: int
     device: str
     vllm: VllmSettings
 
 
-def run(settings: EngineSettings, endpoint: ServerEndpoint) -> None:
+def run(
+    settings: EngineSettings, endpoint: ServerEndpoint, page: tuple[str, int] | None = None
+) -> None:
     """Load the engine and serve until SIGTERM or SIGINT.
 
-    Raises InvalidInput if the settings cannot work.
+    `page`: (host, port) of the metrics page; None: there is none. Raises InvalidInput if the
+    settings cannot work.
     """
-    endpoint.require_usable()  # before the model is loaded, which takes minutes
-    engine = make_engine(settings)
-    asyncio.run(_serve(engine, endpoint))
+    metrics = RolloutMetrics()
+    with metrics_page(metrics.registry, page):
+        endpoint.require_usable()  # before the model is loaded, which takes minutes
+        engine = make_engine(settings)
+        asyncio.run(_serve(engine, endpoint, metrics))
 
 
 def make_engine(settings: EngineSettings) -> RolloutEngine:
@@ -69,20 +77,26 @@ def make_engine(settings: EngineSettings) -> RolloutEngine:
             if vllm.max_batch_tokens is not None:
                 hint = "leave it out: the job's key train.tokens_per_micro_batch decides"
                 raise _unknown_to("hf", "--max-batch-tokens", hint)
-            from student_trainer.rollout_service.hf_engine import HfRolloutEngine
+            from student_trainer.rollout_service.engines.hf import HfRolloutEngine
 
-            return HfRolloutEngine(model, dtype=settings.dtype, device=settings.device)
+            return HfRolloutEngine(
+                model,
+                dtype=settings.dtype,
+                lora_rank=settings.lora_rank,
+                device=settings.device,
+            )
         case "vllm":
             if settings.device != "auto":
                 raise _unknown_to("vllm", "--device", "set CUDA_VISIBLE_DEVICES")
             require_vllm()
-            from student_trainer.rollout_service.vllm_engine import (
+            from student_trainer.rollout_service.engines.vllm import (
                 VllmRolloutEngine,
             )
 
             sampling: RolloutEngine = VllmRolloutEngine(
                 model,
                 dtype=settings.dtype,
+                lora_rank=settings.lora_rank,
                 tensor_parallel_size=vllm.tensor_parallel_size,
                 gpu_memory_share=vllm.gpu_memory_share,
                 max_batch_tokens=vllm.max_batch_tokens or _VLLM_BATCH_TOKENS,
@@ -113,8 +127,8 @@ def _unknown_to(engine: str, option: str, hint: str) -> InvalidInput:
     return InvalidInput(f"the {engine} engine has no such option", field=option, hint=hint)
 
 
-async def _serve(engine: RolloutEngine, endpoint: ServerEndpoint) -> None:
-    servicer = RolloutServicer(engine)
+async def _serve(engine: RolloutEngine, endpoint: ServerEndpoint, metrics: RolloutMetrics) -> None:
+    servicer = RolloutServicer(engine, metrics)
 
     def register(server: grpc.aio.Server) -> str:
         rollouts_pb2_grpc.add_RolloutsServicer_to_server(servicer, server)

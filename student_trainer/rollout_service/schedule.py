@@ -99,6 +99,15 @@ class Schedule:
             self._waiting.remove(place)
         self._advance()
 
+    def end_earlier(self, weights: WeightsVersion, error: Exception) -> None:
+        """End the orders of earlier attempts of a job with an error."""
+        for place in (*self._waiting, *self._running):
+            theirs = place.weights
+            if theirs.job == weights.job and theirs.attempt < weights.attempt:
+                if place in self._waiting:
+                    self._waiting.remove(place)
+                place.fail(error)
+
     def drain(self) -> None:
         """Fail the waiting orders and all later ones with Unavailable; the others go on."""
         self._draining = True

@@ -21,7 +21,9 @@ from student_trainer.rollout_client.wire import (
     sampled_parts,
     version_message,
 )
-from student_trainer.rollout_service.engine import RolloutEngine
+from student_trainer.rollout_service.engines.base import RolloutEngine
+from student_trainer.rollout_service.fence import Fence
+from student_trainer.rollout_service.metrics import RolloutMetrics
 from student_trainer.rollout_service.schedule import Place, Schedule
 from student_trainer.rollouts.sampler import SampledTokens
 
@@ -42,13 +44,21 @@ _Results = asyncio.Queue[tuple[int, SampledTokens] | Exception | None]
 class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
     """The service distill.v1.Rollouts. Errors propagate to the error interceptor of the server."""
 
-    def __init__(self, engine: RolloutEngine) -> None:
+    def __init__(self, engine: RolloutEngine, metrics: RolloutMetrics | None = None) -> None:
+        self._metrics = metrics = metrics or RolloutMetrics()
         info = engine.info
         self._engine = engine
         self._limits = OrderLimits(info.vocab_size, info.max_length, info.in_flight)
-        self._schedule = Schedule(self._load)
+        self._schedule = schedule = Schedule(self._load)
+        self._fence = Fence()
         self._held_bytes = 0
-        self._sampled_tokens = 0
+        metrics.gauge("running_orders", "Orders that are sampled.", lambda: schedule.running)
+        metrics.gauge("waiting_orders", "Orders that wait.", lambda: schedule.waiting)
+        metrics.gauge("held_bytes", "Bytes of all orders.", lambda: self._held_bytes)
+        version = "Version of the loaded weights, finished steps; -1 without verified weights."
+        metrics.gauge(
+            "weights_version", version, lambda: schedule.loaded.number if schedule.loaded else -1
+        )
 
     async def GetRolloutInfo(
         self, request: rollouts_pb2.GetRolloutInfoRequest, context: object
@@ -65,8 +75,9 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
             loaded=version_message(schedule.loaded) if schedule.loaded else None,
             running_orders=schedule.running,
             waiting_orders=schedule.waiting,
-            sampled_tokens=self._sampled_tokens,
+            sampled_tokens=self._metrics.sampled_tokens,
             weight_loads=schedule.loads,
+            lora_rank=info.lora_rank,
         )
 
     async def Sample(
@@ -74,12 +85,16 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
     ) -> AsyncIterator[rollouts_pb2.SampledPart]:
         """Sample the sequences of one order; see protos/rollouts.proto.
 
-        Raises InvalidInput if the order is wrong, Overloaded if too many orders wait or if they
-        take too much memory, Unavailable if the service stops, and the error of the engine.
+        Raises InvalidInput if the order is wrong, WrongState if a later attempt of its job has sent
+        an order, now or while this one waits or is sampled, Overloaded if too many orders wait or
+        if they take too much memory, Unavailable if the service stops, and the error of the engine.
         """
         held = _HeldBytes(self)
         try:
             order = await self._read(aiter(request_iterator), held)
+            replaced = self._fence.hear(order.weights)
+            if replaced is not None:
+                self._schedule.end_earlier(order.weights, replaced)
             place = self._schedule.enter(order.weights)
             results: _Results = asyncio.Queue(1)
             place.sampling = sampling = asyncio.create_task(self._sample(order, place, results))
@@ -100,7 +115,8 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         began = time.perf_counter()
         facts = {"lineage": weights.lineage, "number": weights.number}
         try:
-            await self._engine.load(weights)
+            with self._metrics.load():
+                await self._engine.load(weights)
         except Exception as error:
             log.warning("weights refused", extra=fields(**facts, error=str(error)))
             raise
@@ -131,16 +147,8 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         error: Exception | None = None
         began = time.perf_counter()
         try:
-            await place.started()
-            failpoint("order-started")
-            async with aclosing(self._engine.sample(order)) as sequences:
-                async for index, sampled in sequences:
-                    self._sampled_tokens += len(sampled.token_ids)
-                    await _hand_over(results, (index, sampled))
-        except asyncio.CancelledError:
-            if place.error is None:
-                raise  # the client is gone
-            error = place.error
+            with self._metrics.order():
+                await self._sample_to_end(order, place, results)
         except Exception as caught:
             error = caught
         self._schedule.leave(place)  # now: the client may read the last sequences slowly
@@ -149,6 +157,19 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
         outcome = "OK" if error is None else type(error).__name__
         log.debug("order", extra=fields(code=outcome, **facts, seconds=seconds))
         await results.put(error)
+
+    async def _sample_to_end(self, order: Order, place: Place, results: _Results) -> None:
+        try:
+            await place.started()
+            failpoint("order-started")
+            async with aclosing(self._engine.sample(order)) as sequences:
+                async for index, sampled in sequences:
+                    self._metrics.sequence(len(sampled.token_ids))
+                    await _hand_over(results, (index, sampled))
+        except asyncio.CancelledError:
+            if place.error is None:
+                raise  # the client is gone
+            raise place.error from None
 
 
 async def _hand_over(results: _Results, result: tuple[int, SampledTokens]) -> None:

@@ -6,8 +6,10 @@ passages between `<information>` and `</information>`; `<answer>` ... `</answer>
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +23,32 @@ from student_trainer.environments.retriever import Retriever, as_text
 from student_trainer.rollouts.hf import batches
 from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, noise_of
 
+# Texts that end a turn.
+MARKS = ("</search>", "</answer>")
+
 _ACTION = re.compile(r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", re.DOTALL)
 
 
-class SearchRollouts:
-    """Samples multi-turn rollouts; each is fixed by its rollout number, the seed and the passages.
+@dataclass(frozen=True)
+class Turn:
+    """A turn to sample.
+
+    token_ids [T] int64: the conversation so far. number: the rollout number. limit: most tokens to
+    sample. used: random numbers of the rollout that its earlier turns have used.
+    """
+
+    token_ids: Tensor
+    number: int
+    limit: int
+    used: int
+
+
+# Samples turns until an end token, one of MARKS or their limit: in this process or at an engine.
+SampleTurns = Callable[[Sequence[Turn]], list[SampledTokens]]
+
+
+class SearchConversations:
+    """Conversations of the student with a retriever; thread-safe.
 
     A turn continues from the token ids of the turns before it. They are never decoded and tokenized
     again, which could change them.
@@ -33,56 +56,50 @@ class SearchRollouts:
 
     def __init__(
         self,
-        sampler: Sampler,
         tokenizer: Any,
         retriever: Retriever,
         config: SearchConfig,
         *,
         max_new_tokens: int,
-        batch_tokens: int,
+        batch_tokens: int | None,
     ) -> None:
-        """Set up the sampler. Decodes each token of the vocabulary once.
+        """`max_new_tokens`: limit of all turns of a rollout together, with the passages.
 
-        `max_new_tokens`: limit of all turns of a rollout together, with the passages.
-        `batch_tokens`: tokens of a batch at most, with padding.
+        `batch_tokens`: tokens of a batch at most, with padding; None: one batch. The conversations
+        of a batch take their turns together.
         """
-        self._sampler = sampler
-        self._tokenizer = tokenizer
+        # A copy, with a lock: a call that splits special tokens changes the tokenizer.
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._lock = threading.Lock()
         self._retriever = retriever
         self._config = config
         self._max_new_tokens = max_new_tokens
         self._batch_tokens = batch_tokens
-        self._marks = Marks(tokenizer, ["</search>", "</answer>"])
         self._opening = self._ids("\n\n<information>")
         self._closing = self._ids("</information>\n\n")
 
-    def generate(
-        self, prompts: Sequence[Prompt], numbers: Sequence[int], *, seed: int, greedy: bool = False
-    ) -> Iterator[list[Rollout]]:
-        """Yield one rollout per prompt; see `Rollouts.generate`."""
-        most = self._max_new_tokens
-        for part in batches([len(p.ids) for p in prompts], most, self._batch_tokens):
-            noise = [
-                None if greedy else (noise_of(n, seed, most), noise_of(n, seed, most, draws=True))
-                for n in numbers[part]
-            ]
-            talks = [_Talk(*pair) for pair in zip(prompts[part], noise, strict=True)]
-            while going_on := [talk for talk in talks if not talk.over]:
-                self._turn(going_on)
-            yield [talk.rollout() for talk in talks]
+    def sample(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], sample_turns: SampleTurns
+    ) -> Iterator[tuple[int, Rollout]]:
+        """Yield (index of the prompt, its rollout) as the conversations end, batch by batch."""
+        for part in self.batches(prompts):
+            pairs = zip(prompts[part], numbers[part], strict=True)
+            talks = [_Talk(*pair, place) for place, pair in enumerate(pairs, part.start)]
+            while talks:
+                self._turn(talks, sample_turns)
+                yield from ((talk.index, talk.rollout()) for talk in talks if talk.over)
+                talks = [talk for talk in talks if not talk.over]
 
-    def _turn(self, talks: Sequence[_Talk]) -> None:
+    def batches(self, prompts: Sequence[Prompt]) -> Iterator[slice]:
+        """Yield the slices of the prompts whose conversations take their turns together."""
+        if self._batch_tokens is None:
+            return iter([slice(0, len(prompts))] if prompts else [])
+        lengths = [len(prompt.ids) for prompt in prompts]
+        return batches(lengths, self._max_new_tokens, self._batch_tokens)
+
+    def _turn(self, talks: Sequence[_Talk], sample_turns: SampleTurns) -> None:
         """Sample one turn of each conversation; add passages for queries, finish the others."""
-        limits = [self._max_new_tokens - talk.length for talk in talks]
-        noise = [talk.noise_left(limit) for talk, limit in zip(talks, limits, strict=True)]
-        given = [pair for pair in noise if pair is not None]
-        written = self._sampler.write(
-            [talk.tokens for talk in talks],
-            limits,
-            [of_tokens for of_tokens, _ in given] or None,
-            self._marks,
-            [of_draws for _, of_draws in given] or None,
-        )
+        written = sample_turns([talk.turn(self._max_new_tokens) for talk in talks])
         asking: list[tuple[_Talk, str]] = []
         for talk, turn in zip(talks, written, strict=True):
             talk.add(turn)
@@ -100,7 +117,8 @@ class SearchRollouts:
         The conversation ends if the turn has no query, or if `max_turns` queries have been
         answered.
         """
-        text = self._tokenizer.decode(turn.token_ids, clean_up_tokenization_spaces=False)
+        with self._lock:
+            text = self._tokenizer.decode(turn.token_ids, clean_up_tokenization_spaces=False)
         asked, query = action(text) if turn.closed else (None, "")
         if asked == "search" and talk.queries < self._config.max_turns:
             talk.queries += 1
@@ -124,8 +142,59 @@ class SearchRollouts:
             talk.over = talk.truncated = True
 
     def _ids(self, text: str, **options: bool) -> Tensor:
-        ids = self._tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+        with self._lock:
+            ids = self._tokenizer(text, add_special_tokens=False, **options)["input_ids"]
         return torch.tensor(ids, dtype=torch.long)
+
+
+class SearchRollouts:
+    """Samples multi-turn rollouts in this process."""
+
+    def __init__(
+        self,
+        conversations: SearchConversations,
+        sampler: Sampler,
+        tokenizer: Any,
+        *,
+        stream_tokens: int,
+    ) -> None:
+        """Keep the parts. Decodes each token of the vocabulary once.
+
+        `stream_tokens`: random numbers of a rollout, `max_new_tokens` of the conversations.
+        """
+        self._conversations = conversations
+        self._sampler = sampler
+        self._stream_tokens = stream_tokens
+        self._marks = Marks(tokenizer, MARKS)
+
+    def generate(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], *, seed: int, greedy: bool = False
+    ) -> Iterator[list[Rollout]]:
+        """Yield one rollout per prompt; see `Rollouts.generate`."""
+
+        def sample_turns(turns: Sequence[Turn]) -> list[SampledTokens]:
+            return self._sampled(turns, None if greedy else seed)
+
+        for part in self._conversations.batches(prompts):
+            found = self._conversations.sample(prompts[part], numbers[part], sample_turns)
+            yield [rollout for _, rollout in sorted(found, key=lambda pair: pair[0])]
+
+    def _sampled(self, turns: Sequence[Turn], seed: int | None) -> list[SampledTokens]:
+        noise = draw_noise = None
+        if seed is not None:
+            noise = [self._noise(turn, seed, draws=False) for turn in turns]
+            draw_noise = [self._noise(turn, seed, draws=True) for turn in turns]
+        return self._sampler.write(
+            [turn.token_ids for turn in turns],
+            [turn.limit for turn in turns],
+            noise,
+            self._marks,
+            draw_noise,
+        )
+
+    def _noise(self, turn: Turn, seed: int, *, draws: bool) -> Tensor:
+        stream = noise_of(turn.number, seed, self._stream_tokens, draws=draws)
+        return stream[turn.used : turn.used + turn.limit]
 
 
 def action(turn: str) -> tuple[str | None, str]:
@@ -136,18 +205,17 @@ def action(turn: str) -> tuple[str | None, str]:
 
 @dataclass(eq=False)
 class _Talk:
-    """The conversation of one rollout while it is sampled.
-
-    noise: its random numbers, [max_new_tokens] float64, for tokens and for draws; None: greedy.
-    """
+    """The conversation of one rollout while it is sampled. index: of its prompt."""
 
     prompt: Prompt
-    noise: tuple[Tensor, Tensor] | None
+    number: int
+    index: int
     parts: list[Tensor] = field(default_factory=list)  # turns and passages, in order
     heads: list[Tensor] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
     draws: list[TailDraws] = field(default_factory=list)  # empty if the sampler draws none
     own: list[Tensor] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
     queries: int = 0
     over: bool = False
     truncated: bool = False
@@ -163,13 +231,10 @@ class _Talk:
         """Number of tokens after the prompt."""
         return sum(map(len, self.parts))
 
-    def noise_left(self, limit: int) -> tuple[Tensor, Tensor] | None:
-        """Return the next `limit` random numbers of each kind; a sampled token uses one of each."""
-        if self.noise is None:
-            return None
-        used = sum(int(part.sum()) for part in self.own)
-        of_tokens, of_draws = self.noise
-        return of_tokens[used : used + limit], of_draws[used : used + limit]
+    def turn(self, most: int) -> Turn:
+        """Return the next turn, of a conversation with at most `most` tokens after the prompt."""
+        used = sum(int(part.sum()) for part in self.own)  # one for each sampled token
+        return Turn(self.tokens, self.number, most - self.length, used)
 
     def add(self, turn: SampledTokens) -> None:
         self.parts.append(turn.token_ids)
@@ -178,6 +243,7 @@ class _Talk:
         if turn.draws is not None:
             self.draws.append(turn.draws)
         self.own.append(torch.ones(len(turn.token_ids), dtype=torch.bool))
+        self.versions += turn.versions
 
     def read(self, information: Tensor) -> None:
         """Add passages. Their head ids, log-probs and draws are placeholders.
@@ -209,4 +275,5 @@ class _Talk:
             failed=self.failed,
             fields=self.prompt.fields,
             text=self.prompt.text,
+            versions=tuple(self.versions),
         )

@@ -4,7 +4,7 @@ loss                 mean loss of a token, with its weight: the value that train
 kl/teacher           unbiased estimate of the KL between student and teacher, nats per token
 entropy              entropy of the student over the whole vocabulary, nats per token
 ratio/mean           mean of rho = p(y) / mu(y), mu the policy that sampled y; its expectation is 1
-ratio/ess            1 / mean of rho^2: effective number of samples per token; 1 on-policy
+ratio/ess            1 / mean of rho^2: share of effective samples that is left; 1 on-policy
 ratio/kl             unbiased estimate of KL(mu||p), nats per token; 0 on-policy
 topk/student_mass    mean probability that the student gives to the head ids
 topk/teacher_mass    mean probability that the teacher gives to the head ids

@@ -11,13 +11,17 @@ scores each rollout as soon as it is sampled.
 
 A checkpoint of step n has the rollouts of orders n + 1 to n + lag: the weights that sampled them
 are gone when the run resumes.
+
+With an environment, all turns of a rollout are sampled with the version of its order; with another
+`in_flight`, a turn is sampled with the newest version.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -30,12 +34,10 @@ from protos.rows.codec import RowBlock
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.parallel.collectives import raise_on_all_ranks
-from student_trainer.rollout_client.engine_client import EngineClient, Sampling
-from student_trainer.rollout_client.engine_rollouts import requests_of
-from student_trainer.rollout_client.order import Order, SamplingSettings, WeightsVersion
+from student_trainer.rollout_client.engine_client import EngineClient
+from student_trainer.rollout_client.engine_rollouts import EngineRollouts
+from student_trainer.rollout_client.order import WeightsVersion
 from student_trainer.rollout_client.stored_sequences import encoded, file_name, read
-from student_trainer.rollouts.hf import rollout_of
-from student_trainer.rollouts.sampler import SampledTokens
 from student_trainer.teachers.scored_rollouts import Asked
 from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
 
@@ -70,25 +72,26 @@ class RolloutsAhead:
         client: EngineClient,
         snapshots: WeightVersions,
         teacher: TeacherSource,
-        settings: SamplingSettings,
+        rollouts: EngineRollouts,
         *,
         lag: int,
         last_step: int,
     ) -> None:
         """Keep the parts.
 
-        `teacher`: scores the rollouts. `settings`: of all orders. `last_step`: no order is given
-        for later steps.
+        `teacher`: scores the rollouts. `rollouts`: samples them at the services of `client`.
+        `last_step`: no order is given for later steps.
         """
         self._accelerator = accelerator
         self._client = client
         self._snapshots = snapshots
         self._teacher = teacher
-        self._settings = settings
+        self._rollouts = rollouts
         self._lag = lag
         self._last_step = last_step
         self._orders: dict[int, _Running] = {}
-        self._stored: dict[int, SampledTokens] = {}
+        self._stored: dict[int, Rollout] = {}
+        self._newest: WeightsVersion  # of training; set before the first order
 
     def of_step(self, step: int, asked: Asked) -> list[PendingRows]:
         """Collective. Return this process's rollouts of `step` (from 1) and request their rows.
@@ -103,7 +106,7 @@ class RolloutsAhead:
         ahead = range(step, min(step + self._lag, self._last_step) + 1)
         new = [later for later in ahead if later not in self._orders]
         if new:
-            weights = self._snapshots.write(step - 1)
+            weights = self._newest = self._snapshots.write(step - 1)
             raise_on_all_ranks(
                 self._accelerator,
                 lambda: self._orders.update({n: self._given(weights, *asked(n)) for n in new}),
@@ -121,10 +124,10 @@ class RolloutsAhead:
         orders = [order for n, order in self._orders.items() if n > step]
 
         def files(stop: threading.Event) -> Mapping[str, bytes]:
-            sequences: dict[int, SampledTokens] = {}
+            rollouts: dict[int, Rollout] = {}
             for order in orders:
-                sequences |= order.sequences(stop)
-            return {file_name(part): encoded(sequences)} if sequences else {}
+                rollouts |= order.rollouts(stop)
+            return {file_name(part): encoded(rollouts)} if rollouts else {}
 
         return files
 
@@ -159,16 +162,16 @@ class RolloutsAhead:
         missing = []
         for index, number in enumerate(numbers):
             if number in self._stored:
-                running.take(index, self._stored.pop(number))
+                running.take(index, _of_prompt(self._stored.pop(number), prompts[index]))
             else:
                 missing.append(index)
         if missing:
-            requests = requests_of(
+            drain = weights.in_flight == "drain"
+            sampling = self._rollouts.order(
                 [prompts[index] for index in missing],
                 [numbers[index] for index in missing],
-                self._settings.stream_tokens,
+                lambda: weights if drain else self._newest,
             )
-            sampling = self._client.sample(Order(weights, self._settings, requests))
             running.collect(sampling, missing)
         return running
 
@@ -180,8 +183,20 @@ class RolloutsAhead:
         ]
 
 
+def _of_prompt(stored: Rollout, prompt: Prompt) -> Rollout:
+    """Return a stored rollout with what its prompt has beside its tokens."""
+    return replace(
+        stored,
+        answer=prompt.answer,
+        teacher=prompt.teacher,
+        fields=prompt.fields,
+        text=prompt.text,
+        weight=prompt.weight,
+    )
+
+
 class _Running:
-    """An order of this process, and what has arrived of it: sequences, and requests of rows."""
+    """An order of this process, and what has arrived of it: rollouts, and requests of rows."""
 
     def __init__(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], teacher: TeacherSource
@@ -190,7 +205,6 @@ class _Running:
         self._prompts = prompts
         self._numbers = numbers
         self._teacher = teacher
-        self._tokens: dict[int, SampledTokens] = {}
         self._scored: dict[int, tuple[Rollout, Future[RowBlock] | None]] = {}
 
     @property
@@ -198,9 +212,8 @@ class _Running:
         """The rollouts in the order of the prompts, with their rows, if the teacher was asked."""
         return [self._scored[index] for index in range(len(self._prompts))]
 
-    def take(self, index: int, tokens: SampledTokens) -> None:
-        """Take a sampled sequence, and request its rows if the teacher allows it now."""
-        rollout = rollout_of(self._prompts[index], tokens)
+    def take(self, index: int, rollout: Rollout) -> None:
+        """Take a rollout, and request its rows if the teacher allows it now."""
         rows: Future[RowBlock] | None = None
         if self._teacher.any_time:
             try:
@@ -208,17 +221,16 @@ class _Running:
             except DistillError as error:
                 rows = Future()
                 rows.set_exception(error)
-        self._tokens[index] = tokens
         self._scored[index] = rollout, rows
 
-    def collect(self, sampling: Sampling, indices: Sequence[int]) -> None:
-        """Take the sequences of an order as they end, in a thread; indices[i]: of sequence i."""
+    def collect(self, sampling: Iterator[tuple[int, Rollout]], indices: Sequence[int]) -> None:
+        """Take the rollouts of an order as they end, in a thread; indices[i]: of rollout i."""
         self.done = Future()
 
         def take_all() -> None:
             try:
-                for number, tokens in sampling:
-                    self.take(indices[number], tokens)
+                for number, rollout in sampling:
+                    self.take(indices[number], rollout)
             except Exception as error:
                 self.done.set_exception(error)
             else:
@@ -226,12 +238,14 @@ class _Running:
 
         threading.Thread(target=take_all, name="rollouts", daemon=True).start()
 
-    def sequences(self, stop: threading.Event) -> dict[int, SampledTokens]:
-        """Wait for the sequences, and return them by rollout number; {} if `stop` is set first.
+    def rollouts(self, stop: threading.Event) -> dict[int, Rollout]:
+        """Wait for the rollouts, and return them by rollout number; {} if `stop` is set first.
 
         If the engine fails, those that it has sampled: a run that resumes samples the others anew.
         """
         while not self.done.done():
             if stop.wait(_PAUSE):
                 return {}
-        return {self._numbers[index]: tokens for index, tokens in sorted(self._tokens.items())}
+        return {
+            self._numbers[index]: rollout for index, (rollout, _) in sorted(self._scored.items())
+        }

@@ -15,7 +15,7 @@ from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, compress_rows, encode_rows
 from teacher_service.capture.plan import Plan
 from teacher_service.capture.sequences import CaptureSequence
-from teacher_service.engines.base import Engine
+from teacher_service.engines.base import ContinuousEngine, Engine
 
 # Called with the number of rows of each sequence as soon as it is scored.
 Told = Callable[[int], None]
@@ -160,12 +160,16 @@ def score_file(
 ) -> list[RowBlock]:
     """Return the rows of the sequences of one file, in order.
 
-    Batches never span files, so they are the same whatever was scored before. `first` is the number
-    of the first sequence, for error messages. `told` is called with the number of rows of each
+    Batches never span files, so they are the same whatever was scored before. An engine that
+    batches by itself gets the whole file. `first` is the number of the first sequence, for error
+    messages. `told` is called with the number of rows of each
     sequence. Raises the error of the first sequence that fails.
     """
     rows: dict[int, RowBlock] = {}
-    for batch in batches([len(sequence.token_ids) for sequence in sequences], max_batch_tokens):
+    whole = [[*range(len(sequences))]]
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    continuous = isinstance(engine, ContinuousEngine)
+    for batch in whole if continuous else batches(lengths, max_batch_tokens):
         answers = engine.score([ask.query(sequences[index]) for index in batch])
         for index, answer in zip(batch, answers, strict=True):
             if isinstance(answer, DistillError):

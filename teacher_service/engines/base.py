@@ -91,6 +91,24 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class ContinuousEngine(Engine, Protocol):
+    """An engine that batches queries by itself, and takes new ones while it computes others."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens that one step of the engine computes."""
+        ...
+
+    async def score_one(self, query: ScoreQuery) -> RowBlock:
+        """Return the rows of a query. Many calls may run at the same time, in one event loop.
+
+        Cancelling the call takes the query out of the engine. Raises the DistillError that concerns
+        the query; any other exception means that the engine has failed.
+        """
+        ...
+
+
+@runtime_checkable
 class TakesWeights(Protocol):
     """An engine that accepts weight updates.
 

@@ -18,7 +18,13 @@ from teacher_service.engines.base import EngineInfo, TensorSpec, WeightUpdate, f
 from teacher_service.engines.hf_weights import ModelWeights
 from teacher_service.head.head import Head
 from teacher_service.head.linear_head import require_plain_weight
-from teacher_service.models.files import file_facts, model_directory, release_of
+from teacher_service.models.digests import FileDigests
+from teacher_service.models.files import (
+    file_facts,
+    model_directory,
+    release_of,
+    weight_files,
+)
 from teacher_service.models.loading import load_model, load_vocabulary, not_linear
 
 _CHECK_TOKENS = 8
@@ -44,6 +50,7 @@ class HfEngine:
     ) -> None:
         path = model_directory(model)
         self._device = _device(device)
+        digests = FileDigests(weight_files(path))
         self._model = load_model(path, dtype=dtype).to(self._device).eval()
         head = self._model.get_output_embeddings()
         if not isinstance(head, torch.nn.Linear):
@@ -54,7 +61,7 @@ class HfEngine:
         self._batch_invariant = batch_invariant
         self._weights = ModelWeights(self._model)
         self._require_linear_head(model)
-        self.info = self._describe(model, path)
+        self.info = self._describe(model, path, digests)
 
     def parameters(self) -> Mapping[str, TensorSpec]:
         """Return the spec of each parameter by name; a tied weight appears once."""
@@ -132,11 +139,11 @@ class HfEngine:
         config = self._model.config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or 4096)
 
-    def _describe(self, model: str, path: Path) -> EngineInfo:
+    def _describe(self, model: str, path: Path, digests: FileDigests) -> EngineInfo:
         tokens = load_vocabulary(path)
         dtype = str(self._head.weight.dtype).removeprefix("torch.")
         facts = {
-            **file_facts(path),
+            **file_facts(path, digests),
             "tokenizer": tokenizer_fingerprint(tokens),
             "dtype": dtype,
             "engine": "hf",

@@ -24,7 +24,13 @@ from teacher_service.engines.base import EngineInfo, fingerprint_of
 from teacher_service.engines.vllm_process import VllmProcess
 from teacher_service.engines.vllm_wire import decode_answer, encode_query, part_of
 from teacher_service.head.linear_head import HeadTensors, find_head
-from teacher_service.models.files import file_facts, model_directory, release_of
+from teacher_service.models.digests import FileDigests
+from teacher_service.models.files import (
+    file_facts,
+    model_directory,
+    release_of,
+    weight_files,
+)
 from teacher_service.models.loading import load_model, load_vocabulary
 
 _WORKER = "teacher_service.engines.vllm_worker.ScoringWorker"
@@ -51,6 +57,7 @@ class VllmEngine:
     ) -> None:
         require_vllm()
         path = model_directory(model)
+        digests = FileDigests(weight_files(path))
         skeleton = load_model(path, dtype=dtype, device="meta")
         head = find_head(skeleton, path)
         tokens = load_vocabulary(path)
@@ -70,7 +77,7 @@ class VllmEngine:
             raise _not_started(path, error) from error
         cache = self._vllm.config.cache_config
         self._block = cache.block_size if cache.enable_prefix_caching else None
-        self.info = self._describe(model, path, head, tokens)
+        self.info = self._describe(model, path, head, tokens, digests)
 
     def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
         """Return one result for each query, in order.
@@ -80,10 +87,28 @@ class VllmEngine:
         """
         return self._vllm.run(self._score(queries))
 
+    async def score_one(self, query: ScoreQuery) -> RowBlock:
+        """Return the rows of a query, from any event loop; see ContinuousEngine.
+
+        Raises Corrupt if its logits are not finite. If a process of vLLM dies, this process exits
+        with code 1.
+        """
+        return await asyncio.wrap_future(self._vllm.begin(self._rows(query)))
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of one step of vLLM's scheduler."""
+        return int(self._vllm.config.scheduler_config.max_num_batched_tokens)
+
     @property
     def cached_tokens(self) -> int:
         """Number of tokens since the start that came from vLLM's prefix cache."""
         return self._vllm.cached_tokens
+
+    def steps(self) -> tuple[int, int]:
+        """Return the numbers of vLLM's steps and of their tokens since the start."""
+        steps, tokens = self._vllm.call_worker("steps")
+        return steps, tokens
 
     def close(self) -> None:
         """Stop vLLM's processes. Calling it twice is safe."""
@@ -129,12 +154,17 @@ class VllmEngine:
         return answer
 
     def _describe(
-        self, model: str, path: Path, head: HeadTensors, tokens: tuple[str, ...]
+        self,
+        model: str,
+        path: Path,
+        head: HeadTensors,
+        tokens: tuple[str, ...],
+        digests: FileDigests,
     ) -> EngineInfo:
         config = self._vllm.config
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         facts = {
-            **file_facts(path),
+            **file_facts(path, digests),
             "tokenizer": tokenizer_fingerprint(tokens),
             "dtype": dtype,
             "engine": "vllm",

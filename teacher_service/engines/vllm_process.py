@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -56,7 +57,11 @@ class VllmProcess:
 
         Blocks. Do not call it from that event loop.
         """
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self.begin(work).result()
+
+    def begin(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Start `work` in the event loop of this engine; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def pool(
         self, token_ids: Sequence[int], fields: Mapping[str, Any], *, read_cache: bool

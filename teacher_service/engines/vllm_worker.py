@@ -73,6 +73,11 @@ class ScoringWorker(_Worker):  # type: ignore[misc]
         backends = get_current_attn_backends(self.vllm_config)
         return sorted(backend.get_name() for backend in backends)
 
+    def steps(self) -> tuple[int, int]:
+        """Return the numbers of steps and of their tokens since the start."""
+        pooler = self.model_runner.get_model().pooler
+        return pooler.steps, pooler.tokens
+
 
 def cpu_product(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the function states -> states @ weight.T that vLLM uses on this CPU.
@@ -120,12 +125,14 @@ class _Progress:
 class RowPooler(torch.nn.Module):
     """A pooler of vLLM that turns hidden states into encoded rows.
 
-    `head` is None on ranks other than 0, whose output vLLM does not read.
+    `head` is None on ranks other than 0, whose output vLLM does not read. `steps` and `tokens`
+    count what has been computed.
     """
 
     def __init__(self, head: Head | None) -> None:
         super().__init__()
         self._head = head
+        self.steps = self.tokens = 0
 
     def get_supported_tasks(self) -> set[str]:
         """Return the only pooling task: `token_embed`."""
@@ -141,6 +148,8 @@ class RowPooler(torch.nn.Module):
         Returns one entry per request of the step: the encoded result, uint8 [n], if the request
         ends with this step, else None.
         """
+        self.steps += 1
+        self.tokens += len(hidden_states)
         cursor = pooling_metadata.get_pooling_cursor()
         finished = cursor.get_finished_mask()
         if self._head is None:

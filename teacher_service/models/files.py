@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from clients.data.model_files import WEIGHTS_INDEX, refuse_code
 from protos.errors import InvalidInput
+from teacher_service.models.digests import FileDigests
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
@@ -117,16 +117,15 @@ def weight_files(path: Path) -> list[Path]:
     return [path / name for name in sorted(names)]
 
 
-def file_facts(path: Path) -> dict[str, object]:
-    """Return the part of the fingerprint that comes from the files.
+def file_facts(path: Path, digests: FileDigests) -> dict[str, object]:
+    """Return the part of the fingerprint that comes from the files; `digests`: of the weights.
 
     It contains the sha256 of each weight file, and the config without the entries that cannot
     change a logit. Files of the tokenizer are not in it, because a teacher gets token ids; the
-    engines add the vocabulary. Reads every byte of the weights. Raises InvalidInput if a file is
-    malformed.
+    engines add the vocabulary. Waits for the digests. Raises InvalidInput if a file is malformed.
     """
-    digests = {file.name: _sha256(file) for file in weight_files(path)}
-    return {"scheme": _SCHEME, "files": digests, "config": _relevant(read_config(path))}
+    config = _relevant(read_config(path))
+    return {"scheme": _SCHEME, "files": digests.by_name(), "config": config}
 
 
 def release_of(version: str) -> str:
@@ -141,11 +140,6 @@ def _relevant(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
     return {key: _relevant(config[key]) for key in config if key not in _IRRELEVANT_CONFIG}
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _refused(message: str, hint: str) -> InvalidInput:

@@ -14,7 +14,8 @@ from protos.rows.codec import HEADER_BYTES, RowBlock, encode_rows
 from protos.rpc.transport import MAX_CHUNK_BYTES
 from teacher_service.cache.row_cache import EncodedRows, RowCache
 from teacher_service.engines.base import EngineInfo
-from teacher_service.serving.batcher import Batcher, Sender
+from teacher_service.serving.dispatcher import Dispatcher
+from teacher_service.serving.fair_queue import Sender
 
 _ENVELOPE_BYTES = 1024  # the other fields of a ScoreChunk
 
@@ -41,8 +42,8 @@ class RowScorer:
     With `cache` None, no rows are kept. Use it from one event loop.
     """
 
-    def __init__(self, batcher: Batcher, cache: RowCache | None) -> None:
-        self._batcher = batcher
+    def __init__(self, dispatcher: Dispatcher, cache: RowCache | None) -> None:
+        self._dispatcher = dispatcher
         self._cache = cache
         self._flights: dict[tuple[bytes, bool], _Flight] = {}
 
@@ -53,13 +54,13 @@ class RowScorer:
     async def score(self, query: ScoreQuery, sender: Sender | None = None) -> RowAnswer:
         """Return the rows of `query`, all from one version of the weights.
 
-        `sender`: see Batcher. Equal queries of a sender that is `last` and of one that is not are
-        scored apart, so that the second does not wait for the first.
+        `sender`: see FairQueue. Equal queries of a sender that is `last` and of one that is not
+        are scored apart, so that the second does not wait for the first.
 
         If a weight update is applied before the query is scored, the rows are from the new version.
         Raises Overloaded if the queue is full, or the error of the engine.
         """
-        by = self._batcher.info
+        by = self._dispatcher.info
         key = _key(query, by), sender is not None and sender.last
         flight = self._flights.get(key)
         if flight is None:
@@ -81,7 +82,7 @@ class RowScorer:
         found = await self._find(query)
         if found is not None:
             return found
-        rows = await self._batcher.score(query, sender)
+        rows = await self._dispatcher.score(query, sender)
         scored = _encoded(rows.block, query)
         if self._cache:
             # Use the weights that computed the rows: they may be newer than the request.
@@ -91,10 +92,10 @@ class RowScorer:
     async def _find(self, query: ScoreQuery) -> RowAnswer | None:
         """Return cached rows of the current weights; retry if the weights change meanwhile."""
         while self._cache is not None:
-            by = self._batcher.info
+            by = self._dispatcher.info
             key = _key(query, by)
             found = await self._cache.get(key, query)
-            if key == _key(query, self._batcher.info):
+            if key == _key(query, self._dispatcher.info):
                 return RowAnswer(found, by.version) if found else None
         return None
 

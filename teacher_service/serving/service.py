@@ -19,9 +19,10 @@ from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import Unavailable, WrongState
 from protos.rpc.failpoints import failpoint
 from protos.rpc.transport import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
-from teacher_service.metrics_page import TeacherMetrics
+from teacher_service.metrics import TeacherMetrics
 from teacher_service.serving.answer_budget import AnswerBudget
-from teacher_service.serving.batcher import Batcher, Sender, stopping
+from teacher_service.serving.dispatcher import Dispatcher, stopping
+from teacher_service.serving.fair_queue import Sender
 from teacher_service.serving.score_stream import ScoreStream
 from teacher_service.serving.scorer import RowScorer, chunks_of
 from teacher_service.serving.validation import RequestLimits, parse_request
@@ -36,13 +37,13 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
     def __init__(
         self,
         scorer: RowScorer,
-        batcher: Batcher,
+        dispatcher: Dispatcher,
         weights: Weights,
         limits: RequestLimits,
         metrics: TeacherMetrics,
     ) -> None:
         self._scorer = scorer
-        self._batcher = batcher
+        self._dispatcher = dispatcher
         self._weights = weights
         self._limits = limits
         self._metrics = metrics
@@ -50,15 +51,15 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         self._streams: set[ScoreStream] = set()
         queued, version = "Tokens waiting for the model.", "Weight updates since the start."
         metrics.gauge("active_streams", "Open Score streams.", lambda: len(self._streams))
-        metrics.gauge("queued_tokens", queued, lambda: batcher.queued_tokens)
-        metrics.gauge("weights_version", version, lambda: batcher.info.version)
+        metrics.gauge("queued_tokens", queued, lambda: dispatcher.queued_tokens)
+        metrics.gauge("weights_version", version, lambda: dispatcher.info.version)
         metrics.cache(scorer.tiers)
 
     async def GetInfo(
         self, request: teacher_pb2.GetInfoRequest, context: object
     ) -> teacher_pb2.TeacherInfo:
         """Return identity, limits and load of the teacher."""
-        info = self._batcher.info
+        info = self._dispatcher.info
         return teacher_pb2.TeacherInfo(
             model=info.model,
             fingerprint=info.fingerprint,
@@ -80,7 +81,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         self, request: teacher_pb2.GetVocabularyRequest, context: object
     ) -> AsyncIterator[teacher_pb2.VocabularyChunk]:
         """Stream the tokens in order of id."""
-        tokens = self._batcher.info.vocabulary
+        tokens = self._dispatcher.info.vocabulary
         for first in range(0, len(tokens), _TOKENS_PER_CHUNK):
             yield teacher_pb2.VocabularyChunk(
                 first_id=first, tokens=tokens[first : first + _TOKENS_PER_CHUNK]
@@ -95,7 +96,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         or version, and Unavailable if a weight update is applied during the call or the engine is
         broken.
         """
-        if self._batcher.broken:
+        if self._dispatcher.broken:
             raise stopping()
         metadata = dict(context.invocation_metadata() or ())
         version = self._version_asked_for(metadata)
@@ -127,7 +128,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         If the engine is broken, each stream ends at once with Unavailable.
         """
         for stream in self._streams:
-            if self._batcher.broken:
+            if self._dispatcher.broken:
                 # Clients send the requests of a broken connection to another teacher.
                 stream.fail(stopping())
             else:
@@ -142,7 +143,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         expected = metadata.get(IDENTITY_KEY)
         if expected is None:
             return None
-        info = self._batcher.info
+        info = self._dispatcher.info
         actual = identity_of(info.fingerprint, info.version)
         if expected != actual:
             raise WrongState(
@@ -170,7 +171,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
     def _load(self) -> teacher_pb2.TeacherLoad:
         metrics = self._metrics
         return teacher_pb2.TeacherLoad(
-            queued_tokens=self._batcher.queued_tokens,
+            queued_tokens=self._dispatcher.queued_tokens,
             active_streams=len(self._streams),
             scored_tokens=metrics.total("scored_tokens_total"),
             forwards=metrics.total("forward_seconds_count"),

@@ -26,6 +26,7 @@ from teacher_service.engines.base import (
     WeightUpdate,
 )
 from teacher_service.serving.batcher import Batcher
+from teacher_service.serving.dispatcher import Dispatcher
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +46,9 @@ Parts = AsyncIterator[teacher_pb2.WeightsPart]
 class Weights:
     """Applies weight updates to an engine: one push at a time, all or nothing."""
 
-    def __init__(self, engine: Engine, batcher: Batcher) -> None:
+    def __init__(self, engine: Engine, dispatcher: Dispatcher) -> None:
         self._engine = engine
-        self._batcher = batcher
+        self._dispatcher = dispatcher
         self._pushing = False
 
     async def push(self, parts: Parts) -> EngineInfo:
@@ -58,8 +59,8 @@ class Weights:
         missing or not finite, Corrupt if a checksum does not match, Overloaded if another push is
         in progress, and TimedOut if no part arrives for 60 seconds.
         """
-        engine = self._engine
-        if not isinstance(engine, TakesWeights):
+        engine, batcher = self._engine, self._dispatcher
+        if not isinstance(engine, TakesWeights) or not isinstance(batcher, Batcher):
             raise WrongState(
                 f"the engine {engine.info.name} cannot take weights",
                 hint="serve the model with --engine hf",
@@ -78,7 +79,7 @@ class Weights:
 
             update = await _receive(parts, engine.parameters(), base)
             failpoint("weights-received")
-            await self._batcher.between_batches(lambda: apply(update))
+            await batcher.between_batches(lambda: apply(update))
             failpoint("weights-applied")
             seconds = round(time.perf_counter() - began, 3)
             version = engine.info.version

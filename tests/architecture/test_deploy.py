@@ -11,6 +11,7 @@ import pytest
 from benchmarks.memory_plan import cases, plan, table
 from clients.cli.app import main
 from clients.config.file import load_job
+from clients.config.kinds import gpus_of
 from clients.config.rl import RLJob
 
 ROOT = Path(__file__).parents[2]
@@ -55,9 +56,12 @@ def test_search_is_the_papers() -> None:
 
 
 @pytest.mark.parametrize("name", ["rl_maths_8gpu.toml", "rl_search_8gpu.toml"])
-def test_eight_processes_have_a_share_each(name: str) -> None:
+def test_eight_gpus_are_used(name: str) -> None:
+    """In mathematics half of them sample, by an engine; an engine knows no search."""
     for job in jobs(name):
-        assert (job.train.processes, job.train.sharding) == (8, "fsdp2")
+        assert (gpus_of(job), job.train.sharding) == (8, "fsdp2")
+        assert job.rollouts.gpus == (4 if job.environment is None else 0)
+        assert not job.rollouts.gpus or (job.rollouts.engine, job.rollouts.lag) == ("vllm", 1)
         assert (job.train.learning_rate, job.method.beta) == (1e-6, 0.001)
 
 

@@ -13,6 +13,7 @@ What it does is told in the job's name, as `key=value` words:
     orphan=1           leave a process in a session of its own
     tells_gpus=1       print which GPUs it may use
     tokens=N           of a step, told among its metrics
+    lag=N              an engine samples N steps ahead: metrics of importance weights
 """
 
 from __future__ import annotations
@@ -118,6 +119,10 @@ class Trainer:
                     line["eval/kl"] = abs(self.step - self.number("best", 0))
                 if "tokens" in self.script:
                     line["tokens"] = int(self.script["tokens"])
+                if "lag" in self.script:
+                    lag = min(self.step - 1, int(self.script["lag"]))
+                    line |= {"rollout/lag": lag, "ratio/kl": 0.01 * lag, "ratio/bounded": 0.0}
+                    line |= {"ratio/mean": 1.0, "ratio/ess": 1 - 0.05 * lag}
                 metrics.write(json.dumps(line) + "\n")
                 print(f"step {self.step}", flush=True)
                 self.say("running", "training")

@@ -188,6 +188,44 @@ def test_mixed(material: Material, store: Path, teacher: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_mixed_with_answers_of_an_engine(
+    material: Material, store: Path, teacher: str, tmp_path: Path
+) -> None:
+    """Without lag to the bit as in the trainer; with lag, a killed trainer goes on to equal bits.
+
+    The lag is further than what is read ahead.
+    """
+    from tests.student_trainer.rollout_service.processes import ServiceProcess
+    from tests.student_trainer.tiny import curve
+
+    log = tmp_path / "service.log"
+    service = ServiceProcess("--model", str(material.student), log=log)
+    mixed: dict[str, Any] = {
+        "max_steps": 8,
+        "method__on_policy_fraction": 0.25,
+        "teacher__address": teacher,
+    }
+    engine = {**mixed, "rollouts__address": service.address}
+    lagging = job_of(material, store, **engine, rollouts__lag=3)
+    try:
+        here = finish(new_run(tmp_path / "here", job_of(material, store, **mixed)))
+        there = finish(new_run(tmp_path / "there", job_of(material, store, **engine)))
+        expected = finish(new_run(tmp_path / "expected", lagging))
+        run = new_run(tmp_path / "run", lagging)
+        with trainer(run) as process:
+            process.wait_for_checkpoint(4)
+            process.kill()
+        finish(run, 2)
+    finally:
+        service.close()
+    assert weights(there) == weights(here)
+    lines = metrics_of(expected)
+    assert [line["rollout/lag"] for line in lines[1:]] == [0, 1, 2, 3, 3, 3, 3, 3]
+    assert curve(metrics_of(run)) == curve(lines)
+    assert weights(run) == weights(expected) != weights(here)
+
+
+@pytest.mark.slow
 def test_submitted(
     material: Material, store: Path, undisturbed: RunDirectory, make_server: MakeServer,
     tmp_path: Path,

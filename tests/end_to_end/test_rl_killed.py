@@ -70,35 +70,11 @@ def test_killed_as_often_as_one_likes(
 
 @pytest.mark.slow
 def test_a_killed_student_that_searches(material: Material, tmp_path: Path) -> None:
-    """As soon as there is a checkpoint of the first step: the bits of one that nobody killed.
-    Prompts end with `=`; to a random student the tags and two digits are the same, and so likely.
-    """
-    import torch
+    """As soon as there is a checkpoint of the first step: the bits of one that nobody killed."""
+    from tests.student_trainer.searching import searching_job
+    from tests.student_trainer.tiny import curve
 
-    from tests.student_trainer.tiny import curve, model, rl_job, save, tokenizer
-
-    characters = "0123456789+=\nDoc(Title): "
-    tags = ["<search>", "</search>", "<answer>", "</answer>"]
-    words = tokenizer(characters)
-    words.add_tokens(tags)
-    student = model(seed=2, spread=0.2, characters=characters)
-    student.resize_token_embeddings(len(words), mean_resizing=False)
-    with torch.no_grad():
-        rows = student.get_input_embeddings().weight
-        rows[words.convert_tokens_to_ids([*tags, "1", "2"])] = rows[words.vocab["="]].clone()
-    corpus = tmp_path / "corpus.jsonl"
-    facts = [{"contents": f"{n}\n{n}+{n}={2 * n}"} for n in range(10, 100)]
-    corpus.write_text("".join(json.dumps(fact) + "\n" for fact in facts))
-    config = rl_job(
-        material,
-        student={"model": str(save(student, words, tmp_path / "student"))},
-        environment={"retriever": str(corpus), "max_turns": 2, "max_passage_tokens": 30},
-        method__max_new_tokens=64,
-        method__temperature=2.0,
-        max_steps=2,
-        eval__prompts=4,
-        checkpoint__every=1,
-    )
+    config = searching_job(material, tmp_path, max_steps=2)
     undisturbed = finish(new_run(tmp_path / "undisturbed", config))
     run = new_run(tmp_path / "run", config)
     assert attempt(run, 1, 0, "checkpoint-renamed:kill") == [-signal.SIGKILL]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
-from clients.runs.directory import RunDirectory
+from clients.runs.directory import Control, RunDirectory
+from student_trainer.rollout_client import stopped_job
 from student_trainer.rollout_client.stored_sequences import read
 from tests.end_to_end.forked_trainer import finish, trainer
 from tests.end_to_end.processes import metrics_of, new_run, weights
@@ -24,7 +26,7 @@ STEPS = 12
 def lagging(material: Material, teacher: str, lag: int, **changes: Any) -> Any:
     from tests.student_trainer.tiny import job
 
-    return job(material, teacher, max_steps=STEPS, rollouts__lag=lag, **changes)
+    return job(material, teacher, **{"max_steps": STEPS, "rollouts__lag": lag, **changes})
 
 
 def curve_of(run: RunDirectory) -> list[dict[str, Any]]:
@@ -75,6 +77,44 @@ def test_without_lag_an_engine_changes_no_bit(
     assert without_lag(curve_of(there)) == curve_of(here)
     assert {line["rollout/lag"] for line in metrics_of(there)[1:]} == {0.0}
     assert weights(there) == weights(here)
+
+
+@pytest.mark.slow
+def test_adapters_alone_change_no_bit(material: Material, teacher: str, tmp_path: Path) -> None:
+    """With `student.lora` the engine has the base model and gets the adapters of each step.
+
+    A service of another rank is refused, and one that takes all weights gets them merged.
+    """
+    from tests.student_trainer.rollout_service.processes import ServiceProcess
+    from tests.student_trainer.tiny import job
+
+    changes: dict[str, Any] = {"max_steps": 4, "student__lora": {"rank": 4}}
+    here = finish(new_run(tmp_path / "here", job(material, teacher, **changes)))
+    options = ("--model", str(material.student))
+    services = [
+        ServiceProcess(*options, "--lora-rank", rank, log=tmp_path / f"{rank}.log")
+        for rank in ("4", "5", "0")
+    ]
+    try:
+        for service, name in zip(services, ("same", "other", "merged"), strict=True):
+            config = job(material, teacher, **changes, rollouts__address=service.address)
+            run = new_run(tmp_path / name, config)
+            if name == "other":
+                with trainer(run) as process:
+                    assert process.wait() != 0
+                assert "takes adapters of rank 5, the job has rank 4" in process.log
+                continue
+            finish(run)
+            if name == "same":
+                assert without_lag(curve_of(run)) == curve_of(here)
+                assert weights(run) == weights(here)
+            else:
+                lines = zip(metrics_of(run)[1:], metrics_of(here)[1:], strict=True)
+                for mine, own in lines:
+                    assert mine["loss"] == pytest.approx(own["loss"], rel=1e-3)
+    finally:
+        for service in services:
+            service.close()
 
 
 @pytest.mark.slow
@@ -167,3 +207,69 @@ def test_a_step_that_fails_keeps_its_rollouts(
     finish(run, 2)
     mortal.kill()
     assert_same(run, ahead)
+
+
+@pytest.mark.slow
+def test_a_slow_teacher_bounds_what_is_sampled(
+    material: Material, ahead: RunDirectory, tmp_path: Path
+) -> None:
+    """The engine samples the answers of `lag` + 1 steps more than are learned, and waits."""
+    from tests.end_to_end.test_teacher_killed import MortalTeacher
+    from tests.scraping import metrics_address, scrape
+    from tests.student_trainer.rollout_service.processes import ServiceProcess
+
+    log, lag, answers, evaluated = tmp_path / "service.log", 2, 8, 16
+    service = ServiceProcess("--model", str(material.student), "--metrics-port", "0", log=log)
+    page = metrics_address(log)
+    mortal = MortalTeacher(material, tmp_path / "teacher.log")
+    run = new_run(
+        tmp_path / "run", lagging(material, mortal.address, lag, rollouts__address=service.address)
+    )
+    bounds = []
+    try:
+        with trainer(run) as process:
+            process.wait_for_step(3)
+            mortal.kill()
+            learned, sampled = 0, 0.0
+            while not bounds or sampled < bounds[-1]:
+                sampled = scrape(page)["distill_rollouts_sequences_total"]
+                learned = metrics_of(run)[-1]["step"]
+                bounds.append(evaluated + (learned + 1 + lag) * answers)
+                assert sampled <= bounds[-1]
+                time.sleep(0.05)
+            time.sleep(1.0)  # what waits does not go on
+            assert scrape(page)["distill_rollouts_sequences_total"] == bounds[-1]
+            assert metrics_of(run)[-1]["step"] == learned < STEPS - lag
+            mortal.start()
+            assert process.wait() == 0, process.log
+    finally:
+        mortal.kill()
+        service.close()
+    assert_same(run, ahead)
+
+
+@pytest.mark.slow
+def test_a_cancelled_job_does_not_wait_for_a_hung_engine(
+    material: Material, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last finished step is saved before a server would kill it, and it can be resumed."""
+    from tests.student_trainer.rollout_service.processes import ServiceProcess
+
+    monkeypatch.setattr(stopped_job, "STOP_SECONDS", 0.5)
+    service = ServiceProcess("--model", str(material.student), log=tmp_path / "service.log")
+    changes = {"rollouts__address": service.address, "checkpoint__every": 1000, "max_steps": 200}
+    run = new_run(tmp_path / "run", lagging(material, teacher, 2, **changes))
+    try:
+        with trainer(run) as process:
+            process.wait_for_step(3)
+            service.send(signal.SIGSTOP)
+            run.write_control(Control(stop="checkpoint"))
+            process.wait()
+        reached = metrics_of(run)[-1]["step"]
+        assert list(run.checkpoint_steps()) == [reached], process.log
+        service.send(signal.SIGCONT)
+        run.write_control(Control())
+        with trainer(run, 2) as process:
+            process.wait_for_step(reached + 4)
+    finally:
+        service.close()

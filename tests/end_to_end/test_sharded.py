@@ -68,7 +68,8 @@ def in_one_process(run: RunDirectory, path: Path) -> RunDirectory:
     shutil.copytree(run.path, path)
     copied = RunDirectory(path)
     config = copied.config()
-    single = {"processes": 1, "sharding": "none", "tensor_parallel": 1}
+    groups = {"tensor_parallel": 1, "context_parallel": 1}
+    single = {"processes": 1, "sharding": "none", **groups}
     train = config.train.model_copy(update=single)
     replace_file(copied.job_json, config.model_copy(update={"train": train}).model_dump_json())
     return finish(copied, 2)

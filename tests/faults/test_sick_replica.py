@@ -27,7 +27,7 @@ def test_a_thousand_queries_beside_a_replica_that_raises(start_teacher: StartTea
     batches = len(re.findall(r"a batch of \d+ failed", log))
     print(f"{failed} of {len(asked)} failed; the sick replica ended after {batches} batches")
     assert batches == 3
-    assert log.count("the engine failed 3 batches in a row") == 1
+    assert log.count("the engine failed 3 times in a row") == 1
 
 
 def test_a_replica_falls_sick_in_the_middle(start_teacher: StartTeacher) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import pytest
 
+from protos.auth.scoped_token import scoped_token
 from protos.errors import Forbidden, InvalidInput, Unauthenticated, Unavailable
 from student_trainer.rollout_client.engine_client import EngineClient
 from tests.security.conftest import Certificates, Secrets
@@ -62,6 +63,33 @@ def test_the_roles(
         assert len(list(client.sample(wanted))) == len(wanted.sequences)
     with pytest.raises(InvalidInput, match="would be sent unencrypted"):
         EngineClient(["gpu-node:50053"])
+
+
+def test_the_token_of_an_attempt(
+    start: Start, tokens: Secrets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It samples if its parent may; that of a teacher, and that of the server itself, do not."""
+    address = start("--token-file", tokens.file)
+    wanted = order(snapshot(tmp_path, 1))
+    made = [scoped_token(tokens.admin, "a-1", attempt, rollouts=True) for attempt in (0, 3)]
+    monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", made[1])
+    with EngineClient([address]) as client:
+        assert len(list(client.sample(wanted))) == len(wanted.sequences)
+    log = (tmp_path / "service.log").read_text()
+    assert "called by a job method=Sample job=a-1 attempt=3\n" in log
+    monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", made[0])
+    with EngineClient([address]) as client:
+        assert client.info().engine == "hf"
+        with pytest.raises(Forbidden, match="may not call Sample"):
+            client.sample(wanted)
+    for refused in (
+        scoped_token(tokens.admin, "a-1", 3),  # for teachers
+        scoped_token(tokens.submit, "a-1", 3, rollouts=True),
+        made[1].replace("a-1", "a-2"),
+    ):
+        monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", refused)
+        with EngineClient([address]) as client, pytest.raises(Unauthenticated):
+            client.info()
 
 
 def test_tls(

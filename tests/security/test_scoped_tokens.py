@@ -19,13 +19,13 @@ from clients.runs.directory import RunDirectory
 from clients.runs.fence import VARIABLE as FENCE
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
+from distill_server.runners.attempt_tokens import attempt_tokens
 from distill_server.runners.local.runner import LocalRunner
 from distill_server.runners.machine import Share
-from distill_server.runners.teacher_token import teacher_token
 from protos.auth.access import NEEDED, Role, Tokens, read_tokens
 from protos.auth.scoped_token import scoped_token
 from protos.errors import Forbidden, InvalidInput
-from protos.rpc.channel import TEACHER_TOKEN, open_channel
+from protos.rpc.channel import ROLLOUTS_TOKEN, TEACHER_TOKEN, open_channel
 from tests.distill_server.conftest import eventually, job_config
 from tests.security.conftest import Secrets
 from tests.security.processes import Program
@@ -92,6 +92,8 @@ def forgeries(tokens: Secrets) -> dict[str, str]:
         "not ASCII": f"scoped.{JOB}\u0663.3.{tag}",
         "digits of Arabic": f"scoped.{JOB}.\u0663.{tag}",
         "a path": f"scoped.../../x.3.{tag}",
+        "for rollout services": scoped_token(tokens.admin, JOB, 3, rollouts=True),
+        "renamed": f"rollouts.{JOB}.3.{tag}",
     }
 
 
@@ -193,16 +195,20 @@ def test_a_real_trainer_sees_no_token_but_its_own(
 def test_each_start_reads_the_parent_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: Secrets
 ) -> None:
-    assert teacher_token(JOB, 1) == {}
+    assert attempt_tokens(JOB, 1) == {}
+    monkeypatch.setenv(ROLLOUTS_TOKEN, tokens.admin)
+    made = {ROLLOUTS_TOKEN: scoped_token(tokens.admin, JOB, 1, rollouts=True)}
+    assert attempt_tokens(JOB, 1) == made
+    monkeypatch.delenv(ROLLOUTS_TOKEN)
     file = tmp_path / "parent"
     monkeypatch.setenv(f"{TEACHER_TOKEN}_FILE", str(file))
     for parent in (tokens.read, tokens.submit):
         file.touch(0o600)
         file.write_text(parent)
-        assert teacher_token(JOB, 1) == {TEACHER_TOKEN: scoped_token(parent, JOB, 1)}
+        assert attempt_tokens(JOB, 1) == {TEACHER_TOKEN: scoped_token(parent, JOB, 1)}
     file.unlink()
     with pytest.raises(InvalidInput, match=f"{TEACHER_TOKEN}_FILE"):
-        teacher_token(JOB, 1)
+        attempt_tokens(JOB, 1)
 
 
 def test_what_the_server_itself_asks_with(

@@ -24,6 +24,7 @@ def save_model(
     hidden_size: int = 64,
     layers: int = 3,
     std: float = 0.5,
+    max_length: int = MAX_LENGTH,
 ) -> Path:
     """Write weights, config and tokenizer to `path`; logits spread over about +-10 nats.
 
@@ -38,7 +39,7 @@ def save_model(
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=MAX_LENGTH,
+        max_position_embeddings=max_length,
         tie_word_embeddings=tied,
     )
     model = Qwen3ForCausalLM(config).eval()

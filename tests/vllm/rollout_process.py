@@ -1,4 +1,4 @@
-"""A process that samples for ever with the vllm rollout engine: MODEL SNAPSHOT..."""
+"""A process that samples for ever with the vllm rollout engine: LORA_RANK MODEL SNAPSHOT..."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from student_trainer.rollout_client.order import (
     SequenceRequest,
     WeightsVersion,
 )
-from student_trainer.rollout_service.vllm_engine import VllmRolloutEngine
+from student_trainer.rollout_service.engines.vllm import VllmRolloutEngine
 
 
-async def main(model: str, *snapshots: str) -> None:
-    engine = VllmRolloutEngine(model, max_batch_tokens=512)
+async def main(lora_rank: str, model: str, *snapshots: str) -> None:
+    engine = VllmRolloutEngine(model, lora_rank=int(lora_rank), max_batch_tokens=512)
     settings = SamplingSettings(4, 1.0, 0, 0, 500, 1)
     sequences = [SequenceRequest(torch.tensor([number]), number, 500) for number in range(8)]
     for number, directory in enumerate(snapshots):

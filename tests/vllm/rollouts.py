@@ -16,6 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from clients.config.tables.common import LoraConfig, StudentConfig
+from student_trainer.checkpoints.export import write_adapters
+from student_trainer.model.loading import load_model
+from student_trainer.model.lora import learned
 from student_trainer.rollout_client.order import (
     InFlight,
     Order,
@@ -24,13 +28,14 @@ from student_trainer.rollout_client.order import (
     WeightsVersion,
 )
 from student_trainer.rollout_client.snapshot import Probe, seal
-from student_trainer.rollout_service.vllm_engine import VllmRolloutEngine
+from student_trainer.rollout_service.engines.vllm import VllmRolloutEngine
 from student_trainer.rollouts.sampler import SampledTokens, Sampler, noise_of
 from tests.vllm.model import VOCAB_SIZE, save_model
 
 _T = TypeVar("_T")
 
 END_IDS = list(range(7, VOCAB_SIZE, 60))  # about every 60th sampled token is one
+RANK = 3
 # Rounding of float32 in two programs: of a log-prob in nats, and of a cumulative probability.
 NATS, PROBABILITY = 1e-4, 1e-5
 
@@ -69,9 +74,12 @@ class Student:
         directory = self._folder / f"version-{self.number}"
         if not directory.exists():
             directory.mkdir()
-            save_file(self.weights(), directory / "model.safetensors")
+            self.write(directory)
             seal(directory, number=self.number, dtype="float32", probe=self.probe())
         return WeightsVersion("lineage", self.number, directory, in_flight)
+
+    def write(self, directory: Path) -> None:
+        save_file(self.weights(), directory / "model.safetensors")
 
     def weights(self) -> dict[str, Tensor]:
         """The present weights; a head that is tied to the embeddings is left out, as on disk."""
@@ -112,6 +120,27 @@ class Student:
         limits = [one.limit for one in order.sequences]
         before = [one.token_ids for one in order.sequences]
         return sampler.write(before, limits, noise, draw_noise=draw_noise)
+
+
+class AdaptedStudent(Student):
+    """A student that learns adapters of rank RANK; its snapshots have them alone."""
+
+    def __init__(self, path: Path, **sizes: int) -> None:
+        super().__init__(path, **sizes)
+        lora = LoraConfig(rank=RANK, alpha=5.0)
+        self.model = load_model(StudentConfig(model=str(self.path), lora=lora)).eval()
+
+    @torch.no_grad()
+    def learn(self) -> None:
+        """Change the adapters, by so much that most sampled sequences become others."""
+        self.number += 1
+        torch.manual_seed(self.number)
+        for name, weight in learned(self.model).items():
+            if ".lora_B." in name:
+                weight.normal_(std=0.1)
+
+    def write(self, directory: Path) -> None:
+        write_adapters(directory, self.model, learned(self.model))
 
 
 def numbers_of(settings: SamplingSettings, sequence: SequenceRequest, *, draws: bool) -> Tensor:

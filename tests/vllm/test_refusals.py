@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from protos.errors import InvalidInput
-from student_trainer.rollout_service.vllm_engine import VllmRolloutEngine
+from student_trainer.rollout_service.engines.vllm import VllmRolloutEngine
 from teacher_service.engines.vllm import VllmEngine
 from teacher_service.program import EngineSettings, VllmSettings, make_engine
 

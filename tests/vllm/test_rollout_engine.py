@@ -103,6 +103,41 @@ def test_the_same_tokens_as_transformers(tied: bool, ranks: int, tmp_path: Path)
         service.close()
 
 
+def test_bfloat16_has_a_float32_head(tmp_path: Path) -> None:
+    """The recorded log-probs are those of float32 products of what the bfloat16 body gives.
+
+    A head in bfloat16 rounds logits between 8 and 16 to multiples of 1/16.
+    """
+    student = Student(tmp_path)
+    student.model.bfloat16().float()  # a snapshot for a bfloat16 engine has rounded weights
+    version = student.snapshot()
+    service = Service(student.path, dtype="bfloat16")
+    try:
+        service.load(version)
+        order = order_of(version, prompts(16, 60))
+        (found,) = service.sample(order)
+    finally:
+        service.close()
+    body = student.frozen().model.bfloat16()
+    head = student.model.lm_head
+    off, rounded = [], []
+    for sequence, got in zip(order.sequences, found, strict=True):
+        every = torch.cat([sequence.token_ids, got.token_ids[:-1]])
+        first = len(sequence.token_ids) - 1
+        with torch.no_grad():
+            states = body.model(every[None]).last_hidden_state[0, first:]
+            for logits, differences in (
+                (head(states.float()), off),
+                (body.lm_head(states).float(), rounded),
+            ):
+                exact = (logits / order.settings.temperature).log_softmax(1)
+                differences.append(
+                    got.token_logprobs - exact.gather(1, got.token_ids[:, None])[:, 0]
+                )
+    print(torch.cat(off).std(), torch.cat(rounded).std())
+    assert torch.cat(off).std() < torch.cat(rounded).std()
+
+
 def test_alone_or_in_a_batch(student: Student, service: Service) -> None:
     order = order_of(student.snapshot(), prompts(24, 200, seed=1))
     (together,) = service.sample(order)

@@ -19,6 +19,7 @@ from torch import Tensor
 from protos.errors import Corrupt, WrongState
 from student_trainer.rollout_client.order import InFlight, Order, SequenceRequest, WeightsVersion
 from student_trainer.rollout_client.snapshot import Probe, seal
+from student_trainer.rollout_service.engines.vllm_running import RunningOrder
 from student_trainer.rollouts.sampler import SampledTokens
 
 pytestmark = [
@@ -149,6 +150,40 @@ def test_keep_goes_on_with_the_old_cache(endless: tuple[Student, Service]) -> No
         assert_sampled(sequence, new.settings, got, exact, ())
 
 
+def test_keep_gives_no_old_blocks_to_sequences_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight sequences run at a time; the first has left blocks of the prompt that all share."""
+    student = Student(tmp_path, ends=())
+    old_version = student.snapshot()
+    limits = [1] + [LONG] * 9 + [60] * 4
+    order = order_of(old_version, [torch.arange(140) % 97] * len(limits), limits)
+    order = replace(order, settings=replace(SETTINGS, stream_tokens=LONG))
+    new_version = changed(student, "keep")
+    new = order_of(new_version, [torch.tensor([1])], 1)
+    service = Service(student.path, max_batch_tokens=8)  # and so many sequences at once
+    submit, submitted = service.engine._submit, list[int]()
+
+    def record(running: RunningOrder, index: int) -> None:
+        if running.order is order:
+            submitted.append(index)
+        submit(running, index)
+
+    monkeypatch.setattr(service.engine, "_submit", record)
+    try:
+        service.load(old_version)
+        found, _ = service.run(loaded_in_flight(service, order, new_version, new))
+    finally:
+        service.close()
+    again = submitted[len(limits) :]
+    assert set(again) >= {11, 12, 13}
+    for index in again:
+        sequence, got = order.sequences[index], found[index]
+        assert got.versions == ((student.number, len(got.token_ids)),)
+        exact = exact_logits({student.number: student}, sequence, got)
+        assert_sampled(sequence, order.settings, got, exact, ())
+
+
 def test_blocks_of_older_weights_are_not_found(student: Student, service: Service) -> None:
     """The prompts have whole blocks in vLLM's prefix cache, which a load does not clear."""
     before = [torch.arange(300) % 101] * 4
@@ -193,8 +228,19 @@ def test_a_half_written_snapshot(student: Student, service: Service, tmp_path: P
 
 
 def test_a_snapshot_of_another_model(student: Student, service: Service, tmp_path: Path) -> None:
+    """Of fewer layers, and with as many weights in another shape, which vLLM would fail to load."""
+    version = changed(student)
+    weights = load_file(version.directory / "model.safetensors")
+    name = "model.layers.2.mlp.down_proj.weight"
+    weights[name] = weights[name].T.contiguous()
+    turned = tmp_path / "turned"
+    turned.mkdir()
+    save_file(weights, turned / "model.safetensors")
+    seal(turned, number=version.number, dtype="float32", probe=student.probe())
+    with pytest.raises(Corrupt, match=rf"has {name} in shape \[128, 64\], but .* \[64, 128\]"):
+        service.load(replace(version, directory=turned))
     other = Student(tmp_path, layers=2)
-    with pytest.raises(Corrupt, match="start the rollout service with the model"):
+    with pytest.raises(Corrupt, match=r"has no model\.layers\.2\.input"):
         service.load(other.snapshot())
     assert_unusable(student, service)
 

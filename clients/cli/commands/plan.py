@@ -11,6 +11,7 @@ from clients.cli.settings import JobFileArgument, SetOption, settings_of
 from protos.errors import ExitCode, InvalidInput
 
 if TYPE_CHECKING:
+    from clients.config.kinds import AnyTraining
     from clients.preflight.memory_plan import Plan
 
 PART = "GiB per GPU"  # title of the first column
@@ -21,7 +22,8 @@ def plan(
     job: JobFileArgument,
     sets: SetOption = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Number of GPUs; default: train.processes.")
+        int | None,
+        typer.Option(min=1, max=1024, help="Number of GPUs that train; default: train.processes."),
     ] = None,
     memory: Annotated[
         float, typer.Option(min=1, max=10_000, metavar="GIB", help="Memory of a GPU in GiB.")
@@ -33,8 +35,10 @@ def plan(
     the job does not fit, which change makes it fit. Exit code 1: it does not fit.
     """
     from clients.config.file import load_job
+    from clients.config.kinds import gpus_of
     from clients.config.offline import OfflineJob
     from clients.config.tables.common import TrainingJob
+    from clients.preflight.context_parallel import check_context_parallel
     from clients.preflight.files import check_processes
     from clients.preflight.memory_plan import plan_of, shape_of_student
     from clients.preflight.tensor_parallel import check_tensor_parallel
@@ -47,6 +51,7 @@ def plan(
         )
     check_processes(config)
     check_tensor_parallel(config)
+    check_context_parallel(config)
     output = settings_of(context).output
     found = plan_of(config, shape_of_student(config), memory)
     if isinstance(config, OfflineJob) and found.longest is None:
@@ -55,9 +60,11 @@ def plan(
             " micro-batch"
         )
     if output.as_json:
-        output.result(_record(found), "")
+        train = config.train.processes
+        shares = {"train": train, "rollouts": gpus_of(config) - train}
+        output.result({**_record(found), "gpus": shares}, "")
     else:
-        print(_head(found))
+        print(_head(found) + _engines(config))
         output.table("parts", _rows(found), (PART, *found.parts))
         print("\n".join(_conclusion(found, memory)))
     return ExitCode.OK if found.fits else ExitCode.JOB_FAILED
@@ -80,11 +87,27 @@ def _head(plan: Plan) -> str:
     sharding = "" if load.processes == 1 else ", FSDP2" if load.sharded else ", DDP"
     if load.tensor_parallel > 1:
         sharding += f" with tensor parallelism in groups of {load.tensor_parallel}"
+    if load.context_parallel > 1:
+        sharding += f" with context parallelism in groups of {load.context_parallel}"
     sampled = f", {load.sampled} answers sampled at a time" if load.sampled else ""
     return (
         f"{_number(load.shape.weights)} weights, {_number(trained)} trained, on"
         f" {load.processes} GPU{'s' * (load.processes > 1)}{sharding}; micro-batches of"
         f" {load.tokens} tokens in sequences of {load.line}{sampled}\n"
+    )
+
+
+def _engines(config: AnyTraining) -> str:
+    """Return the sentence that says which GPUs are whose, if the job has engines on their own."""
+    from clients.config.kinds import gpus_of
+
+    sampling = gpus_of(config) - config.train.processes
+    if not sampling:
+        return ""
+    rollouts = config.rollouts  # type: ignore[union-attr]  # only a job with this table has some
+    return (
+        f"Of {gpus_of(config)} GPUs, {config.train.processes} train (the table) and {sampling}"
+        f" sample: {rollouts.engine} engines of {rollouts.tensor_parallel_size} each.\n"
     )
 
 

@@ -18,6 +18,13 @@ DEFAULTS = (
     ("reward, accuracy", ("reward/mean", "eval/reward", "eval/accuracy"), False),
     ("tokens per second", ("tokens_per_sec",), False),
 )
+# As DEFAULTS, for jobs whose answers a rollout engine samples.
+ENGINE_METRIC = "rollout/lag"
+OF_ENGINES = (
+    ("steps that the sampling weights are behind", (ENGINE_METRIC,), False),
+    ("importance weights, 1 on-policy", ("ratio/ess", "ratio/mean", "ratio/bounded"), False),
+    ("KL of the sampling policy to the student, nats per token", ("ratio/kl",), False),
+)
 # A curve of at least SMOOTHED_FROM points is smoothed over this share of its points.
 SMOOTHED_FROM, SMOOTHED_SHARE = 60, 1 / 40
 
@@ -81,7 +88,8 @@ def panels_of(records: Sequence[JobRecord], metrics: Sequence[str] = ()) -> list
             raise InvalidInput(f"no job has the metric '{metric}'", field="-m", hint=hint)
     measured = [record for record in records if record.points]
     asked = [(metric, (metric,), _is_kl(metric)) for metric in metrics]
-    found = (_panel(measured, *one) for one in asked or DEFAULTS)
+    usual = DEFAULTS + OF_ENGINES if ENGINE_METRIC in known else DEFAULTS
+    found = (_panel(measured, *one) for one in asked or usual)
     panels = [panel for panel in found if panel is not None]
     # A capture has none of the default metrics: plot all that it has.
     return panels or [p for m in known if (p := _panel(measured, m, (m,), False)) is not None]

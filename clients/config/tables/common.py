@@ -178,6 +178,8 @@ class TrainConfig(Table):
     """none: each process holds all weights and optimizer state. fsdp2: each holds a share."""
     tensor_parallel: Count = 1
     """Processes that divide the matrices of each layer among them. Needs sharding = "fsdp2"."""
+    context_parallel: Count = 1
+    """Processes that divide the tokens of each sequence among them. Needs sharding = "fsdp2"."""
 
     @field_validator("tensor_parallel")
     @classmethod
@@ -190,6 +192,18 @@ class TrainConfig(Table):
         if tensor_parallel > 1 and info.data.get("optimizer") == "adamw_8bit":
             raise ValueError("cannot divide moments in 8 bits; leave it or optimizer out")
         return tensor_parallel
+
+    @field_validator("context_parallel")
+    @classmethod
+    def _divides_tokens(cls, context_parallel: int, info: ValidationInfo) -> int:
+        processes = info.data.get("processes", context_parallel)
+        if processes % context_parallel:
+            raise ValueError(f"must divide train.processes, which is {processes}")
+        if context_parallel > 1 and info.data.get("sharding", "fsdp2") != "fsdp2":
+            raise ValueError("needs sharding = 'fsdp2', which shards the weights")
+        if context_parallel > 1 and info.data.get("tensor_parallel", 1) > 1:
+            raise ValueError("cannot be combined with tensor_parallel; leave one of them out")
+        return context_parallel
 
 
 class EvalConfig(Table):
@@ -298,4 +312,7 @@ class TrainingJob(Table):
         if self.train.tensor_parallel > 1 and self.student.compile:
             remedy = "cannot divide compiled layers; leave it or student.compile out"
             raise refusal(self, "train.tensor_parallel", remedy)
+        if self.train.context_parallel > 1 and self.student.compile:
+            remedy = "cannot divide the tokens of compiled layers; leave it or student.compile out"
+            raise refusal(self, "train.context_parallel", remedy)
         return self

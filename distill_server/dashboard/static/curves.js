@@ -11,6 +11,12 @@ const isError = (name) => name.endsWith("_stderr");
 // `eval/anchor/...` are the metrics of the anchor, evaluated in place of the student.
 const evaluated = (name) => name.slice("eval/".length).replace("anchor/", "anchor's ");
 
+const WEIGHTS = {
+  "ratio/ess": "effective share of samples",
+  "ratio/mean": "mean",
+  "ratio/bounded": "share clipped or masked",
+};
+
 const CHARTS = [
   {
     title: "Loss",
@@ -42,6 +48,26 @@ const CHARTS = [
     unit: "probability in the top-k",
     holds: (name) => /^topk\/.*mass$/.test(name),
     label: rest("topk/"),
+  },
+  {
+    title: "Importance weights",
+    unit: "1 on-policy",
+    holds: (name) => name in WEIGHTS,
+    label: (name) => WEIGHTS[name],
+  },
+  {
+    title: "Sampler",
+    unit: "KL to the student, nats a token",
+    zero: true,
+    holds: one("ratio/kl"),
+    label: () => "KL",
+  },
+  {
+    title: "Staleness",
+    unit: "steps behind, mean over tokens",
+    zero: true,
+    holds: one("rollout/lag"),
+    label: () => "lag",
   },
   {
     title: "Throughput",

@@ -17,6 +17,7 @@ from clients.runs.directory import RunDirectory
 from clients.runs.fence import VARIABLE as FENCE
 from clients.runs.fence import raise_fence
 from clients.runs.launch import trainer_command
+from distill_server.runners.attempt_tokens import attempt_tokens
 from distill_server.runners.interface import (
     KILL_GRACE_SECONDS,
     CommandFactory,
@@ -38,7 +39,6 @@ from distill_server.runners.local.shim_files import (
     kill_processes,
 )
 from distill_server.runners.machine import Share
-from distill_server.runners.teacher_token import teacher_token
 from distill_server.runners.trainer_environment import trainer_environment
 
 # The longest time from a shim's claim to its shim.json: milliseconds, unless the machine is busy.
@@ -85,7 +85,7 @@ class LocalRunner:
             str(KILL_GRACE_SECONDS),
         ]
         environment = trainer_environment(os.environ, share, processes)
-        environment |= {**teacher_token(run.path.name, attempt), FENCE: fence}
+        environment |= {**attempt_tokens(run.path.name, attempt), FENCE: fence}
         with log.open("ab") as output:
             child = subprocess.Popen(
                 [*shim, "--", *argv],

@@ -2,9 +2,10 @@
 
     python -m distill_server.runners.ray.driver ORDER_FILE
 
-The driver requests resources for every process, on as few nodes as possible (placement strategy
-PACK), runs the processes there and writes exit.json at the end. If one process fails, all are
-stopped. If the driver ends for any reason, the processes end too.
+The driver requests resources for every process, and for every rollout service of the job, on as
+few nodes as possible (placement strategy PACK), runs them there and writes exit.json at the end.
+If one process fails, all are stopped; a rollout service that fails is started again. If the driver
+ends for any reason, all of them end too.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from clients.runs.fence import VARIABLE as FENCE
 from clients.runs.fence import is_fenced
 from distill_server.runners.local.living_shims import LivingShims, attempts_before
 from distill_server.runners.local.process import claim, write_json
+from distill_server.runners.ray.engines import EngineProcess, Engines, LostActor
 from distill_server.runners.ray.jobs import shown
 from distill_server.runners.ray.order import TrainerOrder, take_order
-from distill_server.runners.ray.places import rank_variables
+from distill_server.runners.ray.places import Place, rank_variables
 from distill_server.runners.ray.rank import Rank
 
 _LOOK_SECONDS = 0.5
@@ -64,6 +66,7 @@ class Driver:
         self._run = RunDirectory(order.run)
         self._terminated = False
         self._ranks: list[Any] = []
+        self._engines: Engines | None = None
         self._lost: dict[int, str] = {}  # Ray's messages about lost processes, by rank
         signal.signal(signal.SIGTERM, self._on_sigterm)  # replaces the handler of ray.init
 
@@ -73,14 +76,20 @@ class Driver:
         -N means that signal N killed the process.
         """
         old = LivingShims(attempts_before(self._directory))
-        bundle = {"CPU": self._order.cpus, "GPU": self._order.gpus}
-        group = placement_group([bundle] * self._order.processes, strategy="PACK")
-        if not (self._comes(old.are_gone) and self._comes(lambda: group.wait(_LOOK_SECONDS))):
+        order = self._order
+        bundles = [{"CPU": order.cpus, "GPU": order.gpus}] * order.processes
+        bundles += [{"CPU": order.cpus, "GPU": order.engine_gpus}] * order.engines
+        group = placement_group(bundles, strategy="PACK")
+        running: dict[Any, int] | None = None
+        if self._comes(old.are_gone) and self._comes(lambda: group.wait(_LOOK_SECONDS)):
+            running = self._start(group)
+        if running is None:
             if not is_fenced():
-                self._run.write_status(Status(self._order.attempt, "cancelled"))
+                self._run.write_status(Status(order.attempt, "cancelled"))
             return 0
-        running = self._start(group)
         codes = self._follow(running)
+        if self._engines is not None:
+            self._engines.stop()
         left = LivingShims([self._directory])  # shims can outlive a Ray worker that died
         while not left.are_gone():
             pass
@@ -107,30 +116,47 @@ class Driver:
                 return False
         return True
 
-    def _start(self, group: Any) -> dict[Any, int]:
+    def _start(self, group: Any) -> dict[Any, int] | None:
         """Start all processes; return their ranks by the Ray object of their exit code.
 
-        Processes on the same node get consecutive ranks.
+        Processes on the same node get consecutive ranks. Returns None if the attempt is to stop
+        before its rollout services have their places.
         """
-        options = {"num_cpus": self._order.cpus, "num_gpus": self._order.gpus}
-        # Two threads per actor: `run` blocks one until the process ends, `stop` needs another.
-        actor = ray.remote(**options, max_concurrency=2)(Rank)
-        placed = [
-            actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, n)).remote()
-            for n in range(self._order.processes)
-        ]
+        order = self._order
+        placed = [_actor(group, n, order.cpus, order.gpus) for n in range(order.processes)]
         places = ray.get([rank.place.remote() for rank in placed])
         nodes = [place.node for place in places]
         by_node = sorted(range(len(places)), key=lambda n: nodes.index(nodes[n]))
         variables = rank_variables([places[n] for n in by_node])
         self._ranks = [placed[n] for n in by_node]
         how = (self._order.arguments, {**self._order.environment, **_cluster()})
+        if order.engines:
+            engines = self._engines = self._make_engines(group)
+
+            def started() -> bool:
+                time.sleep(_LOOK_SECONDS)
+                return engines.start(set(nodes))
+
+            if not self._comes(started):
+                return None
+            variables = [{**one, **engines.variables} for one in variables]
         return {
             actor.run.remote(
                 self._place(rank), self._log(rank), *how, variables[rank], self._order.folder
             ): rank
             for rank, actor in enumerate(self._ranks)
         }
+
+    def _make_engines(self, group: Any) -> Engines:
+        order = self._order
+        process = EngineProcess(order.engine_arguments, order.environment, order.folder, order.cpus)
+
+        def begin(number: int) -> EngineActor:
+            # Ray places a bundle again whose node is lost; the actor waits for that.
+            bundle = order.processes + number
+            return EngineActor(_actor(group, bundle, order.cpus, order.engine_gpus))
+
+        return Engines(process, order.engines, self._directory, begin)
 
     def _follow(self, running: dict[Any, int]) -> dict[int, int]:
         """Wait for all processes; return their exit codes by rank, in the order of their ends."""
@@ -141,6 +167,8 @@ class Driver:
             for one in done:
                 rank = running.pop(one)
                 codes[rank] = self._code(rank, one)
+            if self._engines is not None:
+                self._engines.look()
             if any(codes.values()):
                 kill_at = min(kill_at, time.monotonic() + _PATIENCE_SECONDS)
             if self._terminated and not told:
@@ -168,6 +196,54 @@ class Driver:
 
     def _log(self, rank: int) -> Path:
         return self._directory / f"rank-{rank}.log"
+
+
+class EngineActor:
+    """The Ray actor of one rollout service, as `Engines` calls it."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._placed = actor.place.remote()
+        self._running: Any = None
+
+    def place(self) -> Place | None:
+        """Return where it is; None while it waits for room. Raises LostActor."""
+        place: Place | None = _result(self._placed)
+        return place
+
+    def start(self, directory: Path, log: Path, *how: Any) -> None:
+        """Start Python, as `Rank.run` does."""
+        self._running = self._actor.run.remote(directory, log, *how)
+
+    def code(self) -> int | None:
+        """Return the exit code of the process; None while it runs. Raises LostActor."""
+        code: int | None = _result(self._running)
+        return code
+
+    def stop(self, directory: Path) -> None:
+        """Kill the process."""
+        self._actor.stop.remote(directory, now=True)
+
+    def close(self) -> None:
+        """End the actor."""
+        ray.kill(self._actor)
+
+
+def _actor(group: Any, bundle: int, cpus: int, gpus: int) -> Any:
+    """Return a new actor for one process in a bundle of the placement group."""
+    # Two threads per actor: `run` blocks one until the process ends, `stop` needs another.
+    made = ray.remote(num_cpus=cpus, num_gpus=gpus, max_concurrency=2)(Rank)
+    where = PlacementGroupSchedulingStrategy(group, bundle)
+    return made.options(scheduling_strategy=where).remote()
+
+
+def _result(future: Any) -> Any:
+    """Return the result of a call to an actor; None before it is there. Raises LostActor."""
+    done, _ = ray.wait([future], timeout=0)
+    try:
+        return ray.get(future) if done else None
+    except ray.exceptions.RayError as error:
+        raise LostActor(shown(getattr(error, "cause", None) or error)) from error
 
 
 def _cluster() -> dict[str, str]:

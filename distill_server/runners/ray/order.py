@@ -18,8 +18,10 @@ class TrainerOrder:
     """The processes of one attempt.
 
     Each of the `processes` runs Python with `arguments` and gets `cpus` CPUs and `gpus` GPUs of one
-    node. `run` is the path of the run directory. `folder` is the working directory, against which a
-    job's relative paths resolve; a node without it uses the rank's directory.
+    node. Each of the `engines`, rollout services beside them, runs Python with `engine_arguments`
+    and gets `cpus` CPUs and `engine_gpus` GPUs of one node. `run` is the path of the run directory.
+    `folder` is the working directory, against which a job's relative paths resolve; a node without
+    it uses the rank's directory.
     """
 
     run: str
@@ -30,6 +32,9 @@ class TrainerOrder:
     processes: int
     cpus: int
     gpus: int
+    engines: int = 0
+    engine_gpus: int = 0
+    engine_arguments: Sequence[str] = ()
 
 
 def write_order(path: Path, order: TrainerOrder) -> None:

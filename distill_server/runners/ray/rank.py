@@ -1,4 +1,4 @@
-"""The Ray actor that runs one process of a trainer. The cluster's nodes import this module."""
+"""The Ray actor that runs a process of a trainer, or a rollout service; nodes import this."""
 
 from __future__ import annotations
 

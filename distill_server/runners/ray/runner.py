@@ -11,13 +11,17 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+from clients.config.kinds import AnyJob, SamplingJob
 from clients.runs.directory import RunDirectory
 from clients.runs.fence import VARIABLE as FENCE
 from clients.runs.fence import raise_fence
-from clients.runs.launch import trainer_command
+from clients.runs.launch import rollouts_command, trainer_command
+from distill_server.runners.attempt_tokens import attempt_tokens
 from distill_server.runners.interface import CommandFactory, Exited, Lost, Outcome, Running
 from distill_server.runners.local.process import claim
 from distill_server.runners.local.shim_files import exit_code_of
@@ -25,7 +29,6 @@ from distill_server.runners.machine import Share
 from distill_server.runners.ray.cluster import RayCluster
 from distill_server.runners.ray.jobs import Absent, Present
 from distill_server.runners.ray.order import TrainerOrder, write_order
-from distill_server.runners.teacher_token import teacher_token
 from distill_server.runners.trainer_environment import threads_of, trainer_environment
 
 # The delay after which another node's writes to shared storage are visible.
@@ -35,9 +38,17 @@ _STORAGE_SECONDS = 3.0
 class RayRunner:
     """Runs attempts as jobs of a Ray cluster. One instance per server; attempts outlive it."""
 
-    def __init__(self, cluster: RayCluster, *, command: CommandFactory = trainer_command) -> None:
+    def __init__(
+        self,
+        cluster: RayCluster,
+        *,
+        command: CommandFactory = trainer_command,
+        config: Callable[[RunDirectory], AnyJob] = RunDirectory.config,
+    ) -> None:
+        """`command` and `config`: of the trainer, and of its job; tests have others."""
         self._cluster = cluster
         self._command = command
+        self._config = config
         self._over_since: dict[Path, float] = {}
 
     def start(
@@ -56,16 +67,17 @@ class RayRunner:
         # The command for one process: the driver runs it once per rank.
         _, *arguments = self._command(run.path, attempt=attempt, processes=1, from_step=from_step)
         environment = trainer_environment(os.environ, share, processes)
+        engines = _engines_of(self._config(run), share, processes)
         environment.pop("CUDA_VISIBLE_DEVICES", None)  # names GPUs of this machine, not of a node
         order = TrainerOrder(
             run=str(run.path),
             attempt=attempt,
             arguments=arguments,
-            environment={**environment, **teacher_token(run.path.name, attempt), FENCE: fence},
+            environment={**environment, **attempt_tokens(run.path.name, attempt), FENCE: fence},
             folder=os.getcwd(),
             processes=processes,
             cpus=threads_of(share, processes),
-            gpus=-(-len(share.gpus or ()) // processes),
+            **engines,
         )
         path = directory / "order.json"
         write_order(path, order)
@@ -97,6 +109,26 @@ class RayRunner:
     def _forget(self, name: str, directory: Path) -> None:
         self._over_since.pop(directory, None)
         self._cluster.forget(name)
+
+
+def _engines_of(config: AnyJob, share: Share, processes: int) -> dict[str, Any]:
+    """Return the fields of the order with the GPUs of a process, and with the rollout services.
+
+    Services that share the trainer's GPUs are not among them: the trainer starts those.
+    """
+    gpus = len(share.gpus or ())
+    if not isinstance(config, SamplingJob) or not config.rollouts.gpus:
+        return {"gpus": -(-gpus // processes)}
+    rollouts = config.rollouts
+    # Without --gpus, or with resources.gpus = 0, the cluster counts CPUs alone, as it does for the
+    # trainer's processes.
+    own = max(0, gpus - rollouts.gpus)
+    return {
+        "gpus": -(-own // processes),
+        "engines": rollouts.replicas,
+        "engine_gpus": rollouts.tensor_parallel_size if gpus else 0,
+        "engine_arguments": rollouts_command(config, rollouts)[1:],
+    }
 
 
 def _name(run: RunDirectory, attempt: int) -> str:

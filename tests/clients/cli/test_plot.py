@@ -98,6 +98,22 @@ def test_a_plot_of_one_run(capsys: Capture, make_run: MakeRun) -> None:
     assert "\033" not in printed
 
 
+def test_a_run_whose_answers_an_engine_samples(make_run: MakeRun) -> None:
+    """Staleness, weights and distance: only where they say something."""
+    run = make_run("ahead")
+    sampled = {"rollout/lag": 2.0, "ratio/ess": 0.9, "ratio/mean": 1.01, "ratio/kl": 0.02}
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    added = [line | (sampled if line["step"] else {}) for line in lines]
+    usual = [panel.title for panel in panels_of([record_of_run(run.path)])]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in added))
+    panels = panels_of([record_of_run(run.path)])
+    found = {panel.title: [curve.label for curve in panel.curves] for panel in panels}
+    assert list(found.values())[-3:] == [["rollout/lag"], ["ratio/ess", "ratio/mean"], ["ratio/kl"]]
+    assert list(found)[:-3] == usual
+    page = report_page(record_of_run(run.path))
+    assert all(title in page for title in found)
+
+
 def test_runs_over_each_other(capsys: Capture, make_run: MakeRun) -> None:
     paths = [str(make_run(name, scale=scale).path) for name, scale in (("a", 1.0), ("b", 8.0))]
     assert main(["--json", "plot", *paths, paths[0], "-m", "kl/teacher", "-m", "loss"]) == 0

@@ -65,8 +65,5 @@ def test_later_prompts_must_be_known() -> None:
     assert rl(method=many, rollouts={"engine": "vllm"}).rollouts.lag == 0
 
 
-def test_the_trainer_samples_with_an_environment() -> None:
-    search = {"retriever": "passages.jsonl"}
-    with pytest.raises(ValidationError, match="only the trainer itself samples"):
-        rl(environment=search, rollouts={"lag": 1})
-    assert rl(environment=search).rollouts.in_trainer
+def test_an_engine_samples_with_an_environment() -> None:
+    assert rl(environment={"retriever": "passages.jsonl"}, rollouts={"lag": 1}).rollouts.lag == 1

@@ -83,6 +83,8 @@ REFUSED = [
     (OFFLINE, "data.answer_column = 'a'", "data.eval_prompts"),
     (OFFLINE, "data.template = 'Q: {prompt}'", "data.eval_prompts"),
     (OFFLINE, "method.max_new_tokens = 7", "method.on_policy_fraction or eval.metric"),
+    (OFFLINE, "rollouts.lag = 1", "set method.on_policy_fraction"),
+    (OFFLINE, "rollouts.engine = 'vllm'", "set method.on_policy_fraction"),
     (SERVED, "teacher.engine = 'vllm'", "set teacher.model"),
     (SERVED, "teacher.dtype = 'float16'", "set teacher.model"),
     (SERVED, "teacher.device = 'cpu'", "set teacher.model"),
@@ -117,7 +119,7 @@ USED = [
     KL + "method.reward_weight = 0.0\nmethod.rollouts_per_prompt = 1\n",
     RL + "environment.retriever = 'http://r:1/'\nenvironment.timeout_seconds = 3.0\n",
     OFFLINE + "method.on_policy_fraction = 0.5\nteacher.address = 't:1'\n"
-    "method.max_new_tokens = 7\n",
+    "method.max_new_tokens = 7\nrollouts.lag = 1\nrollouts.patience_seconds = 5.0\n",
     OFFLINE + "eval.metric = 'exact_match'\ndata.eval_prompts = 'e.jsonl'\n"
     "data.template = 'Q: {prompt}'\nmethod.max_new_tokens = 7\n",
     ON_POLICY + TALK + "data.system = 'Be brief.'\ndata.template_arguments = { a = 1 }\n",

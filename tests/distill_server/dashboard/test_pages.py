@@ -235,3 +235,14 @@ def test_behind_a_proxy(make_site: Callable[..., Site], browser: Browser) -> Non
         assert site.job(job, "read")["state"] == "CANCELLED"
         assert site.ask("/api/jobs", role="read", headers={"Host": "other.localhost"}).status == 403
         browser.open("about:blank")
+
+
+def test_how_far_an_engine_is_ahead(site: Site, browser: Browser) -> None:
+    job = site.submit(name="ahead lag=2", max_steps=8)
+    succeeded(site, job)
+    browser.open(f"{site.url}/#/jobs/{job}")
+    titles = ["Loss", "Importance weights", "Sampler", "Staleness"]
+    eventually(lambda: browser.texts(".curve:not([hidden]) h3") == titles)
+    legends = browser.texts(".curve:not([hidden]) .legend li")
+    assert legends[1:4] == ["share clipped or masked 0", "effective share of samples 0.9", "mean 1"]
+    assert legends[4:] == ["KL 0.02", "lag 2"]

@@ -201,3 +201,18 @@ def test_a_trainer_is_given_its_gpus(make_server: Callable[..., Server]) -> None
             assert client.wait(job.id, timeout=60).state is JobState.SUCCEEDED
         logs = [(server.runs / j.id / "logs/attempt-1/rank-0.log").read_text() for j in jobs]
     assert sorted(log.split("GPUs: ")[1].split()[0] for log in logs) == ["0", "1"]
+
+
+def test_engines_need_gpus_of_their_own(tmp_path: Path) -> None:
+    """What cannot fit is refused before it is queued, in one sentence."""
+    rollouts, train = {"gpus": 4, "lag": 1}, {"processes": 4}
+    with small_server(tmp_path, Policy(EIGHT)) as server:
+        job = submit(server, rollouts=rollouts, train=train)
+        assert running(server)[job.id] == Share(4, tuple("01234567"))
+        with pytest.raises(InvalidInput, match="asks for 10 GPUs, the server has 8") as caught:
+            submit(server, rollouts=rollouts, train={"processes": 6})
+        assert caught.value.field == "resources.gpus"
+        too_few = "asks for 4 GPUs, its 4 processes and its rollout engines need 8"
+        with pytest.raises(InvalidInput, match=too_few) as caught:
+            submit(server, rollouts=rollouts, train=train, resources={"gpus": 4})
+        assert (caught.value.field, bool(caught.value.hint)) == ("resources.gpus", True)

@@ -322,15 +322,19 @@ def test_servers_and_a_driver_are_killed(
 class RayServer(RealServer):
     """`python -m distill_server --ray` with the real trainer."""
 
-    def __init__(self, runs: Path, address: str) -> None:
+    def __init__(self, runs: Path, address: str, *options: str) -> None:
         super().__init__(runs, 1)
         self._address = address
+        self._options = options
 
     def launch(self) -> subprocess.Popen[str]:
         where = ["--runs", str(self.runs), "--host", self.host, "--port", str(self.port)]
         database = ["--database", str(self.runs.with_suffix(".sqlite"))]
         return subprocess.Popen(
-            [sys.executable, "-m", "distill_server", *where, *database, "--ray", self._address],
+            [
+                *(sys.executable, "-m", "distill_server", *where, *database),
+                *("--ray", self._address, *self._options),
+            ],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **ENVIRONMENT},

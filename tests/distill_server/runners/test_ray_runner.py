@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from clients.config.on_policy import OnPolicyJob
 from clients.runs.directory import RunDirectory
 from clients.runs.fence import VARIABLE
 from distill_server.runners.interface import Exited, Lost, Outcome, Running
@@ -29,7 +31,7 @@ from distill_server.runners.ray.runner import RayRunner
 from protos.auth.scoped_token import scoped_token
 from protos.errors import InvalidInput, Unavailable, WrongState
 from protos.extras import install_command
-from tests.distill_server.conftest import eventually
+from tests.distill_server.conftest import eventually, job_config
 
 AWAY = Unavailable("the Ray cluster cannot be reached")
 
@@ -94,8 +96,9 @@ def command(run: Path, *, attempt: int, processes: int, from_step: int | None = 
     return ["python", "-m", "trainer", str(run)]
 
 
-def runner_of(jobs: ScriptedJobs) -> RayRunner:
-    return RayRunner(RayCluster(jobs), command=command)
+def runner_of(jobs: ScriptedJobs, **tables: Any) -> RayRunner:
+    job = OnPolicyJob.model_validate(job_config().model_dump() | tables)
+    return RayRunner(RayCluster(jobs), command=command, config=lambda run: job)
 
 
 def start(runner: RayRunner, run: RunDirectory, attempt: int = 1) -> None:
@@ -132,6 +135,36 @@ def test_an_order_has_what_the_description_of_the_job_must_not(
     assert order.environment[VARIABLE] == f"1:{run.path}/.attempt"
     assert order.environment["OMP_NUM_THREADS"] == "2"
     assert "CUDA_VISIBLE_DEVICES" not in order.environment
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [(("0", "1", "2", "3", "4", "5"), (1, 2, 2)), ((), (0, 2, 0)), (None, (0, 2, 0))],
+    ids=["with GPUs", "resources.gpus = 0", "without --gpus"],
+)
+def test_rollout_engines_are_ordered_beside_the_processes(
+    run: RunDirectory,
+    jobs: ScriptedJobs,
+    gpus: tuple[str, ...] | None,
+    expected: tuple[int, int, int],
+) -> None:
+    """Two of two GPUs each; on a cluster without GPUs they count CPUs, as the processes do."""
+    rollouts = {"engine": "vllm", "gpus": 4, "tensor_parallel_size": 2, "lag": 1}
+    runner = runner_of(jobs, rollouts=rollouts)
+    share = Share(cpus=4, gpus=gpus)
+    runner.start(run, attempt=1, processes=2, from_step=None, share=share)
+    order = take_order(run.logs(1) / "order.json")
+    assert (order.gpus, order.engines, order.engine_gpus) == expected
+    assert list(order.engine_arguments) == [
+        *("-P", "-m", "student_trainer.rollout_service", "--model", "tiny", "--engine", "vllm"),
+        *("--dtype", "auto", "--tensor-parallel-size", "2", "--gpu-memory-share", "0.9"),
+    ]
+
+
+def test_engines_that_share_gpus_are_the_trainers(run: RunDirectory, jobs: ScriptedJobs) -> None:
+    start(runner_of(jobs, rollouts={"lag": 1}), run)
+    order = take_order(run.logs(1) / "order.json")
+    assert (order.gpus, order.engines, order.engine_arguments) == (2, 0, [])
 
 
 def test_two_servers_never_mean_the_same_job(tmp_path: Path, jobs: ScriptedJobs) -> None:

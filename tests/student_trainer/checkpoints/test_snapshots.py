@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from student_trainer.checkpoints import snapshots as module
 from student_trainer.checkpoints.export import export_model
 from student_trainer.checkpoints.snapshots import Snapshots, snapshot_root
 from student_trainer.model.loading import load_model
+from student_trainer.model.lora import load_adapters, scale_adapters
 from student_trainer.parallel.collectives import make_accelerator
 from student_trainer.rollout_client.snapshot import open_snapshot, verify
 from tests.forks import Forks
@@ -45,13 +47,17 @@ def student_of(base: Path, sharding: str = "none", *, adapted: bool = False) -> 
     return student
 
 
-def writer(student: Any, root: Path, dtype: torch.dtype = torch.float32) -> Snapshots:
+def writer(
+    student: Any, root: Path, dtype: torch.dtype = torch.float32, *, adapters: bool = False
+) -> Snapshots:
     return Snapshots(
         make_accelerator(LIMIT),
         student,
         root,
-        lineage="run-1",
+        job="run",
+        attempt=1,
         dtype=dtype,
+        adapters=adapters,
         in_flight="drain",
         probe_ids=PROBE,
         tokens_per_micro_batch=64,
@@ -82,6 +88,21 @@ def test_a_snapshot_is_the_exported_model(base: Path, tmp_path: Path, adapted: b
     other.get_input_embeddings().weight.data[3] += 0.01
     with pytest.raises(Corrupt, match="does not have the weights of this version"):
         verify(snapshot.probe(), lambda ids: logprobs(other, ids), "float32")
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_a_snapshot_of_adapters_has_nothing_else(base: Path, tmp_path: Path, sharding: str) -> None:
+    """It has a few KiB, and the base model with it gives the trainer's log-probs."""
+    student = student_of(base, sharding, adapted=True)
+    snapshot = open_snapshot(writer(student, tmp_path, adapters=True).write(3).directory)
+    assert all(".lora_" in name for name, _ in snapshot.tensors())
+    fresh = load_model(StudentConfig(model=str(base), lora=LoraConfig(rank=3, alpha=1.0)))
+    load_adapters(snapshot.directory, fresh)
+    scale_adapters(snapshot.directory, fresh)  # the student's alpha is 6
+    assert verify(snapshot.probe(), lambda ids: logprobs(fresh, ids), "float32") < 1e-5
+    plain = load_model(StudentConfig(model=str(base)))
+    with pytest.raises(Corrupt, match="does not have the weights of this version"):
+        verify(snapshot.probe(), lambda ids: logprobs(plain, ids), "float32")
 
 
 def test_bfloat16_halves_it(base: Path, tmp_path: Path) -> None:
@@ -126,7 +147,7 @@ def test_old_versions_are_deleted(base: Path, tmp_path: Path) -> None:
 def test_a_full_disk_is_told_before_anything_is_written(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "bytes_of", lambda *_: 1 << 60)
+    monkeypatch.setattr(module, "bytes_of", lambda *_, **__: 1 << 60)
     with pytest.raises(Unavailable, match="MiB"):
         writer(student_of(base), tmp_path / "weights").write(0)
 
@@ -149,6 +170,32 @@ def test_what_killed_trainers_left_in_memory_is_deleted(
     (run / "weights" / "attempt-1").mkdir(parents=True)
     assert snapshot_root(run, 2, 1000, local=False) == run / "weights" / "attempt-2"
     assert not (run / "weights").exists(), "the first attempt was killed"
+
+
+def test_another_trainer_deletes_a_directory_before_it_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two trainers that start at the same time: one finds the other's directory, still unlocked."""
+    monkeypatch.setattr(module, "_MEMORY_DISK", tmp_path)
+    made: list[Path] = []
+    make = tempfile.mkdtemp
+
+    def meddled(**options: Any) -> str:
+        made.append(Path(make(**options)))
+        if len(made) == 1:
+            locks.append(os.open(made[0], os.O_RDONLY))
+            fcntl.flock(locks[0], fcntl.LOCK_EX)  # it is about to delete it
+        elif len(made) == 2:
+            made[1].rmdir()
+        return str(made[-1])
+
+    locks: list[int] = []
+    monkeypatch.setattr(tempfile, "mkdtemp", meddled)
+    mine = snapshot_root(tmp_path / "run", 1, 1000, local=True)
+    os.close(locks[0])
+    assert mine == made[2]
+    with pytest.raises(BlockingIOError):
+        module._locked(mine)
 
 
 def _write_in_group(base: Path, root: Path, sharding: str) -> None:

@@ -145,7 +145,8 @@ def steps_of(data: LogitDataset, chosen: Any, last_step: int = 1000) -> StoredSt
 
 
 def tokens_of_step(steps: StoredSteps, step: int) -> list[tuple[int, ...]]:
-    return [tuple(item.sequence.token_ids.tolist()) for item in steps.of_step(step)]
+    (update,) = steps.of_step(step).updates
+    return [tuple(item.sequence.token_ids.tolist()) for item in update]
 
 
 def test_order_is_a_pure_function_of_the_seed(store: Path) -> None:

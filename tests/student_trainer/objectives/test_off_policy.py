@@ -22,6 +22,7 @@ from student_trainer.losses import (
     importance_weights,
     is_clipped,
     mismatch,
+    rows_from_logits,
 )
 from student_trainer.objectives.distillation import (
     DistillationObjective,
@@ -96,6 +97,49 @@ def test_the_loss_of_distillation(direction: Direction, tail: Tail) -> None:
     assert max(bias(distillation_loss(batch, objective)(rows, EVERYTHING), case, wanted)) < EXACT
     ignoring = distillation_loss(as_if_on_policy(batch, rows), objective)
     assert min(bias(ignoring(rows, EVERYTHING), case, wanted)) > 1e-3
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_loss_of_distillation_with_draws_of_the_sampler(count: int) -> None:
+    """Every outcome of M draws from the tail of mu, which the batch has with their log-probs."""
+    case = make_case(VOCAB, K, "reverse", on_policy=False)
+
+    def tail_of(logits: Tensor) -> Tensor:
+        return logits.detach().index_fill(0, case.head, -torch.inf).softmax(0)
+
+    tail = tail_of(case.behaviour)
+    (support,) = tail.nonzero(as_tuple=True)
+    ids = torch.cartesian_prod(*[support] * count).reshape(-1, count)
+    n = len(ids)
+    nothing = torch.zeros(n, dtype=torch.long)
+    rows, teacher = (
+        rows_from_logits(of.expand(n, -1), case.head.expand(n, -1), nothing, sample_ids=ids)
+        for of in (case.student, case.teacher)
+    )
+    batch = Batch(
+        input_ids=nothing[:, None],
+        position_ids=None,
+        line=nothing,
+        position=nothing,
+        sequence=nothing,
+        token_ids=nothing,
+        head_ids=case.head.expand(n, -1),
+        teacher=teacher,
+        sample_ids=ids,
+        draw_logprobs=tail.log()[ids],
+        sampling_logprobs=case.behaviour.log_softmax(0).detach()[nothing],
+        teachers=(),
+    )
+    ignoring = replace(batch, draw_logprobs=tail_of(case.student).log()[ids])
+    objective = DistillationObjective("reverse", "bucket+draws", 1.0)
+    wanted = exact_gradient(case, "reverse")
+    found = []
+    for one in (batch, ignoring):
+        values = distillation_loss(one, objective)(rows, slice(0, n))
+        value, gradient = expectation(values, tail[ids].prod(1), case.student)
+        found.append((float(abs(value - wanted[0])), float((gradient - wanted[1]).abs().max())))
+    assert max(found[0]) < EXACT
+    assert min(found[1]) > 1e-3
 
 
 def mean_metric(case: Case, name: str, metrics_of: Any) -> float:

@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from clients.config.on_policy import OnPolicyJob
+from clients.config.tables.common import StudentConfig
+from clients.runs.launch import adapter_rank, rollouts_command
 from protos.errors import DistillError, InvalidInput, Unavailable
 from student_trainer.rollout_client import local_services
 from student_trainer.rollout_client.local_services import (
@@ -55,6 +57,26 @@ def lost() -> Iterator[Any]:
 
     call.wait = lambda: told.wait(60) and found[0]  # type: ignore[attr-defined]
     return call
+
+
+@pytest.mark.parametrize(
+    ("lora", "rank"),
+    [
+        (None, 0),
+        ({"rank": 8}, 8),
+        ({"rank": 8, "train_head": True}, 0),  # the adapters do not have the head
+        ({"rank": 1024}, 0),
+    ],
+)
+def test_an_engine_is_told_the_rank_of_the_adapters(lora: Any, rank: int) -> None:
+    config = job(engine="vllm")
+    student = StudentConfig(model="s", lora=lora)
+    config = config.model_copy(update={"student": student})
+    assert adapter_rank(config) == rank
+    command = rollouts_command(config, config.rollouts)
+    assert ("--lora-rank" in command) == (rank > 0)
+    if rank:
+        assert command[command.index("--lora-rank") + 1] == str(rank)
 
 
 def test_ready_and_stopped() -> None:

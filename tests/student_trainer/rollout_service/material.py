@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_model
 from torch import Tensor
 
+from student_trainer.checkpoints.export import write_weights
 from student_trainer.rollout_client.order import (
     Order,
     SamplingSettings,
@@ -40,7 +40,7 @@ def snapshot(root: Path, number: int, model: Any = None, probe: Probe | None = N
     directory = root / f"v{number}"
     directory.mkdir(parents=True)
     model = student(number) if model is None else model
-    save_model(model, str(directory / "model.safetensors"))
+    write_weights(directory, model, model.state_dict(keep_vars=True), torch.float32)
     seal(directory, number=number, dtype="float32", probe=probe or probe_of(model))
     return directory
 

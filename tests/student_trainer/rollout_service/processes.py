@@ -14,11 +14,20 @@ from tests.forked_python import ForkedPython
 class ServiceProcess:
     """`python -m student_trainer.rollout_service`, ready when the constructor returns."""
 
-    def __init__(self, *args: str, log: Path, port: int = 0, failpoint: str = "") -> None:
+    def __init__(
+        self,
+        *args: str,
+        log: Path,
+        port: int = 0,
+        failpoint: str = "",
+        launched: bool = False,
+    ) -> None:
+        """`launched`: a new interpreter, which vLLM needs, and no fork of a preloaded one."""
         self.log = log
+        start = subprocess.Popen[str] if launched else ForkedPython
         command = [sys.executable, "-m", "student_trainer.rollout_service", *args]
         with log.open("ab") as stderr:
-            self.process = ForkedPython(
+            self.process = start(
                 [*command, "--port", str(port)],
                 stdout=subprocess.PIPE,
                 stderr=stderr,

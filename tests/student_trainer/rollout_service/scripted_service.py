@@ -15,7 +15,7 @@ from protos.rpc.statuses import ErrorBoundary
 from protos.rpc.transport import SERVER_OPTIONS
 from student_trainer.data.rollout import TailDraws
 from student_trainer.rollout_client.order import Order, WeightsVersion
-from student_trainer.rollout_service.engine import EngineInfo
+from student_trainer.rollout_service.engines.base import EngineInfo
 from student_trainer.rollout_service.service import RolloutServicer
 from student_trainer.rollouts.sampler import SampledTokens
 

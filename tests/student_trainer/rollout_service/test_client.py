@@ -152,6 +152,7 @@ def test_a_replica_that_is_killed_at_random_points(
     "failpoint",
     [
         "order-started:kill:1",
+        "weight-file-read:kill:1",
         "weights-copied:kill:1",
         "batch-sampled:kill:1",
         "batch-sampled:kill:3",

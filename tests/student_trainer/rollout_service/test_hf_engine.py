@@ -18,7 +18,7 @@ from protos.errors import Corrupt, InvalidInput, WrongState
 from student_trainer.checkpoints.export import export_model
 from student_trainer.rollout_client.order import Order
 from student_trainer.rollout_client.snapshot import Probe, open_snapshot, seal
-from student_trainer.rollout_service.hf_engine import HfRolloutEngine
+from student_trainer.rollout_service.engines.hf import HfRolloutEngine
 from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, noise_of
 from tests.student_trainer import tiny
 from tests.student_trainer.rollout_service.in_process import in_process
@@ -178,6 +178,13 @@ def spoil(directory: Path, name: str) -> None:
             facts = json.loads((directory / "snapshot.json").read_text())
             (directory / "snapshot.json").write_text(json.dumps({**facts, "number": 9}))
             return
+        case "a file elsewhere" | "a list of files":
+            facts = json.loads((directory / "snapshot.json").read_text())
+            elsewhere = {"../v3/model.safetensors": facts["files"]["model.safetensors"]}
+            facts["files"] = elsewhere if name == "a file elsewhere" else [*facts["files"]]
+            (directory / "snapshot.json").write_text(json.dumps(facts))
+        case "a link to elsewhere":
+            weights.symlink_to(weights.rename(directory.parent / "elsewhere.safetensors"))
         case "another shape":
             tensors["model.norm.weight"] = torch.ones(3)
         case "a missing weight":
@@ -198,7 +205,10 @@ def spoil(directory: Path, name: str) -> None:
         ("another number", "has version 9, not 1"),
         ("another shape", r"has model.norm.weight in shape \[3\]"),
         ("a missing weight", "has no model.norm.weight"),
-        ("an unknown weight", "does not fit the model"),
+        ("an unknown weight", "has model.surprise, which the model of the rollout service has not"),
+        ("a file elsewhere", "names '../v3/model.safetensors', a file outside it"),
+        ("a link to elsewhere", "names 'model.safetensors', a file outside it"),
+        ("a list of files", "is not a complete snapshot"),
     ],
 )
 def test_a_damaged_snapshot_is_not_sampled(

@@ -175,9 +175,9 @@ def test_a_client_that_does_not_read_holds_the_engine_back(tmp_path: Path) -> No
     with served(servicer) as address, connected(address) as channel:
         call = rollouts_pb2_grpc.RolloutsStub(channel).Sample(iter(order_parts(wanted)))
         next(call)
-        until(lambda: servicer._sampled_tokens > 2 * 8192)
+        until(lambda: servicer._metrics.sampled_tokens > 2 * 8192)
         time.sleep(0.3)
-        assert servicer._sampled_tokens < 20 * 8192
+        assert servicer._metrics.sampled_tokens < 20 * 8192
         call.cancel()
         until(lambda: engine.open == 0)
 

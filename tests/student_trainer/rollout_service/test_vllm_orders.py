@@ -21,9 +21,9 @@ from student_trainer.rollout_client.order import (
     SequenceRequest,
     WeightsVersion,
 )
-from student_trainer.rollout_service.vllm_orders import WorkerOrders
-from student_trainer.rollout_service.vllm_running import Ended, RunningOrder, closed_length
-from student_trainer.rollout_service.vllm_wire import decode_records, request_fields
+from student_trainer.rollout_service.engines.vllm_orders import WorkerOrders
+from student_trainer.rollout_service.engines.vllm_running import Ended, RunningOrder, closed_length
+from student_trainer.rollout_service.engines.vllm_wire import decode_records, request_fields
 from student_trainer.rollouts.sample_step import sample_step
 from student_trainer.rollouts.sampler import Marks, SampledTokens, noise_of
 from tests.student_trainer import tiny

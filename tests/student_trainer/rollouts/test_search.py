@@ -16,76 +16,34 @@ from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.model.student import Student
 from student_trainer.rollouts.sampler import Marks, Sampler, noise_of
-from student_trainer.rollouts.search import SearchRollouts, action
+from student_trainer.rollouts.search import SearchConversations, SearchRollouts, action
 from student_trainer.rollouts.tail_draws import draw_tail
 from student_trainer.teachers.source import PendingRows
-from student_trainer.tools.pretrain import Text, _parser, train
 from tests.student_trainer import tiny
 from tests.student_trainer.model_teacher import ModelTeacher, completion_logprobs
-
-TAGS = ["<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>"]
-
-
-def words() -> Any:
-    made = tiny.tokenizer(tiny.ALPHABET + "\nDoc()Title: ")
-    made.add_tokens(TAGS)
-    return made
-
-
-WORDS = words()
-TRAINING = [
-    "--data",
-    "-",
-    "--out",
-    "-",
-    "--steps",
-    "120",
-    "--batch",
-    "12",
-    "--learning-rate",
-    "5e-3",
-]
-IDS = {tag: WORDS.convert_tokens_to_ids(tag) for tag in TAGS}
-PROMPTS = [
-    Prompt(np.array(WORDS(text)["input_ids"], dtype=np.int32), "7") for text in ("1+", "21+")
-]
+from tests.student_trainer.rollouts.asking import IDS, PROMPTS, WORDS, Facts, asking_student
 
 
 @pytest.fixture(scope="module")
 def student() -> Any:
-    """A small model that has seen a few talks, and is not yet sure of anything in them."""
-    torch.manual_seed(5)
-    model = tiny.make_model(len(WORDS), WORDS, 1, 32)
-    found = "\n\n<information>Doc 1(Title: 1) 12=\nDoc 2(Title: 1) 12=</information>\n\n"
-    asked = f"<search>1</search>{found}"
-    answer = "<answer>12</answer>"
-    talks = [f"1+{turns}{answer}" for turns in ("", asked, asked + asked)]
-    texts = [Text([*WORDS(talk)["input_ids"], WORDS.eos_token_id], 2) for talk in talks]
-    train(model, texts, _parser().parse_args(TRAINING))
-    return model.eval()
-
-
-class Facts:
-    """A retriever that says which query it heard; None to some if it is told to."""
-
-    def __init__(self, fails: str | None = None) -> None:
-        self.fails = fails
-        self.asked: list[str] = []
-
-    def passages(self, queries: Sequence[str], count: int) -> list[list[str] | None]:
-        self.asked += queries
-        return [
-            None if self.fails is not None and self.fails in query else [f"{len(query)}\n12="] * 2
-            for query in queries
-        ]
+    return asking_student()
 
 
 def source(
-    student: Any, retriever: Any, *, new: int = 200, batch: int = 100_000, **changes: Any
+    student: Any,
+    retriever: Any,
+    *,
+    new: int = 200,
+    batch: int = 100_000,
+    draws: int = 0,
+    **changes: Any,
 ) -> SearchRollouts:
     config = SearchConfig(retriever="corpus.jsonl", **{"max_turns": 2, **changes})
-    sampler = Sampler(student, WORDS, top_k=4, temperature=1.0)
-    return SearchRollouts(sampler, WORDS, retriever, config, max_new_tokens=new, batch_tokens=batch)
+    sampler = Sampler(student, WORDS, top_k=4, temperature=1.0, draws=draws)
+    conversations = SearchConversations(
+        WORDS, retriever, config, max_new_tokens=new, batch_tokens=batch
+    )
+    return SearchRollouts(conversations, sampler, WORDS, stream_tokens=new)
 
 
 def talks(
@@ -274,15 +232,7 @@ def test_a_mark_is_found_whatever_its_tokens(text: str) -> None:
 
 def test_draws_of_passages_are_placeholders(student: Any, found: list[Rollout]) -> None:
     """The draws of own tokens use one random number a token; tokens are as without draws."""
-    sampler = Sampler(student, WORDS, top_k=4, temperature=1.0, draws=3)
-    rollouts = SearchRollouts(
-        sampler,
-        WORDS,
-        Facts(),
-        SearchConfig(retriever="corpus.jsonl", max_turns=2),
-        max_new_tokens=200,
-        batch_tokens=100_000,
-    )
+    rollouts = source(student, Facts(), draws=3)
     drawn = talks(rollouts, range(60))
     for number, (rollout, plain) in enumerate(zip(drawn, found, strict=True)):
         assert torch.equal(rollout.token_ids, plain.token_ids)

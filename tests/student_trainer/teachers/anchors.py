@@ -26,12 +26,14 @@ def spread_student(
     model: Any,
     sharding: str = "none",
     tensor_parallel: int = 1,
+    context_parallel: int = 1,
     *,
     pack: bool = False,
     bf16: bool = False,
 ) -> Replicated | Sharded:
     accelerator = make_accelerator(LIMIT)
-    made = distribute(accelerator, Student(model, bf16=bf16), sharding, tensor_parallel)
+    student = Student(model, bf16=bf16)
+    made = distribute(accelerator, student, sharding, tensor_parallel, context_parallel)
     if pack:
         with made.gathered():
             choose_attention(made.trained, made.full, StudentConfig(model="-"))

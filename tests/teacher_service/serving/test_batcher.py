@@ -13,7 +13,8 @@ from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt, DistillError, Overloaded
 from protos.rows.codec import RowBlock
 from teacher_service.engines.fake import FakeEngine, FakeSettings
-from teacher_service.serving.batcher import Batcher, Scored, Sender
+from teacher_service.serving.batcher import Batcher
+from teacher_service.serving.fair_queue import Scored, Sender
 
 
 class ScriptedEngine(FakeEngine):

@@ -14,7 +14,7 @@ from protos import teacher_pb2
 from protos.errors import Corrupt, DistillError
 from teacher_service.cache.row_cache import RowCache
 from teacher_service.engines.hf import HfEngine
-from teacher_service.metrics_page import TeacherMetrics
+from teacher_service.metrics import TeacherMetrics
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.scorer import RowScorer
 from teacher_service.serving.service import TeacherServicer

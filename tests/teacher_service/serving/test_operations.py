@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import time
-import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,15 +13,14 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from clients.cli.app import main
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery, request_of
 from protos import teacher_pb2_grpc
 from protos.errors import Corrupt, ExitCode, InvalidInput
+from tests.scraping import metrics_address, scrape
 from tests.teacher_service.conftest import StartTeacher
-from tests.teacher_service.processes import TeacherProcess
 
 FAKE = ["--engine", "fake", "--model"]
 WAIT = 60.0
@@ -37,24 +35,6 @@ def with_token(token: int) -> ScoreQuery:
     return ScoreQuery(np.array([1, token, 2], np.int32), 1, top_k=4)
 
 
-def metrics_address(teacher: TeacherProcess) -> str:
-    found = re.search(r"address\W+(127\.0\.0\.1:\d+)", teacher.log.read_text())
-    assert found, teacher.log.read_text()
-    return found[1]
-
-
-def scrape(address: str) -> dict[str, float]:
-    """Samples by name and labels, as Prometheus would read them."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-        text = answer.read().decode()
-    return {
-        sample.name + "".join(f"[{value}]" for value in sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
 def test_metrics_say_what_happened(start_teacher: StartTeacher, tmp_path: Path) -> None:
     teacher = start_teacher(
         *FAKE,
@@ -66,7 +46,7 @@ def test_metrics_say_what_happened(start_teacher: StartTeacher, tmp_path: Path) 
         "--cache-dir",
         str(tmp_path / "rows"),
     )
-    address = metrics_address(teacher)
+    address = metrics_address(teacher.log)
     assert scrape(address)["distill_teacher_forward_seconds_count"] == 0
     with TeacherClient(teacher.address) as client:
         for number in (1, 2, 3, 1, 2):
@@ -125,7 +105,7 @@ def test_a_taken_metrics_port_is_one_sentence(start_teacher: StartTeacher) -> No
     from tests.teacher_service.test_command import run
 
     teacher = start_teacher(*FAKE, "", "--metrics-port", "0")
-    port = metrics_address(teacher).split(":")[1]
+    port = metrics_address(teacher.log).split(":")[1]
     done = run(*FAKE, "", "--no-cache", "--metrics-port", port)
     assert done.returncode == ExitCode.USAGE
     assert done.stderr.startswith("error: --metrics-port: ")
@@ -135,7 +115,7 @@ def test_a_taken_metrics_port_is_one_sentence(start_teacher: StartTeacher) -> No
 def test_silent_readers_of_the_page_cost_the_teacher_nothing(start_teacher: StartTeacher) -> None:
     """The page asks for no token: who connects and says nothing must not take every descriptor."""
     teacher = start_teacher(*FAKE, "vocab=64", "--metrics-port", "0")
-    address = metrics_address(teacher)
+    address = metrics_address(teacher.log)
     host, port = address.split(":")
     process = psutil.Process(teacher.process.pid)
     idle = process.num_fds(), process.num_threads()
@@ -181,7 +161,7 @@ def test_every_metric_is_explained(start_teacher: StartTeacher, tmp_path: Path) 
     )
     names = {
         re.sub(r"\[.*|_(bucket|count|sum|created)$", "", name.split("[")[0])
-        for name in scrape(metrics_address(teacher))
+        for name in scrape(metrics_address(teacher.log))
     }
     page = (Path(__file__).parents[3] / "docs/teacher.md").read_text()
     explained = set(re.findall(r"^\| `(distill_teacher_\w+)` \|", page, re.MULTILINE))

@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
-import signal
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from functools import lru_cache
@@ -23,25 +21,30 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from clients.config.tables.common import StudentConfig
-from protos.errors import Corrupt, InvalidInput, Unavailable, WrongState
-from protos.vllm_processes import (
-    SHUTDOWN_SECONDS,
-    DeathWatch,
-    require_vllm,
-    set_environment,
-    stdout_on_stderr,
-)
+from protos.errors import InvalidInput, Unavailable, WrongState
+from protos.rpc.failpoints import failpoint
+from protos.vllm_processes import SHUTDOWN_SECONDS, DeathWatch, require_vllm
 from student_trainer.model.loading import computes_in_bfloat16, load_config, load_tokenizer
+from student_trainer.model.lora import add_adapters
 from student_trainer.rollout_client.order import Order, WeightsVersion
-from student_trainer.rollout_client.snapshot import Snapshot, open_snapshot, verify
-from student_trainer.rollout_service.engine import EngineInfo
-from student_trainer.rollout_service.vllm_running import Ended, RunningOrder, closed_length
-from student_trainer.rollout_service.vllm_wire import decode_records, request_fields
+from student_trainer.rollout_client.snapshot import Snapshot, verify
+from student_trainer.rollout_service.engines.base import EngineInfo
+from student_trainer.rollout_service.engines.student_model import (
+    open_version,
+    snapshot_shapes,
+    student_config,
+)
+from student_trainer.rollout_service.engines.vllm_running import Ended, RunningOrder, closed_length
+from student_trainer.rollout_service.engines.vllm_start import Adapters, start_vllm
+from student_trainer.rollout_service.engines.vllm_wire import (
+    ADAPTERS,
+    decode_records,
+    request_fields,
+)
 from student_trainer.rollouts.sampler import Marks, SampledTokens, end_ids
 
 log = logging.getLogger(__name__)
 
-_WORKER = "student_trainer.rollout_service.vllm_worker.RolloutWorker"
 _MARKS_KEPT = 4
 
 
@@ -50,8 +53,8 @@ class VllmRolloutEngine:
 
     The model starts with random weights; `load` brings the first ones. `model`: a Hugging Face
     directory or hub id. `dtype`: of the computation; auto: bfloat16 on a GPU, else float32.
-    `gpu_memory_share` is the part of each GPU's memory that vLLM may use, in (0, 1].
-    `max_batch_tokens` is vLLM's limit of tokens per scheduler step.
+    `lora_rank`: see `student_config`. `gpu_memory_share` is the part of each GPU's memory that vLLM
+    may use, in (0, 1]. `max_batch_tokens` is vLLM's limit of tokens per scheduler step.
 
     If a process of vLLM dies, or a load of weights fails after it has begun, this process exits
     with code 1. All methods must be called from one event loop.
@@ -65,36 +68,34 @@ class VllmRolloutEngine:
         model: str,
         *,
         dtype: str = "auto",
+        lora_rank: int = 0,
         tensor_parallel_size: int = 1,
         gpu_memory_share: float = 0.9,
         max_batch_tokens: int = 16384,
     ) -> None:
         require_vllm()
-        student = _student(model, dtype)
+        student = student_config(model, dtype, lora_rank)
         try:
             self._tokenizer = load_tokenizer(student)
             skeleton = _skeleton(student)
         except InvalidInput as error:
             raise InvalidInput(error.message, field="--model", hint=error.hint) from error
-        config = skeleton.config.get_text_config()
-        self._weights = int(skeleton.num_parameters())
-        self._tied = bool(config.tie_word_embeddings)
+        self._shapes = snapshot_shapes(skeleton)
         self._ends = end_ids(skeleton, self._tokenizer)
-        self._vocab_size = int(config.vocab_size)
-        options = {
-            "model": model,
-            "dtype": "bfloat16" if computes_in_bfloat16(student) else "float32",
-            "tensor_parallel_size": tensor_parallel_size,
-            "gpu_memory_utilization": gpu_memory_share,
-            "max_num_batched_tokens": max_batch_tokens,
-            "max_num_seqs": min(256, max_batch_tokens),
-            "worker_cls": _WORKER,
-            "additional_config": {"service_pid": os.getpid()},
-        }
-        try:
-            self._llm = _start(options)
-        except (ValueError, RuntimeError) as error:
-            raise _not_started(model, error) from error
+        self._vocab_size = int(skeleton.config.get_text_config().vocab_size)
+        self._lora_rank = lora_rank
+        adapters = None
+        if lora_rank:  # named ...LAYER.lora_A.weight
+            layers = {name.split(".")[-3] for name in self._shapes}
+            adapters = Adapters(lora_rank, sorted(layers))
+        self._llm = start_vllm(
+            model,
+            dtype="bfloat16" if computes_in_bfloat16(student) else "float32",
+            adapters=adapters,
+            tensor_parallel_size=tensor_parallel_size,
+            gpu_memory_share=gpu_memory_share,
+            max_batch_tokens=max_batch_tokens,
+        )
         self._watch = DeathWatch(self._llm, "this rollout service")
         self.info = self._describe(model)
         self._names = itertools.count()
@@ -112,8 +113,7 @@ class VllmRolloutEngine:
         A load that has begun goes on if the caller is cancelled.
         """
         self._fault = f"the weights of version {version.number} are not loaded"
-        snapshot = await asyncio.to_thread(open_snapshot, version.directory)
-        self._check_snapshot(snapshot, version)
+        snapshot = await asyncio.to_thread(open_version, version, self._shapes)
         await asyncio.shield(asyncio.ensure_future(self._replace(snapshot, version)))
 
     async def sample(self, order: Order) -> AsyncGenerator[tuple[int, SampledTokens], None]:
@@ -125,14 +125,11 @@ class VllmRolloutEngine:
         async with self._loading:
             if self._fault is not None:
                 raise _unusable(self._fault)
-            salt = str(self._loads)
-            tasks = [
-                asyncio.create_task(self._follow(running, index, salt))
-                for index in range(len(order.sequences))
-            ]
+            for index in range(len(order.sequences)):
+                self._submit(running, index)
             self._running.add(running)
         try:
-            left = len(tasks)
+            left = len(order.sequences)
             while left:
                 ended = await running.ended_ones()
                 left -= len(ended)
@@ -142,9 +139,7 @@ class VllmRolloutEngine:
                     yield index, tokens
         finally:
             self._running.discard(running)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await running.cancel(running.tasks)
             await self._llm.collective_rpc("drop_order", args=(running.name,))
 
     async def close(self) -> None:
@@ -163,17 +158,23 @@ class VllmRolloutEngine:
             self._loads += 1
             recompute = version.in_flight == "recompute"
             await self._llm.pause_generation(mode="keep", clear_cache=recompute)
+            failpoint("generation-paused")
             try:
                 await self._llm.collective_rpc(
                     "load_snapshot",
                     args=(str(snapshot.directory), version.number, list(snapshot.files)),
                 )
+                if version.in_flight == "keep":
+                    for running in self._running:
+                        await self._submit_waiting_again(running)
             except Exception as error:
                 log.exception("the load of %s failed", snapshot.directory)
                 self._watch.exit(f"the load of version {version.number} failed: {error}")
             await self._llm.resume_generation()
+            failpoint("generation-resumed")
             try:
                 await self._verify(snapshot)
+                failpoint("probe-scored")
             except EngineDeadError as error:
                 self._watch.check()
                 raise _stopping() from error
@@ -200,11 +201,29 @@ class VllmRolloutEngine:
         ids = token_ids.tolist()
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         name = f"probe-{next(self._names)}"
-        async for output in self._llm.generate(tokens_input(ids), params, name):
+        prompt, adapters = tokens_input(ids), self._adapters()
+        async for output in self._llm.generate(prompt, params, name, lora_request=adapters):
             found = output.prompt_logprobs
         return torch.tensor(
             [of[token].logprob for of, token in zip(found[1:], ids[1:], strict=True)]
         )
+
+    def _submit(self, running: RunningOrder, index: int) -> None:
+        """Give a sequence to vLLM. Sequences of one load share the blocks of the prefix cache."""
+        salt = str(self._loads)
+        running.tasks[index] = asyncio.create_task(self._follow(running, index, salt))
+
+    async def _submit_waiting_again(self, running: RunningOrder) -> None:
+        """Submit the sequences that vLLM has not begun again, after a load that keeps the cache.
+
+        They have no KV cache of their own, and must not find blocks of the older weights.
+        """
+        # The other ranks return nothing.
+        begun, *_ = await self._llm.collective_rpc("begun_sequences", args=(running.name,))
+        waiting = [n for n, task in running.tasks.items() if n not in begun and not task.done()]
+        await running.cancel(waiting)
+        for index in waiting:
+            self._submit(running, index)
 
     async def _follow(self, running: RunningOrder, index: int, salt: str) -> None:
         """Have vLLM sample a sequence, and put its end, or its error, into the queue."""
@@ -237,7 +256,9 @@ class VllmRolloutEngine:
         prompt = tokens_input(sequence.token_ids.tolist(), cache_salt=salt)
         tokens: list[int] = []
         async with aclosing(
-            self._llm.generate(prompt, params, f"{running.name}-{index}")
+            self._llm.generate(
+                prompt, params, f"{running.name}-{index}-{salt}", lora_request=self._adapters()
+            )
         ) as outputs:
             async for output in outputs:
                 (found,) = output.outputs
@@ -270,24 +291,14 @@ class VllmRolloutEngine:
             for data, one in zip(found, ended, strict=True)
         ]
 
-    def _check_snapshot(self, snapshot: Snapshot, version: WeightsVersion) -> None:
-        """Raise Corrupt if a snapshot is of another version or model."""
-        if snapshot.number != version.number:
-            raise Corrupt(
-                f"{snapshot.directory} has version {snapshot.number}, not {version.number}"
-            )
-        # Tensors of a snapshot are mapped files: this reads no weight.
-        found = sum(
-            tensor.numel()
-            for name, tensor in snapshot.tensors()
-            if not (self._tied and name == "lm_head.weight")
-        )
-        if found != self._weights:
-            raise Corrupt(
-                f"{snapshot.directory} has {found} weights, but {self.info.model} has"
-                f" {self._weights}",
-                hint="start the rollout service with the model that is trained",
-            )
+    def _adapters(self) -> Any:
+        """Return what a request says of the adapters that `load_snapshot` has put in place."""
+        if not self._lora_rank:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        # vLLM would read the path only if no adapters were loaded.
+        return LoRARequest("student", ADAPTERS, "/no adapters are loaded")
 
     def _describe(self, model: str) -> EngineInfo:
         config = self._llm.vllm_config
@@ -298,54 +309,19 @@ class VllmRolloutEngine:
             max_length=config.model_config.max_model_len,
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             device=config.device_config.device_type,
+            lora_rank=self._lora_rank,
         )
-
-
-def _student(model: str, dtype: str) -> StudentConfig:
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise InvalidInput(
-            f"unknown dtype {dtype!r}", field="--dtype", hint="use auto, float32 or bfloat16"
-        )
-    return StudentConfig(model=model, dtype=dtype)
 
 
 def _skeleton(student: StudentConfig) -> Any:
     """Return the model without its weights, with the generation config that transformers loads."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(student))
+        if student.lora is not None:
+            add_adapters(model, student)
     with suppress(OSError):  # without a file, that of the model's config
         model.generation_config = GenerationConfig.from_pretrained(student.model)
     return model
-
-
-def _start(options: dict[str, Any]) -> Any:
-    set_environment()
-    # The runner whose sampler can be replaced.
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    arguments = AsyncEngineArgs(
-        **options,
-        # The longest context that fits in memory, at most the model's own maximum.
-        max_model_len=-1,
-        skip_tokenizer_init=True,
-        trust_remote_code=False,
-        load_format="dummy",
-        disable_log_stats=True,
-        enable_prefix_caching=True,
-        generation_config="vllm",  # no settings of the model's own
-        # On a CPU a compiled model has the weights that it was compiled with.
-        enforce_eager=not torch.cuda.is_available(),
-    )
-    # Ctrl-C reaches every process of the terminal, but vLLM must run until the last sequence is
-    # sent. vLLM's processes inherit the signal mask of this thread, so they ignore SIGINT.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        with stdout_on_stderr():
-            return AsyncLLM.from_engine_args(arguments)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _stopping() -> Unavailable:
@@ -355,13 +331,4 @@ def _stopping() -> Unavailable:
 def _unusable(fault: str) -> WrongState:
     return WrongState(
         f"the rollout engine has no verified weights: {fault}", hint="send the order again"
-    )
-
-
-def _not_started(model: str, error: Exception) -> InvalidInput:
-    reason = " ".join(str(error).split())[:300]
-    return InvalidInput(
-        f"vLLM does not start with {model}: {reason}",
-        field="--model",
-        hint="read vLLM's log above; for memory, set --gpu-memory-share or --tensor-parallel-size",
     )

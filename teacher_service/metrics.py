@@ -1,22 +1,19 @@
-"""The metrics of the teacher service, and the HTTP page that serves them to Prometheus."""
+"""The metrics of the teacher service."""
 
 from __future__ import annotations
 
 import logging
-import socket
-import threading
 import time
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from protos.errors import DistillError, ErrorCode, InvalidInput
+from protos.errors import DistillError, ErrorCode
 from protos.rpc.logs import fields
 
 log = logging.getLogger(__name__)
@@ -45,11 +42,11 @@ class TeacherMetrics:
         )
         self._fill = Histogram(
             _PREFIX + "batch_fill_ratio",
-            "Tokens of a batch, without padding, divided by --max-batch-tokens.",
+            "Tokens of a batch, without padding, divided by --max-batch-tokens; vLLM: in flight.",
             buckets=_FILL_BUCKETS,
             registry=registry,
         )
-        self._forward = seconds("forward_seconds", "Time of one batch in the model and the head.")
+        self._forward = seconds("forward_seconds", "Time in the model of a batch; vLLM: a query.")
         self._first = seconds("first_chunk_seconds", "Time from a request to its first rows.")
         self._whole = seconds("request_seconds", "Time from a request to its last rows.")
 
@@ -79,10 +76,10 @@ class TeacherMetrics:
         self._whole.observe(seconds)
 
     def forward(self, *, rows: int, fill: float, seconds: float) -> None:
-        """Record one scored batch.
+        """Record one scored batch, or one query of an engine that batches by itself.
 
-        `fill` is its number of tokens without padding, divided by the limit of a batch. `seconds`
-        is the time that the engine took.
+        `fill` is its number of tokens without padding, or of the tokens in flight, divided by the
+        limit. `seconds` is the time that the engine took.
         """
         self._tokens.inc(rows)
         self._fill.observe(fill)
@@ -130,50 +127,3 @@ class _CacheCollector(Collector):
             misses.add_metric([tier], missed)
         yield hits
         yield misses
-
-
-@contextmanager
-def served(metrics: TeacherMetrics, host: str, port: int) -> Iterator[str]:
-    """Serve /metrics on a thread of its own; yield its HOST:PORT. `port` 0 uses any free port.
-
-    Raises InvalidInput if the address cannot be used.
-    """
-    try:
-        kind = _PageOverIPv6 if ":" in host else _Page
-        server = make_server(host, port, make_wsgi_app(metrics.registry), kind, _Reading)
-    except OSError as error:
-        raise InvalidInput(
-            f"cannot listen on {host}:{port}: {error.strerror}",
-            field="--metrics-port",
-            hint="choose another port, or 0 for any free port",
-        ) from error
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
-    thread.start()
-    try:
-        yield f"{host}:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-class _Reading(WSGIRequestHandler):
-    timeout = 1.0  # seconds without data from the client
-
-    def log_message(self, format: str, *_: object) -> None:
-        """Log nothing: Prometheus reads the page every few seconds."""
-
-
-class _Page(WSGIServer):
-    """Serves one client at a time.
-
-    The page needs no token. Any number of idle connections takes no thread, and none of the file
-    descriptors that the teacher's own clients need.
-    """
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        log.debug("metrics: a client disconnected", exc_info=True)
-
-
-class _PageOverIPv6(_Page):
-    address_family = socket.AF_INET6

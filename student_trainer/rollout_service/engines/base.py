@@ -15,7 +15,8 @@ class EngineInfo:
     """What an engine says of itself.
 
     max_length: most tokens of one sequence; None: no limit. in_flight: the values of
-    `WeightsVersion.in_flight` that it knows.
+    `WeightsVersion.in_flight` that it knows. lora_rank: of the adapters that its snapshots have;
+    0: they have all weights.
     """
 
     name: str
@@ -25,6 +26,7 @@ class EngineInfo:
     dtype: str
     device: str
     in_flight: tuple[InFlight, ...] = ("drain", "recompute", "keep")
+    lora_rank: int = 0
 
 
 class RolloutEngine(Protocol):

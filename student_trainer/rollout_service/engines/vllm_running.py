@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -30,12 +31,14 @@ class Ended:
 class RunningOrder:
     """An order that is being sampled; `name` is that of the order in vLLM's worker.
 
-    fault: why its tokens must not be used; None: they may be.
+    fault: why its tokens must not be used; None: they may be. tasks: follows each sequence, by its
+    index in the order.
     """
 
     name: str
     order: Order
     fault: Exception | None = None
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _queue: asyncio.Queue[Ended | None] = field(default_factory=asyncio.Queue)
 
     def put(self, ended: Ended) -> None:
@@ -46,6 +49,13 @@ class RunningOrder:
         """Make `ended_ones` raise `fault`; the first fault is kept."""
         self.fault = self.fault or fault
         self._queue.put_nowait(None)
+
+    async def cancel(self, indices: Iterable[int]) -> None:
+        """Cancel the tasks of sequences, and wait until vLLM was told to end them."""
+        tasks = [self.tasks[index] for index in indices]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def ended_ones(self) -> list[Ended]:
         """Wait for the end of a sequence; return all that have ended meanwhile.

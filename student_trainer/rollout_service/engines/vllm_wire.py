@@ -14,6 +14,8 @@ from student_trainer.data.rollout import TailDraws
 from student_trainer.rollout_client.order import Order
 from student_trainer.rollouts.sampler import SampledTokens
 
+ADAPTERS = 1  # vLLM's number of the student's adapters, the only ones that it has
+
 
 def request_fields(name: str, order: Order, index: int) -> dict[str, Any]:
     """Return what the worker must know of a sequence, plain values that a vLLM request can carry.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -14,19 +14,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from clients.config.tables.common import StudentConfig
-from protos.errors import Corrupt, InvalidInput, WrongState
+from protos.errors import InvalidInput, WrongState
 from protos.rpc.failpoints import failpoint
 from student_trainer.model.loading import computes_in_bfloat16, load_model, load_tokenizer
+from student_trainer.model.lora import has_adapters, load_adapters, scale_adapters
 from student_trainer.rollout_client.order import Order, SequenceRequest, WeightsVersion
-from student_trainer.rollout_client.snapshot import Snapshot, open_snapshot, verify
-from student_trainer.rollout_service.engine import EngineInfo
+from student_trainer.rollout_client.snapshot import Snapshot, verify
+from student_trainer.rollout_service.engines.base import EngineInfo
+from student_trainer.rollout_service.engines.student_model import (
+    open_version,
+    snapshot_shapes,
+    student_config,
+)
 from student_trainer.rollouts.hf import batches
 from student_trainer.rollouts.sampler import Marks, SampledTokens, Sampler, noise_of
 
 _T = TypeVar("_T")
-
-_OTHER_MODEL = "start the rollout service with the student's model"
 
 
 class HfRolloutEngine:
@@ -37,13 +40,16 @@ class HfRolloutEngine:
     samples all batches. Of the orders that wait for it, the oldest is next.
     """
 
-    def __init__(self, model: str, *, dtype: str = "auto", device: str = "auto") -> None:
+    def __init__(
+        self, model: str, *, dtype: str = "auto", lora_rank: int = 0, device: str = "auto"
+    ) -> None:
         """Load the model, a directory or hub id.
 
         `dtype`: of the computation: auto (bfloat16 on a GPU that has it), float32 or bfloat16.
-        Raises InvalidInput with the option if the model, the dtype or the device cannot be used.
+        `lora_rank`: see `student_config`. Raises InvalidInput with the option if the model, the
+        dtype or the device cannot be used.
         """
-        student = _student(model, dtype)
+        student = student_config(model, dtype, lora_rank)
         try:
             self._tokenizer = load_tokenizer(student)
             loaded = load_model(student)
@@ -51,6 +57,7 @@ class HfRolloutEngine:
             raise InvalidInput(error.message, field="--model", hint=error.hint) from error
         self._model = loaded.to(_device(device)).eval()
         self._bf16 = computes_in_bfloat16(student)
+        self._shapes = snapshot_shapes(self._model)
         self._marks: tuple[tuple[str, ...], Marks] | None = None
         self._version: int | None = None  # of the weights; None: not verified
         self._turns = _Turns()
@@ -65,6 +72,7 @@ class HfRolloutEngine:
             dtype="bfloat16" if self._bf16 else "float32",
             device=str(self._model.device),
             in_flight=("drain",),
+            lora_rank=lora_rank,
         )
 
     @property
@@ -144,12 +152,12 @@ class HfRolloutEngine:
     @torch.no_grad()
     def _load(self, version: WeightsVersion) -> None:
         self._version = None
-        snapshot = open_snapshot(version.directory)
-        if snapshot.number != version.number:
-            raise Corrupt(
-                f"{version.directory} has version {snapshot.number}, not {version.number}"
-            )
-        _copy(snapshot, self._model)
+        snapshot = open_version(version, self._shapes)
+        if has_adapters(self._model):
+            load_adapters(snapshot.directory, self._model)
+            scale_adapters(snapshot.directory, self._model)
+        else:
+            _copy(snapshot, self._model)
         failpoint("weights-copied")
         coarser = self._info.dtype if snapshot.dtype == "float32" else snapshot.dtype
         verify(snapshot.probe(), self._logprobs, coarser)
@@ -173,69 +181,22 @@ def _noise(request: SequenceRequest, order: Order, *, draws: bool) -> Tensor:
 
 
 def _copy(snapshot: Snapshot, model: Any) -> None:
-    """Copy the weights of a snapshot into those of the model; tied weights are one tensor.
-
-    Raises Corrupt if the weights are not those of the model. Some of the model's weights may be new
-    then, and others old.
-    """
+    """Copy the weights of a snapshot, which are those of the model, into the model's."""
     own: Mapping[str, Tensor] = model.state_dict()
-    unsaved = model._keys_to_ignore_on_save or ()
-    missing = {weight.data_ptr(): name for name, weight in own.items() if name not in unsaved}
-    for name, weight in _weights(snapshot, model, own):
-        if own[name].shape != weight.shape:
-            raise Corrupt(
-                f"{snapshot.directory} has {name} in shape {list(weight.shape)}, but the model of"
-                f" the rollout service has {list(own[name].shape)}",
-                hint=_OTHER_MODEL,
-            )
-        own[name].copy_(weight)
-        missing.pop(own[name].data_ptr(), None)
-    if missing:
-        raise Corrupt(
-            f"{snapshot.directory} has no {min(missing.values())}, a weight of the rollout"
-            " service's model",
-            hint=_OTHER_MODEL,
-        )
-
-
-def _weights(
-    snapshot: Snapshot, model: Any, own: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights under the names of `own`."""
-    for name, weight in snapshot.tensors():
-        if name not in own:
-            # transformers converts the weights of some formats when it loads them: it stacks the
-            # experts of Qwen3-MoE, for example.
-            yield from _converted(snapshot, model).items()
-            return
-        yield name, weight
-
-
-def _converted(snapshot: Snapshot, model: Any) -> Mapping[str, Tensor]:
-    """Return the weights under the model's names, as transformers loads and converts them."""
-    loaded, found = type(model).from_pretrained(
+    if own.keys() >= snapshot.shapes().keys():
+        for name, weight in snapshot.tensors():
+            own[name].copy_(weight)
+        return
+    # transformers converts the weights of some formats when it loads them: it stacks the experts
+    # of Qwen3-MoE, for example.
+    loaded = type(model).from_pretrained(
         None,
         config=model.config,
         state_dict=dict(snapshot.tensors()),
         dtype=torch.float32,
-        output_loading_info=True,
     )
-    wrong = [*found["missing_keys"], *found["unexpected_keys"], *found["mismatched_keys"]]
-    if wrong:
-        raise Corrupt(
-            f"{snapshot.directory} does not fit the model of the rollout service: {wrong[0]}",
-            hint=_OTHER_MODEL,
-        )
-    weights: Mapping[str, Tensor] = loaded.state_dict()
-    return weights
-
-
-def _student(model: str, dtype: str) -> StudentConfig:
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise InvalidInput(
-            f"unknown dtype {dtype!r}", field="--dtype", hint="use auto, float32 or bfloat16"
-        )
-    return StudentConfig(model=model, dtype=dtype)
+    for name, weight in loaded.state_dict().items():
+        own[name].copy_(weight)
 
 
 def _device(name: str) -> torch.device:

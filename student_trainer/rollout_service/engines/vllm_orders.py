@@ -19,7 +19,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from student_trainer.rollout_service.vllm_wire import record_type
+from student_trainer.rollout_service.engines.vllm_wire import record_type
 from student_trainer.rollouts.sample_step import SampledStep, sample_step
 from student_trainer.rollouts.sampler import noise_of
 
@@ -80,6 +80,10 @@ class WorkerOrders:
         records = self._orders[name].records
         return [records[index, :length].tobytes() for index, length in wanted]
 
+    def begun(self, name: str) -> list[int]:
+        """Return the indices of the sequences of an order that have been in a batch."""
+        return [*self._orders[name].known] if name in self._orders else []
+
     def drop(self, name: str) -> None:
         """Forget an order. An unknown one is ignored: none of its requests was scheduled."""
         self._names, self._groups = [], []
@@ -112,7 +116,7 @@ class _Order:
     """An order: its settings, random numbers and records.
 
     noise, draw_noise [N, longest] float64: random numbers of the tokens and of the draws. records
-    [N, longest].
+    [N, longest]. known: the indices of the sequences that have been in a batch.
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -122,14 +126,14 @@ class _Order:
         self._fields = fields
         self._noise = _sparse_array(shape, np.float64) if fields["seed"] is not None else None
         self._draw_noise = _sparse_array(shape, np.float64) if fields["draws"] else None
-        self._known: set[int] = set()
+        self.known: set[int] = set()
 
     def add(self, fields: Mapping[str, Any]) -> None:
         """Make the random numbers of a sequence, unless they are there."""
         index = fields["index"]
-        if index in self._known:
+        if index in self.known:
             return
-        self._known.add(index)
+        self.known.add(index)
         part = slice(fields["used"], fields["used"] + fields["limit"])
         for table, draws in ((self._noise, False), (self._draw_noise, True)):
             if table is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
@@ -24,9 +25,11 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
+from protos.rpc.failpoints import failpoint
 from protos.vllm_processes import die_with
 from student_trainer.rollout_client.snapshot import Snapshot
-from student_trainer.rollout_service.vllm_orders import WorkerOrders
+from student_trainer.rollout_service.engines.vllm_orders import WorkerOrders
+from student_trainer.rollout_service.engines.vllm_wire import ADAPTERS
 from student_trainer.rollouts.sample_step import sample_step
 
 if current_platform.is_cpu():
@@ -55,25 +58,53 @@ class RolloutWorker(_Worker):  # type: ignore[misc]
         self.model_runner.sampler = OrderSampler(self.model_runner, self._orders)
 
     def load_snapshot(self, directory: str, number: int, files: Sequence[str]) -> None:
-        """Replace all weights by those of a snapshot, `files` in `directory`.
+        """Replace all weights, or all adapters, by those of a snapshot, `files` in `directory`.
 
         No sequence may be scheduled meanwhile. An error leaves a model that must not be used.
         """
-        model = self.model_runner.get_model()
         snapshot = Snapshot(Path(directory), number, "", dict.fromkeys(files, ""))
+        if self.lora_config is not None:
+            self._replace_adapters(snapshot)
+        else:
+            self._replace_weights(snapshot)
+        failpoint("weights-replaced")
+        self._orders.version = number
+
+    def _replace_weights(self, snapshot: Snapshot) -> None:
+        model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
+            failpoint("weights-dropped")
             loaded = model.load_weights(snapshot.tensors())
             finalize_layerwise_reload(model, self.model_config)
         _repack_heads(model)
         missing = {name for name, _ in model.named_parameters()} - set(loaded)
         if missing:
             raise ValueError(f"the snapshot has no weights for {', '.join(sorted(missing))}")
-        self._orders.version = number
+
+    def _replace_adapters(self, snapshot: Snapshot) -> None:
+        self.remove_lora(ADAPTERS)
+        self.add_lora(LoRARequest("student", ADAPTERS, str(snapshot.directory)))
+        # vLLM leaves out an adapter whose name no layer has, without an error. The first factor of
+        # an adapter is never zero.
+        manager = self.model_runner.lora_manager._adapter_manager
+        place = manager.lora_index_to_id.index(ADAPTERS)
+        used = sum(
+            bool(factor[place].any())
+            for layer in manager.modules.values()
+            for factor in layer.lora_a_stacked
+        )
+        wanted = sum(".lora_A." in name for name in snapshot.shapes())
+        if used != wanted:
+            raise ValueError(f"vLLM has taken {used} of {wanted} adapters")
 
     def take_records(self, name: str, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return records of an order; see `WorkerOrders.take`. Only rank 0 has them."""
         return self._orders.take(name, wanted) if self.rank == 0 else []
+
+    def begun_sequences(self, name: str) -> list[int]:
+        """Return the sequences of an order that vLLM has begun; see `WorkerOrders.begun`."""
+        return self._orders.begun(name)
 
     def drop_order(self, name: str) -> None:
         """Forget an order."""
@@ -90,6 +121,8 @@ class OrderSampler(Sampler):  # type: ignore[misc]
 
     def forward(self, logits: Tensor, *_: Any, **__: Any) -> SamplerOutput:
         """Return one token per row of logits [B, V], without log-probs."""
+        if logits.dtype != torch.float32:
+            raise ValueError(f"vLLM gives logits in {logits.dtype}, not in float32")
         batch = self._runner.input_batch
         count = batch.num_reqs
         if count != len(logits):  # vLLM measures memory with a batch that has no requests

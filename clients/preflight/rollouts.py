@@ -1,0 +1,118 @@
+"""Checks that the rollout services at `rollouts.address` can do what a job needs. No torch."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+
+import grpc
+
+from clients.config.kinds import AnyJob, SamplingJob
+from clients.config.offline import OfflineJob
+from clients.preflight.teachers import check_length
+from protos import rollouts_pb2, rollouts_pb2_grpc
+from protos.errors import (
+    DistillError,
+    Forbidden,
+    InvalidInput,
+    TimedOut,
+    Unauthenticated,
+    Unavailable,
+    WrongState,
+)
+from protos.rpc.channel import ROLLOUTS_TOKEN, open_channel
+from protos.rpc.statuses import fault_of
+
+log = logging.getLogger(__name__)
+
+FIELD = "rollouts.address"
+_SECONDS = 5.0
+
+
+def not_rollouts(address: str) -> InvalidInput:
+    """Return the error for an address with another program."""
+    return InvalidInput(
+        f"the server at {address} is not a rollout service",
+        field=FIELD,
+        hint="give the HOST:PORT that distill-rollouts printed",
+    )
+
+
+def another_engine(has: str, wanted: str) -> WrongState:
+    """Return the error for a service with another engine than the job asks for."""
+    return WrongState(
+        f"the service at rollouts.address has the engine {has}, the job asks for {wanted}",
+        field="rollouts.engine",
+        hint=f"set rollouts.engine = '{has}', or start the service with --engine {wanted}",
+    )
+
+
+def check_rollouts(config: AnyJob, *, scope: str) -> None:
+    """Ask the services at `rollouts.address`, if the job has any; 5 s at most.
+
+    `scope`: see `open_channel`. Services that do not answer are logged. Raises Unavailable if none
+    answers, InvalidInput if a server is another program or if its sequences are too short for the
+    job, and WrongState if it refuses the token or has another engine.
+    """
+    if not isinstance(config, SamplingJob) or config.rollouts.address is None:
+        return
+    given = config.rollouts.address
+    addresses = [given] if isinstance(given, str) else given
+    faults: list[DistillError] = []
+    longest = config.method.max_new_tokens
+    if not isinstance(config, OfflineJob):  # its prompts are those of the store
+        longest += config.method.max_prompt_tokens
+    with ExitStack() as stack:
+        calls = [stack.enter_context(_Question(address, scope)) for address in addresses]
+        for address, call in zip(addresses, calls, strict=True):
+            try:
+                info = call.answer()
+            except (Unavailable, TimedOut) as error:
+                faults.append(error)
+                continue
+            if info.engine != config.rollouts.engine:
+                raise another_engine(info.engine, config.rollouts.engine)
+            check_length(longest, f"rollout service at {address}", info.max_length or None)
+    if len(faults) == len(addresses):
+        raise Unavailable(
+            f"no rollout service answers at {', '.join(addresses)} ({faults[0].message})",
+            field=FIELD,
+            hint=faults[0].hint or "start one with distill-rollouts, or check the address",
+        )
+    for fault in faults:
+        log.warning("%s", fault)
+
+
+class _Question(ExitStack):
+    """A call for the info of one service, which runs until `answer` is called."""
+
+    def __init__(self, address: str, scope: str) -> None:
+        super().__init__()
+        self._address = address
+        try:
+            channel = open_channel(address, token=ROLLOUTS_TOKEN, scope=scope)
+        except InvalidInput as error:
+            raise InvalidInput(error.message, field=FIELD, hint=error.hint) from error
+        self.enter_context(channel)
+        stub = rollouts_pb2_grpc.RolloutsStub(channel)
+        request = rollouts_pb2.GetRolloutInfoRequest()
+        self._call = stub.GetRolloutInfo.future(request, timeout=_SECONDS, wait_for_ready=True)
+
+    def answer(self) -> rollouts_pb2.RolloutInfo:
+        """Wait for the info. Raises the DistillError of the call."""
+        try:
+            return self._call.result()
+        except grpc.RpcError as error:
+            if self._call.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise not_rollouts(self._address) from error
+            fault = fault_of(error, f"rollout service at {self._address}")
+            if isinstance(fault, Unauthenticated | Forbidden):
+                # WrongState: the token of whoever submits the job is good.
+                raise WrongState(
+                    f"the rollout service at {self._address} does not take the token of the"
+                    " distill server",
+                    field=FIELD,
+                    hint="start the distill server with $DISTILL_ROLLOUTS_TOKEN set to a token of"
+                    " role admin of the rollout service",
+                ) from error
+            raise fault from error

@@ -1,0 +1,73 @@
+"""The rollout services that a runner has placed on a cluster for an attempt, as a file lists them.
+
+The runner replaces the file whenever a service starts, moves or ends; the trainer's processes read
+it before they connect. The number of services, and with it the division of orders, never changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from clients.data.regular_file import read_document
+from clients.runs.directory import replace_file
+from protos.errors import Unavailable
+
+# Names the file in the environment of the trainer's processes.
+VARIABLE = "DISTILL_ROLLOUT_SERVICES"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One service. address: HOST:PORT while it runs, else "". problem: why it is not started."""
+
+    address: str = ""
+    problem: str = ""
+
+
+def write_placed(file: Path, services: Sequence[Placed], *, one_machine: bool) -> None:
+    """Replace the file. `one_machine`: all services and all processes of the trainer share it."""
+    listed = [asdict(service) for service in services]
+    replace_file(file, json.dumps({"one_machine": one_machine, "services": listed}) + "\n")
+
+
+def read_placed(file: Path) -> tuple[list[Placed], bool]:
+    """Return the services and `one_machine`. Raises Unavailable if the file cannot be read."""
+    try:
+        document = read_document(file)
+        services = [
+            Placed(str(one["address"]), str(one["problem"])) for one in document["services"]
+        ]
+        return services, bool(document["one_machine"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Unavailable(
+            f"the list of the job's rollout services cannot be read: {error}",
+            field="rollouts.gpus",
+            hint="all nodes of the cluster must see the run directory",
+        ) from error
+
+
+@dataclass(frozen=True)
+class PlacedAddress:
+    """The address of service `number` (from 0), which changes when the service moves."""
+
+    file: Path
+    number: int
+
+    def __str__(self) -> str:
+        return f"number {self.number} of this job"
+
+    def locate(self) -> str:
+        """Return HOST:PORT of the service now. Raises Unavailable if it does not run."""
+        services, _ = read_placed(self.file)
+        placed = services[self.number]
+        if not placed.address:
+            why = placed.problem or "it waits for a node with room, or starts"
+            raise Unavailable(
+                f"rollout service {self} does not run: {why}",
+                field="rollouts.gpus",
+                hint=f"its log is {self.file.with_name(f'rollouts-{self.number}.log')}",
+            )
+        return placed.address

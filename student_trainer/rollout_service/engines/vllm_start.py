@@ -1,0 +1,108 @@
+"""Starts vLLM for the vllm rollout engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from protos.errors import InvalidInput
+from protos.vllm_processes import set_environment, stdout_on_stderr
+
+_WORKER = "student_trainer.rollout_service.engines.vllm_worker.RolloutWorker"
+# vLLM's sizes of the memory for adapters, by largest rank.
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The student's adapters: their rank, and the last names of the layers that have one."""
+
+    rank: int
+    layers: Sequence[str]
+
+
+def start_vllm(
+    model: str,
+    *,
+    dtype: str,
+    adapters: Adapters | None,
+    tensor_parallel_size: int,
+    gpu_memory_share: float,
+    max_batch_tokens: int,
+) -> Any:
+    """Start vLLM's processes with our worker, and return the AsyncLLM.
+
+    The weights are random, because the first load brings them; with adapters those of the files of
+    `model`, which do not change. Logits are float32, also of a bfloat16 model: rounded to bfloat16,
+    a logit between 8 and 16 would be a multiple of 1/16.
+
+    Raises InvalidInput if vLLM does not start.
+    """
+    set_environment()
+    # The runner whose sampler can be replaced.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = AsyncEngineArgs(
+        model=model,
+        dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        gpu_memory_utilization=gpu_memory_share,
+        max_num_batched_tokens=max_batch_tokens,
+        max_num_seqs=min(256, max_batch_tokens),
+        worker_cls=_WORKER,
+        additional_config={"service_pid": os.getpid()},
+        # The longest context that fits in memory, at most the model's own maximum.
+        max_model_len=-1,
+        skip_tokenizer_init=True,
+        trust_remote_code=False,
+        load_format="auto" if adapters else "dummy",
+        hf_overrides={"head_dtype": "float32"},
+        disable_log_stats=True,
+        enable_prefix_caching=True,
+        generation_config="vllm",  # no settings of the model's own
+        # On a CPU a compiled model has the weights that it was compiled with.
+        enforce_eager=not torch.cuda.is_available(),
+        **(_lora_options(adapters) if adapters else {}),
+    )
+    # Ctrl-C reaches every process of the terminal, but vLLM must run until the last sequence is
+    # sent. vLLM's processes inherit the signal mask of this thread, so they ignore SIGINT.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with stdout_on_stderr():
+            return AsyncLLM.from_engine_args(arguments)
+    except (ValueError, RuntimeError) as error:
+        raise _not_started(model, error) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _lora_options(adapters: Adapters) -> dict[str, Any]:
+    if adapters.rank > _LORA_RANKS[-1]:
+        raise InvalidInput(
+            f"vLLM has adapters of at most rank {_LORA_RANKS[-1]}, not {adapters.rank}",
+            field="--lora-rank",
+            hint="leave it out: adapters are then merged before the weights are sent",
+        )
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(size for size in _LORA_RANKS if size >= adapters.rank),
+        # Not the head, which has none: vLLM would fail to score several probes at once.
+        "lora_target_modules": [*adapters.layers],
+    }
+
+
+def _not_started(model: str, error: Exception) -> InvalidInput:
+    reason = " ".join(str(error).split())[:300]
+    return InvalidInput(
+        f"vLLM does not start with {model}: {reason}",
+        field="--model",
+        hint="read vLLM's log above; for memory, set --gpu-memory-share or --tensor-parallel-size",
+    )

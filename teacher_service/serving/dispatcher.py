@@ -1,0 +1,123 @@
+"""The base of the two ways to an engine: batches, or one query after the other without a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Self
+
+import numpy as np
+
+from clients.teacher.query import ScoreQuery
+from protos.errors import DistillError, Unavailable
+from teacher_service.engines.base import Engine, EngineInfo
+from teacher_service.metrics import TeacherMetrics
+from teacher_service.serving.fair_queue import MAX_QUEUED_BYTES, FairQueue, Scored, Sender
+
+log = logging.getLogger(__name__)
+
+# An engine that fails so often in a row is broken; see Dispatcher.
+MAX_FAILURES = 3
+_PROBE_TOKENS = 8
+
+
+class Dispatcher(ABC):
+    """Takes queries in the order of a FairQueue and gives them to the engine.
+
+    The engine is broken if it has failed `max_failures` times in a row; the subclass says what a
+    failure is. Waiting and further queries then get Unavailable, `broken` is True, and `on_broken`
+    is called.
+
+    It is an async context manager: entering starts a task, leaving stops it and cancels waiting
+    queries. Use it from one event loop.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+        max_failures: int = MAX_FAILURES,
+        on_broken: Callable[[], None] = lambda: None,
+        metrics: TeacherMetrics | None = None,
+    ) -> None:
+        self._engine = engine
+        self._metrics = metrics or TeacherMetrics()
+        self._max_failures = max_failures
+        self._failures = 0  # in a row
+        self._on_broken = on_broken
+        self.broken = False
+        self._queue = FairQueue(max_queued_bytes)
+        self._wake = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._loop_task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._loop_task.cancel()
+        await asyncio.gather(self._loop_task, return_exceptions=True)
+        self._queue.cancel()
+
+    @property
+    def info(self) -> EngineInfo:
+        """Info of the engine with its current weights; any thread may read it."""
+        return self._engine.info
+
+    @property
+    def queued_tokens(self) -> int:
+        """Number of tokens in waiting queries; any thread may read it."""
+        return self._queue.tokens
+
+    async def score(self, query: ScoreQuery, sender: Sender | None = None) -> Scored:
+        """Return the rows of a validated query. Cancelling the call drops the query.
+
+        Without a `sender`, the query is of a sender of its own. Raises Overloaded if waiting
+        queries take more than `max_queued_bytes`, Unavailable if the engine is broken, and the
+        error of the engine for this query.
+        """
+        if self.broken:
+            raise stopping()
+        waiting = self._queue.add(query, sender or Sender())
+        try:
+            self._wake.set()
+            return await waiting.answer
+        finally:
+            self._queue.release(waiting)
+
+    @abstractmethod
+    async def _run(self) -> None:
+        """Give queries to the engine, for ever."""
+
+    def _count_failure(self, error: Exception) -> None:
+        """Count a failure; the engine is broken after `max_failures` of them in a row."""
+        self._failures += 1
+        if self._failures < self._max_failures or self.broken:
+            return
+        log.error(
+            "the engine failed %d times in a row, so this teacher stops: %r", self._failures, error
+        )
+        self.broken = True
+        self._on_broken()
+        self._queue.fail(stopping())
+
+
+def probe(info: EngineInfo) -> ScoreQuery:
+    """Return a query of a few tokens, which every engine with this info can score."""
+    tokens = np.arange(min(_PROBE_TOKENS, info.max_length), dtype=np.int32) % info.vocab_size
+    return ScoreQuery(tokens, 1, top_k=1)
+
+
+def is_defect(answer: object) -> bool:
+    """Return whether `answer` is an error of the engine, not one of a query."""
+    return isinstance(answer, Exception) and not isinstance(answer, DistillError)
+
+
+def stopping() -> Unavailable:
+    """Return the error for requests to a teacher whose engine is broken."""
+    return Unavailable(
+        "this teacher stops, because its engine fails every query",
+        hint="read the teacher's log",
+    )

@@ -1,0 +1,114 @@
+"""Feeds queries to an engine that batches by itself, so that it never waits for a batch to end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from clients.teacher.query import ScoreQuery
+from protos.errors import DistillError
+from teacher_service.engines.base import ContinuousEngine
+from teacher_service.serving.dispatcher import Dispatcher, is_defect, probe, stopping
+from teacher_service.serving.fair_queue import Scored, Waiting
+
+log = logging.getLogger(__name__)
+
+# Steps of the engine whose tokens are in flight: the one that it computes, and the next one.
+_STEPS_IN_FLIGHT = 2
+
+
+class Feeder(Dispatcher):
+    """Gives queries to the engine as soon as their tokens fit, and answers each when it ends.
+
+    The queries in flight have at most the tokens of two steps of the engine, without padding; a
+    longer query is in flight alone. So the engine finds a full step whenever one ends, and a query
+    waits for two steps and for its turn, whatever else waits.
+
+    The engine has failed if it raised for a query twice, and for a short probe as well, so that the
+    query is not the cause.
+    """
+
+    def __init__(self, engine: ContinuousEngine, **options: Any) -> None:
+        """`options`: of Dispatcher."""
+        super().__init__(engine, **options)
+        self._continuous = engine
+        self._most = _STEPS_IN_FLIGHT * engine.step_tokens
+        self._tokens_in_flight = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aexit__(self, *error: object) -> None:
+        await super().__aexit__(*error)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while (waiting := self._queue.first()) is not None and self._fits(waiting):
+                self._start(self._queue.take_first())
+
+    def _fits(self, waiting: Waiting) -> bool:
+        return not self._tokens_in_flight or self._tokens_in_flight + waiting.tokens <= self._most
+
+    def _start(self, waiting: Waiting) -> None:
+        self._tokens_in_flight += waiting.tokens
+        task = asyncio.create_task(self._answer(waiting))
+        self._tasks.add(task)
+
+        def end(_: object) -> None:
+            self._tasks.discard(task)
+            self._tokens_in_flight -= waiting.tokens
+            self._wake.set()
+
+        task.add_done_callback(end)
+        # Nobody wants the rows any more: the engine need not compute them.
+        waiting.answer.add_done_callback(lambda answer: answer.cancelled() and task.cancel())
+
+    async def _answer(self, waiting: Waiting) -> None:
+        found: Scored | Exception
+        try:
+            found = await self._scored(waiting.query)
+        except asyncio.CancelledError:
+            waiting.answer.cancel()
+            raise
+        except Exception as error:
+            found = error
+        if waiting.answer.done():
+            return
+        if isinstance(found, Scored):
+            self._failures = 0
+            waiting.answer.set_result(found)
+        else:
+            if is_defect(found) and (fault := await self._fault_of_probe()) is not None:
+                self._count_failure(fault)
+            if not waiting.answer.done():
+                waiting.answer.set_exception(stopping() if self.broken else found)
+
+    async def _scored(self, query: ScoreQuery) -> Scored:
+        """Return the rows of a query. A query that fails gets a second try, in case of chance."""
+        by, began = self._engine.info, time.perf_counter()
+        try:
+            block = await self._continuous.score_one(query)
+        except DistillError:
+            raise
+        except Exception as error:
+            log.warning("a query failed with %s; a second try follows", type(error).__name__)
+            block = await self._continuous.score_one(query)
+        self._metrics.forward(
+            rows=len(block),
+            fill=min(1.0, self._tokens_in_flight / self._most),
+            seconds=time.perf_counter() - began,
+        )
+        return Scored(block, by)
+
+    async def _fault_of_probe(self) -> Exception | None:
+        """Return the error of the engine for a short query; None if it has none."""
+        try:
+            await self._continuous.score_one(probe(self._engine.info))
+        except Exception as error:
+            return error if is_defect(error) else None
+        return None

@@ -1,0 +1,70 @@
+"""The benchmark of the lag: the weights that sample are as old as it says, and the picture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.draw_material import Pair
+from benchmarks.lag import Run, Sizes, main, train
+from tests.student_trainer import tiny
+
+SIZES = Sizes(prompts=2, tokens=6, held_out=2, steps=4, k=4, draws=4)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    root, words = tmp_path_factory.mktemp("pair"), tiny.tokenizer()
+    teacher = tiny.save(tiny.model(seed=1, spread=0.2), words, root / "toy-teacher")
+    return Pair(teacher, tiny.save(tiny.model(seed=2, spread=0.2), words, root / "toy-student"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n}+{n}="}) + "\n" for n in range(10, 40)))
+    return path
+
+
+def test_the_sampler_is_as_far_behind_as_the_lag(pair: Pair, data: Path) -> None:
+    run = Run(learning_rate=1e-2, lag=0, weighted=True, seed=0)
+    found = {
+        (lag, weighted): train(replace(run, lag=lag, weighted=weighted), pair, data, SIZES)
+        for lag in (0, 1, 3, 8)
+        for weighted in (True, False)
+    }
+    distances = [found[lag, True]["ratio/kl"] for lag in (0, 1, 3)]
+    assert distances[0] < 1e-10 < 1e-4 < min(distances[1:])
+    assert distances[1] != distances[2]
+    assert found[0, True]["ratio/ess"] == pytest.approx(1, abs=1e-5)
+    assert found[0, False]["after"] == pytest.approx(found[0, True]["after"], rel=1e-3)
+    assert found[3, False]["after"] != pytest.approx(found[3, True]["after"], rel=1e-4)
+    # All four steps are sampled by the first weights.
+    assert found[3, True] == found[8, True]
+
+
+def test_runs_are_added_once_and_drawn(
+    pair: Pair, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    made: list[Run] = []
+
+    def scripted(run: Run, *_: Any) -> dict[str, Any]:
+        made.append(run)
+        return {"after": run.learning_rate + run.lag, "ratio/ess": 1.0, "ratio/kl": 0.0}
+
+    monkeypatch.setattr("benchmarks.lag.train", scripted)
+    out, picture = tmp_path / "lag.json", tmp_path / "lag.png"
+    arguments = ["--data", str(data), "--work", str(pair.teacher.parent), "--out", str(out)]
+    arguments += ["--picture", str(picture), "--steps", "4"]
+    main([*arguments, "--seeds", "1"])
+    first = len(made)
+    main([*arguments, "--seeds", "2"])
+    assert len(made) == 2 * first == len(json.loads(out.read_text())["runs"])
+    assert len(set(made)) == len(made)
+    assert picture.stat().st_size > 10_000
+    assert f"wrote {picture}" in capsys.readouterr().out

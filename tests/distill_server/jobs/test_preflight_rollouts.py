@@ -1,0 +1,98 @@
+"""A job with `rollouts.address`: its services are asked before it is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from clients.jobs.job import JobState
+from clients.preflight import rollouts
+from protos.auth.access import MIN_TOKEN_CHARS
+from protos.errors import DistillError, InvalidInput, Unavailable, WrongState
+from tests.distill_server.jobs.preflight_site import Teacher, checking, job, listening
+from tests.student_trainer import tiny
+from tests.student_trainer.rollout_service.material import student
+from tests.student_trainer.rollout_service.processes import ServiceProcess
+from tests.student_trainer.rollout_service.scripted_service import ScriptedEngine, served
+
+ADMIN, READ = "a" * MIN_TOKEN_CHARS, "r" * MIN_TOKEN_CHARS
+NOBODY = "127.0.0.1:1"
+
+
+@pytest.fixture
+def teacher() -> Iterator[str]:
+    with listening(Teacher()) as found:
+        yield found
+
+
+@pytest.fixture
+def service() -> Iterator[str]:
+    from student_trainer.rollout_service.service import RolloutServicer
+
+    with served(RolloutServicer(ScriptedEngine())) as found:
+        yield found
+
+
+def test_services_that_fit(service: str, teacher: str, tmp_path: Path) -> None:
+    with checking(tmp_path) as server:
+        for address in (service, [service, service]):
+            asked = job(tmp_path, teacher, rollouts__address=address)
+            assert server.submit(asked) is JobState.QUEUED
+
+
+def test_one_of_two_services_is_away(
+    service: str, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "_SECONDS", 3.0)
+    with checking(tmp_path) as server:
+        asked = job(tmp_path, teacher, rollouts__address=[NOBODY, service])
+        assert server.submit(asked) is JobState.QUEUED
+
+
+def test_services_that_do_not_fit(
+    service: str, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "_SECONDS", 3.0)
+    cases: list[tuple[dict[str, object], type[DistillError], str]] = [
+        ({"rollouts__address": NOBODY}, Unavailable, f"no rollout service answers at {NOBODY}"),
+        ({"rollouts__address": teacher}, InvalidInput, f"{teacher} is not a rollout service"),
+        (
+            {"rollouts__address": service, "rollouts__engine": "vllm"},
+            WrongState,
+            "has the engine hf, the job asks for vllm",
+        ),
+    ]
+    with checking(tmp_path) as server:
+        for changes, category, said in cases:
+            with pytest.raises(category, match=said) as caught:
+                server.submit(job(tmp_path, teacher, **changes))
+            assert caught.value.field.startswith("rollouts.")
+            assert caught.value.hint
+
+
+def test_the_token_of_the_server(
+    teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An admin's is taken; the address gets one derived from it, which cannot sample."""
+    file = tmp_path / "tokens"
+    file.touch(0o600)
+    file.write_text(f"admin {ADMIN}\nread {READ}\n")
+    model = tiny.save(student(0), tiny.tokenizer(), tmp_path / "model")
+    log = tmp_path / "service.log"
+    process = ServiceProcess("--model", str(model), "--token-file", str(file), log=log)
+    with closing(process), checking(tmp_path) as server:
+        asked = job(tmp_path, teacher, rollouts__address=process.address)
+        for token in ("", READ, "x" * MIN_TOKEN_CHARS):
+            monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", token)
+            with pytest.raises(WrongState, match="does not take the token of the distill server"):
+                server.submit(asked)
+        monkeypatch.setenv("DISTILL_ROLLOUTS_TOKEN", ADMIN)
+        assert server.submit(asked) is JobState.QUEUED
+        assert "called by a job method=GetRolloutInfo job=preflight attempt=0" in log.read_text()
+        plain = job(tmp_path, teacher, rollouts__address="gpu-node:50053")
+        with pytest.raises(InvalidInput, match="would be sent unencrypted") as caught:
+            server.submit(plain)
+        assert caught.value.field == "rollouts.address"

@@ -1,0 +1,288 @@
+"""Rollout services that a runner places on a cluster: real ones, on machines that are stood in for.
+
+In place of Ray, the test says where there is room. A second machine is a network namespace.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from clients.config.tables.rollouts import RolloutsConfig
+from clients.runs.directory import RunDirectory
+from clients.runs.launch import rollouts_command, trainer_command
+from clients.runs.placed_services import PlacedAddress, read_placed
+from distill_server.runners.ray.engines import EngineProcess, Engines, LostActor
+from distill_server.runners.ray.places import Place
+from protos.errors import Unavailable
+from tests.distill_server.conftest import eventually
+from tests.end_to_end.processes import ENVIRONMENT, metrics_of, new_run, weights
+from tests.namespaces import Namespace, namespace
+from tests.ports import free_ports
+
+if TYPE_CHECKING:
+    from tests.student_trainer.tiny import Material
+
+STEPS, LAG = 24, 2
+PATIENCE = 300.0
+
+
+@dataclass
+class Node:
+    """A machine of the cluster: whether it has room, and what runs on it."""
+
+    name: str
+    address: str
+    prefix: Sequence[str] = ()
+    up: bool = True
+    actors: list[FakeActor] = field(default_factory=list)
+
+    def lose(self) -> None:
+        """As a machine that loses its power."""
+        self.up = False
+        for actor in self.actors:
+            actor.lost = True
+            actor.close()
+
+
+class FakeActor:
+    """What `Rank` does as an actor of Ray, without one."""
+
+    def __init__(self, node: Node) -> None:
+        self.node, self.lost = node, False
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def place(self) -> Place | None:
+        if not self.node.up:
+            return None
+        self.node.actors.append(self)
+        [port] = free_ports(1)
+        return Place(self.node.name, self.node.address, (), port)
+
+    def start(
+        self,
+        directory: Path,
+        log: Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        variables: Mapping[str, str],
+        folder: str,
+    ) -> None:
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*self.node.prefix, sys.executable, *arguments],
+                stdout=output,
+                stderr=output,
+                env={**environment, **variables},
+                cwd=folder,
+            )
+
+    def code(self) -> int | None:
+        if self.lost:
+            raise LostActor("the node died")
+        assert self.process is not None
+        return self.process.poll()
+
+    def stop(self, directory: Path) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(20)
+
+
+class Trainer:
+    """The real trainer with placed services, in the place of the driver of an attempt."""
+
+    def __init__(self, run: RunDirectory, nodes: Sequence[Node]) -> None:
+        config: Any = run.config()
+        directory = run.logs(1)
+        directory.mkdir(parents=True)
+        rollouts: RolloutsConfig = config.rollouts
+        arguments = rollouts_command(config, rollouts)[1:]
+        process = EngineProcess(arguments, ENVIRONMENT, str(run.path), 1)
+        self.engines = Engines(process, len(nodes), directory, lambda n: FakeActor(nodes[n]))
+        assert self.engines.start({"here"})
+        self._log = run.log_file(1)
+        processes = config.train.processes
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                trainer_command(run.path, attempt=1, processes=processes),
+                stdout=log,
+                stderr=log,
+                env={**ENVIRONMENT, **self.engines.variables},
+            )
+        self.run, self.file = run, directory / "rollout-services.json"
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def until(self, true: Any) -> None:
+        """Follow the services, as the driver does, until something holds."""
+
+        def holds() -> bool:
+            self.engines.look()
+            assert self._process.poll() in (None, 0), self.log()
+            return bool(true())
+
+        eventually(holds, PATIENCE, 0.05)
+
+    def step(self) -> int:
+        return max((line["step"] for line in metrics_of(self.run)), default=0)
+
+    def finish(self) -> None:
+        self.until(lambda: self._process.poll() == 0)
+
+    def close(self) -> None:
+        self.engines.stop()
+        self._process.kill()
+        self._process.wait(20)
+
+
+@contextmanager
+def trainer(run: RunDirectory, *nodes: Node) -> Iterator[Trainer]:
+    made = Trainer(run, nodes)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    from tests.student_trainer.tiny import Material, save_material
+
+    root = tmp_path_factory.mktemp("material")
+    save_material(root)
+    return Material.at(root)
+
+
+@pytest.fixture
+def other() -> Iterator[Namespace]:
+    with namespace() as made:
+        yield made
+
+
+def job_of(material: Material) -> Any:
+    from tests.student_trainer.tiny import rl_job
+
+    changes: dict[str, Any] = {"rollouts__gpus": 2, "rollouts__lag": LAG, "train__processes": 2}
+    return rl_job(material, max_steps=STEPS, **changes)
+
+
+def curve_of(run: RunDirectory) -> list[dict[str, Any]]:
+    from tests.student_trainer.tiny import curve
+
+    return curve(metrics_of(run))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_node_is_lost_and_comes_back(
+    material: Material, other: Namespace, tmp_path: Path
+) -> None:
+    """Two processes and a service on one machine, a service on another, whose link is cut."""
+    run, expected = (new_run(tmp_path / name, job_of(material)) for name in ("run", "expected"))
+    here = Node("here", other.here)
+    there = Node("there", other.there, other.command())
+    with trainer(run, here, there) as disturbed:
+        disturbed.until(lambda: disturbed.step() >= 2)
+        disturbed.until(lambda: all(one.address for one in read_placed(disturbed.file)[0]))
+        other.set_link("down")
+        there.lose()
+        disturbed.until(lambda: not read_placed(disturbed.file)[0][1].address)
+        gone_at = disturbed.step()
+        disturbed.until(lambda: disturbed.step() >= gone_at + LAG + 1)  # sampled by the other one
+        here.lose()
+        disturbed.until(lambda: not any(one.address for one in read_placed(disturbed.file)[0]))
+        other.set_link("up")
+        there.up = True
+        back_at = disturbed.step()
+        assert back_at < STEPS - 2 * LAG
+        disturbed.until(lambda: disturbed.step() >= back_at + LAG + 1)  # by the one that is back
+        assert [bool(one.address) for one in read_placed(disturbed.file)[0]] == [False, True]
+        here.up = True
+        disturbed.finish()
+        assert "the order is sent again" in disturbed.log()
+        service_log = (run.logs(1) / "rollouts-1.log").read_text()
+        assert "runner: this service is lost (the node died)" in service_log
+    nodes = Node("here", other.here), Node("there", other.there, other.command())
+    with trainer(expected, *nodes) as undisturbed:
+        undisturbed.finish()
+        assert "the order is sent again" not in undisturbed.log()
+    assert [line["step"] for line in curve_of(run)] == [*range(len(curve_of(run)))]
+    assert curve_of(run) == curve_of(expected)
+    assert weights(run) == weights(expected)
+    assert not (run.path / "weights").exists()
+
+
+def scripted(tmp_path: Path, node: Node, script: str) -> Engines:
+    process = EngineProcess(["-c", script], ENVIRONMENT, str(tmp_path), 1)
+    return Engines(process, 1, tmp_path, lambda n: FakeActor(node))
+
+
+def test_a_service_that_never_starts_is_told_with_its_reason(tmp_path: Path) -> None:
+    node = Node("here", "127.0.0.1")
+    engines = scripted(tmp_path, node, "import sys; sys.exit('error: --model: no such model')")
+    file = tmp_path / "rollout-services.json"
+    assert engines.start({"here"})
+    eventually(lambda: engines.look() or read_placed(file)[0][0].problem)
+    assert read_placed(file)[0][0].problem == "--model: no such model"
+    assert len(node.actors) == 2, "a first failure may be that of a port"
+    told = "service number 0 of this job does not run: --model: no such model"
+    with pytest.raises(Unavailable, match=told):
+        PlacedAddress(file, 0).locate()
+    engines.stop()
+
+
+def test_a_service_that_always_dies_is_given_up(tmp_path: Path) -> None:
+    node = Node("here", "127.0.0.1")
+    script = "print('rollout service listening on 1', flush=True); import time; time.sleep(1000)"
+    engines = scripted(tmp_path, node, script)
+    file = tmp_path / "rollout-services.json"
+    assert engines.start({"here"})
+
+    def settled() -> bool:
+        engines.look()
+        [one] = read_placed(file)[0]
+        return bool(one.address or one.problem)
+
+    for _ in range(4):
+        eventually(settled)
+        [one] = read_placed(file)[0]
+        assert one.address, one.problem
+        running = node.actors[-1].process
+        assert running is not None
+        running.kill()
+        running.wait()
+        eventually(lambda was=one: engines.look() or read_placed(file)[0][0] != was)
+    eventually(settled)
+    assert read_placed(file)[0][0].problem == "it ended with exit code -9"
+    assert len(node.actors) == 4
+    engines.stop()
+
+
+def test_services_of_other_nodes_are_told_to_others(tmp_path: Path) -> None:
+    """Snapshots stay in memory only if all share a machine; on another one, no loopback."""
+    script = "print('rollout service listening on 1', flush=True); import time; time.sleep(1000)"
+    for nodes, one_machine, host in (({"here"}, True, "127.0.0.1"), ({"x"}, False, "10.0.0.7")):
+        root = tmp_path / host
+        root.mkdir()
+        engines = scripted(root, Node("here", "10.0.0.7"), script)
+        try:
+            assert engines.start(nodes)
+            file = root / "rollout-services.json"
+            eventually(lambda e=engines, f=file: e.look() or read_placed(f)[0][0].address)
+            [service], shared = read_placed(file)
+            assert (service.address.rpartition(":")[0], shared) == (host, one_machine)
+            assert PlacedAddress(file, 0).locate() == service.address
+        finally:
+            engines.stop()

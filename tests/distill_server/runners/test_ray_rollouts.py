@@ -1,0 +1,159 @@
+"""Rollout engines on a Ray cluster of two nodes, one of them in a network namespace of its own."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from clients.jobs.client import DistillClient
+from clients.jobs.job import Job, JobState
+from clients.runs.directory import RunDirectory
+from clients.runs.placed_services import read_placed
+from tests.distill_server.conftest import eventually
+from tests.end_to_end.conftest import material, once
+from tests.end_to_end.processes import metrics_of, weights
+from tests.namespaces import Namespace, namespace
+from tests.ray_cluster import Cluster
+
+if TYPE_CHECKING:
+    from tests.student_trainer.tiny import Material
+
+pytest.importorskip("ray", reason="needs the extra [ray]")
+pytest.importorskip("aiohttp", reason="needs the extra [ray]")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+__all__ = ["material", "once"]
+PATIENCE = 400.0
+STEPS, LAG = 60, 2
+# Numbers only: a process counts two, an engine one, so that only an engine fits the second node.
+GPUS = {"processes": 2 * 2, "engines": 2}
+
+
+@pytest.fixture
+def other() -> Iterator[Namespace]:
+    with namespace() as made:
+        yield made
+
+
+@contextmanager
+def second_node(cluster: Cluster, where: Namespace, log: Path) -> Iterator[Callable[[], None]]:
+    """A node with room for one engine; yields a function that takes its power."""
+    ray = str(Path(sys.executable).with_name("ray"))
+    options = [f"--address={cluster.address}", f"--node-ip-address={where.there}"]
+    command = [ray, "start", "--block", *options, "--num-cpus=1", "--num-gpus=1"]
+    with log.open("ab") as output:
+        node = subprocess.Popen(where.command(*command), stdout=output, stderr=output)
+
+    def lose() -> None:
+        if node.poll() is None:
+            for process in [*psutil.Process(node.pid).children(recursive=True), node]:
+                process.kill()
+        node.wait(20)
+
+    try:
+        yield lose
+    finally:
+        lose()
+
+
+def placed(run: RunDirectory) -> list[str]:
+    """The addresses of the engines; "" for one that is away."""
+    return [one.address for one in read_placed(run.logs(1) / "rollout-services.json")[0]]
+
+
+def step(run: RunDirectory) -> int:
+    return max((line["step"] for line in metrics_of(run)), default=0)
+
+
+def engines_at(address: str) -> list[psutil.Process]:
+    """The processes of engines that listen there."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "student_trainer.rollout_service" in (words := process.info["cmdline"] or [])
+        and address in words
+        and "distill_server.runners.local.shim" not in words  # its parent
+    ]
+
+
+def curve_of(run: RunDirectory) -> list[dict[str, Any]]:
+    from tests.student_trainer.tiny import curve
+
+    return curve(metrics_of(run))
+
+
+def test_a_node_of_an_engine_is_lost_and_comes_back(
+    material: Material, other: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes and an engine on the head, an engine on the other node; as if undisturbed."""
+    from tests.distill_server.runners.test_ray import RayServer
+    from tests.student_trainer.tiny import rl_job
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    asked = rl_job(
+        material,
+        max_steps=STEPS,
+        rollouts__gpus=GPUS["engines"],
+        rollouts__lag=LAG,
+        train__processes=2,
+        resources__gpus=sum(GPUS.values()),
+        resources__cpus=2,
+    )
+    gpus = GPUS["processes"] + 1
+    cluster = Cluster(tmp_path / "ray", 3, dashboard=True, host=other.here, gpus=gpus)
+    server = RayServer(tmp_path / "runs", cluster.jobs, "--gpus", str(sum(GPUS.values())))
+    try:
+        server.start()
+        with DistillClient(server.address) as client:
+
+            def submitted() -> tuple[Job, RunDirectory]:
+                job = client.submit(asked)
+                run = RunDirectory(server.runs / job.id)
+                eventually((run.logs(1) / "rollout-services.json").exists, PATIENCE)
+                return job, run
+
+            def succeeded(job: Job) -> None:
+                ended = client.wait(job.id, timeout=PATIENCE)
+                assert (ended.state, ended.attempt) == (JobState.SUCCEEDED, 1), ended.reason
+
+            with second_node(cluster, other, tmp_path / "node") as lose:
+                job, run = submitted()
+                eventually(lambda: step(run) >= 2 and all(placed(run)), PATIENCE)
+                assert {address.partition(":")[0] for address in placed(run)} == {
+                    *(other.here, other.there)
+                }
+                other.set_link("down")
+                lose()
+                before = step(run)
+                eventually(lambda: step(run) > before + LAG, PATIENCE)  # sampled by the other one
+                # The job waits for the one that comes back. Ray takes half a minute to notice the
+                # loss, in which the job would end.
+                [engine] = engines_at(other.here)
+                engine.suspend()
+                eventually(lambda: placed(run).count("") == 1, PATIENCE)
+            other.set_link("up")
+            with second_node(cluster, other, tmp_path / "node"):
+                eventually(lambda: all(placed(run)), PATIENCE)
+                before = step(run)
+                eventually(lambda: step(run) > before, PATIENCE)
+                engine.resume()
+                succeeded(job)
+                time.sleep(1)  # its places are given back
+                same, expected = submitted()
+                succeeded(same)
+    finally:
+        if server.process is not None:
+            server.kill()
+        cluster.kill()
+    assert curve_of(run) == curve_of(expected)
+    assert weights(run) == weights(expected)

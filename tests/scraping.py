@@ -1,0 +1,28 @@
+"""Reads the metrics page of a service that runs, as Prometheus does."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def metrics_address(log: Path) -> str:
+    """The HOST:PORT in the log of a service."""
+    found = re.search(r"address\W+(127\.0\.0\.1:\d+)", log.read_text())
+    assert found, log.read_text()
+    return found[1]
+
+
+def scrape(address: str) -> dict[str, float]:
+    """Samples by name and labels, as Prometheus would read them."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        text = answer.read().decode()
+    return {
+        sample.name + "".join(f"[{value}]" for value in sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }

@@ -1,0 +1,86 @@
+"""Groups that share the tokens of sequences learn what one process learns, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from student_trainer.data.packing import Layout
+from tests.forks import Forks
+from tests.student_trainer.parallel.shared_tokens import METHODS, check, learn, run, student_of
+from tests.student_trainer.teachers.anchors import spread_student
+
+ERROR = 1e-10
+Case = tuple[str, str, Layout, str, Any, bool]
+# Architecture, objective, layout, attention, recomputation, LoRA.
+OF_TWO: Sequence[Case] = [
+    *[("qwen3", name, "lines", "sdpa", False, False) for name in METHODS],
+    ("llama", "sft", "one_line", "sdpa", "selective", False),
+    ("qwen2", "offline", "padded", "sdpa", True, True),
+    ("olmo2", "on_policy", "padded", "eager", 2, False),
+]
+# Two heads of keys for four processes: each is repeated.
+OF_FOUR: Sequence[Case] = [
+    ("qwen3", "rl", "padded", "sdpa", True, False),
+    ("llama", "on_policy", "lines", "sdpa", "selective", True),
+    ("mistral", "sft", "one_line", "sdpa", False, False),
+    ("gpt_neox", "offline", "lines", "sdpa", False, False),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "size", "cases"),
+    [(2, 2, OF_TWO), (4, 4, OF_FOUR), (4, 2, OF_TWO[:1] + OF_FOUR[:2])],
+    ids=["one group of two", "one group of four", "two groups of two"],
+)
+def test_learns_as_one_process(
+    world: int, size: int, cases: Sequence[Case], tmp_path: Path
+) -> None:
+    """Losses, metrics, norms and weights after two updates."""
+    run(world, tmp_path, size, cases)
+    for number, (architecture, name, layout, attention, _, lora) in enumerate(cases):
+        model = student_of(architecture, attention, lora=lora)
+        metrics, weights = learn(spread_student(model), name, range(world), layout)
+        measured = {}
+        for rank in range(world):
+            measured |= load_file(tmp_path / f"{number}-{rank}-metrics.safetensors")
+            found = load_file(tmp_path / f"{number}-{rank}-weights.safetensors")
+            assert found.keys() == weights.keys()
+            for key, value in weights.items():
+                torch.testing.assert_close(found[key], value, rtol=ERROR, atol=ERROR, msg=key)
+        assert measured.keys() == metrics.keys()
+        for key, value in metrics.items():
+            torch.testing.assert_close(measured[key], value, rtol=ERROR, atol=ERROR, msg=key)
+
+
+# Architecture and settings -> why its tokens cannot be divided; "" if they can.
+CHECKED: Sequence[tuple[str, dict[str, Any], str]] = [
+    ("qwen3", {}, ""),
+    ("gemma2", {"query_pre_attn_scalar": 8}, ""),
+    ("gpt2", {}, "its forward pass fails with a part of them"),
+    ("lfm2", {"layer_types": ["full_attention", "conv"]}, "its Lfm2DecoderLayer does not use"),
+    (
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "head_dim": 16}
+        | {"intermediate_size": 64},
+        "its attention has s_aux, a value for each head",
+    ),
+]
+
+
+@pytest.mark.slow
+def test_students_that_cannot_be_divided(tmp_path: Path) -> None:
+    students = [(name, changes) for name, changes, _ in CHECKED]
+    group = Forks(2, tmp_path / "group", check, tmp_path, students)
+    assert group.wait(240) == [0, 0]
+    for number, (name, _, why) in enumerate(CHECKED):
+        for rank in range(2):
+            verdict = (tmp_path / f"{number}-{rank}").read_text()
+            assert verdict.startswith("train.context_parallel: the tokens of " if why else "")
+            assert (why in verdict) if why else (verdict == ""), name

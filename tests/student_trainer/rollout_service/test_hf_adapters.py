@@ -1,0 +1,112 @@
+"""The hf engine with a student that learns adapters (LoRA): they alone are loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clients.config.tables.common import LoraConfig, StudentConfig
+from protos.errors import Corrupt
+from student_trainer.checkpoints.export import write_adapters
+from student_trainer.model.loading import load_model
+from student_trainer.model.lora import learned
+from student_trainer.rollout_client.order import Order
+from student_trainer.rollout_client.snapshot import seal
+from student_trainer.rollout_service.engines.hf import HfRolloutEngine
+from student_trainer.rollouts.sampler import SampledTokens
+from tests.student_trainer.rollout_service.in_process import in_process
+from tests.student_trainer.rollout_service.material import (
+    assert_same,
+    order,
+    probe_of,
+    snapshot,
+    student,
+)
+
+RANK = 3
+
+
+def adapted(path: Path, number: int, rank: int = RANK) -> Any:
+    """The student of `path` with the adapters of version `number`, which change every answer."""
+    lora = LoraConfig(rank=rank, alpha=5.0)
+    torch.manual_seed(number)
+    model = load_model(StudentConfig(model=str(path), lora=lora)).eval()
+    with torch.no_grad():
+        for name, weight in learned(model).items():
+            if ".lora_B." in name:
+                weight.normal_(std=0.3)
+    return model
+
+
+def pushed(root: Path, number: int, model: Any) -> Path:
+    """A snapshot of the adapters of a model."""
+    directory = root / f"adapters-{number}"
+    directory.mkdir(parents=True)
+    write_adapters(directory, model, learned(model))
+    seal(directory, number=number, dtype="float32", probe=probe_of(model))
+    return directory
+
+
+def load_and_sample(engine: HfRolloutEngine, wanted: Order) -> list[SampledTokens]:
+    async def both() -> list[SampledTokens]:
+        await engine.load(wanted.weights)
+        return [one async for _, one in engine.sample(wanted)]
+
+    return asyncio.run(both())
+
+
+def test_bits_of_the_trainers_process(student_path: Path, tmp_path: Path) -> None:
+    """The trainer samples with adapters beside the weights of their layers, and so does the engine.
+
+    Its own alpha, which is another one, does not count.
+    """
+    engine = HfRolloutEngine(str(student_path), dtype="float32", lora_rank=RANK)
+    before: list[list[int]] = []
+    for number in (1, 2, 1):
+        model = adapted(student_path, number)
+        directory = pushed(tmp_path / str(len(before)), number, model)
+        assert (directory / "adapter_model.safetensors").stat().st_size < 50_000
+        found = load_and_sample(engine, wanted := order(directory, number=number))
+        for one, own in zip(found, in_process(wanted, model), strict=True):
+            assert_same(one, own)
+        before.append([int(token) for one in found for token in one.token_ids])
+    assert before[0] == before[2] != before[1]
+
+
+def test_what_is_no_adapter_of_the_student_is_refused(student_path: Path, tmp_path: Path) -> None:
+    engine = HfRolloutEngine(str(student_path), dtype="float32", lora_rank=RANK)
+    plain = HfRolloutEngine(str(student_path), dtype="float32")
+    adapters = order(pushed(tmp_path, 1, adapted(student_path, 1)))
+    other = order(pushed(tmp_path / "rank", 1, adapted(student_path, 1, rank=4)))
+    weights = order(snapshot(tmp_path, 1, student(1)))
+    for refusing, wanted, match in (
+        (engine, weights, "has model.embed_tokens.weight, which the model"),
+        (engine, other, r"lora_A.weight in shape \[4, 96\], but the model .* has \[3, 96\]"),
+        (plain, adapters, "lora_A.weight, which the model of the rollout service has not"),
+    ):
+        with pytest.raises(Corrupt, match=match):
+            load_and_sample(refusing, wanted)
+
+
+@pytest.mark.parametrize("what", ["never delivered", "another alpha"])
+def test_adapters_that_are_not_the_trainers_are_refused(
+    student_path: Path, tmp_path: Path, what: str
+) -> None:
+    engine = HfRolloutEngine(str(student_path), dtype="float32", lora_rank=RANK)
+    model = adapted(student_path, 1)
+    directory = pushed(tmp_path, 1, model)
+    if what == "never delivered":
+        write_adapters(directory, adapted(student_path, 2), learned(adapted(student_path, 2)))
+    else:
+        file = directory / "adapter_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "lora_alpha": 6}))
+    with pytest.raises(Corrupt, match="the checksum of adapter_"):
+        load_and_sample(engine, order(directory))
+    seal(directory, number=1, dtype="float32", probe=probe_of(model))
+    with pytest.raises(Corrupt, match="does not have the weights of this version"):
+        load_and_sample(engine, order(directory))

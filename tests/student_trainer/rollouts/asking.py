@@ -1,0 +1,68 @@
+"""A student that has learned to ask a retriever, and a retriever: for tests of conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from student_trainer.data.prompts import Prompt
+from student_trainer.tools.pretrain import Text, _parser, train
+from tests.student_trainer import tiny
+
+TAGS = ["<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>"]
+
+
+def words() -> Any:
+    made = tiny.tokenizer(tiny.ALPHABET + "\nDoc()Title: ")
+    made.add_tokens(TAGS)
+    return made
+
+
+WORDS = words()
+TRAINING = [
+    "--data",
+    "-",
+    "--out",
+    "-",
+    "--steps",
+    "120",
+    "--batch",
+    "12",
+    "--learning-rate",
+    "5e-3",
+]
+IDS = {tag: WORDS.convert_tokens_to_ids(tag) for tag in TAGS}
+PROMPTS = [
+    Prompt(np.array(WORDS(text)["input_ids"], dtype=np.int32), "7") for text in ("1+", "21+")
+]
+
+
+def asking_student(width: int = 32) -> Any:
+    """A small model that has seen a few talks, and is not yet sure of anything in them."""
+    torch.manual_seed(5)
+    model = tiny.make_model(len(WORDS), WORDS, 1, width)
+    found = "\n\n<information>Doc 1(Title: 1) 12=\nDoc 2(Title: 1) 12=</information>\n\n"
+    asked = f"<search>1</search>{found}"
+    answer = "<answer>12</answer>"
+    talks = [f"1+{turns}{answer}" for turns in ("", asked, asked + asked)]
+    texts = [Text([*WORDS(talk)["input_ids"], WORDS.eos_token_id], 2) for talk in talks]
+    train(model, texts, _parser().parse_args(TRAINING))
+    return model.eval()
+
+
+class Facts:
+    """A retriever that says which query it heard; None to some if it is told to."""
+
+    def __init__(self, fails: str | None = None) -> None:
+        self.fails = fails
+        self.asked: list[str] = []
+
+    def passages(self, queries: Sequence[str], count: int) -> list[list[str] | None]:
+        self.asked += queries
+        return [
+            None if self.fails is not None and self.fails in query else [f"{len(query)}\n12="] * 2
+            for query in queries
+        ]

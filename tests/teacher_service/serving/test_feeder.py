@@ -1,0 +1,199 @@
+"""The feeder with a scripted engine: tokens in flight, turns, cancellation, faults."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clients.teacher.query import ScoreQuery
+from protos.errors import Corrupt, DistillError, Unavailable
+from protos.rows.codec import RowBlock
+from teacher_service.engines.base import ContinuousEngine
+from teacher_service.engines.fake import FakeEngine, FakeSettings
+from teacher_service.serving.fair_queue import Scored, Sender
+from teacher_service.serving.feeder import Feeder
+
+STEP = 10
+
+
+class ScriptedEngine(FakeEngine):
+    """Answers a query when the test lets it; crashes on token 9, refuses token 8."""
+
+    step_tokens = STEP
+
+    def __init__(self) -> None:
+        super().__init__(FakeSettings(vocab=16, crash_token=9, nan_token=8))
+        self.running: dict[int, asyncio.Event] = {}
+        self.begun: list[int] = []  # first token of each query
+        self.cancelled: list[int] = []
+        self.most_tokens = 0
+        self._tokens = 0
+        self.hold = True
+
+    async def score_one(self, query: ScoreQuery) -> RowBlock:
+        number, name = len(self.begun), int(query.token_ids[0])
+        self.begun.append(name)
+        self._tokens += len(query.token_ids)
+        self.most_tokens = max(self.most_tokens, self._tokens)
+        self.running[number] = asyncio.Event()
+        try:
+            if self.hold:
+                await self.running[number].wait()
+            (answer,) = self.score([query])
+        except asyncio.CancelledError:
+            self.cancelled.append(name)
+            raise
+        finally:
+            del self.running[number]
+            self._tokens -= len(query.token_ids)
+        if isinstance(answer, DistillError):
+            raise answer
+        return answer
+
+    def end_first(self) -> None:
+        """Let the query that has run longest end."""
+        self.running[min(self.running)].set()
+
+
+def query(*ids: int) -> ScoreQuery:
+    return ScoreQuery(np.array(ids, np.int32), 1, top_k=2)
+
+
+def run(main: Callable[[ScriptedEngine, Feeder], Coroutine[Any, Any, None]]) -> None:
+    async def within() -> None:
+        engine = ScriptedEngine()
+        assert isinstance(engine, ContinuousEngine)
+        async with Feeder(engine) as feeder:
+            await main(engine, feeder)
+
+    asyncio.run(asyncio.wait_for(within(), 60))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def begin(feeder: Feeder, sender: Sender, *ids: int) -> asyncio.Task[Scored]:
+    return asyncio.create_task(feeder.score(query(*ids), sender))
+
+
+def test_two_steps_of_tokens_are_in_flight_and_no_query_waits_for_another_to_end() -> None:
+    async def main(engine: ScriptedEngine, feeder: Feeder) -> None:
+        answers = [begin(feeder, Sender(), 1, 1, 1) for _ in range(30)]
+        for ended in range(30):
+            running = min(6, 30 - ended)  # 18 of 20 tokens
+            await until(lambda running=running: len(engine.running) == running)  # type: ignore[misc]
+            engine.end_first()
+            await until(lambda ended=ended: sum(a.done() for a in answers) > ended)  # type: ignore[misc]
+        assert engine.most_tokens == 18
+
+    run(main)
+
+
+def test_a_query_longer_than_two_steps_is_alone() -> None:
+    async def main(engine: ScriptedEngine, feeder: Feeder) -> None:
+        engine.hold = False
+        await asyncio.gather(*(begin(feeder, Sender(), *[1] * n) for n in (5, 25, 4, 7)))
+        assert engine.most_tokens == 25
+
+    run(main)
+
+
+def test_a_light_client_waits_for_its_turn_and_not_for_a_deep_queue() -> None:
+    async def main(engine: ScriptedEngine, feeder: Feeder) -> None:
+        heavy, capture, light = Sender(), Sender(last=True), Sender()
+        answers = [begin(feeder, capture, 2, 2, 2, 2) for _ in range(3)]
+        answers += [begin(feeder, heavy, 1, 1, 1, 1) for _ in range(128)]
+        await until(lambda: len(engine.running) == 5)
+        late = begin(feeder, light, 3, 3)
+        await until(lambda: feeder.queued_tokens == 4 * 126 + 2)
+        while not late.done():
+            engine.end_first()
+            await asyncio.sleep(0.001)
+        place = engine.begun.index(3)
+        assert place <= 7, "it begins after the five in flight and one more"
+        engine.hold = False
+        for running in engine.running.values():
+            running.set()
+        await asyncio.gather(*answers)
+        assert engine.begun[-3:] == [2, 2, 2], "a capture comes last"
+
+    run(main)
+
+
+def test_what_is_cancelled_leaves_the_queue_and_the_engine() -> None:
+    async def main(engine: ScriptedEngine, feeder: Feeder) -> None:
+        running = [begin(feeder, Sender(), n, *[1] * 9) for n in (1, 2)]
+        await until(lambda: len(engine.running) == 2)
+        waiting = begin(feeder, Sender(), 3, 3)
+        kept = begin(feeder, Sender(), 4, 4)
+        await until(lambda: feeder.queued_tokens == 4)
+        waiting.cancel()
+        running[0].cancel()
+        await until(lambda: engine.begun == [1, 2, 4])
+        assert engine.cancelled == [1]
+        for event in engine.running.values():
+            event.set()
+        await asyncio.gather(kept, running[1])
+        assert feeder.queued_tokens == 0
+
+    run(main)
+
+
+def test_a_query_fails_alone_and_the_engine_goes_on() -> None:
+    async def main(engine: ScriptedEngine, feeder: Feeder) -> None:
+        engine.hold = False
+        for _ in range(3):
+            queries = [query(1, 2, 3), query(1, 9, 3), query(8, 1, 2)]
+            fine, crashed, refused = await asyncio.gather(
+                *map(feeder.score, queries), return_exceptions=True
+            )
+            assert isinstance(fine, Scored)
+            assert isinstance(crashed, RuntimeError)
+            assert isinstance(refused, Corrupt)
+        assert not feeder.broken
+
+    run(main)
+
+
+def test_chance_gets_a_second_try() -> None:
+    async def main(engine: ScriptedEngine, feeder: Feeder) -> None:
+        engine.hold = False
+        plain, tries = engine.score, 0
+
+        def unlucky(queries: Any) -> Any:
+            nonlocal tries
+            tries += 1
+            if tries == 1:
+                raise MemoryError("once")
+            return plain(queries)
+
+        engine.score = unlucky  # type: ignore[method-assign]
+        assert len((await feeder.score(query(1, 2, 3))).block) == 2
+
+    run(main)
+
+
+def test_an_engine_that_always_fails_is_broken() -> None:
+    async def main() -> None:
+        engine, said = ScriptedEngine(), []
+        engine.hold = False
+
+        def fail(_: object) -> Any:
+            raise RuntimeError("the engine is dead")
+
+        engine.score = fail  # type: ignore[method-assign]
+        async with Feeder(engine, on_broken=lambda: said.append("broken")) as feeder:
+            many = (feeder.score(query(1, 2)) for _ in range(50))
+            found = await asyncio.gather(*many, return_exceptions=True)
+            assert said == ["broken"]
+            assert sum(isinstance(one, Unavailable) for one in found) >= 40
+            with pytest.raises(Unavailable):
+                await feeder.score(query(1, 2))
+
+    asyncio.run(asyncio.wait_for(main(), 60))
