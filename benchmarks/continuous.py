@@ -99,7 +99,7 @@ def measure(count: int, light: int, turns: int) -> dict[str, Any]:
         engine = VllmEngine(str(path), max_batch_tokens=STEP_TOKENS)
         queries = queries_of(count, seed=0)
         found: dict[str, list[dict[str, float]]] = {}
-        with served(Feeder(engine)) as feeder, served(batcher(engine)) as batches:
+        with served(engine, Feeder(engine)) as feeder, served(engine, batcher(engine)) as batches:
             methods: dict[str, Callable[[], float]] = {
                 "bare": lambda: timed(lambda: engine.score(queries)),
                 **{
@@ -167,7 +167,7 @@ def batcher(engine: VllmEngine) -> Batcher:
 
 
 @contextmanager
-def served(dispatcher: Dispatcher) -> Iterator[str]:
+def served(engine: VllmEngine, dispatcher: Dispatcher) -> Iterator[str]:
     """Serve the teacher in a thread, without a cache; yields its address."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -178,7 +178,7 @@ def served(dispatcher: Dispatcher) -> Iterator[str]:
         await dispatcher.__aenter__()
         limits = RequestLimits(info.vocab_size, info.max_length, HEAD)
         metrics = TeacherMetrics()
-        weights = Weights(dispatcher._engine, dispatcher)
+        weights = Weights(engine, dispatcher)
         scorer = RowScorer(dispatcher, None)
         server = grpc.aio.server(options=SERVER_OPTIONS)
         servicer = TeacherServicer(scorer, dispatcher, weights, limits, metrics)

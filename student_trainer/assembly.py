@@ -116,7 +116,7 @@ def assemble(
     optimizer = make_optimizer(config.train, student.trained.model, accelerator.device)
     if saved is not None:
         checkpoint.load_optimizer(saved, student.trained.model, optimizer)
-    metrics = _begun(config, run, accelerator, attempt, step)
+    metrics = _open_log(config, run, accelerator, attempt, step)
     _log_start(config, teachers, stores, student, step)
     parts = Parts(
         step=step,
@@ -137,7 +137,7 @@ def assemble(
     return Trainer(config, run, progress, parts)
 
 
-def _begun(
+def _open_log(
     config: AnyTraining, run: RunDirectory, accelerator: Accelerator, attempt: int, step: int
 ) -> MetricsLog | None:
     """In the main process, write the environment of the attempt, and return the metrics log."""

@@ -27,7 +27,6 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from clients.runs.directory import replace_file
 from protos.errors import DistillError, WrongState
 from protos.rpc.failpoints import failpoint
 from student_trainer.checkpoints import atomic_directory
@@ -195,7 +194,7 @@ class Saver:
             parts[name] = atomic_directory.write_synced(partial / name, data)
         failpoint("checkpoint-part-written")
         if not self._accelerator.is_main_process:
-            replace_file(partial / _PARTS / f"{self._part}.json", json.dumps(parts))
+            announce_part(partial / _PARTS / f"{self._part}.json", parts)
             return
         every = [parts, *(self._part_of(partial, part, stop) for part in range(1, self._parts))]
         if stop.is_set():
@@ -216,6 +215,16 @@ class Saver:
                 return {}
         found: dict[str, str] = json.loads(path.read_text())
         return found
+
+
+def announce_part(path: Path, digests: Mapping[str, str]) -> None:
+    """Tell the main process that a part is complete, by the file `path` with its digests by file.
+
+    Nothing follows the rename: the main process deletes the directory once every file is there.
+    """
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(digests))
+    unfinished.replace(path)
 
 
 class _Writing:

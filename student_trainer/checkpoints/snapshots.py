@@ -6,10 +6,8 @@ engine that has loaded other weights, or part of them, computes others.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
+from clients.runs.memory_disk import MEMORY_DISK, delete_abandoned, locked_directory
 from protos.errors import Unavailable
 from protos.rpc.failpoints import failpoint
 from student_trainer.checkpoints.export import write_adapters, write_weights
@@ -31,10 +30,7 @@ from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollout_client.order import InFlight, WeightsVersion
 from student_trainer.rollout_client.snapshot import Probe, seal
 
-_MEMORY_DISK = Path("/dev/shm")
-_PREFIX = "distill-weights-"
 _IN_RUN = "weights"
-_TRIES = 10
 
 
 def snapshot_root(run: Path, attempt: int, needed: int, *, local: bool) -> Path:
@@ -45,43 +41,14 @@ def snapshot_root(run: Path, attempt: int, needed: int, *, local: bool) -> Path:
     run directory.
     """
     shutil.rmtree(run / _IN_RUN, ignore_errors=True)
-    for left in _MEMORY_DISK.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # the lock is held, or another user owns the directory
-            lock = _locked(left)
-            shutil.rmtree(left, ignore_errors=True)
-            os.close(lock)
-    in_memory = local and os.access(_MEMORY_DISK, os.W_OK)
+    delete_abandoned()
+    root = run / _IN_RUN / f"attempt-{attempt}"
+    if not local or not os.access(MEMORY_DISK, os.W_OK):
+        return root
     # The other half of the memory disk is left to others.
-    if in_memory and shutil.disk_usage(_MEMORY_DISK).free > 2 * needed:
-        for _ in range(_TRIES):
-            if (root := _locked_root()) is not None:
-                return root
-    return run / _IN_RUN / f"attempt-{attempt}"
-
-
-def _locked_root() -> Path | None:
-    """Return a new directory in memory, locked until this process ends.
-
-    Returns None if another trainer took it for one that a killed trainer has left, before it was
-    locked.
-    """
-    root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY_DISK))
-    try:
-        _locked(root)  # a lock and no process id, which may be of another container
-    except OSError:
-        return None
-    return root if root.exists() else None
-
-
-def _locked(root: Path) -> int:
-    """Lock a directory and return its descriptor. Raises OSError if another process holds it."""
-    opened = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(opened)
-        raise
-    return opened
+    if shutil.disk_usage(MEMORY_DISK).free <= 2 * needed:
+        return root
+    return locked_directory() or root
 
 
 def bytes_of(model: Any, dtype: torch.dtype, *, adapters: bool) -> int:

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _READY = "rollout service listening on "
 _STOP_SECONDS = 10.0
+_TELL_SECONDS = 60.0  # between two messages while an engine starts
 # A service that ends so often within so many seconds has a fault that a restart does not mend.
 _MOST_ENDS, _WITHIN_SECONDS = 4, 900.0
 
@@ -48,9 +49,12 @@ class RolloutServices:
         self._started = [_Service(*command, self._lose) for command in commands]
 
     def stop(self) -> None:
-        """End the services that were started."""
+        """End the services that were started, all at the same time."""
         for service in self._started:
-            service.stop()
+            service.terminate()
+        deadline = time.monotonic() + _STOP_SECONDS
+        for service in self._started:
+            service.join(deadline)
 
     @property
     def on_one_machine(self) -> bool:
@@ -170,7 +174,7 @@ class _Service:
         self._on_lost = on_lost
         self._environment = {**os.environ, **environment}
         self._ready = threading.Event()
-        self._closing = False
+        self._closing = threading.Event()
         self._problem = self._last_error = ""
         self._process: subprocess.Popen[str] | None = None
         # One thread starts the processes and outlives them: the kernel ends a process that asked
@@ -178,18 +182,24 @@ class _Service:
         self._thread = threading.Thread(target=self._keep, name="rollout-service", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the process, and wait for it."""
-        self._closing = True
+    def terminate(self) -> None:
+        """Ask the process to end."""
+        self._closing.set()
         if self._process is not None:
             self._process.terminate()
-        self._thread.join(_STOP_SECONDS)
+
+    def join(self, deadline: float) -> None:
+        """Wait for the process to end; kill it at `deadline`, in seconds of the monotonic clock."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
+            self._process.wait()
 
     def wait_until_ready(self) -> None:
         """Wait until the service listens for the first time. Raises InvalidInput if it ends."""
-        self._ready.wait()
+        began = time.monotonic()
+        while not self._ready.wait(_TELL_SECONDS):
+            log.info("the rollout engine starts, since %.0f s", time.monotonic() - began)
         if self._problem:
             raise InvalidInput(
                 f"the rollout engine did not start: {self._problem}",
@@ -201,7 +211,7 @@ class _Service:
         ends: deque[float] = deque(maxlen=_MOST_ENDS)
         while True:
             code, problem = self._run()
-            if self._closing:
+            if self._closing.is_set():
                 return
             told = problem or f"it ended with exit code {code}"
             if not self._ready.is_set():
@@ -212,6 +222,8 @@ class _Service:
             if len(ends) == _MOST_ENDS and ends[-1] - ends[0] < _WITHIN_SECONDS:
                 break
             log.warning("the rollout service ended with code %s; it is started again", code)
+            # Its port, or its GPU, may not be free at once.
+            self._closing.wait(len(ends))
         self._on_lost(
             Unavailable(
                 f"the rollout service has ended {_MOST_ENDS} times in {ends[-1] - ends[0]:.0f} s, "
@@ -233,7 +245,7 @@ class _Service:
             errors="replace",
         ) as process:
             self._process = process
-            if self._closing:
+            if self._closing.is_set():
                 process.terminate()
             messages = threading.Thread(target=self._forward, args=(process.stderr,), daemon=True)
             messages.start()

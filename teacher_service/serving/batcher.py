@@ -22,8 +22,8 @@ _T = TypeVar("_T")
 
 # Long enough to collect the requests of one burst, and short compared to a forward pass.
 LINGER_SECONDS = 0.002
-# A query that is out of turn, because its length fits a batch, overtakes at most so many batches.
-_OVERTAKEN_BATCHES = 4
+# A batch is chosen from the queries whose turn it is, of so many batches' tokens.
+_CHOICE_BATCHES = 4
 
 
 class Batcher(Dispatcher):
@@ -61,23 +61,25 @@ class Batcher(Dispatcher):
             self._wake.clear()
 
     def _take(self) -> list[Waiting]:
-        """Take the next query, and of the others those whose lengths are nearest to its length."""
-        waiting = self._queue.in_order()
-        if not waiting:
+        """Take the next query, and of those due soon the ones whose lengths are nearest to its."""
+        due = self._queue.take(_CHOICE_BATCHES * self._max_batch_tokens)
+        if not due:
             return []
-        first = waiting[0]
-        overtaken = first.turn + _OVERTAKEN_BATCHES * self._max_batch_tokens
+        first = due.pop(0)
 
-        def unlike(other: Waiting) -> tuple[bool, bool, int]:
-            return other.last, other.turn > overtaken, abs(other.tokens - first.tokens)
+        def unlike(other: Waiting) -> tuple[bool, int]:
+            return other.last and not first.last, abs(other.tokens - first.tokens)
 
         batch, longest = [first], first.tokens
-        for other in sorted(waiting[1:], key=unlike):
+        for other in sorted(due, key=unlike):
             padded = max(longest, other.tokens)
             if padded * (len(batch) + 1) <= self._max_batch_tokens:
                 batch.append(other)
                 longest = padded
-        self._queue.take(batch)
+            else:
+                self._queue.give_back(other)
+        for waiting in batch:
+            self._queue.begin(waiting)
         return batch
 
     async def _score(self, batch: list[Waiting]) -> None:

@@ -64,7 +64,7 @@ class FairQueue:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._arrived = 0
-        self._turn = 0.0  # of the newest query that was taken
+        self._turn = 0.0  # of the newest query that the engine got
         self._heap: list[Waiting] = []
 
     @property
@@ -96,28 +96,26 @@ class FairQueue:
         """Give back the memory of a query, answered or not."""
         self._bytes -= waiting.query.nbytes + _ENTRY_BYTES
 
-    def first(self) -> Waiting | None:
-        """Return the query whose turn it is, without taking it; None if no query waits."""
-        while self._heap and self._heap[0].answer.done():
-            heapq.heappop(self._heap)
-        return self._heap[0] if self._heap else None
+    def take(self, tokens: int) -> list[Waiting]:
+        """Take queries in the order of their turns until they have so many tokens.
 
-    def take_first(self) -> Waiting:
-        """Take the query that `first` returns."""
-        waiting = heapq.heappop(self._heap)
+        Takes at least one if any waits. `begin` those that the engine gets, `give_back` the others.
+        """
+        taken: list[Waiting] = []
+        while self._heap and tokens > 0:
+            waiting = heapq.heappop(self._heap)
+            if not waiting.answer.done():
+                taken.append(waiting)
+                tokens -= waiting.tokens
+        return taken
+
+    def begin(self, waiting: Waiting) -> None:
+        """Note that the engine gets a query that was taken. Turns of new queries follow."""
         self._turn = max(self._turn, waiting.turn)
-        return waiting
 
-    def in_order(self) -> list[Waiting]:
-        """Return all queries that wait, in the order of their turns."""
-        return sorted(one for one in self._heap if not one.answer.done())
-
-    def take(self, chosen: list[Waiting]) -> None:
-        """Take some of the queries that `in_order` returns."""
-        numbers = {one.number for one in chosen}
-        self._heap = [one for one in self._heap if one.number not in numbers]
-        heapq.heapify(self._heap)
-        self._turn = max([self._turn, *(one.turn for one in chosen)])
+    def give_back(self, waiting: Waiting) -> None:
+        """Let a query that was taken wait again, with the turn that it had."""
+        heapq.heappush(self._heap, waiting)
 
     def fail(self, error: Exception) -> None:
         """Answer all queries that wait with an error."""

@@ -20,11 +20,11 @@ _STEPS_IN_FLIGHT = 2
 
 
 class Feeder(Dispatcher):
-    """Gives queries to the engine as soon as their tokens fit, and answers each when it ends.
+    """Gives queries to the engine while it has less than two steps to do, answers each as it ends.
 
-    The queries in flight have at most the tokens of two steps of the engine, without padding; a
-    longer query is in flight alone. So the engine finds a full step whenever one ends, and a query
-    waits for two steps and for its turn, whatever else waits.
+    The queries in flight have the tokens of two steps of the engine, without padding, and at most
+    one query more. So the engine finds a full step whenever one ends, however long the queries are,
+    and a query waits for two steps and for its turn, whatever else waits.
 
     The engine has failed if it raised for a query twice, and for a short probe as well, so that the
     query is not the cause.
@@ -48,13 +48,11 @@ class Feeder(Dispatcher):
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while (waiting := self._queue.first()) is not None and self._fits(waiting):
-                self._start(self._queue.take_first())
-
-    def _fits(self, waiting: Waiting) -> bool:
-        return not self._tokens_in_flight or self._tokens_in_flight + waiting.tokens <= self._most
+            while self._tokens_in_flight < self._most and (taken := self._queue.take(1)):
+                self._start(*taken)
 
     def _start(self, waiting: Waiting) -> None:
+        self._queue.begin(waiting)
         self._tokens_in_flight += waiting.tokens
         task = asyncio.create_task(self._answer(waiting))
         self._tasks.add(task)

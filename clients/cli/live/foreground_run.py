@@ -19,6 +19,7 @@ from clients.jobs.job import JobState
 from clients.jobs.view import JobView
 from clients.runs.directory import Control, RunDirectory
 from clients.runs.launch import trainer_command
+from clients.runs.memory_disk import delete_abandoned
 from protos.errors import ExitCode
 
 SECONDS_BETWEEN_POLLS = 0.2
@@ -116,6 +117,7 @@ def _trainer(run: RunDirectory, attempt: int, processes: int) -> Iterator[subpro
                 process.wait(SECONDS_TO_STOP)
         # The launcher of several processes may have died before them.
         _kill(process)
+        delete_abandoned()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

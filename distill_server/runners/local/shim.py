@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 
 from clients.runs.fence import is_fenced
+from clients.runs.memory_disk import delete_abandoned
 from distill_server.runners.local.process import (
     MARK,
     Identity,
@@ -78,6 +79,7 @@ def _run(directory: Path, log: Path, grace_seconds: float, argv: list[str], *, o
         # Remaining ranks and workers would keep memory, ports and the lock of the run directory.
         with contextlib.suppress(OSError):  # whatever happens, the exit code is written
             kill_family(mark, under=os.getpid())
+        delete_abandoned()
     _write_exit(directory, code)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from clients.runs.directory import RunDirectory
+from clients.runs.memory_disk import locked_directory
 from distill_server.runners.interface import Exited, Lost, Running
 from distill_server.runners.local.process import (
     claim,
@@ -380,6 +381,25 @@ def test_threads_are_shared_by_the_processes_of_a_job(run: RunDirectory) -> None
     runner = start(run, "import os; print(os.environ['OMP_NUM_THREADS'])")
     eventually(lambda: runner.poll(run, 1) == Exited(0))
     assert run.log_file(1).read_text() == "2\n"
+
+
+def test_weights_in_memory_end_with_a_killed_trainer(run: RunDirectory) -> None:
+    """The shim deletes what the trainer had locked; another trainer's directory is left alone."""
+    mine = locked_directory()
+    assert mine is not None
+    try:
+        start(
+            run,
+            "import os; from clients.runs.memory_disk import locked_directory\n"
+            "print(locked_directory(), flush=True); os.kill(os.getpid(), 9)",
+        )
+        eventually((run.logs(1) / "exit.json").exists)
+        left = run.log_file(1).read_text().strip()
+        assert left.startswith("/dev/shm/distill-weights-")
+        assert not Path(left).exists()
+        assert mine.exists()
+    finally:
+        mine.rmdir()
 
 
 def test_shim_is_light() -> None:

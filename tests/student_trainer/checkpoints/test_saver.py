@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from protos.errors import WrongState
 from protos.rpc import failpoints
 from student_trainer.checkpoints.atomic_directory import is_intact
 from student_trainer.checkpoints.checkpoint import checkpoint_path, contents, newest_checkpoint
-from student_trainer.checkpoints.saver import Saver
+from student_trainer.checkpoints.saver import Saver, announce_part
 from tests.forks import Forks
 from tests.student_trainer import tiny
 from tests.student_trainer.saving import saver_of
@@ -152,3 +153,21 @@ def test_an_error_of_one_process_is_raised_in_all(tmp_path: Path, rank: int) -> 
     said = [json.loads((tmp_path / f"rank-{one}.json").read_text()) for one in (0, 1)]
     assert said == [["OSError", errno.EIO]] * 2
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_the_main_process_may_delete_the_announcements_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does so as soon as it sees the last of them, which is within the rename."""
+    rename = Path.replace
+
+    def rename_and_delete(self: Path, target: Path) -> Path:
+        renamed = rename(self, target)
+        assert json.loads(target.read_text()) == {"a.safetensors": "digest"}
+        shutil.rmtree(target.parent)
+        return renamed
+
+    monkeypatch.setattr(Path, "replace", rename_and_delete)
+    (tmp_path / "parts").mkdir()
+    announce_part(tmp_path / "parts" / "1.json", {"a.safetensors": "digest"})
+    assert not (tmp_path / "parts").exists()

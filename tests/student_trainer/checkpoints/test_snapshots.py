@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from clients.config.tables.common import LoraConfig, StudentConfig
+from clients.runs import memory_disk
 from protos.errors import Corrupt, Unavailable
 from student_trainer.checkpoints import snapshots as module
 from student_trainer.checkpoints.export import export_model
@@ -155,7 +156,8 @@ def test_a_full_disk_is_told_before_anything_is_written(
 def test_what_killed_trainers_left_in_memory_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MEMORY_DISK", tmp_path)
+    monkeypatch.setattr(memory_disk, "MEMORY_DISK", tmp_path)
+    monkeypatch.setattr(module, "MEMORY_DISK", tmp_path)
     (tmp_path / "distill-weights-killed").mkdir()
     alive = tmp_path / "distill-weights-alive"
     alive.mkdir()
@@ -176,7 +178,8 @@ def test_another_trainer_deletes_a_directory_before_it_is_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two trainers that start at the same time: one finds the other's directory, still unlocked."""
-    monkeypatch.setattr(module, "_MEMORY_DISK", tmp_path)
+    monkeypatch.setattr(memory_disk, "MEMORY_DISK", tmp_path)
+    monkeypatch.setattr(module, "MEMORY_DISK", tmp_path)
     made: list[Path] = []
     make = tempfile.mkdtemp
 
@@ -195,7 +198,7 @@ def test_another_trainer_deletes_a_directory_before_it_is_locked(
     os.close(locks[0])
     assert mine == made[2]
     with pytest.raises(BlockingIOError):
-        module._locked(mine)
+        memory_disk._locked(mine)
 
 
 def _write_in_group(base: Path, root: Path, sharding: str) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,20 @@ def test_ready_and_stopped() -> None:
     child = process_of(services)
     services.stop()
     assert not child.is_running()
+
+
+def test_deaf_services_are_killed_after_one_period_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local_services, "_STOP_SECONDS", 5.0)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    services = services_of(*[f"{deaf} {READY}; time.sleep(99)"] * 4)
+    services.addresses()
+    children = [psutil.Process(service._process.pid) for service in services._started]  # type: ignore[union-attr]
+    began = time.monotonic()
+    services.stop()
+    assert time.monotonic() - began < 15
+    assert not any(child.is_running() for child in children)
 
 
 def test_one_that_does_not_start_is_told_with_its_message() -> None:

@@ -86,20 +86,30 @@ def test_two_steps_of_tokens_are_in_flight_and_no_query_waits_for_another_to_end
     async def main(engine: ScriptedEngine, feeder: Feeder) -> None:
         answers = [begin(feeder, Sender(), 1, 1, 1) for _ in range(30)]
         for ended in range(30):
-            running = min(6, 30 - ended)  # 18 of 20 tokens
+            running = min(7, 30 - ended)  # 21 tokens: the seventh is admitted at 18
             await until(lambda running=running: len(engine.running) == running)  # type: ignore[misc]
             engine.end_first()
             await until(lambda ended=ended: sum(a.done() for a in answers) > ended)  # type: ignore[misc]
-        assert engine.most_tokens == 18
+        assert engine.most_tokens == 21
 
     run(main)
 
 
-def test_a_query_longer_than_two_steps_is_alone() -> None:
+def test_a_long_query_leaves_no_step_half_empty() -> None:
+    """The next query in turn is longer than what is left of two steps: it is admitted."""
+
     async def main(engine: ScriptedEngine, feeder: Feeder) -> None:
-        engine.hold = False
-        await asyncio.gather(*(begin(feeder, Sender(), *[1] * n) for n in (5, 25, 4, 7)))
-        assert engine.most_tokens == 25
+        answers = [begin(feeder, Sender(), *[1] * n) for n in (11, 25, 4, 7)]
+        await until(lambda: len(engine.running) == 2)
+        engine.end_first()  # 25 tokens are left: nothing else is admitted
+        await until(lambda: answers[0].done())
+        assert engine.begun == [1, 1]
+        engine.end_first()
+        await until(lambda: len(engine.running) == 2)
+        assert engine.most_tokens == 36
+        for event in engine.running.values():
+            event.set()
+        await asyncio.gather(*answers)
 
     run(main)
 

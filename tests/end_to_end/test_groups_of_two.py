@@ -1,9 +1,9 @@
-"""Tensor parallelism in groups of two, sharded by FSDP2 over two groups: the run of one process."""
+"""Tensor or context parallelism in groups of two, sharded by FSDP2: the run of one process."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,28 +19,34 @@ from tests.end_to_end.test_two_processes import assert_close
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
 
-FOUR = {"train__processes": 4, "train__sharding": "fsdp2", "train__tensor_parallel": 2}
+
+@pytest.fixture(params=["train__tensor_parallel", "train__context_parallel"])
+def four(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Options of four processes: the groups share the matrices, or the tokens of sequences."""
+    return {"train__processes": 4, "train__sharding": "fsdp2", request.param: 2}
 
 
 @pytest.mark.slow
 def test_the_same_curve_as_one_process(
-    material: Material, teacher: str, once: Once, tmp_path: Path
+    material: Material, teacher: str, once: Once, tmp_path: Path, four: dict[str, Any]
 ) -> None:
     """Undisturbed; killed and resumed by four; killed and resumed by one."""
     from tests.student_trainer.tiny import curve, job
 
     alone = made(once, "alone", material, teacher, **UNEVEN)
-    four = made(once, "groups-of-two", material, teacher, **UNEVEN, **FOUR)
-    assert_close(metrics_of(four), metrics_of(alone))
-    run = killed(new_run(tmp_path / "run", job(material, teacher, **UNEVEN, **FOUR)))
+    groups = finish(new_run(tmp_path / "groups", job(material, teacher, **UNEVEN, **four)))
+    assert_close(metrics_of(groups), metrics_of(alone))
+    run = killed(new_run(tmp_path / "run", job(material, teacher, **UNEVEN, **four)))
     assert_close(metrics_of(in_one_process(run, tmp_path / "one")), metrics_of(alone))
     finish(run, 2)
-    assert curve(metrics_of(run)) == curve(metrics_of(four))
-    assert weights(run) == weights(four)
+    assert curve(metrics_of(run)) == curve(metrics_of(groups))
+    assert weights(run) == weights(groups)
 
 
 @pytest.mark.slow
-def test_rl_with_anchor_and_critic(material: Material, once: Once, tmp_path: Path) -> None:
+def test_rl_with_anchor_and_critic(
+    material: Material, once: Once, tmp_path: Path, four: dict[str, Any]
+) -> None:
     """The curve, the anchor and the critic of one process."""
     from tests.student_trainer.tiny import rl_job
 
@@ -48,7 +54,7 @@ def test_rl_with_anchor_and_critic(material: Material, once: Once, tmp_path: Pat
     alone = RunDirectory(
         once("rl-alone-gae", lambda path: finish(new_run(path, rl_job(material, **changes))))
     )
-    run = finish(new_run(tmp_path / "run", rl_job(material, **changes, **FOUR)))
+    run = finish(new_run(tmp_path / "run", rl_job(material, **changes, **four)))
     lines = metrics_of(run)
     assert_close(lines, metrics_of(alone))
     assert lines[-1]["anchor/version"] == 4
@@ -59,8 +65,10 @@ def test_rl_with_anchor_and_critic(material: Material, once: Once, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_bfloat16_and_recomputation(material: Material, tmp_path: Path) -> None:
-    """Linear modules are gathered in bfloat16; sums over a group round differently."""
+def test_bfloat16_and_recomputation(
+    material: Material, tmp_path: Path, four: dict[str, Any]
+) -> None:
+    """What is gathered, summed or exchanged is in bfloat16; adapters where groups allow them."""
     from tests.student_trainer.tiny import sft_job
 
     changes = {
@@ -69,12 +77,14 @@ def test_bfloat16_and_recomputation(material: Material, tmp_path: Path) -> None:
         "max_steps": 6,
         "eval__every": 3,
     }
-    one, four = (
+    if "train__context_parallel" in four:
+        changes["student__lora"] = {"rank": 4}
+    alone, groups = (
         metrics_of(finish(new_run(tmp_path / name, sft_job(material, **changes, **how))))
-        for name, how in (("one", {}), ("four", FOUR))
+        for name, how in (("alone", {}), ("groups", four))
     )
-    assert [line["step"] for line in one] == [line["step"] for line in four]
-    for found, expected in zip(four, one, strict=True):
+    assert [line["step"] for line in alone] == [line["step"] for line in groups]
+    for found, expected in zip(groups, alone, strict=True):
         assert found.keys() == expected.keys()
         for name in {"loss", "eval/cross_entropy"} & found.keys():
             assert found[name] == pytest.approx(expected[name], rel=0.01), (name, found["step"])

@@ -1,0 +1,53 @@
+"""Directories in memory for the weights that a trainer hands to rollout engines. No torch.
+
+A directory in memory outlives a trainer that is killed, and holds the memory of a whole model.
+Each trainer therefore locks its directory. The shim and `distill run` delete the directories that no
+process locks when a trainer has ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+MEMORY_DISK = Path("/dev/shm")
+_PREFIX = "distill-weights-"
+_TRIES = 10
+
+
+def locked_directory() -> Path | None:
+    """Return a new directory in memory, locked until this process ends.
+
+    Returns None if each of several was taken for an abandoned one before it was locked.
+    """
+    for _ in range(_TRIES):
+        root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=MEMORY_DISK))
+        with suppress(OSError):
+            _locked(root)  # a lock and no process id, which may be of another container
+            if root.exists():
+                return root
+    return None
+
+
+def delete_abandoned() -> None:
+    """Delete the directories of this user in memory whose trainers have ended."""
+    for left in MEMORY_DISK.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # the lock is held, or another user owns the directory
+            lock = _locked(left)
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+
+
+def _locked(root: Path) -> int:
+    """Lock a directory and return its descriptor. Raises OSError if another process holds it."""
+    opened = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(opened)
+        raise
+    return opened
