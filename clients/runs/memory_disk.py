@@ -1,8 +1,8 @@
 """Directories in memory for the weights that a trainer hands to rollout engines. No torch.
 
 A directory in memory outlives a trainer that is killed, and holds the memory of a whole model.
-Each trainer therefore locks its directory. The shim and `distill run` delete the directories that no
-process locks when a trainer has ended.
+Each trainer therefore locks its directory. When a trainer has ended, its shim or `distill run`
+deletes the directories that no process locks.
 """
 
 from __future__ import annotations
