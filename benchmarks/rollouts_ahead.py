@@ -1,4 +1,4 @@
-"""Whole jobs on two cores: sampling in the trainer, and in an engine beside it, one step ahead.
+"""Whole jobs on two cores: sampling in the trainer, and in an engine beside it, one or two ahead.
 
     python -m benchmarks.rollouts_ahead [--quick] [--out FILE]
 
@@ -7,10 +7,12 @@ A random student and a teacher that answers each batch after a fixed latency (th
 
     serial    the trainer samples, waits for the teacher, and learns, with two threads
     in turn   an engine samples, with one thread; the trainer learns, with one thread (lag = 0)
-    ahead     likewise, but the engine is one step ahead (lag = 1)
+    lag 1     likewise, but the engine is one step ahead: the teacher's latency follows sampling
+    lag 2     likewise, two steps ahead: the teacher's latency too is hidden behind other work
 
 The most that an overlap can reach is a step as long as the slower of sampling and learning, with
-one thread each: the job "in turn" measures both.
+one thread each: the job "in turn" measures both. All answers have the same length, so they reach
+the teacher at the same time, which is the worst case for lag 1.
 """
 
 from __future__ import annotations
@@ -40,8 +42,10 @@ VOCABULARY, PROMPT, LATENCY_MS = 4096, 48, 200
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "serial": (2, {}),
     "in turn": (1, {"service": True}),
-    "ahead": (2, {"lag": 1}),
+    "lag 1": (2, {"lag": 1}),
+    "lag 2": (2, {"lag": 2}),
 }
+AHEAD = ("lag 1", "lag 2")
 _READY = " listening on "
 
 
@@ -68,16 +72,24 @@ def main(arguments: list[str] | None = None) -> None:
         f"load average {os.getloadavg()[0]:.1f}",
         "workload": {"weights": weights, "answers": answers, "tokens": tokens, "steps": steps},
         "seconds_a_step": found,
-        "share_of_the_most": most / found["ahead"]["step"],
-        "times_serial": found["serial"]["step"] / found["ahead"]["step"],
-        "waiting": found["ahead"]["teacher_wait"] / found["ahead"]["step"],
+        "ahead": {name: compared(found[name], found["serial"], most) for name in AHEAD},
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(
-        f"ahead: {result['times_serial']:.2f} times as fast as serial, "
-        f"{result['share_of_the_most']:.2f} of the most, waiting for the teacher "
-        f"{result['waiting']:.1%} of a step"
-    )
+    for name, one in result["ahead"].items():
+        print(
+            f"{name}: {one['times_serial']:.2f} times as fast as serial, "
+            f"{one['share_of_the_most']:.2f} of the most, waiting for the teacher "
+            f"{one['waiting']:.1%} of a step"
+        )
+
+
+def compared(ahead: dict[str, float], serial: dict[str, float], most: float) -> dict[str, float]:
+    """Compare the seconds of a step with the serial job's, and with `most`, the shortest step."""
+    return {
+        "share_of_the_most": most / ahead["step"],
+        "times_serial": serial["step"] / ahead["step"],
+        "waiting": ahead["teacher_wait"] / ahead["step"],
+    }
 
 
 def stages(lines: list[dict[str, Any]]) -> dict[str, float]:

@@ -13,7 +13,7 @@ clipped to norm 1, float32. The runs:
     vllm      likewise, an engine of vLLM, run by the Python that --vllm names
 
 TRL and "serial", whose stages follow each other, compute with two threads; with an engine, each of
-trainer, engine and teacher with one, and the two cores are shared among them. The exact
+trainer, engine and teacher with one, and engine and teacher with a lower priority. The exact
 KL(student||teacher) per token is measured on the student's own answers to 64 held-out questions,
 with the same random numbers for each student. The runs of a seed follow one another; each is added
 to the results when it ends, and an interrupted benchmark goes on where it stopped.
@@ -164,7 +164,11 @@ def _train_here(
     (folder / "prompts.jsonl").write_text(lines)
     serve = ["teacher_service", "--model", str(pair.teacher), "--no-cache"]
     alone = not rollouts
-    with served(serve, folder / "teacher.log", threads=THREADS if alone else 1) as address:
+    # The trainer sets the pace: beside an engine, the teacher computes when the trainer does not.
+    python = [sys.executable] if alone else ["nice", "-n", "5", sys.executable]
+    threads_of_teacher = THREADS if alone else 1
+    log = folder / "teacher.log"
+    with served(serve, log, threads=threads_of_teacher, python=python) as address:
         job = OnPolicyJob.model_validate(
             {
                 "student": {"model": str(pair.student)},

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from clients.config.sft import SFTJob
     from clients.jobs.artifacts import pull_run
     from clients.jobs.client import DistillClient
+    from clients.jobs.handle import JobHandle
     from clients.jobs.job import Job, JobEvent, JobState
     from clients.jobs.record import JobRecord, points_of, record_of_run
     from clients.runs.directory import RunDirectory
@@ -39,6 +40,7 @@ _MODULES = {
     "DistillError": "protos.errors",
     "Job": "clients.jobs.job",
     "JobEvent": "clients.jobs.job",
+    "JobHandle": "clients.jobs.handle",
     "JobRecord": "clients.jobs.record",
     "JobState": "clients.jobs.job",
     "LogitDataset": "clients.store.dataset",
@@ -64,6 +66,7 @@ __all__ = [
     "DistillError",
     "Job",
     "JobEvent",
+    "JobHandle",
     "JobRecord",
     "JobState",
     "LogitDataset",

@@ -26,27 +26,26 @@ job = client.submit(config, idempotency_key=f"quickstart {job_file}")
 print(job.id, job.state)
 
 # %% Watch the first ten steps. The client reconnects if the server restarts.
-for event in client.watch(job.id):
+for event in job.watch():
     if event.metrics:
         print(event.step, {name: round(value, 4) for name, value in event.metrics.items()})
     if event.step >= 10:
         break
 
 # %% Cancel the job: it writes a checkpoint first. Then resume it from there; the curve continues.
-client.cancel(job.id)
-job = client.wait(job.id, timeout=120)
+job.cancel()
+job = job.wait(timeout=120)
 print(job.state, "at step", job.step)
 if job.state is JobState.CANCELLED:
-    client.resume(job.id)
-    job = client.wait(job.id, timeout=3600)
+    job = job.resume().wait(timeout=3600)
 print(job.state, "at step", job.step)
 
 # %% Read the whole curve. For pandas: DataFrame([{"step": p.step, **p.metrics} for p in points]).
-points = points_of(client.history(job.id))
+points = points_of(job.history())
 held_out = [(p.step, round(p.metrics["eval/kl"], 3)) for p in points if "eval/kl" in p.metrics]
 print("held-out KL:", held_out)
 
 # %% Download the model, a Hugging Face directory. Raises WrongState, with the reason, if it failed.
-path = client.pull(job.id, f"{job.id}-model")
+path = job.pull(f"{job.id}-model")
 print(path)
 client.close()

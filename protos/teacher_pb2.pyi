@@ -92,6 +92,8 @@ class TeacherInfo(_message.Message):
     MAX_TAIL_SAMPLES_FIELD_NUMBER: _builtins.int
     MAX_REQUEST_BYTES_FIELD_NUMBER: _builtins.int
     MAX_TAIL_DRAWS_FIELD_NUMBER: _builtins.int
+    MAX_CHOSEN_IDS_FIELD_NUMBER: _builtins.int
+    ONLY_TEMPERATURE_ONE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     """sha256 of everything that determines the rows: weights, config, dtype, engine. Each weight update changes it."""
@@ -113,6 +115,9 @@ class TeacherInfo(_message.Message):
     """Most bytes of one request, in however many messages; 0: it must fit into one message of 4 MiB."""
     max_tail_draws: _builtins.int
     """most draw_ids per row; 0: this teacher knows none"""
+    max_chosen_ids: _builtins.int
+    """Most head_ids and draw_ids of a row together, if the rows come from somebody else's server. Absent: no limit."""
+    only_temperature_one: _builtins.bool
     @_builtins.property
     def load(self) -> Global___TeacherLoad: ...
     def __init__(
@@ -132,12 +137,16 @@ class TeacherInfo(_message.Message):
         max_tail_samples: _builtins.int = ...,
         max_request_bytes: _builtins.int = ...,
         max_tail_draws: _builtins.int = ...,
+        max_chosen_ids: _builtins.int | None = ...,
+        only_temperature_one: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids", "load", b"load", "max_chosen_ids", b"max_chosen_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "load", b"load", "max_length", b"max_length", "max_request_bytes", b"max_request_bytes", "max_tail_draws", b"max_tail_draws", "max_tail_samples", b"max_tail_samples", "max_top_k", b"max_top_k", "model", b"model", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids", "batch_invariant", b"batch_invariant", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "load", b"load", "max_chosen_ids", b"max_chosen_ids", "max_length", b"max_length", "max_request_bytes", b"max_request_bytes", "max_tail_draws", b"max_tail_draws", "max_tail_samples", b"max_tail_samples", "max_top_k", b"max_top_k", "model", b"model", "only_temperature_one", b"only_temperature_one", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_chosen_ids: _TypeAlias = _typing.Literal["max_chosen_ids"]  # noqa: Y015
+    _WhichOneofArgType__max_chosen_ids: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_chosen_ids) -> _WhichOneofReturnType__max_chosen_ids | None: ...
 
 Global___TeacherInfo: _TypeAlias = TeacherInfo  # noqa: Y015
 

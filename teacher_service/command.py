@@ -65,6 +65,8 @@ def teacher(
     batch_invariant: options.BatchInvariantOption = False,
     tensor_parallel_size: TensorParallelSizeOption = 1,
     gpu_memory_share: GpuMemoryShareOption = 0.9,
+    tokenizer: options.TokenizerOption = None,
+    served_model: options.ServedModelOption = None,
     cache_dir: options.CacheDirOption = None,
     no_cache: options.NoCacheOption = False,
     cache_memory_mib: options.CacheMemoryOption = 1024,
@@ -85,7 +87,13 @@ def teacher(
     from protos.auth.tls import TlsFiles
     from protos.rpc.server import read_endpoint
     from teacher_service.cache.settings import CacheSettings
-    from teacher_service.program import EngineSettings, TeacherSettings, VllmSettings, run
+    from teacher_service.program import (
+        EndpointSettings,
+        EngineSettings,
+        TeacherSettings,
+        VllmSettings,
+        run,
+    )
 
     cache = CacheSettings(
         directory=cache_dir or _default_cache(),
@@ -96,14 +104,23 @@ def teacher(
         redis_ttl_seconds=redis_ttl_hours * 3600,
     )
     vllm = VllmSettings(tensor_parallel_size, gpu_memory_share)
-    chosen = EngineSettings(engine, model, dtype, device, batch_invariant, max_batch_tokens, vllm)
+    chosen = EngineSettings(
+        name=engine,
+        model=model,
+        dtype=dtype,
+        device=device,
+        batch_invariant=batch_invariant,
+        max_batch_tokens=max_batch_tokens,
+        max_top_k=max_top_k,
+        vllm=vllm,
+        endpoint=EndpointSettings(tokenizer or "", served_model or ""),
+    )
     start_logging(log_format, log_level, "teacher_service")
     with errors_as_exit():
         tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
         settings = TeacherSettings(
             engine=chosen,
             endpoint=read_endpoint(host, port, token_file, tls, insecure=insecure),
-            max_top_k=max_top_k,
             cache=_kept(cache, no_cache),
             metrics=None if metrics_port is None else (metrics_host, metrics_port),
         )

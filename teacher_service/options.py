@@ -8,7 +8,18 @@ from typing import Annotated
 import typer
 
 EngineOption = Annotated[
-    str, typer.Option(help="Scoring engine: hf, vllm, or fake (rows from a hash, for tests).")
+    str,
+    typer.Option(
+        help="Scoring engine: hf, vllm, endpoint (somebody else's vLLM server, whose address is "
+        "--model), or fake (rows from a hash, for tests)."
+    ),
+]
+TokenizerOption = Annotated[
+    str | None, typer.Option(help="Directory or hub id of the tokenizer (endpoint).")
+]
+ServedModelOption = Annotated[
+    str | None,
+    typer.Option(help="Name of the model at the server, if it has several (endpoint)."),
 ]
 DtypeOption = Annotated[
     str, typer.Option(help="Dtype of the weights: auto (as saved), float32, bfloat16 or float16.")

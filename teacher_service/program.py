@@ -16,7 +16,7 @@ from protos.rpc.metrics_page import metrics_page
 from protos.rpc.server import ServerEndpoint, serve
 from teacher_service.cache.row_cache import RowCache
 from teacher_service.cache.settings import CacheSettings, make_cache, open_redis
-from teacher_service.engines.base import ContinuousEngine, Engine
+from teacher_service.engines.base import AsksServer, ContinuousEngine, Engine
 from teacher_service.metrics import TeacherMetrics
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.dispatcher import Dispatcher
@@ -41,6 +41,18 @@ class VllmSettings:
 
 
 @dataclass(frozen=True)
+class EndpointSettings:
+    """Options of the endpoint engine: directory of the tokenizer, and the model's name there."""
+
+    tokenizer: str
+    served_model: str
+
+    def given(self) -> dict[str, str]:
+        """Return the values by their option; "" if an option is not given."""
+        return {"--tokenizer": self.tokenizer, "--served-model": self.served_model}
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """The engine and its model; the command-line options of the same names explain each field."""
 
@@ -50,7 +62,9 @@ class EngineSettings:
     device: str
     batch_invariant: bool
     max_batch_tokens: int
+    max_top_k: int
     vllm: VllmSettings
+    endpoint: EndpointSettings
 
 
 @dataclass(frozen=True)
@@ -63,7 +77,6 @@ class TeacherSettings:
 
     engine: EngineSettings
     endpoint: ServerEndpoint
-    max_top_k: int
     cache: CacheSettings | None
     metrics: tuple[str, int] | None
 
@@ -83,6 +96,10 @@ def run(settings: TeacherSettings) -> None:
         difference = run_self_test(engine)
         meaning = "Largest difference of two scorings of a token at startup."
         metrics.gauge("self_test_nats", meaning, lambda: difference)
+        if isinstance(engine, AsksServer):
+            asked = engine
+            meaning = "Tokens of all requests to the endpoint, which may charge for them."
+            metrics.gauge("endpoint_tokens", meaning, lambda: asked.tokens_asked)
         cache = None
         if settings.cache:
             cache = make_cache(settings.cache, redis, engine.info.fingerprint)
@@ -97,6 +114,10 @@ def make_engine(settings: EngineSettings) -> Engine:
     Raises InvalidInput if the engine is unknown, lacks one of the options that are set, or cannot
     load the model.
     """
+    if settings.name != "endpoint":
+        for option, value in settings.endpoint.given().items():
+            if value:
+                raise _unknown_to(settings.name, option, "use --engine endpoint")
     match settings.name:
         case "hf":
             if settings.vllm.tensor_parallel_size != 1:
@@ -123,13 +144,29 @@ def make_engine(settings: EngineSettings) -> Engine:
                 gpu_memory_share=settings.vllm.gpu_memory_share,
                 max_batch_tokens=settings.max_batch_tokens,
             )
+        case "endpoint":
+            from teacher_service.engines.endpoint import EndpointEngine
+
+            if not settings.endpoint.tokenizer:
+                raise InvalidInput(
+                    "the endpoint engine needs the tokenizer of the server's model",
+                    field="--tokenizer",
+                    hint="give its directory or hub id",
+                )
+            return EndpointEngine(
+                settings.model,
+                tokenizer=settings.endpoint.tokenizer,
+                served_model=settings.endpoint.served_model,
+                max_top_k=settings.max_top_k,
+                step_tokens=settings.max_batch_tokens,
+            )
         case "fake":
             from teacher_service.engines.fake import FakeEngine, parse_settings
 
             return FakeEngine(parse_settings(settings.model))
         case name:
             raise InvalidInput(
-                f"unknown engine {name!r}", field="--engine", hint="use hf, vllm or fake"
+                f"unknown engine {name!r}", field="--engine", hint="use hf, vllm, endpoint or fake"
             )
 
 
@@ -141,9 +178,8 @@ async def _serve(
     settings: TeacherSettings, engine: Engine, cache: RowCache | None, metrics: TeacherMetrics
 ) -> None:
     info = engine.info
-    limits = RequestLimits(
-        info.vocab_size, info.max_length, min(settings.max_top_k, info.vocab_size)
-    )
+    most = info.limits.max_top_k or info.vocab_size
+    limits = RequestLimits(info.vocab_size, info.max_length, min(settings.engine.max_top_k, most))
     stop = asyncio.Event()
     dispatching: Dispatcher
     if isinstance(engine, ContinuousEngine):

@@ -4,9 +4,9 @@ Example:
 
     with DistillClient("localhost:50051") as client:
         job = client.submit(config)
-        for event in client.watch(job.id):
+        for event in job.watch():
             print(event.step, event.metrics)
-        client.pull(job.id, "student/")
+        job.pull("student/")
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import grpc
 from clients.config.kinds import AnyJob
 from clients.jobs.artifacts import Checkpoint, checkpoint_step
 from clients.jobs.download import Download
-from clients.jobs.job import TERMINAL, Job, JobEvent, JobState
+from clients.jobs.handle import JobHandle, handle_of
+from clients.jobs.job import TERMINAL, JobEvent, JobState
 from clients.jobs.record import points_of
 from protos import distill_pb2 as pb
 from protos.distill_pb2_grpc import DistillStub
@@ -89,7 +90,7 @@ class DistillClient:
 
     def submit(
         self, config: AnyJob, *, config_text: str = "", idempotency_key: str | None = None
-    ) -> Job:
+    ) -> JobHandle:
         """Queue a job, and return it.
 
         `config_text` is the text of the job file; the server keeps it in the run directory. A
@@ -103,47 +104,47 @@ class DistillClient:
             # Made once per call, so that a retry of the call cannot queue a second job.
             idempotency_key=idempotency_key or secrets.token_hex(16),
         )
-        return _job_of(self._call(self._stub.SubmitJob, request))
+        return handle_of(self, self._call(self._stub.SubmitJob, request))
 
     def check(self, config: AnyJob) -> None:
         """Raise the error that `submit` would raise for this job now. Queues nothing."""
         request = pb.CheckJobRequest(config_json=config.model_dump_json())
         self._call(self._stub.CheckJob, request, again=False)
 
-    def get(self, job_id: str) -> Job:
+    def get(self, job_id: str) -> JobHandle:
         """Return a job, including `config_json` and `checkpoints`."""
-        return _job_of(self._call(self._stub.GetJob, pb.GetJobRequest(job_id=job_id)))
+        return handle_of(self, self._call(self._stub.GetJob, pb.GetJobRequest(job_id=job_id)))
 
     def list(
         self, *, state: JobState | None = None, limit: int = 50, before_id: str = ""
-    ) -> list[Job]:
+    ) -> list[JobHandle]:
         """Return up to `limit` jobs, newest first, optionally only those in `state`.
 
         For the next page, pass the id of the last job as `before_id`.
         """
         number = pb.JobState.Value(state) if state else pb.JOB_STATE_UNSPECIFIED
-        jobs: list[Job] = []
+        jobs: list[JobHandle] = []
         while len(jobs) < limit:
             asked = min(limit - len(jobs), MAX_PAGE_JOBS)
             request = pb.ListJobsRequest(state=number, limit=asked, before_id=before_id)
             page = self._call(self._stub.ListJobs, request).jobs
-            jobs += map(_job_of, page)
+            jobs += [handle_of(self, job) for job in page]
             if len(page) < asked:
                 break
             before_id = page[-1].id
         return jobs
 
-    def cancel(self, job_id: str, *, now: bool = False) -> Job:
+    def cancel(self, job_id: str, *, now: bool = False) -> JobHandle:
         """Cancel a job: it stops after a last checkpoint, or at once if `now` is true.
 
         Returns without waiting; call `wait` to wait for the end. Cancelling again is harmless.
         """
         request = pb.CancelJobRequest(job_id=job_id, now=now)
-        return _job_of(self._call(self._stub.CancelJob, request))
+        return handle_of(self, self._call(self._stub.CancelJob, request))
 
     def resume(
         self, job_id: str, *, max_steps: int | None = None, from_step: int | None = None
-    ) -> Job:
+    ) -> JobHandle:
         """Queue a new attempt of a job that has ended.
 
         The attempt starts from the checkpoint of `from_step`, or from the newest one. `max_steps`
@@ -154,7 +155,7 @@ class DistillClient:
         )
         # Not retried: if only the reply was lost, the job has already resumed, and a second call
         # would fail.
-        return _job_of(self._call(self._stub.ResumeJob, request, again=False))
+        return handle_of(self, self._call(self._stub.ResumeJob, request, again=False))
 
     def watch(
         self, job_id: str, after_seq: int = 0, *, timeout: float | None = None
@@ -184,7 +185,7 @@ class DistillClient:
                 events.append(event)
         return events
 
-    def wait(self, job_id: str, timeout: float | None = None) -> Job:
+    def wait(self, job_id: str, timeout: float | None = None) -> JobHandle:
         """Wait until a job ends, and return it.
 
         Raises TimedOut after `timeout` seconds, which does not affect the job. A job that failed is
@@ -350,27 +351,6 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause * random.uniform(0.5, 1.0)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-
-
-def _job_of(job: pb.Job) -> Job:
-    return Job(
-        id=job.id,
-        name=job.name,
-        kind=job.kind,
-        state=JobState(pb.JobState.Name(job.state)),
-        reason=job.reason,
-        phase=job.phase,
-        attempt=job.attempt,
-        step=job.step,
-        max_steps=job.max_steps,
-        created_at=job.created_at,
-        started_at=job.started_at,
-        ended_at=job.ended_at,
-        last_seq=job.last_seq,
-        metrics=dict(job.metrics),
-        config_json=job.config_json,
-        checkpoints=tuple(job.checkpoints),
-    )
 
 
 def _event_of(event: pb.JobEvent) -> JobEvent:

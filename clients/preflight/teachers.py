@@ -71,6 +71,7 @@ def check_teachers(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
                 _check_live_teacher(info, label_of(name), captured_store_of(config)[0])
             case CaptureJob():
                 check_capture(info, config)
+                _check_temperature(info, label_of(name), config.method.temperature)
 
 
 def check_capture(teacher: TeacherLimits, job: CaptureJob) -> None:
@@ -118,6 +119,8 @@ def _check_scorer(
     """Check `top_k`, which the job has under `key`, and the sequence length."""
     remedy = f"lower it to {info.max_top_k}, or start the teacher with a larger --max-top-k"
     _check_head(info, label, top_k, key, remedy)
+    _check_ids(info, label, config, top_k)
+    _check_temperature(info, label, config.method.temperature)
     # As the baseline of a KL reward, only `bucket` needs no draws.
     in_reward = isinstance(config, RLJob) and config.method.kl_in == "reward"
     older = "bucket" if in_reward else "bucket+sampled"
@@ -145,6 +148,34 @@ def _check_scorer(
             field=key,
             hint=f"lower it, or the draws: {most} ids fit in a row",
         )
+
+
+def _check_temperature(info: TeacherInfo, label: str, temperature: float) -> None:
+    if info.only_temperature_one and temperature != 1:
+        raise InvalidInput(
+            f"the {label} scores at temperature 1 only, not {temperature:g}",
+            field="method.temperature",
+            hint="use 1.0, or a teacher that runs the model itself",
+        )
+
+
+def _check_ids(info: TeacherInfo, label: str, config: OnPolicyJob | RLJob, top_k: int) -> None:
+    """Check that the teacher scores as many ids of the student as the reverse KL asks for."""
+    most = info.max_chosen_ids
+    if most is None or config.method.divergence != "reverse_kl" or top_k + config.draws <= most:
+        return
+    if not most:
+        raise InvalidInput(
+            f"the {label} scores its own likeliest ids only, and reverse_kl needs the student's",
+            field="method.divergence",
+            hint="use 'forward_kl', or a server that scores chosen ids",
+        )
+    raise InvalidInput(
+        f"the {label} scores {most} chosen ids per row, not {top_k} head ids and"
+        f" {config.draws} draws",
+        field="teacher.top_k",
+        hint=f"lower it, or start the server with --max-logprobs {top_k + config.draws + 1}",
+    )
 
 
 def _check_live_teacher(info: TeacherInfo, label: str, store: CapturedStore) -> None:

@@ -1,6 +1,7 @@
 """`TeacherClient`: scores sequences at teacher services and survives their restarts.
 
-For programs without an event loop: `submit` takes a query and returns a future of its rows.
+`submit` takes a query and returns a future of its rows, which `asyncio.wrap_future` makes
+awaitable. `score` and `as_completed` take many queries and wait.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, as_completed
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -180,6 +181,32 @@ class TeacherClient:
         _require_sendable(query)
         return self._window.submit(query)
 
+    def score(self, queries: Iterable[ScoreQuery]) -> list[RowBlock]:
+        """Return the rows of each query, in order.
+
+        Raises the first error in that order, as the future of `submit` would, and cancels the other
+        queries.
+        """
+        futures = [self.submit(query) for query in queries]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            _cancel(futures)
+
+    def as_completed(self, queries: Iterable[ScoreQuery]) -> Iterator[tuple[int, RowBlock]]:
+        """Yield (index of the query, its rows) for each query, as soon as its rows are there.
+
+        Raises the error of a query when its turn comes. That, and leaving the loop, cancels the
+        queries that have no rows yet.
+        """
+        numbers = {self.submit(query): number for number, query in enumerate(queries)}
+        try:
+            for future in as_completed(numbers):
+                # The caller alone holds the rows that it has got.
+                yield numbers.pop(future), future.result()
+        finally:
+            _cancel(numbers)
+
     def push_weights(
         self, tensors: Mapping[str, NDArray[Any]], *, tau: float | None = None
     ) -> TeacherInfo:
@@ -281,6 +308,11 @@ class TeacherClient:
             if lane.address.startswith("https://")
             else "start one with distill-teacher, or check the address",
         )
+
+
+def _cancel(futures: Iterable[Future[RowBlock]]) -> None:
+    for future in futures:
+        future.cancel()
 
 
 def _require_sendable(query: ScoreQuery) -> None:

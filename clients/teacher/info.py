@@ -30,7 +30,7 @@ class TeacherInfo:
     dtype: str
     """Type of the weights."""
     engine: str
-    """Engine that computes the rows: hf, vllm or fake."""
+    """Engine that computes the rows: hf, vllm, endpoint or fake."""
     batch_invariant: bool
     """True if the rows of a sequence do not depend on other sequences in the same batch."""
     max_tail_samples: int
@@ -39,6 +39,10 @@ class TeacherInfo:
     """Most `draw_ids` of a row; 0: the teacher is older than tail draws."""
     max_request_bytes: int = MAX_MESSAGE_BYTES
     """Largest request, in one message or several."""
+    max_chosen_ids: int | None = None
+    """Most `head_ids` and `draw_ids` of a row together; None: no limit; 0: only `top_k`."""
+    only_temperature_one: bool = False
+    """True if the teacher scores at temperature 1 only."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ def info_of(message: teacher_pb2.TeacherInfo) -> TeacherInfo:
         max_tail_samples=message.max_tail_samples,
         max_tail_draws=message.max_tail_draws,
         max_request_bytes=message.max_request_bytes or MAX_MESSAGE_BYTES,
+        max_chosen_ids=message.max_chosen_ids if message.HasField("max_chosen_ids") else None,
+        only_temperature_one=message.only_temperature_one,
     )
 
 

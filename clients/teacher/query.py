@@ -47,8 +47,8 @@ class ScoreQuery:
     - `draw_ids`: int32 [T - start, M], ids that the student drew from its own tail; the teacher
       returns their log-probs. Not together with `tail_samples`.
 
-    Raises InvalidInput unless exactly one of `top_k` and `head_ids` is given and the temperature
-    is finite and large enough.
+    Raises InvalidInput unless exactly one of `top_k` and `head_ids` is given, the arrays have these
+    shapes, and the temperature is finite and large enough.
     """
 
     token_ids: NDArray[np.int32]
@@ -81,6 +81,29 @@ class ScoreQuery:
                 hint="use 1.0",
             )
 
+        self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        _require_integers("token_ids", self.token_ids, "[T]", 1)
+        length = len(self.token_ids)
+        if not 1 <= self.start < length:
+            raise InvalidInput(
+                f"must be 1 to {length - 1} for {length} tokens, got {self.start}",
+                field="start",
+                hint="row t scores token t given the tokens before it, so the first row is row 1",
+            )
+        for field, ids in (("head_ids", self.head_ids), ("draw_ids", self.draw_ids)):
+            if ids is None:
+                continue
+            _require_integers(field, ids, "[T - start, n]", 2)
+            if len(ids) != self.rows:
+                raise InvalidInput(
+                    f"has {len(ids)} rows, but {length} tokens from {self.start} on have "
+                    f"{self.rows}",
+                    field=field,
+                    hint="give [T - start, n] ids, one row for each scored token",
+                )
+
     @property
     def rows(self) -> int:
         """Number of rows requested, T - start."""
@@ -104,6 +127,18 @@ class ScoreQuery:
         """Bytes of the query's own arrays."""
         chosen = (ids for ids in (self.head_ids, self.draw_ids) if ids is not None)
         return self.token_ids.nbytes + sum(ids.nbytes for ids in chosen)
+
+
+def _require_integers(field: str, ids: object, shape: str, dimensions: int) -> None:
+    """Raise InvalidInput unless `ids` is an array of integers with so many dimensions."""
+    if isinstance(ids, np.ndarray) and ids.ndim == dimensions and ids.dtype.kind in "iu":
+        return
+    found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
+    raise InvalidInput(
+        f"must be an array of integers {shape}, got {found}",
+        field=field,
+        hint="use numpy.array(..., dtype=numpy.int32)",
+    )
 
 
 def answer_bytes(query: ScoreQuery) -> int:

@@ -1,1 +1,1 @@
-"""Scoring engines: the interface (`base`), and one file for each of hf, vllm and fake."""
+"""Scoring engines: the interface (`base`), and the files of hf, vllm, endpoint and fake."""

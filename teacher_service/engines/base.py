@@ -16,6 +16,21 @@ from protos.rows.codec import RowBlock
 
 
 @dataclass(frozen=True)
+class EngineLimits:
+    """What an engine cannot compute; the default is an engine that computes every query.
+
+    `max_top_k`: most head ids of a row that the engine chooses. `max_chosen_ids`: most head ids and
+    draws of a row that a student chooses. None: as many as the vocabulary has. `any_temperature`:
+    False if it scores at temperature 1 only. `tail_samples`: whether it draws them.
+    """
+
+    max_top_k: int | None = None
+    max_chosen_ids: int | None = None
+    any_temperature: bool = True
+    tail_samples: bool = True
+
+
+@dataclass(frozen=True)
 class EngineInfo:
     """Identity and limits of an engine; most fields are the reply to GetInfo.
 
@@ -35,6 +50,7 @@ class EngineInfo:
     name: str
     batch_invariant: bool
     version: int = 0
+    limits: EngineLimits = EngineLimits()
 
     def after(self, update: WeightUpdate) -> EngineInfo:
         """Return the info after `update`: version + 1 and a new fingerprint.
@@ -105,6 +121,16 @@ class ContinuousEngine(Engine, Protocol):
         Cancelling the call takes the query out of the engine. Raises the DistillError that concerns
         the query; any other exception means that the engine has failed.
         """
+        ...
+
+
+@runtime_checkable
+class AsksServer(Protocol):
+    """An engine whose rows somebody else's server computes, and may charge for."""
+
+    @property
+    def tokens_asked(self) -> int:
+        """Tokens of all requests since the start."""
         ...
 
 

@@ -72,9 +72,11 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
             engine=info.name,
             batch_invariant=info.batch_invariant,
             load=self._load(),
-            max_tail_samples=MAX_TAIL_SAMPLES,
+            max_tail_samples=MAX_TAIL_SAMPLES if info.limits.tail_samples else 0,
             max_tail_draws=MAX_TAIL_DRAWS,
             max_request_bytes=MAX_REQUEST_BYTES,
+            max_chosen_ids=info.limits.max_chosen_ids,
+            only_temperature_one=not info.limits.any_temperature,
         )
 
     async def GetVocabulary(

@@ -76,3 +76,22 @@ def test_a_teacher_older_than_draws_has_a_way_out(kl_in: str, remedy: str) -> No
     assert f"or use '{remedy}'" in str(caught.value.hint)
     changed = RLJob.model_validate({**rewarded, "method": {**method, "tail": remedy}})
     check_teachers(changed, {"": older})
+
+
+@pytest.mark.parametrize(
+    ("method", "limits", "said"),
+    [
+        ({}, {"max_chosen_ids": 0}, "method.divergence: the teacher scores its own likeliest ids"),
+        ({"top_k": 30}, {"max_chosen_ids": 32}, "teacher.top_k: the teacher scores 32 chosen ids"),
+        ({"temperature": 0.5}, {"only_temperature_one": True}, "method.temperature: the teacher"),
+    ],
+)
+def test_the_limits_of_an_endpoint(
+    method: dict[str, Any], limits: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        check_teachers(job(**method), {"": replace(INFO, **limits)})
+    assert said in str(caught.value)
+    assert caught.value.hint
+    forward = job(divergence="forward_kl", tail="bucket", top_k=30)
+    check_teachers(forward, {"": replace(INFO, max_chosen_ids=0, only_temperature_one=True)})

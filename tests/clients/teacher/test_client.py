@@ -69,6 +69,33 @@ def test_info_vocabulary_and_rows(start_teacher: StartTeacher) -> None:
         assert_undisturbed(asked, [client.submit(query) for query in asked])
 
 
+def test_many_queries_in_one_call(start_teacher: StartTeacher) -> None:
+    teacher = start_teacher(*fake())
+    asked = queries(50)
+    expected = FakeEngine(FakeSettings(vocab=VOCAB)).score(asked)
+    with TeacherClient(teacher.address) as client:
+        in_order = client.score(iter(asked))
+        as_they_come = dict(client.as_completed(asked))
+        assert sorted(as_they_come) == list(range(50))
+        for number, block in enumerate(expected):
+            assert isinstance(block, RowBlock)
+            for found in (in_order[number], as_they_come[number]):
+                np.testing.assert_array_equal(found.head_logprobs, block.head_logprobs)
+                np.testing.assert_array_equal(found.token_logprobs, block.token_logprobs)
+        assert client.score([]) == []
+
+
+def test_the_first_error_ends_a_call(start_teacher: StartTeacher) -> None:
+    """The teacher is so slow that the others are unfinished when the bad query is refused."""
+    teacher = start_teacher(*fake(latency_ms=60_000))
+    bad = ScoreQuery(np.array([1, VOCAB], np.int32), 1, top_k=4)
+    with TeacherClient(teacher.address) as client:
+        with pytest.raises(InvalidInput, match="must be 0 to 63"):
+            client.score([bad, *queries(5)])
+        with pytest.raises(InvalidInput, match="must be 0 to 63"):
+            list(client.as_completed([*queries(5), bad]))
+
+
 def test_a_long_sequence_comes_in_several_messages(start_teacher: StartTeacher) -> None:
     teacher = start_teacher(*fake(max_length=20000))
     tokens = np.random.default_rng(0).integers(0, VOCAB, 20000).astype(np.int32)

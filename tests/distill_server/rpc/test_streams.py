@@ -15,6 +15,7 @@ import pytest
 from clients.cli.app import main
 from clients.jobs.artifacts import Checkpoint, checkpoint_step, pull_run
 from clients.jobs.client import DistillClient
+from clients.jobs.handle import JobHandle
 from clients.jobs.job import JobState
 from clients.jobs.record import record_of_run
 from clients.runs.directory import RunDirectory
@@ -120,6 +121,25 @@ def test_pull(server: Server, client: DistillClient, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     weights = client.pull(job.id, tmp_path / "empty", checkpoint=5) / "weights.bin"
     assert weights.read_bytes() == bytes([5]) * 1000
+
+
+def test_a_handle_does_what_its_client_does(client: DistillClient, tmp_path: Path) -> None:
+    job = client.submit(job_config("hang_at=8 hangs=1 every=5", max_steps=12))
+    assert isinstance(job, JobHandle)
+    for event in job.watch(timeout=60):
+        if event.step == 7:
+            break
+    assert job.refresh().step == 7
+    assert job.state is JobState.QUEUED, "the values of a handle do not change"
+    job.cancel(now=True)
+    assert job.wait(60).state is JobState.CANCELLED
+    ended = job.resume(max_steps=14).wait(60)
+    assert (ended.state, ended.step, ended.attempt) == (JobState.SUCCEEDED, 14, 2)
+    assert ended == client.get(job.id)
+    assert len(job.history()) == ended.last_seq
+    assert b"".join(job.logs(attempt=2)).startswith(b"attempt 2 starts after step 5")
+    assert (job.pull(tmp_path / "out") / "config.json").exists()
+    assert (job.pull(tmp_path / "five", checkpoint=5) / "weights.bin").exists()
 
 
 def test_pull_of_a_checkpoint_by_its_evaluation(

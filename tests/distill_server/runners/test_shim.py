@@ -390,7 +390,8 @@ def test_weights_in_memory_end_with_a_killed_trainer(run: RunDirectory) -> None:
     try:
         start(
             run,
-            "import os; from clients.runs.memory_disk import locked_directory\n"
+            f"import os, sys; sys.path[:] = {sys.path!r}\n"
+            "from clients.runs.memory_disk import locked_directory\n"
             "print(locked_directory(), flush=True); os.kill(os.getpid(), 9)",
         )
         eventually((run.logs(1) / "exit.json").exists)

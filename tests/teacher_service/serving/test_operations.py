@@ -166,4 +166,5 @@ def test_every_metric_is_explained(start_teacher: StartTeacher, tmp_path: Path) 
     page = (Path(__file__).parents[3] / "docs/teacher.md").read_text()
     explained = set(re.findall(r"^\| `(distill_teacher_\w+)` \|", page, re.MULTILINE))
     created = {name.removesuffix("_total") for name in explained if name.endswith("_total")}
-    assert names - created == explained
+    # tests/teacher_service/engines/test_endpoint.py has a teacher that counts them.
+    assert names - created == explained - {"distill_teacher_endpoint_tokens"}

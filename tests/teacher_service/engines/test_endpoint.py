@@ -1,0 +1,267 @@
+"""The endpoint engine and a server with faults: limits of rate, outages, wrong answers.
+
+tests/vllm/test_endpoint.py has the real server. Here a small one answers with the same forms, from
+the rows of the fake engine, and fails as the test tells it.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery
+from protos.errors import Corrupt, InvalidInput, Unavailable
+from protos.rows.codec import RowBlock
+from teacher_service.engines import endpoint as module
+from teacher_service.engines.endpoint import EndpointEngine
+from teacher_service.engines.fake import FakeEngine, FakeSettings
+from teacher_service.models.loading import load_vocabulary
+from tests.scraping import metrics_address, scrape
+from tests.teacher_service.conftest import StartTeacher
+
+Answer = dict[str, Any]
+
+
+class VllmLike(ThreadingHTTPServer):
+    """Answers from the fake engine. `faults`: (status, headers) of the next answers to POST.
+
+    `change` may alter an answer before it is sent.
+    """
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.engine = FakeEngine(FakeSettings(vocab=vocab))
+        self.vocab = vocab
+        self.faults: list[tuple[int, dict[str, str]]] = []
+        self.change: Callable[[Answer], Answer] = lambda answer: answer
+        self.requests = 0
+
+    def answer(self, path: str, body: Answer) -> tuple[int, Answer]:
+        tokens = np.array(body.get("prompt", body.get("token_ids")), np.int32)
+        if (tokens >= self.vocab).any():
+            return 400, {"error": {"message": "Token id is out of vocabulary"}}
+        if path == "/v1/completions":
+            return 200, self._likeliest(tokens, body["prompt_logprobs"])
+        asked = body["sampling_params"]
+        ids = np.array(asked["prompt_logprob_token_ids"], np.int32)
+        start = asked["prompt_logprob_start"] + 1
+        found = self._logprobs(tokens, start)
+        buffer = io.BytesIO()
+        np.save(buffer, np.take_along_axis(found, ids, axis=1))
+        return 200, {"prompt_token_id_logprobs": base64.b64encode(buffer.getvalue()).decode()}
+
+    def _logprobs(self, tokens: np.ndarray[Any, Any], start: int) -> np.ndarray[Any, Any]:
+        """All log-probs [T - start, V]."""
+        everything = np.tile(np.arange(self.vocab, dtype=np.int32), (len(tokens) - start, 1))
+        [block] = self.engine.score([ScoreQuery(tokens, start, head_ids=everything)])
+        assert isinstance(block, RowBlock)
+        return block.head_logprobs
+
+    def _likeliest(self, tokens: np.ndarray[Any, Any], k: int) -> Answer:
+        """As vLLM: the sampled token too, with its rank, if it is not among the k likeliest."""
+        rows: list[Answer | None] = [None]
+        for row, token in zip(self._logprobs(tokens, 1), tokens[1:], strict=True):
+            order = np.argsort(-row, kind="stable")
+            ranks = {int(one): rank + 1 for rank, one in enumerate(order)}
+            chosen = [int(token), *(int(one) for one in order[:k])]
+            rows.append(
+                {str(one): {"logprob": float(row[one]), "rank": ranks[one]} for one in chosen}
+            )
+        return {"choices": [{"prompt_logprobs": rows}]}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: VllmLike
+
+    def do_GET(self) -> None:
+        self._send(200, {"data": [{"id": "m", "root": "r", "max_model_len": 129}]}, {})
+
+    def do_POST(self) -> None:
+        self.server.requests += 1
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.server.faults:
+            status, headers = self.server.faults.pop(0)
+            self._send(status, {"error": {"message": "told to fail"}}, headers)
+            return
+        status, answer = self.server.answer(self.path, body)
+        self._send(status, self.server.change(answer), {})
+
+    def _send(self, status: int, answer: Answer, headers: dict[str, str]) -> None:
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        for name, value in {"content-length": str(len(data)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server(tiny_model: Path) -> Iterator[VllmLike]:
+    with VllmLike(vocab=len(load_vocabulary(tiny_model)) + 3) as found:
+        thread = threading.Thread(target=found.serve_forever, daemon=True)
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def engine_of(server: VllmLike, tokenizer: Path, **options: Any) -> EndpointEngine:
+    return EndpointEngine(
+        f"http://127.0.0.1:{server.server_port}",
+        tokenizer=str(tokenizer),
+        **{"served_model": "", "max_top_k": 16, "step_tokens": 64, **options},
+    )
+
+
+@pytest.fixture
+def engine(server: VllmLike, tiny_model: Path) -> Iterator[EndpointEngine]:
+    made = engine_of(server, tiny_model)
+    yield made
+    made.close()
+
+
+def query(server: VllmLike, **head: Any) -> ScoreQuery:
+    tokens = np.random.default_rng(0).integers(0, server.vocab, 40).astype(np.int32)
+    return ScoreQuery(tokens, 3, **(head or {"top_k": 4}))
+
+
+def test_the_width_and_the_limits_are_found_by_asking(
+    engine: EndpointEngine, server: VllmLike
+) -> None:
+    """The logits are three ids wider than the tokenizer."""
+    assert engine.info.vocab_size == server.vocab
+    assert engine.info.max_length == 128
+    assert engine.info.limits.max_top_k == 16
+    assert engine.info.limits.max_chosen_ids == 16
+
+
+def test_the_sampled_token_is_no_part_of_the_head(engine: EndpointEngine, server: VllmLike) -> None:
+    """A server sends k + 1 ids where the sampled token is unlikely; the head has the k likeliest.
+
+    With the sampled token in the head, the Top-k KL would be biased.
+    """
+    asked = query(server)
+    [found], [expected] = engine.score([asked]), server.engine.score([asked])
+    assert isinstance(found, RowBlock)
+    assert isinstance(expected, RowBlock)
+    outside = (found.head_ids != asked.token_ids[3:, None]).all(axis=1)
+    assert outside.sum() > 20
+    np.testing.assert_array_equal(found.head_ids, expected.head_ids)
+    np.testing.assert_allclose(found.head_logprobs, expected.head_logprobs, atol=1e-5)
+    np.testing.assert_allclose(found.token_logprobs, expected.token_logprobs, atol=1e-5)
+    np.testing.assert_allclose(np.exp(found.tail_logmass), np.exp(expected.tail_logmass), atol=1e-5)
+
+
+def test_a_teacher_in_front_of_it(
+    server: VllmLike, tiny_model: Path, start_teacher: StartTeacher
+) -> None:
+    """The limits reach the client, which gets rows; the tokens that were asked for are counted."""
+    teacher = start_teacher(
+        *("--engine", "endpoint", "--model", f"http://127.0.0.1:{server.server_port}"),
+        *("--tokenizer", str(tiny_model), "--max-top-k", "8", "--metrics-port", "0"),
+    )
+    with TeacherClient(teacher.address) as client:
+        info = client.info()
+        assert (info.engine, info.model, info.max_top_k) == ("endpoint", "m", 8)
+        assert (info.max_chosen_ids, info.max_tail_samples) == (8, 0)
+        assert info.only_temperature_one
+        before = scrape(metrics_address(teacher.log))["distill_teacher_endpoint_tokens"]
+        asked = query(server)
+        [found], [expected] = client.score([asked]), server.engine.score([asked])
+    assert isinstance(expected, RowBlock)
+    np.testing.assert_array_equal(found.head_ids, expected.head_ids)
+    after = scrape(metrics_address(teacher.log))["distill_teacher_endpoint_tokens"]
+    assert after - before == len(asked.token_ids)
+
+
+def test_a_limit_of_rate_and_an_outage_are_waited_out(
+    engine: EndpointEngine, server: VllmLike
+) -> None:
+    server.faults = [(429, {"retry-after": "0.5"}), (503, {}), (500, {}), (429, {})]
+    before = server.requests
+    [answer] = engine.score([query(server)])
+    assert isinstance(answer, RowBlock)
+    assert server.requests - before == 5
+
+
+def test_an_outage_that_lasts_is_told(
+    server: VllmLike, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.5)
+    engine = engine_of(server, tiny_model)
+    server.faults = [(503, {})] * 1000
+    [answer] = engine.score([query(server)])
+    assert isinstance(answer, Unavailable)
+    assert "HTTP 503: told to fail" in answer.message
+    server.faults = []
+    [answer] = engine.score([query(server)])
+    assert isinstance(answer, RowBlock)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda _: {}, "has no prompt_logprobs"),
+        (lambda _: {"choices": [{"prompt_logprobs": None}]}, "has no prompt_logprobs"),
+        (lambda _: {"choices": [{"prompt_logprobs": [None]}]}, "0 rows in place of 37"),
+        (lambda _: {"choices": [{"prompt_logprobs": [{}] * 40}]}, "cannot be read"),
+        (lambda a: _scaled(a, -1.0), "no log-probs of a softmax"),
+        (lambda a: _scaled(a, 0.01), "no log-probs of a softmax"),
+    ],
+)
+def test_an_answer_that_is_no_row_is_corrupt(
+    engine: EndpointEngine, server: VllmLike, change: Callable[[Answer], Answer], message: str
+) -> None:
+    server.change = change
+    [answer] = engine.score([query(server)])
+    assert isinstance(answer, Corrupt)
+    assert message in answer.message
+
+
+def _scaled(answer: Answer, factor: float) -> Answer:
+    """As raw logits would be: above 0, or with probabilities that sum to more than 1."""
+    for row in filter(None, answer["choices"][0]["prompt_logprobs"]):
+        for entry in row.values():
+            entry["logprob"] *= factor
+    return answer
+
+
+def test_chosen_ids_of_another_shape_are_corrupt(engine: EndpointEngine, server: VllmLike) -> None:
+    heads = np.tile(np.arange(3, dtype=np.int32), (37, 1))
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros((37, 3), np.float32))
+    wrong = base64.b64encode(buffer.getvalue()).decode()
+    for data in (wrong, "no base64!", None):
+        server.change = lambda _, data=data: {"prompt_token_id_logprobs": data}  # type: ignore[misc]
+        [answer] = engine.score([query(server, head_ids=heads)])
+        assert isinstance(answer, Corrupt), data
+
+
+def test_a_server_that_refuses_what_the_engine_needs(server: VllmLike, tiny_model: Path) -> None:
+    server.change = lambda _: {"choices": [{"text": "no log-probs"}]}
+    with pytest.raises(InvalidInput, match="returns no log-probs of prompts"):
+        engine_of(server, tiny_model)
+    server.vocab = 3
+    with pytest.raises(InvalidInput, match="which the tokenizer has") as caught:
+        engine_of(server, tiny_model)
+    assert caught.value.field == "--tokenizer"
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/", ""])
+def test_what_is_no_address(url: str, tiny_model: Path) -> None:
+    with pytest.raises(InvalidInput, match="is not an address"):
+        EndpointEngine(url, tokenizer=str(tiny_model), served_model="", max_top_k=4, step_tokens=64)

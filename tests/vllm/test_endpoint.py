@@ -1,0 +1,150 @@
+"""The endpoint engine in front of a real vLLM server, beside the same model in transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clients.teacher.query import ScoreQuery
+from protos.errors import InvalidInput, Unauthenticated
+from protos.rows.codec import RowBlock
+from tests.vllm.model import MAX_LENGTH, VOCAB_SIZE, save_model
+from tests.vllm.vllm_server import KEY, MAX_LOGPROBS, NAME, vllm_server
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="make test-vllm has vllm"),
+    pytest.mark.timeout(900),  # a start of vLLM takes 20 s, on a machine with other work minutes
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def address(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with vllm_server(model, log, "--enable-scale-out") as found:
+        yield found
+
+
+@pytest.fixture
+def engine(address: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    from teacher_service.engines.endpoint import EndpointEngine
+
+    monkeypatch.setenv("DISTILL_ENDPOINT_KEY", KEY)
+    made = EndpointEngine(
+        address, tokenizer=str(model), served_model="", max_top_k=1024, step_tokens=4096
+    )
+    yield made
+    made.close()
+
+
+def queries() -> list[ScoreQuery]:
+    """Chosen ids with and without draws, the teacher's own, and the whole head of one id."""
+    rng = np.random.default_rng(0)
+    found = []
+    for number, length in enumerate((2, 17, 64, 150)):
+        tokens = rng.integers(0, VOCAB_SIZE, length).astype(np.int32)
+        start = 1 + number * length // 8
+        rows = length - start
+        ids = np.argsort(rng.random((rows, VOCAB_SIZE)))[:, :30].astype(np.int32)
+        found += [
+            ScoreQuery(tokens, start, head_ids=ids[:, :8], draw_ids=ids[:, 8:]),
+            ScoreQuery(tokens, start, head_ids=ids),
+            ScoreQuery(tokens, start, top_k=1),
+            ScoreQuery(tokens, start, top_k=16),
+        ]
+    return found
+
+
+def test_what_the_server_can_do_is_found_out(engine: Any) -> None:
+    info = engine.info
+    assert (info.model, info.name) == (NAME, "endpoint")
+    assert info.max_length == MAX_LENGTH - 1
+    assert info.vocab_size == VOCAB_SIZE
+    assert info.limits.max_top_k == MAX_LOGPROBS
+    assert info.limits.max_chosen_ids == MAX_LOGPROBS - 1
+    assert not info.limits.any_temperature
+    assert not info.limits.tail_samples
+
+
+def test_the_rows_of_the_same_model_in_transformers(engine: Any, model: Path) -> None:
+    """In float32. The head of a top-k row never has the sampled token as its (k + 1)-th id."""
+    from teacher_service.engines.hf import HfEngine
+    from teacher_service.serving.self_test import run_self_test
+
+    asked = queries()
+    before = engine.tokens_asked
+    found, expected = engine.score(asked), HfEngine(str(model), dtype="float32").score(asked)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert isinstance(mine, RowBlock)
+        assert isinstance(theirs, RowBlock)
+        np.testing.assert_array_equal(mine.head_ids, theirs.head_ids)
+        for name in ("head_logprobs", "token_logprobs", "draw_logprobs"):
+            if getattr(theirs, name) is not None:
+                np.testing.assert_allclose(
+                    getattr(mine, name), getattr(theirs, name), rtol=0, atol=1e-3
+                )
+        tail, true_tail = np.exp(mine.tail_logmass), np.exp(theirs.tail_logmass)
+        np.testing.assert_allclose(tail, true_tail, rtol=0, atol=1e-4)
+    assert engine.tokens_asked - before == sum(len(query.token_ids) for query in asked)
+    assert run_self_test(engine) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"temperature": 0.7}, "temperature"),
+        ({"tail_samples": 2}, "tail_samples"),
+        ({"top_k": MAX_LOGPROBS + 1}, "token_ids"),
+    ],
+)
+def test_what_the_server_cannot_compute_is_refused(
+    engine: Any, changes: dict[str, Any], field: str
+) -> None:
+    fields: dict[str, Any] = {"token_ids": np.array([1, 2], np.int32), "start": 1, "top_k": 1}
+    [answer] = engine.score([ScoreQuery(**{**fields, **changes})])
+    assert isinstance(answer, InvalidInput)
+    assert answer.field == field
+
+
+def test_a_wrong_name_or_key(address: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from teacher_service.engines.endpoint import EndpointEngine
+
+    options: dict[str, Any] = {"max_top_k": 8, "step_tokens": 64, "tokenizer": str(model)}
+    monkeypatch.setenv("DISTILL_ENDPOINT_KEY", "another key")
+    with pytest.raises(Unauthenticated, match="DISTILL_ENDPOINT_KEY"):
+        EndpointEngine(address, served_model="", **options)
+    monkeypatch.setenv("DISTILL_ENDPOINT_KEY", KEY)
+    with pytest.raises(InvalidInput, match=f"serves {NAME}, not 'mine'") as caught:
+        EndpointEngine(address, served_model="mine", **options)
+    assert caught.value.field == "--served-model"
+
+
+def test_a_server_that_scores_only_its_own_likeliest_ids(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM as people start it. A student's ids are refused, and the teacher's own are scored."""
+    from teacher_service.engines.endpoint import EndpointEngine
+    from teacher_service.serving.self_test import run_self_test
+
+    monkeypatch.setenv("DISTILL_ENDPOINT_KEY", KEY)
+    with vllm_server(model, tmp_path / "log") as address:
+        engine = EndpointEngine(
+            f"{address}/v1/", tokenizer=str(model), served_model=NAME, max_top_k=8, step_tokens=64
+        )
+        assert engine.info.limits.max_chosen_ids == 0
+        assert engine.info.limits.max_top_k == 8
+        assert run_self_test(engine) < 1e-3
+        tokens, head = np.array([1, 2], np.int32), np.array([[3]], np.int32)
+        [answer] = engine.score([ScoreQuery(tokens, 1, head_ids=head)])
+        assert isinstance(answer, InvalidInput)
+        assert answer.field == "head_ids"
+        engine.close()
