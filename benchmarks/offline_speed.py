@@ -105,7 +105,7 @@ def capture_rates(work: Path, material: Material, sizes: Sizes) -> dict[str, Any
     tokenizer = load_tokenizer(StudentConfig(model=str(material.teacher)))
     reader = SequenceReader(job.data, tokenizer, job.method.max_tokens)
     plan = make_plan(
-        reader, directory=work, row_bytes=ask.row_bytes, file_bytes=job.method.shard_bytes
+        reader, work / "plan", row_bytes=ask.row_bytes, file_bytes=job.method.shard_bytes
     )
     most = job.teacher.max_batch_tokens
     found: dict[str, list[float]] = {"capture": [], "engine": []}

@@ -7,17 +7,15 @@ import json
 import xxhash
 
 from clients.config.capture import CaptureData, CaptureJob
-from clients.data.records import DataSet
 from clients.store.facts import PART, SEQUENCES
 from teacher_service.capture.plan import Plan
-from teacher_service.capture.sequences import SequenceReader
 from teacher_service.capture.teacher import TeacherFacts
 
 
 def facts_of(
-    job: CaptureJob, teacher: TeacherFacts, plan: Plan, reader: SequenceReader
+    job: CaptureJob, teacher: TeacherFacts, plan: Plan, data_fingerprint: str
 ) -> dict[str, str]:
-    """Return the metadata of the store. Call it after `reader` has been read to the end.
+    """Return the metadata of the store. `data_fingerprint`: of the job's data set.
 
     The result depends only on the job, the teacher and the data, not on the machine, so that the
     metadata of two captures can be compared.
@@ -42,10 +40,10 @@ def facts_of(
         "columns": ",".join(_columns(data)),
         "template": json.dumps(data.template),
         "max_tokens": method.max_tokens,
-        "data_fingerprint": DataSet(data.path, data.name, data.split).fingerprint(),
+        "data_fingerprint": data_fingerprint,
         "sequences_fingerprint": _digest(plan),
-        "too_long": reader.too_long,
-        "empty": reader.empty,
+        "too_long": plan.too_long,
+        "empty": plan.empty,
         PART: method.shard,
         SEQUENCES: sum(len(plan.file(number)) for number in files),
     }

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterable
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from teacher_service.capture.sequences import CaptureSequence
+from clients.runs.directory import replace_file
+from teacher_service.capture.sequences import CaptureSequence, SequenceReader
 
 _HEADER_BYTES = 64  # of an entry besides its rows, the codec's header included
 # A small capture has as many files, if it has as many sequences: with fewer, a capture that is
 # divided into parts would have parts without work.
 _FEWEST_FILES = 16
+_SEQUENCES_BETWEEN_LOOKS = 1000
+_FACTS = "plan.json"
+_DTYPES = {"token_ids": "<i4", "offsets": "<i8", "starts": "<i4", "files": "<i8"}
 
 
 @dataclass(frozen=True)
@@ -23,8 +30,8 @@ class Plan:
     """All sequences of a capture and their division into files.
 
     Sequence i has the token ids token_ids[offsets[i]:offsets[i + 1]] and is scored from position
-    starts[i] on. File j of the store holds the sequences files[j] to files[j + 1] - 1. `token_ids`
-    is a memory map of an unnamed file.
+    starts[i] on. File j of the store holds the sequences files[j] to files[j + 1] - 1. The arrays
+    are memory maps of files. `too_long`, `empty`: what the reader left out.
 
     The plan depends only on the data and the job, not on earlier attempts or on the number of
     machines.
@@ -34,6 +41,8 @@ class Plan:
     offsets: NDArray[np.int64]
     starts: NDArray[np.int32]
     files: NDArray[np.int64]
+    too_long: int
+    empty: int
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -45,7 +54,7 @@ class Plan:
     @property
     def rows(self) -> int:
         """Number of rows of all sequences."""
-        return int(self.offsets[-1]) - int(self.starts.sum())
+        return int(self.offsets[-1]) - int(self.starts.sum(dtype=np.int64))
 
     def files_of(self, index: int, count: int) -> range:
         """Return the file numbers of part `index` (from 0) of `count` parts of the data."""
@@ -58,34 +67,72 @@ class Plan:
 
 
 def make_plan(
-    sequences: Iterable[CaptureSequence],
-    *,
+    sequences: SequenceReader,
     directory: Path,
+    *,
     row_bytes: float,
     file_bytes: int,
+    key: str = "",
+    on_look: Callable[[], None] = lambda: None,
 ) -> Plan:
     """Read all sequences and divide them into files of at most about `file_bytes` bytes.
 
-    The token ids go to an unnamed temporary file in `directory`, which vanishes with this process.
-    `row_bytes` is the size of one row before compression. A file ends with the sequence that brings
-    it to `file_bytes`. If that makes fewer than 16 files, the sequences are also cut into 16 parts
-    of equal numbers of sequences (or as many as there are sequences).
+    The plan is written to `directory`, which is replaced; `read_plan` returns it with the same
+    `key`. The memory that this takes does not grow with the number of sequences. `row_bytes` is the
+    size of one row before compression. A file ends with the sequence that brings it to
+    `file_bytes`. If that makes fewer than 16 files, the sequences are also cut into 16 parts of
+    equal numbers of sequences (or as many as there are sequences). `on_look` is called now and
+    then; what it raises ends the reading.
     """
-    offsets, starts, ends = [0], [], {0}
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    count = offset = 0
+    ends = {0}
     size = 0.0
-    with tempfile.TemporaryFile(dir=directory) as stream:
+    with ExitStack() as stack:
+        token_ids, offsets, starts = (
+            stack.enter_context((directory / name).open("wb"))
+            for name in ("token_ids", "offsets", "starts")
+        )
+        offsets.write(np.int64(0).tobytes())
         for sequence in sequences:
-            stream.write(sequence.token_ids.astype("<i4").tobytes())
-            offsets.append(offsets[-1] + len(sequence.token_ids))
-            starts.append(sequence.start)
+            count, offset = count + 1, offset + len(sequence.token_ids)
+            token_ids.write(sequence.token_ids.astype("<i4").tobytes())
+            offsets.write(np.int64(offset).tobytes())
+            starts.write(np.int32(sequence.start).tobytes())
             size += sequence.rows * row_bytes + sequence.token_ids.nbytes + _HEADER_BYTES
             if size >= file_bytes:
-                ends.add(len(starts))
+                ends.add(count)
                 size = 0.0
-        stream.flush()
-        mapped = np.memmap(stream, "<i4", "r") if starts else np.empty(0, np.int32)
-    ends.add(len(starts))
+            if count % _SEQUENCES_BETWEEN_LOOKS == 0:
+                on_look()
+        for file in (token_ids, offsets, starts):
+            file.flush()
+            os.fsync(file.fileno())
+    ends.add(count)
     if len(ends) <= _FEWEST_FILES:
-        ends.update(len(starts) * part // _FEWEST_FILES for part in range(1, _FEWEST_FILES))
-    files = np.array(sorted(ends))
-    return Plan(np.asarray(mapped), np.array(offsets, np.int64), np.array(starts, np.int32), files)
+        ends.update(count * part // _FEWEST_FILES for part in range(1, _FEWEST_FILES))
+    (directory / "files").write_bytes(np.array(sorted(ends), "<i8").tobytes())
+    facts = {"key": key, "too_long": sequences.too_long, "empty": sequences.empty}
+    # Written last: a plan without it is not complete.
+    replace_file(directory / _FACTS, json.dumps(facts))
+    found = read_plan(directory, key)
+    assert found is not None
+    return found
+
+
+def read_plan(directory: Path, key: str) -> Plan | None:
+    """Return the plan in `directory`; None if there is none, or one of another key."""
+    try:
+        facts = json.loads((directory / _FACTS).read_text())
+        if facts["key"] != key:
+            return None
+        arrays = [_mapped(directory / name, dtype) for name, dtype in _DTYPES.items()]
+        return Plan(*arrays, too_long=facts["too_long"], empty=facts["empty"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _mapped(path: Path, dtype: str) -> NDArray[np.integer]:
+    # An empty file cannot be mapped.
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)

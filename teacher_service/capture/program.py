@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Callable, Iterator
+import pickle
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +16,7 @@ from typing import Any
 from clients.config.capture import CaptureJob
 from clients.config.file import named_files
 from clients.data.hub import use_caches_if_away
+from clients.data.records import DataSet
 from clients.preflight.files import check_here
 from clients.preflight.teachers import check_capture
 from clients.runs.directory import RunDirectory, Verdict
@@ -20,14 +26,17 @@ from clients.teacher.client import TeacherClient
 from protos.errors import InvalidInput
 from teacher_service.capture.facts import facts_of
 from teacher_service.capture.filling import fill
-from teacher_service.capture.plan import Plan, make_plan
-from teacher_service.capture.recorder import PHASE, Recorder
+from teacher_service.capture.plan import Plan, make_plan, read_plan
+from teacher_service.capture.recorder import PHASE, Recorder, Stopped
 from teacher_service.capture.sequences import SequenceReader
 from teacher_service.capture.sources import Ask, EngineSource, RowSource, ServiceSource
 from teacher_service.capture.teacher import TeacherFacts, load_engine
 from teacher_service.capture.writer import StoreWriter
 
 log = logging.getLogger(__name__)
+
+_PLAN = "plan"  # a directory of the run, which an attempt that resumes reads
+_SECONDS_BETWEEN_LOOKS, _SECONDS_BETWEEN_NUMBERS = 1.0, 30.0
 
 MakeSource = Callable[[Plan], RowSource]
 
@@ -47,8 +56,11 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
         check_capture(teacher, job)
         teacher.require_same_tokens(tokenizer)
         progress.say("reading data", 0)
-        reader = SequenceReader(job.data, tokenizer, job.method.max_tokens)
-        plan = _plan(job, ask, reader, run.path)
+        digest = DataSet(job.data.path, job.data.name, job.data.split).fingerprint()
+        try:
+            plan = _plan(job, ask, tokenizer, digest, run.path / _PLAN, progress)
+        except Stopped:
+            return "cancelled"
         if not teacher.batch_invariant:
             log.warning(
                 "the last bits of this teacher's rows depend on the other sequences that it scores"
@@ -56,7 +68,7 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
             )
         files = plan.files_of(*job.method.part)
         counts = [len(plan.file(number)) for number in files]
-        metadata = facts_of(job, teacher, plan, reader)
+        metadata = facts_of(job, teacher, plan, digest)
         progress.expect(sum(counts))
         with StoreWriter(job.method.store_in(run.path), metadata, counts) as writer:
             done = sum(counts[: writer.files])
@@ -64,7 +76,10 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
             with closing(MetricsLog(run, attempt=attempt, last_step=done or None)) as metrics:
                 recorder = Recorder(progress, metrics, lambda: writer.bytes, step=done)
                 missing = files[writer.files :]
-                return fill(writer, make_source(plan), plan, missing, recorder, ask.encode)
+                verdict = fill(writer, make_source(plan), plan, missing, recorder, ask.encode)
+        if verdict == "succeeded":
+            shutil.rmtree(run.path / _PLAN, ignore_errors=True)
+        return verdict
 
 
 def _idle(job: CaptureJob, plan: Plan) -> str:
@@ -133,11 +148,27 @@ def _teacher(job: CaptureJob, ask: Ask) -> Iterator[tuple[TeacherFacts, MakeSour
     yield facts, lambda plan: EngineSource(engine, plan, ask, most)
 
 
-def _plan(job: CaptureJob, ask: Ask, reader: SequenceReader, directory: Path) -> Plan:
-    plan = make_plan(
-        reader, directory=directory, row_bytes=ask.row_bytes, file_bytes=job.method.shard_bytes
-    )
-    left_out = f"{reader.too_long} too long, {reader.empty} with nothing to score"
+def _plan(
+    job: CaptureJob, ask: Ask, tokenizer: Any, digest: str, directory: Path, progress: Progress
+) -> Plan:
+    """Return the plan of an earlier attempt, or read the data and make it.
+
+    `digest`: of the data. Raises Stopped if the job is asked to stop meanwhile.
+    """
+    row_bytes, file_bytes = ask.row_bytes, job.method.shard_bytes
+    key = _plan_key(job, tokenizer, [digest, row_bytes, file_bytes])
+    plan = read_plan(directory, key)
+    if plan is None:
+        reader = SequenceReader(job.data, tokenizer, job.method.max_tokens)
+        plan = make_plan(
+            reader,
+            directory,
+            row_bytes=row_bytes,
+            file_bytes=file_bytes,
+            key=key,
+            on_look=_Look(progress, reader),
+        )
+    left_out = f"{plan.too_long} too long, {plan.empty} with nothing to score"
     if not len(plan):
         raise InvalidInput(
             f"{job.data.path} has no sequence of at most {job.method.max_tokens} tokens"
@@ -150,3 +181,31 @@ def _plan(job: CaptureJob, ask: Ask, reader: SequenceReader, directory: Path) ->
         *(len(plan), plan.rows, len(plan.files) - 1, left_out),
     )
     return plan
+
+
+def _plan_key(job: CaptureJob, tokenizer: Any, others: Sequence[object]) -> str:
+    """Return a digest of all that a plan depends on."""
+    facts = [job.data.model_dump(mode="json"), job.method.max_tokens, *others]
+    hasher = hashlib.sha256(json.dumps(facts).encode())
+    hasher.update(pickle.dumps(tokenizer))
+    return hasher.hexdigest()
+
+
+class _Look:
+    """Tells how many records were read, and looks for a request to stop, about once a second."""
+
+    def __init__(self, progress: Progress, reader: SequenceReader) -> None:
+        self._progress = progress
+        self._reader = reader
+        self._looked = self._told = time.monotonic()
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < _SECONDS_BETWEEN_LOOKS:
+            return
+        self._looked = now
+        if self._progress.stop_wanted():
+            raise Stopped
+        if now - self._told >= _SECONDS_BETWEEN_NUMBERS:
+            self._told = now
+            self._progress.say(f"reading data: {self._reader.records:,} records", 0)

@@ -1,4 +1,7 @@
-"""The endpoint engine in front of a real vLLM server, beside the same model in transformers."""
+"""The endpoint engine in front of a real vLLM server, beside the same model in transformers.
+
+vLLM scores chosen ids with its second model runner only, which needs Triton and so a GPU.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from clients.teacher.query import ScoreQuery
 from protos.errors import InvalidInput, Unauthenticated
 from protos.rows.codec import RowBlock
+from tests.teacher_service.processes import TeacherProcess
 from tests.vllm.model import MAX_LENGTH, VOCAB_SIZE, save_model
+from tests.vllm.test_training import finished
 from tests.vllm.vllm_server import KEY, MAX_LOGPROBS, NAME, vllm_server
 
 pytestmark = [
@@ -46,8 +52,18 @@ def engine(address: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     made.close()
 
 
-def queries() -> list[ScoreQuery]:
-    """Chosen ids with and without draws, the teacher's own, and the whole head of one id."""
+def likeliest() -> list[ScoreQuery]:
+    rng = np.random.default_rng(0)
+    found = []
+    for number, length in enumerate((2, 17, 64, 150)):
+        tokens = rng.integers(0, VOCAB_SIZE, length).astype(np.int32)
+        start = 1 + number * length // 8
+        found += [ScoreQuery(tokens, start, top_k=k) for k in (1, 16, MAX_LOGPROBS)]
+    return found
+
+
+def chosen() -> list[ScoreQuery]:
+    """With and without draws."""
     rng = np.random.default_rng(0)
     found = []
     for number, length in enumerate((2, 17, 64, 150)):
@@ -58,8 +74,6 @@ def queries() -> list[ScoreQuery]:
         found += [
             ScoreQuery(tokens, start, head_ids=ids[:, :8], draw_ids=ids[:, 8:]),
             ScoreQuery(tokens, start, head_ids=ids),
-            ScoreQuery(tokens, start, top_k=1),
-            ScoreQuery(tokens, start, top_k=16),
         ]
     return found
 
@@ -70,17 +84,27 @@ def test_what_the_server_can_do_is_found_out(engine: Any) -> None:
     assert info.max_length == MAX_LENGTH - 1
     assert info.vocab_size == VOCAB_SIZE
     assert info.limits.max_top_k == MAX_LOGPROBS
-    assert info.limits.max_chosen_ids == MAX_LOGPROBS - 1
     assert not info.limits.any_temperature
     assert not info.limits.tail_samples
 
 
 def test_the_rows_of_the_same_model_in_transformers(engine: Any, model: Path) -> None:
     """In float32. The head of a top-k row never has the sampled token as its (k + 1)-th id."""
-    from teacher_service.engines.hf import HfEngine
     from teacher_service.serving.self_test import run_self_test
 
-    asked = queries()
+    assert_same(engine, model, likeliest())
+    assert run_self_test(engine) < 1e-3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's second runner needs a GPU")
+def test_chosen_ids(engine: Any, model: Path) -> None:
+    assert engine.info.limits.max_chosen_ids == MAX_LOGPROBS - 1
+    assert_same(engine, model, chosen())
+
+
+def assert_same(engine: Any, model: Path, asked: list[ScoreQuery]) -> None:
+    from teacher_service.engines.hf import HfEngine
+
     before = engine.tokens_asked
     found, expected = engine.score(asked), HfEngine(str(model), dtype="float32").score(asked)
     for mine, theirs in zip(found, expected, strict=True):
@@ -95,7 +119,6 @@ def test_the_rows_of_the_same_model_in_transformers(engine: Any, model: Path) ->
         tail, true_tail = np.exp(mine.tail_logmass), np.exp(theirs.tail_logmass)
         np.testing.assert_allclose(tail, true_tail, rtol=0, atol=1e-4)
     assert engine.tokens_asked - before == sum(len(query.token_ids) for query in asked)
-    assert run_self_test(engine) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -128,23 +151,55 @@ def test_a_wrong_name_or_key(address: str, model: Path, monkeypatch: pytest.Monk
     assert caught.value.field == "--served-model"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the server scores chosen ids")
 def test_a_server_that_scores_only_its_own_likeliest_ids(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    address: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM as people start it. A student's ids are refused, and the teacher's own are scored."""
+    """A student's ids are refused, in one sentence."""
     from teacher_service.engines.endpoint import EndpointEngine
-    from teacher_service.serving.self_test import run_self_test
 
     monkeypatch.setenv("DISTILL_ENDPOINT_KEY", KEY)
-    with vllm_server(model, tmp_path / "log") as address:
-        engine = EndpointEngine(
-            f"{address}/v1/", tokenizer=str(model), served_model=NAME, max_top_k=8, step_tokens=64
-        )
-        assert engine.info.limits.max_chosen_ids == 0
-        assert engine.info.limits.max_top_k == 8
-        assert run_self_test(engine) < 1e-3
-        tokens, head = np.array([1, 2], np.int32), np.array([[3]], np.int32)
-        [answer] = engine.score([ScoreQuery(tokens, 1, head_ids=head)])
-        assert isinstance(answer, InvalidInput)
-        assert answer.field == "head_ids"
-        engine.close()
+    engine = EndpointEngine(
+        f"{address}/v1/", tokenizer=str(model), served_model=NAME, max_top_k=8, step_tokens=64
+    )
+    assert (engine.info.limits.max_top_k, engine.info.limits.max_chosen_ids) == (8, 0)
+    tokens, head = np.array([1, 2], np.int32), np.array([[3]], np.int32)
+    [answer] = engine.score([ScoreQuery(tokens, 1, head_ids=head)])
+    assert isinstance(answer, InvalidInput)
+    assert answer.field == "head_ids"
+    engine.close()
+
+
+def test_a_job_learns_as_from_a_teacher_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward KL at the teacher's likeliest ids: the curve of the same model in transformers."""
+    from student_trainer.tools.pretrain import make_model
+    from tests.student_trainer import tiny
+
+    monkeypatch.setenv("DISTILL_ENDPOINT_KEY", KEY)
+    material = tiny.save_material(tmp_path / "material")
+    words = tiny.tokenizer()
+    torch.manual_seed(5)
+    tiny.save(make_model(len(words), words, 2, 64), words, material.teacher)  # heads of 32
+    changes: dict[str, Any] = {
+        "max_steps": 6,
+        "eval__every": 3,
+        "method__divergence": "forward_kl",
+        "method__tail": "bucket",
+    }
+    own = ("--model", str(material.teacher), "--dtype", "float32")
+    with vllm_server(material.teacher, tmp_path / "vllm.log") as address:
+        theirs = ("--engine", "endpoint", "--model", address, "--tokenizer", str(material.teacher))
+        curves = []
+        for name, options in (("own", own), ("theirs", theirs)):
+            teacher = TeacherProcess([*options, "--no-cache"], log=tmp_path / f"{name}.log")
+            try:
+                job = tiny.job(material, teacher.address, **changes)
+                curves.append(finished(tmp_path / name, job))
+            finally:
+                teacher.close()
+    for ours, endpoint in zip(*curves, strict=True):
+        assert ours["step"] == endpoint["step"]
+        for metric in {"loss", "kl/teacher", "eval/kl"} & ours.keys():
+            assert endpoint[metric] == pytest.approx(ours[metric], abs=2e-3), metric

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from clients.config.capture import CaptureData
 from protos.errors import InvalidInput
-from teacher_service.capture.plan import make_plan
+from teacher_service.capture.plan import make_plan, read_plan
+from teacher_service.capture.recorder import Stopped
 from teacher_service.capture.sequences import SequenceReader
 from tests.teacher_service.capture.material import END, pairs, text, write_lines, write_pairs
 
@@ -204,10 +209,8 @@ def test_tokenizers_that_do_not_fit_the_form(chat: Any, tmp_path: Path) -> None:
 def test_the_plan_is_cut_by_bytes_alone(tokenizer: Any, tmp_path: Path) -> None:
     path = write_pairs(tmp_path / "a.jsonl", pairs(50))
     sizes = {"row_bytes": 25.0, "file_bytes": 700}
-    plan = make_plan(
-        SequenceReader(CaptureData(path=str(path)), tokenizer, 64), directory=tmp_path, **sizes
-    )
-    assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"], "its file has no name"
+    reader = SequenceReader(CaptureData(path=str(path)), tokenizer, 64)
+    plan = make_plan(reader, tmp_path / "plan", **sizes)
     assert [plan[i].token_ids.tolist() for i in range(50)] == [
         [*prompt, *answer, END] for prompt, answer in pairs(50)
     ]
@@ -218,3 +221,86 @@ def test_the_plan_is_cut_by_bytes_alone(tokenizer: Any, tmp_path: Path) -> None:
     for count in (1, 2, 3, 7, 99):
         parts = [number for index in range(count) for number in plan.files_of(index, count)]
         assert parts == list(range(len(plan.files) - 1))
+
+
+def test_a_plan_is_kept(tokenizer: Any, tmp_path: Path) -> None:
+    """Under its key, and only when it is complete."""
+    path = write_pairs(tmp_path / "a.jsonl", [*pairs(30), ([5] * 99, [6]), ([5], [])])
+    reader = SequenceReader(CaptureData(path=str(path)), tokenizer, 64)
+    home = tmp_path / "plan"
+    made = make_plan(reader, home, row_bytes=25.0, file_bytes=700, key="a")
+    assert (made.too_long, made.empty) == (1, 1)
+    found = read_plan(home, "a")
+    assert found is not None
+    for name in ("token_ids", "offsets", "starts", "files"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(made, name))
+    assert (found.too_long, found.empty, found.rows) == (1, 1, made.rows)
+    assert read_plan(home, "b") is None
+    (home / "plan.json").unlink()
+    assert read_plan(home, "a") is None
+
+
+def test_reading_can_be_stopped(tokenizer: Any, tmp_path: Path) -> None:
+    path = write_pairs(tmp_path / "a.jsonl", pairs(10) * 200)
+    reader = SequenceReader(CaptureData(path=str(path)), tokenizer, 64)
+
+    def stop() -> None:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        make_plan(reader, tmp_path / "plan", row_bytes=1.0, file_bytes=1, key="a", on_look=stop)
+    assert reader.records < 2000
+    assert read_plan(tmp_path / "plan", "a") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["completion", "messages", "text"])
+def test_processes_give_the_same_sequences(chat: Any, tmp_path: Path, form: str) -> None:
+    """In the same order, with the same records left out."""
+    records = []
+    for number, (prompt, answer) in enumerate(pairs(50) * 120):
+        said = text(answer) if number % 100 else ""
+        turns = [("user", text(prompt)), ("assistant", said)]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        records.append({"prompt": text(prompt), "answer": said, "messages": messages, "text": said})
+    path = write_lines(tmp_path / "a.jsonl", records)
+    data = CaptureData(path=str(path), form=form)  # type: ignore[arg-type]
+    one, two = (SequenceReader(data, chat, 40, processes) for processes in (1, 2))
+    for mine, other in zip(two, one, strict=True):
+        assert mine.start == other.start
+        np.testing.assert_array_equal(mine.token_ids, other.token_ids)
+    assert (two.records, two.too_long, two.empty) == (6000, one.too_long, one.empty)
+    assert two.empty == 60
+
+
+@pytest.mark.slow
+def test_a_bad_record_in_a_process_is_named(tokenizer: Any, tmp_path: Path) -> None:
+    good = [{"prompt": text(a), "answer": text(b)} for a, b in pairs(50)] * 120
+    path = write_lines(tmp_path / "a.jsonl", [*good[:5500], {"prompt": "t5"}, *good[5500:]])
+    with pytest.raises(InvalidInput, match="row 5501 of") as caught:
+        list(SequenceReader(CaptureData(path=str(path)), tokenizer, 64, 2))
+    assert caught.value.field == "data.answer_column"
+    assert caught.value.hint
+
+
+def test_the_key_of_a_plan_is_the_same_in_another_process(words: Path) -> None:
+    """Or each attempt would read all data again."""
+    code = (
+        "import sys; from pathlib import Path; from transformers import AutoTokenizer\n"
+        "from clients.config.capture import CaptureJob\n"
+        "from teacher_service.capture.program import _plan_key\n"
+        "job = CaptureJob.model_validate({'method': {'type': 'capture'}, 'data': {'path': 'd'},"
+        " 'teacher': {'address': 't:1'}})\n"
+        "print(_plan_key(job, AutoTokenizer.from_pretrained(sys.argv[1]), [1.0, 'digest']))"
+    )
+    keys = {
+        subprocess.run(
+            [sys.executable, "-c", code, str(words)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(keys) == 1
