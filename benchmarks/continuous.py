@@ -78,18 +78,20 @@ def main() -> None:
         print(json.dumps(send_light(address, int(count), heavy=heavy == "heavy")))
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
-    count, light, turns = (64, 10, 1) if options.quick else (512, 200, 3)
-    result = {
+    count, light, turns = (64, 5, 1) if options.quick else (512, 50, 3)
+    result: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load average "
         f"{os.getloadavg()[0]:.1f}",
         "workload": {"queries": count, "step_tokens": STEP_TOKENS, "turns": turns, "light": light},
-        **measure(count, light, turns),
     }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    for part in measure(count, light, turns):
+        result |= part
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     show(result)
 
 
-def measure(count: int, light: int, turns: int) -> dict[str, Any]:
+def measure(count: int, light: int, turns: int) -> Iterator[dict[str, Any]]:
+    """Yield the results of the methods, then the latencies."""
     from benchmarks.vllm_engine import save_tokenizer
     from tests.vllm.model import save_model
 
@@ -116,13 +118,14 @@ def measure(count: int, light: int, turns: int) -> dict[str, Any]:
                     run = {"seconds": seconds, "steps": steps, "tokens": tokens}
                     if turn:  # the first turn warms up
                         found.setdefault(name, []).append(run)
+            yield {"methods": summary(found)}
             latency = {
                 "light alone": ask(["--light", feeder, light, "alone"]),
                 "light beside heavy": ask(["--light", feeder, light, "heavy"]),
                 "light beside heavy, batches": ask(["--light", batches, light, "heavy"]),
             }
+            yield {"latency": latency}
         engine.close()
-    return {"methods": summary(found), "latency": latency}
 
 
 def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:

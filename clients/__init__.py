@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from clients.config.rl import RLJob
     from clients.config.sft import SFTJob
     from clients.jobs.artifacts import pull_run
-    from clients.jobs.client import DistillClient
-    from clients.jobs.handle import JobHandle
+    from clients.jobs.client import DistillClient, JobHandle
     from clients.jobs.job import Job, JobEvent, JobState
     from clients.jobs.record import JobRecord, points_of, record_of_run
     from clients.runs.directory import RunDirectory
@@ -40,7 +39,7 @@ _MODULES = {
     "DistillError": "protos.errors",
     "Job": "clients.jobs.job",
     "JobEvent": "clients.jobs.job",
-    "JobHandle": "clients.jobs.handle",
+    "JobHandle": "clients.jobs.client",
     "JobRecord": "clients.jobs.record",
     "JobState": "clients.jobs.job",
     "LogitDataset": "clients.store.dataset",

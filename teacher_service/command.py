@@ -86,45 +86,27 @@ def teacher(
     require_packages("teacher", "distill-teacher")
     from protos.auth.tls import TlsFiles
     from protos.rpc.server import read_endpoint
+    from teacher_service import program
     from teacher_service.cache.settings import CacheSettings
-    from teacher_service.program import (
-        EndpointSettings,
-        EngineSettings,
-        TeacherSettings,
-        VllmSettings,
-        run,
-    )
 
-    cache = CacheSettings(
-        directory=cache_dir or _default_cache(),
-        memory_bytes=cache_memory_mib << 20,
-        disk_bytes=cache_disk_gib << 30,
-        zstd=cache_zstd,
-        redis_url=redis_url,
-        redis_ttl_seconds=redis_ttl_hours * 3600,
-    )
-    vllm = VllmSettings(tensor_parallel_size, gpu_memory_share)
-    chosen = EngineSettings(
-        name=engine,
-        model=model,
-        dtype=dtype,
-        device=device,
-        batch_invariant=batch_invariant,
-        max_batch_tokens=max_batch_tokens,
-        max_top_k=max_top_k,
-        vllm=vllm,
-        endpoint=EndpointSettings(tokenizer or "", served_model or ""),
+    sizes = cache_memory_mib << 20, cache_disk_gib << 30
+    directory, seconds = cache_dir or _default_cache(), redis_ttl_hours * 3600
+    cache = CacheSettings(directory, *sizes, cache_zstd, redis_url, seconds)
+    vllm = program.VllmSettings(tensor_parallel_size, gpu_memory_share)
+    endpoint = program.EndpointSettings(tokenizer or "", served_model or "")
+    chosen = program.EngineSettings(
+        engine, model, dtype, device, batch_invariant, max_batch_tokens, max_top_k, vllm, endpoint
     )
     start_logging(log_format, log_level, "teacher_service")
     with errors_as_exit():
         tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
-        settings = TeacherSettings(
+        settings = program.TeacherSettings(
             engine=chosen,
             endpoint=read_endpoint(host, port, token_file, tls, insecure=insecure),
             cache=_kept(cache, no_cache),
             metrics=None if metrics_port is None else (metrics_host, metrics_port),
         )
-        run(settings)
+        program.run(settings)
 
 
 def _kept(cache: CacheSettings, no_cache: bool) -> CacheSettings | None:

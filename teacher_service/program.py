@@ -44,8 +44,8 @@ class VllmSettings:
 class EndpointSettings:
     """Options of the endpoint engine: directory of the tokenizer, and the model's name there."""
 
-    tokenizer: str
-    served_model: str
+    tokenizer: str = ""
+    served_model: str = ""
 
     def given(self) -> dict[str, str]:
         """Return the values by their option; "" if an option is not given."""
@@ -64,7 +64,7 @@ class EngineSettings:
     max_batch_tokens: int
     max_top_k: int
     vllm: VllmSettings
-    endpoint: EndpointSettings
+    endpoint: EndpointSettings = EndpointSettings()
 
 
 @dataclass(frozen=True)

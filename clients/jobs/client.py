@@ -11,39 +11,72 @@ Example:
 
 from __future__ import annotations
 
-import random
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from math import inf
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
 
 import grpc
 
 from clients.config.kinds import AnyJob
 from clients.jobs.artifacts import Checkpoint, checkpoint_step
+from clients.jobs.connection import ServerConnection
 from clients.jobs.download import Download
-from clients.jobs.handle import JobHandle, handle_of
-from clients.jobs.job import TERMINAL, JobEvent, JobState
+from clients.jobs.job import TERMINAL, Job, JobEvent, JobState
 from clients.jobs.record import points_of
 from protos import distill_pb2 as pb
 from protos.distill_pb2_grpc import DistillStub
-from protos.errors import DistillError, TimedOut, Unavailable
-from protos.rpc.channel import SERVER_TOKEN, open_channel
+from protos.errors import TimedOut
 from protos.rpc.statuses import fault_of
-from protos.rpc.transport import MAX_PAGE_JOBS, STREAM_OPEN
+from protos.rpc.transport import MAX_PAGE_JOBS
 
-_Request = TypeVar("_Request")
-_Answer = TypeVar("_Answer")
 
-# A restarting server is back within this time. A unary call waits this long before its retry; a
-# stream waits `patience_seconds`.
-_RESTART_SECONDS = 1.5
-_FIRST_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 2.0
+@dataclass(frozen=True)
+class JobHandle(Job):
+    """A job as the server reported it, with the methods of DistillClient for this job.
+
+    The values do not change; `refresh` and `wait` return a handle with new ones. Each method raises
+    what the method of DistillClient with its name raises.
+    """
+
+    client: DistillClient = field(repr=False, compare=False, kw_only=True)
+
+    def refresh(self) -> JobHandle:
+        """Return the job as it is now; see `DistillClient.get`."""
+        return self.client.get(self.id)
+
+    def wait(self, timeout: float | None = None) -> JobHandle:
+        """Wait until the job ends, and return it; see `DistillClient.wait`."""
+        return self.client.wait(self.id, timeout)
+
+    def watch(self, after_seq: int = 0, *, timeout: float | None = None) -> Iterator[JobEvent]:
+        """Yield every event until the job ends; see `DistillClient.watch`."""
+        return self.client.watch(self.id, after_seq, timeout=timeout)
+
+    def history(self) -> Sequence[JobEvent]:
+        """Return every event up to now; see `DistillClient.history`."""
+        return self.client.history(self.id)
+
+    def logs(
+        self, *, attempt: int = 0, follow: bool = False, tail_lines: int = 0
+    ) -> Iterator[bytes]:
+        """Yield the log of an attempt in chunks; see `DistillClient.logs`."""
+        return self.client.logs(self.id, attempt=attempt, follow=follow, tail_lines=tail_lines)
+
+    def cancel(self, *, now: bool = False) -> JobHandle:
+        """Cancel the job without waiting for its end; see `DistillClient.cancel`."""
+        return self.client.cancel(self.id, now=now)
+
+    def resume(self, *, max_steps: int | None = None, from_step: int | None = None) -> JobHandle:
+        """Queue a new attempt of the job, which has ended; see `DistillClient.resume`."""
+        return self.client.resume(self.id, max_steps=max_steps, from_step=from_step)
+
+    def pull(self, destination: Path | str, *, checkpoint: Checkpoint | None = None) -> Path:
+        """Download the export or a checkpoint into a new directory; see `DistillClient.pull`."""
+        return self.client.pull(self.id, destination, checkpoint=checkpoint)
 
 
 class DistillClient:
@@ -67,11 +100,10 @@ class DistillClient:
         timeout: seconds for one unary call; streams have no timeout
         patience_seconds: how long a stream waits for a server that cannot be reached
         """
-        self._server = f"distill server {address}"
-        self._timeout = timeout
-        self._patience = patience_seconds
-        self._channel = open_channel(address, token=SERVER_TOKEN)
-        self._stub = DistillStub(self._channel)
+        self._connection = ServerConnection(
+            address, timeout=timeout, patience_seconds=patience_seconds
+        )
+        self._stub = DistillStub(self._connection.channel)
 
     def __enter__(self) -> DistillClient:
         return self
@@ -86,7 +118,7 @@ class DistillClient:
 
     def close(self) -> None:
         """Close the connection and cancel open streams. The client cannot be used afterwards."""
-        self._channel.close()
+        self._connection.channel.close()
 
     def submit(
         self, config: AnyJob, *, config_text: str = "", idempotency_key: str | None = None
@@ -104,16 +136,18 @@ class DistillClient:
             # Made once per call, so that a retry of the call cannot queue a second job.
             idempotency_key=idempotency_key or secrets.token_hex(16),
         )
-        return handle_of(self, self._call(self._stub.SubmitJob, request))
+        return _handle_of(self, self._connection.call(self._stub.SubmitJob, request))
 
     def check(self, config: AnyJob) -> None:
         """Raise the error that `submit` would raise for this job now. Queues nothing."""
         request = pb.CheckJobRequest(config_json=config.model_dump_json())
-        self._call(self._stub.CheckJob, request, again=False)
+        self._connection.call(self._stub.CheckJob, request, again=False)
 
     def get(self, job_id: str) -> JobHandle:
         """Return a job, including `config_json` and `checkpoints`."""
-        return handle_of(self, self._call(self._stub.GetJob, pb.GetJobRequest(job_id=job_id)))
+        return _handle_of(
+            self, self._connection.call(self._stub.GetJob, pb.GetJobRequest(job_id=job_id))
+        )
 
     def list(
         self, *, state: JobState | None = None, limit: int = 50, before_id: str = ""
@@ -127,8 +161,8 @@ class DistillClient:
         while len(jobs) < limit:
             asked = min(limit - len(jobs), MAX_PAGE_JOBS)
             request = pb.ListJobsRequest(state=number, limit=asked, before_id=before_id)
-            page = self._call(self._stub.ListJobs, request).jobs
-            jobs += [handle_of(self, job) for job in page]
+            page = self._connection.call(self._stub.ListJobs, request).jobs
+            jobs += [_handle_of(self, job) for job in page]
             if len(page) < asked:
                 break
             before_id = page[-1].id
@@ -140,7 +174,7 @@ class DistillClient:
         Returns without waiting; call `wait` to wait for the end. Cancelling again is harmless.
         """
         request = pb.CancelJobRequest(job_id=job_id, now=now)
-        return handle_of(self, self._call(self._stub.CancelJob, request))
+        return _handle_of(self, self._connection.call(self._stub.CancelJob, request))
 
     def resume(
         self, job_id: str, *, max_steps: int | None = None, from_step: int | None = None
@@ -155,7 +189,7 @@ class DistillClient:
         )
         # Not retried: if only the reply was lost, the job has already resumed, and a second call
         # would fail.
-        return handle_of(self, self._call(self._stub.ResumeJob, request, again=False))
+        return _handle_of(self, self._connection.call(self._stub.ResumeJob, request, again=False))
 
     def watch(
         self, job_id: str, after_seq: int = 0, *, timeout: float | None = None
@@ -214,7 +248,7 @@ class DistillClient:
         request = pb.StreamLogsRequest(
             job_id=job.id, attempt=attempt or job.attempt, follow=follow, tail_lines=tail_lines
         )
-        for chunk in self._lasting(lambda: self._stub.StreamLogs(request)):
+        for chunk in self._connection.lasting(lambda: self._stub.StreamLogs(request)):
             request.after_offset, request.tail_lines = chunk.next_offset, 0
             yield chunk.data
 
@@ -251,36 +285,10 @@ class DistillClient:
                 for chunk in call:
                     download.add(chunk)
             except grpc.RpcError as error:
-                raise fault_of(error, self._server) from error
+                raise fault_of(error, self._connection.name) from error
             finally:
                 call.cancel()
             return download.finish()
-
-    def _call(
-        self,
-        method: grpc.UnaryUnaryMultiCallable[_Request, _Answer],
-        request: _Request,
-        *,
-        again: bool = True,
-    ) -> _Answer:
-        """Make a unary call within the timeout, and retry once if the server cannot be reached.
-
-        `again` allows the retry. An Unavailable error with a field is not retried: the server sent
-        it, because it could not reach a job's teacher.
-        """
-        deadline = time.monotonic() + self._timeout
-        try:
-            return method(request, timeout=self._timeout)
-        except grpc.RpcError as error:
-            fault = fault_of(error, self._server)
-            if not again or not isinstance(fault, Unavailable) or fault.field:
-                raise fault from error
-        patience = max(0.001, min(_RESTART_SECONDS, deadline - time.monotonic()))
-        try:
-            return method(request, timeout=patience, wait_for_ready=True)
-        except grpc.RpcError as error:
-            second = fault_of(error, self._server)
-            raise fault if isinstance(second, TimedOut) else second from error
 
     def _events(
         self, job_id: str, after_seq: int, deadline: float | None
@@ -291,66 +299,32 @@ class DistillClient:
             left = None if deadline is None else max(0.001, deadline - time.monotonic())
             return self._stub.WatchJob(request, timeout=left)
 
-        for event in self._lasting(open_stream, deadline):
+        for event in self._connection.lasting(open_stream, deadline):
             request.after_seq = event.seq
             yield _event_of(event)
 
-    def _lasting(
-        self, open_stream: Callable[[], Iterator[_Answer]], deadline: float | None = None
-    ) -> Iterator[_Answer]:
-        """Yield the messages of a stream, and reopen the stream whenever the server goes away.
 
-        `open_stream` must open it behind the last message received.
-        """
-        away_since: float | None = None
-        pauses = _pauses()
-        while True:
-            # Any: grpc's types do not say that a response iterator is also a grpc.Call.
-            call: Any = open_stream()
-            try:
-                if STREAM_OPEN in call.initial_metadata():
-                    away_since, pauses = None, _pauses()
-                yield from call
-                return
-            except grpc.RpcError as error:
-                away_since = away_since or time.monotonic()
-                fault = self._fault_of_stream(error)
-                out_of_patience = time.monotonic() - away_since > self._patience
-                if out_of_patience or not isinstance(fault, Unavailable):
-                    raise fault from error
-            finally:
-                call.cancel()
-            time.sleep(next(pauses))
-            self._wait_for_server(min(deadline or inf, away_since + self._patience))
-
-    def _wait_for_server(self, until: float) -> None:
-        """Wait for a connection, for a few seconds at most.
-
-        The wait is short because a server that keeps crashing may be up only for moments.
-        """
-        ready = grpc.channel_ready_future(self._channel)
-        try:
-            ready.result(min(_LONGEST_PAUSE_SECONDS, max(0.0, until - time.monotonic())))
-        except grpc.FutureTimeoutError:
-            ready.cancel()
-
-    def _fault_of_stream(self, error: grpc.RpcError) -> DistillError:
-        call: Any = error
-        if call.code() is grpc.StatusCode.CANCELLED:
-            # The server cancelled the call: a server that shuts down cancels streams that did not
-            # end within its grace period.
-            return Unavailable(
-                f"the {self._server} ended the stream", hint="check that it is not shutting down"
-            )
-        return fault_of(error, self._server)
-
-
-def _pauses() -> Iterator[float]:
-    """Yield growing pauses in seconds, with jitter so that not all clients reconnect at once."""
-    pause = _FIRST_PAUSE_SECONDS
-    while True:
-        yield pause * random.uniform(0.5, 1.0)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+def _handle_of(client: DistillClient, job: pb.Job) -> JobHandle:
+    """Return the handle of a job that the server of `client` has sent."""
+    return JobHandle(
+        id=job.id,
+        name=job.name,
+        kind=job.kind,
+        state=JobState(pb.JobState.Name(job.state)),
+        reason=job.reason,
+        phase=job.phase,
+        attempt=job.attempt,
+        step=job.step,
+        max_steps=job.max_steps,
+        created_at=job.created_at,
+        started_at=job.started_at,
+        ended_at=job.ended_at,
+        last_seq=job.last_seq,
+        metrics=dict(job.metrics),
+        config_json=job.config_json,
+        checkpoints=tuple(job.checkpoints),
+        client=client,
+    )
 
 
 def _event_of(event: pb.JobEvent) -> JobEvent:

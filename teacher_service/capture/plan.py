@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,12 +128,12 @@ def read_plan(directory: Path, key: str) -> Plan | None:
         facts = json.loads((directory / _FACTS).read_text())
         if facts["key"] != key:
             return None
-        arrays = [_mapped(directory / name, dtype) for name, dtype in _DTYPES.items()]
-        return Plan(*arrays, too_long=facts["too_long"], empty=facts["empty"])
+        arrays = {name: _mapped(directory / name, dtype) for name, dtype in _DTYPES.items()}
+        return Plan(**arrays, too_long=facts["too_long"], empty=facts["empty"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _mapped(path: Path, dtype: str) -> NDArray[np.integer]:
+def _mapped(path: Path, dtype: str) -> NDArray[Any]:
     # An empty file cannot be mapped.
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)

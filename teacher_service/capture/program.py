@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import pickle
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,9 @@ from typing import Any
 from clients.config.capture import CaptureJob
 from clients.config.file import named_files
 from clients.data.hub import use_caches_if_away
+from clients.data.prompt_format import template_text
 from clients.data.records import DataSet
+from clients.data.tokenization import tokens_of
 from clients.preflight.files import check_here
 from clients.preflight.teachers import check_capture
 from clients.runs.directory import RunDirectory, Verdict
@@ -187,8 +188,15 @@ def _plan_key(job: CaptureJob, tokenizer: Any, others: Sequence[object]) -> str:
     """Return a digest of all that a plan depends on."""
     facts = [job.data.model_dump(mode="json"), job.method.max_tokens, *others]
     hasher = hashlib.sha256(json.dumps(facts).encode())
-    hasher.update(pickle.dumps(tokenizer))
+    hasher.update(json.dumps(_facts_of(tokenizer)).encode())
     return hasher.hexdigest()
+
+
+def _facts_of(tokenizer: Any) -> list[str]:
+    """Return texts that change with what the tokenizer makes of a record."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # older kinds have none
+    rules = [backend.to_str()] if backend is not None else tokens_of(tokenizer)
+    return [repr(tokenizer), template_text(tokenizer.chat_template) or "", *rules]
 
 
 class _Look:

@@ -47,7 +47,7 @@ def rows_of_chosen_ids(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock
     """Return the rows in the answer to `ask_chosen_ids`. Raises Corrupt if they are not rows."""
     try:
         data = base64.b64decode(answer["prompt_token_id_logprobs"], validate=True)
-        found = np.load(io.BytesIO(data), allow_pickle=False).astype(np.float32)
+        found = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False).astype(np.float32)
     except (KeyError, TypeError, ValueError, EOFError) as error:
         raise _corrupt(f"has no log-probs of the ids: {error!r}") from error
     expected = _columns(query).shape

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = [
     (
         ["distill-teacher", "--model", "x"],
-        "distill-teacher needs pyarrow, redis, safetensors, torch, transformers, which",
+        "distill-teacher needs httpx, pyarrow, redis, safetensors, torch, transformers, which",
     ),
     (
         ["distill-rollouts", "--model", "x"],
@@ -29,16 +29,16 @@ COMMANDS = [
     ),
     (
         ["distill", "demo"],
-        "distill demo needs pyarrow, redis, safetensors, torch, transformers, accel",
+        "distill demo needs httpx, pyarrow, redis, safetensors, torch, transformers, accel",
     ),
     (
         ["distill", "demo-rl"],
-        "distill demo-rl needs pyarrow, redis, safetensors, torch, transformers, accel",
+        "distill demo-rl needs httpx, pyarrow, redis, safetensors, torch, transformers, accel",
     ),
     (["distill", "run", "{job}"], "method.type: training needs accelerate, datasets, peft,"),
     (
         ["distill", "capture", "{capture}"],
-        "method.type: a capture needs pyarrow, redis, safetensors, torch,",
+        "method.type: a capture needs httpx, pyarrow, redis, safetensors, torch,",
     ),
     (["distill", "eval", "x", "--reward", "f1", "--data", "{job}"], "MODEL: the evaluation of a"),
     (

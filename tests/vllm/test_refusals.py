@@ -98,7 +98,6 @@ def test_options_of_another_engine(settings: dict[str, object], field: str) -> N
         "max_batch_tokens": 1024,
         "max_top_k": 64,
         "vllm": VllmSettings(1, 0.9),
-        "endpoint": EndpointSettings("", ""),
     }
     with pytest.raises(InvalidInput) as caught:
         make_engine(EngineSettings(**{**plain, **settings}))

@@ -14,8 +14,7 @@ import pytest
 
 from clients.cli.app import main
 from clients.jobs.artifacts import Checkpoint, checkpoint_step, pull_run
-from clients.jobs.client import DistillClient
-from clients.jobs.handle import JobHandle
+from clients.jobs.client import DistillClient, JobHandle
 from clients.jobs.job import JobState
 from clients.jobs.record import record_of_run
 from clients.runs.directory import RunDirectory

@@ -1,0 +1,118 @@
+"""Calls to a job server that outlast its restarts."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from math import inf
+from typing import Any, TypeVar
+
+import grpc
+
+from protos.errors import DistillError, TimedOut, Unavailable
+from protos.rpc.channel import SERVER_TOKEN, open_channel
+from protos.rpc.statuses import fault_of
+from protos.rpc.transport import STREAM_OPEN
+
+_Request = TypeVar("_Request")
+_Answer = TypeVar("_Answer")
+
+# A restarting server is back within this time. A unary call waits this long before its retry; a
+# stream waits `patience_seconds`.
+_RESTART_SECONDS = 1.5
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 2.0
+
+
+class ServerConnection:
+    """A channel to one job server; see DistillClient for the arguments. Safe to share."""
+
+    def __init__(self, address: str, *, timeout: float, patience_seconds: float) -> None:
+        self.name = f"distill server {address}"
+        self.channel = open_channel(address, token=SERVER_TOKEN)
+        self._timeout = timeout
+        self._patience = patience_seconds
+
+    def call(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[_Request, _Answer],
+        request: _Request,
+        *,
+        again: bool = True,
+    ) -> _Answer:
+        """Make a unary call within the timeout, and retry once if the server cannot be reached.
+
+        `again` allows the retry. An Unavailable error with a field is not retried: the server sent
+        it, because it could not reach a job's teacher.
+        """
+        deadline = time.monotonic() + self._timeout
+        try:
+            return method(request, timeout=self._timeout)
+        except grpc.RpcError as error:
+            fault = fault_of(error, self.name)
+            if not again or not isinstance(fault, Unavailable) or fault.field:
+                raise fault from error
+        patience = max(0.001, min(_RESTART_SECONDS, deadline - time.monotonic()))
+        try:
+            return method(request, timeout=patience, wait_for_ready=True)
+        except grpc.RpcError as error:
+            second = fault_of(error, self.name)
+            raise fault if isinstance(second, TimedOut) else second from error
+
+    def lasting(
+        self, open_stream: Callable[[], Iterator[_Answer]], deadline: float | None = None
+    ) -> Iterator[_Answer]:
+        """Yield the messages of a stream, and reopen the stream whenever the server goes away.
+
+        `open_stream` must open it behind the last message received.
+        """
+        away_since: float | None = None
+        pauses = _pauses()
+        while True:
+            # Any: grpc's types do not say that a response iterator is also a grpc.Call.
+            call: Any = open_stream()
+            try:
+                if STREAM_OPEN in call.initial_metadata():
+                    away_since, pauses = None, _pauses()
+                yield from call
+                return
+            except grpc.RpcError as error:
+                away_since = away_since or time.monotonic()
+                fault = self._fault_of_stream(error)
+                out_of_patience = time.monotonic() - away_since > self._patience
+                if out_of_patience or not isinstance(fault, Unavailable):
+                    raise fault from error
+            finally:
+                call.cancel()
+            time.sleep(next(pauses))
+            self._wait_for_server(min(deadline or inf, away_since + self._patience))
+
+    def _wait_for_server(self, until: float) -> None:
+        """Wait for a connection, for a few seconds at most.
+
+        The wait is short because a server that keeps crashing may be up only for moments.
+        """
+        ready = grpc.channel_ready_future(self.channel)
+        try:
+            ready.result(min(_LONGEST_PAUSE_SECONDS, max(0.0, until - time.monotonic())))
+        except grpc.FutureTimeoutError:
+            ready.cancel()
+
+    def _fault_of_stream(self, error: grpc.RpcError) -> DistillError:
+        call: Any = error
+        if call.code() is grpc.StatusCode.CANCELLED:
+            # The server cancelled the call: a server that shuts down cancels streams that did not
+            # end within its grace period.
+            return Unavailable(
+                f"the {self.name} ended the stream", hint="check that it is not shutting down"
+            )
+        return fault_of(error, self.name)
+
+
+def _pauses() -> Iterator[float]:
+    """Yield growing pauses in seconds, with jitter so that not all clients reconnect at once."""
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        yield pause * random.uniform(0.5, 1.0)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

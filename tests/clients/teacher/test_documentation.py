@@ -1,0 +1,19 @@
+"""The example of docs/python.md, against a teacher that runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.documents import blocks
+from tests.teacher_service.conftest import StartTeacher
+
+
+def test_the_rows_of_the_documentation(
+    start_teacher: StartTeacher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = start_teacher("--engine", "fake", "--model", "vocab=64")
+    (block,) = blocks("docs/python.md", "rows")
+    assert block.body.count("localhost:50052") == 1
+    exec(block.body.replace("localhost:50052", teacher.address), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [len(line.strip("[]").split()) for line in lines] == [3, 2]
