@@ -102,7 +102,7 @@ class HttpEndpoint:
         raise AssertionError("pauses do not end")
 
     def _parsed(self, response: httpx.Response) -> Any:
-        if response.status_code in (401, 403):
+        if response.status_code == 401:  # 403 has other reasons too: a door that is shut
             raise Unauthenticated(
                 f"the endpoint {self.url} refuses the key: {_message(response)}",
                 field=_FIELD,

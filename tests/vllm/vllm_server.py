@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import torch
 
 from tests.ports import free_ports
 
@@ -24,7 +25,8 @@ def vllm_server(model: Path, log: Path, *options: str) -> Iterator[str]:
     """Serve `model` with vLLM's HTTP interface on the CPU; yields its address."""
     [port] = free_ports(1)
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+        # `vllm serve` wants the package's metadata under the name vllm, which CPU builds lack.
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME),
         *("--api-key", KEY, "--dtype", "float32", "--enforce-eager"),
         *("--max-logprobs", str(MAX_LOGPROBS), *options),
@@ -33,7 +35,8 @@ def vllm_server(model: Path, log: Path, *options: str) -> Iterator[str]:
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        # It needs Triton.
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(torch.cuda.is_available())),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }

@@ -45,6 +45,7 @@ class VllmLike(ThreadingHTTPServer):
         self.faults: list[tuple[int, dict[str, str]]] = []
         self.change: Callable[[Answer], Answer] = lambda answer: answer
         self.requests = 0
+        self.shut = False  # for chosen ids, as vLLM without --enable-scale-out
 
     def answer(self, path: str, body: Answer) -> tuple[int, Answer]:
         tokens = np.array(body.get("prompt", body.get("token_ids")), np.int32)
@@ -52,6 +53,8 @@ class VllmLike(ThreadingHTTPServer):
             return 400, {"error": {"message": "Token id is out of vocabulary"}}
         if path == "/v1/completions":
             return 200, self._likeliest(tokens, body["prompt_logprobs"])
+        if self.shut:
+            return 403, {"error": {"message": "Scale-out endpoints are disabled."}}
         asked = body["sampling_params"]
         ids = np.array(asked["prompt_logprob_token_ids"], np.int32)
         start = asked["prompt_logprob_start"] + 1
@@ -259,6 +262,14 @@ def test_a_server_that_refuses_what_the_engine_needs(server: VllmLike, tiny_mode
     with pytest.raises(InvalidInput, match="which the tokenizer has") as caught:
         engine_of(server, tiny_model)
     assert caught.value.field == "--tokenizer"
+
+
+def test_a_door_that_is_shut(server: VllmLike, tiny_model: Path) -> None:
+    """It is not a wrong key."""
+    server.shut = True
+    engine = engine_of(server, tiny_model)
+    assert (engine.info.limits.max_chosen_ids, engine.info.limits.max_top_k) == (0, 16)
+    engine.close()
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/", ""])
