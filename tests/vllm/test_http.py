@@ -1,0 +1,169 @@
+"""The HTTP front beside vLLM's own server: the same answers, and TRL's trainer learns the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.ports import free_ports
+from tests.teacher_service.http.asking import Site
+from tests.teacher_service.processes import TeacherProcess
+from tests.vllm.model import VOCAB_SIZE, save_model
+
+MISSING = [name for name in ("vllm", "trl") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"make test-vllm has {MISSING}"),
+    pytest.mark.timeout(900),  # a start of vLLM takes 20 s, on a machine with other work minutes
+]
+# TRL's documentation asks for these two of a teacher's server.
+FOR_TRL = ["--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture(scope="module")
+def theirs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of vLLM's own server of the model."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--port", str(port), "--dtype", "float32", "--max-model-len", "512", *FOR_TRL]
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, "--enforce-eager"], stdout=output, stderr=subprocess.STDOUT
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(url, process, log)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    while True:
+        assert process.poll() is None, log.read_text()[-4000:]
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                assert answer.status == 200
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(1)
+
+
+@pytest.fixture(scope="module")
+def ours(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a teacher of the same model, run by transformers."""
+    options = ["--engine", "hf", "--model", str(model), "--dtype", "float32", "--device", "cpu"]
+    log = tmp_path_factory.mktemp("ours") / "log"
+    teacher = TeacherProcess([*options, "--http-port", "0", "--no-cache"], log=log, launched=True)
+    try:
+        yield Site(teacher).url
+    finally:
+        teacher.close()
+
+
+def asked(url: str, path: str, fields: Any = None) -> Any:
+    data = None if fields is None else json.dumps(fields).encode()
+    headers = {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url + path, data, headers)) as answer:
+        return json.load(answer)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, VOCAB_SIZE, length).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("k", [0, 1, 8])
+def test_the_answers_of_vllm(ours: str, theirs: str, k: int) -> None:
+    """Field by field; a token beyond the k has its true rank there, and k + 1 here."""
+    found = []
+    for url in (ours, theirs):
+        name = asked(url, "/v1/models")["data"][0]["id"]
+        fields = {"model": name, "prompt": prompts(2, 40, 300), "max_tokens": 1}
+        found.append(asked(url, "/v1/completions", {**fields, "prompt_logprobs": k}))
+    mine, other = found
+    assert mine.keys() <= other.keys()
+    for one, two in zip(mine["choices"], other["choices"], strict=True):
+        assert one.keys() <= two.keys()
+        for field in ("index", "finish_reason", "logprobs", "stop_reason"):
+            assert one[field] == two[field]
+        rows = zip(one["prompt_logprobs"][1:], two["prompt_logprobs"][1:], strict=True)
+        assert one["prompt_logprobs"][0] is two["prompt_logprobs"][0] is None
+        for row, expected in rows:
+            # In the same order as well: the token of the prompt is the first.
+            assert [*row] == [*expected]
+            for token, entry in row.items():
+                assert entry["logprob"] == pytest.approx(expected[token]["logprob"], abs=1e-4)
+                assert entry["rank"] == min(expected[token]["rank"], max(k, 1) + 1)
+
+
+def test_the_models_page_of_vllm(ours: str, theirs: str, model: Path) -> None:
+    mine, other = (asked(url, "/v1/models") for url in (ours, theirs))
+    assert mine["object"] == other["object"]
+    assert mine["data"][0]["id"] == other["data"][0]["id"] == str(model)
+    assert mine["data"][0].keys() <= other["data"][0].keys()
+
+
+@pytest.mark.parametrize("k", [1, 8])
+def test_the_client_of_trl_reads_the_same(ours: str, theirs: str, k: int) -> None:
+    from trl.generation.vllm_client import VLLMClient
+
+    sequences = prompts(30, 300, 7)
+    found = [
+        VLLMClient(base_url=url, connection_timeout=60.0).get_sequence_logprobs(
+            sequences, [10, 250, 1], top_logprobs=k
+        )
+        for url in (ours, theirs)
+    ]
+    for field in ("logprob_token_ids", "actual_token_ids"):
+        assert found[0][field] == found[1][field]
+    for field in ("logprobs", "actual_logprobs"):
+        for one, two in zip(found[0][field], found[1][field], strict=True):
+            np.testing.assert_allclose(one, two, atol=1e-4)
+
+
+@pytest.mark.parametrize(("k", "beta"), [(8, 0.0), (1, 1.0)])
+def test_the_trainer_of_trl_learns_the_same(
+    ours: str, theirs: str, k: int, beta: float, tmp_path: Path
+) -> None:
+    """TRL's ServerDistillationTrainer, unchanged, with forward KL of top-8 and reverse KL."""
+    student = save_model(tmp_path / "student", layers=1, std=0.1)
+    losses = [
+        train(student, url, tmp_path / f"{name}.json", k, beta)
+        for name, url in (("ours", ours), ("theirs", theirs))
+    ]
+    print(f"k = {k}, beta = {beta}: {losses}")
+    assert len(losses[0]) == 4
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+
+
+def train(student: Path, url: str, out: Path, k: int, beta: float) -> list[float]:
+    command = [sys.executable, "-m", "tests.vllm.trl_job", str(student), url, str(out)]
+    done = subprocess.run(
+        [*command, str(k), str(beta)],
+        env={**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[float] = json.loads(out.read_text())
+    return found
