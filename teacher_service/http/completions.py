@@ -118,27 +118,24 @@ def prompt_logprobs(block: RowBlock, token_ids: NDArray[np.int32], k: int) -> by
     """Return `,{...}` for each row: its token first, then the other ones of the k head ids."""
     assert block.head_ids is not None
     is_token = block.head_ids == token_ids[:, None]
-    shape = (len(block), k + 1)
     ids = np.concatenate([token_ids[:, None], block.head_ids[:, :k]], axis=1)
     values = np.concatenate([block.token_logprobs[:, None], block.head_logprobs[:, :k]], axis=1)
-    ranks = np.broadcast_to(np.arange(k + 1), shape).copy()
+    ranks = np.broadcast_to(np.arange(k + 1), ids.shape).copy()
     ranks[:, 0] = np.where(is_token.any(1), is_token.argmax(1), block.k) + 1
-    shown = np.ones(shape, bool)
+    first, shown = np.zeros(ids.shape, bool), np.ones(ids.shape, bool)
+    first[:, 0] = True
     shown[:, 1:] = ~is_token[:, :k]
-    opens, continues, closes = (np.zeros(shape, bool) for _ in range(3))
-    opens[:, 0] = True
-    continues[:, 1:] = shown[:, 1:]
-    closes[:, -1] = True
+    opens = first[shown]
     parts = [
-        literal(b",{", opens),
-        literal(b",", continues),
-        literal(b'"', shown),
-        integers(ids, shown),
-        literal(b'":{"logprob":', shown),
-        *logprobs(values, shown),
-        literal(b',"rank":', shown),
-        integers(ranks, shown),
-        literal(b"}", shown),
-        literal(b"}", closes),
+        literal(b"},{", opens),
+        literal(b",", ~opens),
+        literal(b'"'),
+        integers(ids[shown]),
+        literal(b'":{"logprob":'),
+        *logprobs(values[shown]),
+        literal(b',"rank":'),
+        integers(ranks[shown]),
+        literal(b"}"),
     ]
-    return joined(shape, parts)
+    # The first row ends none before it.
+    return b"," + joined(opens.shape, parts)[2:] + b"}"

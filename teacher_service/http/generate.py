@@ -125,18 +125,18 @@ def _triples(ids: NDArray[np.int32], values: NDArray[np.float32]) -> bytes:
 
 def _lists(ids: NDArray[np.int32], values: NDArray[np.floating[Any]]) -> bytes:
     """Return `,[[NATS,ID,null],...]` for each row."""
-    opens, closes = np.zeros(ids.shape, bool), np.zeros(ids.shape, bool)
-    opens[:, 0] = closes[:, -1] = True
+    opens = np.zeros(ids.shape, bool)
+    opens[:, 0] = True
     parts = [
-        literal(b",["),
-        literal(b"[", opens),
+        literal(b"],[[", opens),
+        literal(b",[", ~opens),
         *logprobs(values),
         literal(b","),
         integers(ids),
         literal(b",null]"),
-        literal(b"]", closes),
     ]
-    return joined(ids.shape, parts)
+    # The first row ends none before it.
+    return b"," + joined(ids.shape, parts)[2:] + b"]"
 
 
 def read_generation(body: bytes, limits: RequestLimits) -> Generation:

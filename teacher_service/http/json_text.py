@@ -2,7 +2,7 @@
 
 A text is made of parts. Each part is an array of characters, uint8 [..., width], and a mask of
 those to keep; `joined` puts the parts of an entry side by side and leaves out what is not kept. So
-numbers of different lengths, and entries that are left out, cost one selection in numpy.
+numbers of different lengths cost one selection in numpy.
 """
 
 from __future__ import annotations
@@ -36,29 +36,28 @@ def literal(text: bytes, kept: Mask | None = None) -> Part:
     return Part(chars, np.ones(len(chars), bool) if kept is None else kept[..., None])
 
 
-def integers(values: NDArray[Any], kept: Mask | None = None) -> Part:
-    """Return the digits of integers >= 0, of shape [...], without leading zeros."""
+def integers(values: NDArray[Any]) -> Part:
+    """Return the digits of integers of shape [...], from 0 to 10^9 - 1, without leading zeros."""
     width = len(str(int(values.max(initial=0))))
     chars = _digits(values, width)
     shown = values[..., None] >= 10 ** np.arange(width - 1, -1, -1)
     shown[..., -1] = True
-    return Part(chars, shown if kept is None else shown & kept[..., None])
+    return Part(chars, shown)
 
 
-def logprobs(values: NDArray[np.floating[Any]], kept: Mask | None = None) -> tuple[Part, ...]:
+def logprobs(values: NDArray[np.floating[Any]]) -> tuple[Part, ...]:
     """Return the parts of log-probs of shape [...], in nats, as -I.FFFFFFFFF.
 
     Values below LOWEST_LOGPROB are written as that, values above 0 (rounding) as -0.
     """
     scaled = np.clip(values.astype(np.float64), LOWEST_LOGPROB, 0.0) * -(10.0**DECIMALS)
     whole, fraction = np.divmod(np.rint(scaled).astype(np.int64), 10**DECIMALS)
-    digits = _digits(fraction, DECIMALS)
-    shown = np.ones(DECIMALS, bool) if kept is None else kept[..., None]
-    return literal(b"-", kept), integers(whole, kept), literal(b".", kept), Part(digits, shown)
+    digits = Part(_digits(fraction, DECIMALS), np.ones(DECIMALS, bool))
+    return literal(b"-"), integers(whole), literal(b"."), digits
 
 
 def joined(shape: tuple[int, ...], parts: Sequence[Part]) -> bytes:
-    """Return the text of the entries of `shape` in order, each made of the parts in order."""
+    """Return the text of entries [*shape], in order; each is made of the parts, in order."""
     chars = _side_by_side(shape, [part.chars for part in parts], parts)
     kept = _side_by_side(shape, [part.kept for part in parts], parts)
     text: bytes = chars.reshape(-1)[kept.reshape(-1)].tobytes()

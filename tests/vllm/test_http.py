@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import importlib.util
 import json
 import os
@@ -13,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
 
 import numpy as np
 import pytest
@@ -138,6 +141,29 @@ def test_the_client_of_trl_reads_the_same(ours: str, theirs: str, k: int) -> Non
     for field in ("logprobs", "actual_logprobs"):
         for one, two in zip(found[0][field], found[1][field], strict=True):
             np.testing.assert_allclose(one, two, atol=1e-4)
+
+
+def test_the_async_client_of_trl_reads_the_same(ours: str, theirs: str) -> None:
+    """The requests of its rollout worker, which trains with GPUs only."""
+    import aiohttp
+    from trl.experimental.async_distillation import async_rollout_worker
+
+    async def scored(url: str) -> Any:
+        async with aiohttp.ClientSession() as session:
+            worker: Any = object.__new__(async_rollout_worker._AsyncRolloutLoop)
+            worker.session, worker._counters = session, collections.Counter()
+            worker.teacher_top_k, worker.teacher_temperature = 8, 1.0
+            worker.teacher_server_urls, worker.request_timeout = {"default": url}, 60
+            worker.teacher_model_names = {}
+            await worker._resolve_teacher_model_names()
+            name = worker.teacher_model_names["default"]
+            return await worker._score_with_teacher(*prompts(20, 60), url, name)
+
+    found = [asyncio.run(scored(url)) for url in (ours, theirs)]
+    assert found[0][0] == found[1][0]
+    assert len(found[0][0]) == 60
+    for one, two in zip(found[0][1], found[1][1], strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-4)
 
 
 @pytest.mark.parametrize(("k", "beta"), [(8, 0.0), (1, 1.0)])

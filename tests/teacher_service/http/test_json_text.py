@@ -17,11 +17,11 @@ def test_integers() -> None:
     assert text == b"0,7,10,99,100,12345,262143,1073741824,"
 
 
-def test_entries_that_are_left_out() -> None:
+def test_literals_of_some_entries() -> None:
     values = np.arange(6).reshape(2, 3)
-    kept = values % 2 == 1
-    text = joined(values.shape, [literal(b"<", kept), integers(values, kept), literal(b">", kept)])
-    assert text == b"<1><3><5>"
+    odd = values % 2 == 1
+    text = joined(values.shape, [literal(b"<<", odd), integers(values), literal(b";")])
+    assert text == b"0;<<1;2;<<3;4;<<5;"
     assert joined((0, 3), [literal(b"x"), integers(values[:0])]) == b""
 
 
