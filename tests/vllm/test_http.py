@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from tests.ports import free_ports
-from tests.teacher_service.http.asking import Site
+from tests.teacher_service.http.asking import FAKE, Site, tokens
 from tests.teacher_service.processes import TeacherProcess
 from tests.vllm.model import VOCAB_SIZE, save_model
 
@@ -163,6 +163,26 @@ def test_the_async_client_of_trl_reads_the_same(ours: str, theirs: str) -> None:
     assert len(found[0][0]) == 60
     for one, two in zip(found[0][1], found[1][1], strict=True):
         np.testing.assert_allclose(one, two, atol=1e-4)
+
+
+def test_the_client_of_trl_sends_the_token_of_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl.generation.vllm_client import VLLMClient
+
+    token = "r" * 43
+    monkeypatch.setenv("DISTILL_TOKENS", f"read {token}")
+    teacher = TeacherProcess([*FAKE, "--no-cache"], log=tmp_path / "log", launched=True)
+    try:
+        url = Site(teacher).url
+        client = VLLMClient(base_url=url.replace("//", f"//any:{token}@"))
+        assert (
+            len(client.get_sequence_logprobs([tokens(30)], [10], top_logprobs=3)["logprobs"]) == 1
+        )
+        with pytest.raises(Exception, match="401"):
+            VLLMClient(base_url=url)
+    finally:
+        teacher.close()
 
 
 @pytest.mark.parametrize(("k", "beta"), [(8, 0.0), (1, 1.0)])
