@@ -63,6 +63,17 @@ def hung_up(connection: socket.socket) -> bool:
     return True
 
 
+def refused(site: Site, head: bytes) -> bytes:
+    """The answer to the head of a request."""
+    with socket.create_connection(("127.0.0.1", site.port)) as connection:
+        connection.settimeout(20)
+        connection.sendall(head)
+        answer = b""
+        while not answer.endswith(b"}}"):
+            answer += connection.recv(1 << 16)
+        return answer
+
+
 def eventually(found: Callable[[], bool], seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not found():
@@ -118,18 +129,13 @@ def test_a_body_that_trickles_in_is_cut(site: Site) -> None:
 
 
 def test_a_body_that_is_too_large_is_not_read(site: Site) -> None:
-    head = HEAD + b"Content-Length: %d\r\n\r\n" % (MAX_BODY_BYTES + 1)
-    with socket.create_connection(("127.0.0.1", site.port)) as connection:
-        connection.sendall(head)
-        answer = connection.recv(1 << 16)
+    answer = refused(site, HEAD + b"Content-Length: %d\r\n\r\n" % (MAX_BODY_BYTES + 1))
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"send fewer sequences" in answer
 
 
 def test_a_body_of_unknown_length_is_not_read(site: Site) -> None:
-    with socket.create_connection(("127.0.0.1", site.port)) as connection:
-        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
-        answer = connection.recv(1 << 16)
+    answer = refused(site, HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b"Content-Length: the header is missing" in answer
 
