@@ -27,6 +27,7 @@ from tests.vllm.model import VOCAB_SIZE, save_model
 MISSING = [name for name in ("vllm", "trl") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"make test-vllm has {MISSING}"),
+    pytest.mark.filterwarnings("default"),  # TRL's of vLLM 0.32, which it has not tested
     pytest.mark.timeout(900),  # a start of vLLM takes 20 s, on a machine with other work minutes
 ]
 # TRL's documentation asks for these two of a teacher's server.
@@ -145,7 +146,10 @@ def test_the_client_of_trl_reads_the_same(ours: str, theirs: str, k: int) -> Non
 def test_the_async_client_of_trl_reads_the_same(ours: str, theirs: str) -> None:
     """The requests of its rollout worker, which trains with GPUs only."""
     import aiohttp
+    from accelerate import PartialState
     from trl.experimental.async_distillation import async_rollout_worker
+
+    PartialState(cpu=True)  # its log needs one
 
     async def scored(url: str) -> Any:
         async with aiohttp.ClientSession() as session:
@@ -197,7 +201,7 @@ def test_the_trainer_of_trl_learns_the_same(
     ]
     print(f"k = {k}, beta = {beta}: {losses}")
     assert len(losses[0]) == 4
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
 def train(student: Path, url: str, out: Path, k: int, beta: float) -> list[float]:
