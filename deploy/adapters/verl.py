@@ -7,7 +7,8 @@
 `model_path` is the address of a teacher; several, divided by commas, are replicas. Both variables
 must reach verl's Ray workers (`ray_init.runtime_env.env_vars`), as must `DISTILL_TEACHER_TOKEN` and
 `DISTILL_TLS_CA` of a teacher that needs them. verl reserves the GPUs of `distillation.nnodes` and
-`n_gpus_per_node` all the same: set both to 1. Written for verl 0.9.1.
+`n_gpus_per_node` all the same: set both, and the `tensor_model_parallel_size` of
+`teacher_model.inference`, to 1. Written for verl 0.9.1.
 """
 
 from __future__ import annotations

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from deploy.adapters.verl import DistillTeacher
+from deploy.adapters.verl import DistillTeacher, DistillTeachers
 from protos.errors import InvalidInput
 from tests.teacher_service.http.asking import FAKE, distributions, tokens
 from tests.teacher_service.processes import TeacherProcess
@@ -64,19 +67,43 @@ def test_what_rows_are_not(address: str, changed: dict[str, Any], field: str) ->
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
-@pytest.mark.parametrize("k", [0, 6])
-def test_the_manager_of_verl(address: str, k: int) -> None:
-    """Of an agent loop's worker, where the sequences come from; unchanged."""
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("loss", "k"), [("k3", 0), ("forward_kl_topk", 6)])
+def test_the_manager_of_verl(address: str, loss: str, k: int) -> None:
+    """verl's own configuration and the manager of its workers, unchanged; no Ray and no GPU."""
+    from hydra import compose, initialize_config_module
     from verl.experimental.teacher_loop.teacher_manager import AsyncTeacherLLMServerManager
 
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose(
+            "ppo_trainer",
+            [
+                "distillation.enabled=True",
+                "distillation.nnodes=1",
+                "distillation.n_gpus_per_node=1",
+                "distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size=1",
+                f"distillation.teacher_models.teacher_model.model_path={address}",
+                f"distillation.distillation_loss.loss_mode={loss}",
+                "distillation.distillation_loss.topk=6",
+                "actor_rollout_ref.rollout.name=vllm",
+            ],
+        )
     ids = tokens(40)
-    manager: Any = object.__new__(AsyncTeacherLLMServerManager)
-    settings = SimpleNamespace(use_topk=k > 0)
-    manager.distillation_loss_config = SimpleNamespace(topk=k, loss_settings=settings)
-    inference = SimpleNamespace(temperature=1.0, max_model_len=None)
-    manager.teacher_model_configs = {"default": SimpleNamespace(inference=inference)}
-    manager.teacher_client = {"default": DistillTeacher(address)}
+    manager = AsyncTeacherLLMServerManager(config, DistillTeachers(config, None).get_client())
     found = asyncio.run(manager.compute_teacher_logprobs_single(ids))
     heads, values = expected(ids, k)
     np.testing.assert_array_equal(found[0], heads)
     np.testing.assert_allclose(found[1], values, atol=2e-6)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
+def test_verl_takes_the_adapter() -> None:
+    code = "import verl.trainer.ppo.v1.trainer_base as base; print(base.MultiTeacherModelManager)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "VERL_USE_EXTERNAL_MODULES": "deploy.adapters.verl"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert "deploy.adapters.verl.DistillTeachers" in done.stdout, done.stderr[-4000:]
