@@ -61,13 +61,14 @@ lint: setup docs  ## check style, types, import contracts and the links of the d
 docs: setup  ## build the documentation into site/; a broken link fails the build
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: setup  ## run the CPU benchmarks: loss, cache, wire format, scoring, server, memory of processes; takes minutes on an idle machine
+bench: setup  ## run the CPU benchmarks: loss, cache, wire format, HTTP, scoring, server, memory of processes; takes minutes on an idle machine
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m benchmarks.loss
 	$(BIN)/python -m benchmarks.estimators
 	$(BIN)/python -m benchmarks.long_sequences
 	$(BIN)/python -m benchmarks.cache
 	$(BIN)/python -m benchmarks.wire
+	$(BIN)/python -m benchmarks.http_front
 	$(BIN)/python -m benchmarks.scoring
 	$(BIN)/python -m benchmarks.server
 	$(BIN)/python -m benchmarks.process_bytes

@@ -51,6 +51,7 @@ app = typer.Typer(
 def teacher(
     model: ModelOption,
     port: PortOption = 50052,
+    http_port: options.HttpPortOption = None,
     host: HostOption = "127.0.0.1",
     token_file: TokenFileOption = None,
     tls_cert: TlsCertOption = None,
@@ -87,11 +88,9 @@ def teacher(
     from protos.auth.tls import TlsFiles
     from protos.rpc.server import read_endpoint
     from teacher_service import program
-    from teacher_service.cache.settings import CacheSettings
+    from teacher_service.http.front import HttpFront
 
     sizes = cache_memory_mib << 20, cache_disk_gib << 30
-    directory, seconds = cache_dir or _default_cache(), redis_ttl_hours * 3600
-    cache = CacheSettings(directory, *sizes, cache_zstd, redis_url, seconds)
     vllm = program.VllmSettings(tensor_parallel_size, gpu_memory_share)
     endpoint = program.EndpointSettings(tokenizer or "", served_model or "")
     chosen = program.EngineSettings(
@@ -103,22 +102,33 @@ def teacher(
         settings = program.TeacherSettings(
             engine=chosen,
             endpoint=read_endpoint(host, port, token_file, tls, insecure=insecure),
-            cache=_kept(cache, no_cache),
+            cache=_kept_cache(no_cache, cache_dir, sizes, cache_zstd, redis_url, redis_ttl_hours),
             metrics=None if metrics_port is None else (metrics_host, metrics_port),
+            http=None if http_port is None else HttpFront(http_port, tls),
         )
         program.run(settings)
 
 
-def _kept(cache: CacheSettings, no_cache: bool) -> CacheSettings | None:
+def _kept_cache(
+    no_cache: bool,
+    directory: Path | None,
+    sizes: tuple[int, int],
+    zstd: bool,
+    redis_url: str | None,
+    redis_ttl_hours: int,
+) -> CacheSettings | None:
     from protos.errors import InvalidInput
+    from teacher_service.cache.settings import CacheSettings
 
-    if no_cache and cache.redis_url:
+    if no_cache and redis_url:
         raise InvalidInput(
             "cannot be combined with --no-cache, which keeps no rows",
             field="--redis-url",
             hint="remove one of the two options",
         )
-    return None if no_cache else cache
+    directory, seconds = directory or _default_cache(), redis_ttl_hours * 3600
+    found = CacheSettings(directory, *sizes, zstd, redis_url, seconds)
+    return None if no_cache else found
 
 
 def _default_cache() -> Path:

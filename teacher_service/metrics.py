@@ -75,6 +75,10 @@ class TeacherMetrics:
         self._first.observe(measured.seconds_to_first)
         self._whole.observe(seconds)
 
+    def refused(self, error: DistillError) -> None:
+        """Count a request that was refused before any of its sequences was scored."""
+        self._requests.labels(error.code).inc()
+
     def forward(self, *, rows: int, fill: float, seconds: float) -> None:
         """Record one scored batch, or one query of an engine that batches by itself.
 

@@ -21,6 +21,15 @@ ServedModelOption = Annotated[
     str | None,
     typer.Option(help="Name of the model at the server, if it has several (endpoint)."),
 ]
+HttpPortOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Also answer HTTP on this port, as vLLM (/v1/completions) and SGLang (/generate) do; "
+        "0: any free port. Default: no HTTP.",
+    ),
+]
 DtypeOption = Annotated[
     str, typer.Option(help="Dtype of the weights: auto (as saved), float32, bfloat16 or float16.")
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
 import grpc.aio
@@ -17,7 +18,11 @@ from protos.rpc.server import ServerEndpoint, serve
 from teacher_service.cache.row_cache import RowCache
 from teacher_service.cache.settings import CacheSettings, make_cache, open_redis
 from teacher_service.engines.base import AsksServer, ContinuousEngine, Engine
+from teacher_service.http.app import Teacher
+from teacher_service.http.callers import Callers
+from teacher_service.http.front import HttpFront
 from teacher_service.metrics import TeacherMetrics
+from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.dispatcher import Dispatcher
 from teacher_service.serving.feeder import Feeder
@@ -72,13 +77,14 @@ class TeacherSettings:
     """The settings of `distill-teacher`.
 
     With `cache` None, no rows are kept. `metrics` is the (host, port) of the metrics page, or None
-    for no page.
+    for no page. `http` None: the teacher answers gRPC only.
     """
 
     engine: EngineSettings
     endpoint: ServerEndpoint
     cache: CacheSettings | None
     metrics: tuple[str, int] | None
+    http: HttpFront | None = None
 
 
 def run(settings: TeacherSettings) -> None:
@@ -92,6 +98,8 @@ def run(settings: TeacherSettings) -> None:
     with metrics_page(metrics.registry, settings.metrics):
         # Check before loading, which takes minutes, and after the page has bound its port.
         settings.endpoint.require_usable()
+        if settings.http:
+            settings.http.require_usable(settings.endpoint)
         engine = make_engine(settings.engine)
         difference = run_self_test(engine)
         meaning = "Largest difference of two scorings of a token at startup."
@@ -192,26 +200,46 @@ async def _serve(
             metrics=metrics,
         )
     async with cache or nullcontext(), dispatching as dispatcher:
-        scorer = RowScorer(dispatcher, cache)
+        scorer, budget = RowScorer(dispatcher, cache), AnswerBudget()
         weights = Weights(engine, dispatcher)
-        servicer = TeacherServicer(scorer, dispatcher, weights, limits, metrics)
+        servicer = TeacherServicer(scorer, dispatcher, weights, limits, metrics, budget)
+        teacher = Teacher(scorer, dispatcher, limits, metrics, Callers(budget))
+        async with _http(settings, teacher) as (url, stop_http):
 
-        def register(server: grpc.aio.Server) -> str:
-            teacher_pb2_grpc.add_TeacherServicer_to_server(servicer, server)
-            return "distill.v1.Teacher"
+            def register(server: grpc.aio.Server) -> str:
+                teacher_pb2_grpc.add_TeacherServicer_to_server(servicer, server)
+                return "distill.v1.Teacher"
 
-        def on_ready(port: int) -> None:
-            facts = {"engine": info.name, "model": info.model, "dtype": info.dtype}
-            log.info("serving", extra=fields(**facts, fingerprint=info.fingerprint[:16]))
-            print(f"teacher listening on {settings.endpoint.address(port)}", flush=True)
+            def on_ready(port: int) -> None:
+                facts = {"engine": info.name, "model": info.model, "dtype": info.dtype}
+                log.info("serving", extra=fields(**facts, fingerprint=info.fingerprint[:16]))
+                print(f"teacher listening on {settings.endpoint.address(port)}", flush=True)
+                if url:
+                    print(f"HTTP on {url}", flush=True)
 
-        await serve(
-            register,
-            settings.endpoint,
-            grace_seconds=GRACE_SECONDS,
-            on_ready=on_ready,
-            on_stop=servicer.drain,
-            stop=stop,
-        )
+            def on_stop() -> None:
+                stop_http()
+                servicer.drain()
+
+            await serve(
+                register,
+                settings.endpoint,
+                grace_seconds=GRACE_SECONDS,
+                on_ready=on_ready,
+                on_stop=on_stop,
+                stop=stop,
+            )
         if dispatcher.broken:
             raise SystemExit(1)
+
+
+@asynccontextmanager
+async def _http(
+    settings: TeacherSettings, teacher: Teacher
+) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """Serve HTTP within the block, if settings.http. Yields the URL or "", and how to end it."""
+    if settings.http is None:
+        yield "", lambda: None
+    else:
+        async with settings.http.serving(teacher, settings.endpoint) as found:
+            yield found

@@ -32,6 +32,7 @@ MODULES = {
     "teacher_service.capture",
     "tests.distill_server.dashboard.scripted_site",
     "tests.distill_server.scripted_server",
+    "tests.teacher_service.http.impatient",
 }
 # The arguments of Popen._execute_child after the first.
 _GIVEN = (

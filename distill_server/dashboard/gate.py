@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from distill_server.dashboard.responses import fault_answer
 from protos.auth.access import Role, Tokens
 from protos.errors import DistillError, Forbidden, Unauthenticated
-from protos.rpc.transport import is_loopback
+from protos.rpc.http_access import require_our_name
 
 STATIC = Path(__file__).with_name("static")
 # The page's own files need no token: they hold no data, and users enter the token in the page.
@@ -71,7 +71,13 @@ class Gate:
         wrong.
         """
         headers = Headers(scope=scope)
-        self._require_our_name(headers.get("host", ""))
+        require_our_name(
+            headers.get("host", ""),
+            self._host,
+            f"use http://{self._host}:PORT; behind a proxy, start the server with"
+            " --external-url https://NAME",
+            self._external,
+        )
         reading = scope["method"] in _READING
         if reading and scope["path"] in _OPEN:
             return None
@@ -91,20 +97,3 @@ class Gate:
         if not reading and role < Role.SUBMIT:
             raise Forbidden("this token has role read", hint="use a token with role submit")
         return role
-
-    def _require_our_name(self, given: str) -> None:
-        """Refuse unknown host names on loopback, to prevent DNS rebinding.
-
-        Otherwise another site's page could point its own host name at this machine and read the
-        responses.
-        """
-        if not is_loopback(self._host):
-            return
-        name = given.rpartition(":")[0] if not given.endswith("]") else given
-        name = (name or given).strip("[]")
-        if not is_loopback(name) and (not name or name.lower() != self._external):
-            raise Forbidden(
-                f"requests for host {name!r} are refused on loopback",
-                hint=f"use http://{self._host}:PORT; behind a proxy, start the server with"
-                f" --external-url https://{name}",
-            )

@@ -10,19 +10,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from clients.jobs.job import Job, JobEvent
-from protos.errors import DistillError, ErrorCode
+from protos.errors import DistillError
+from protos.rpc.http_access import HTTP_STATUS
 from protos.rpc.statuses import public_error
-
-_STATUS = {
-    ErrorCode.INVALID_ARGUMENT: 400,
-    ErrorCode.UNAUTHENTICATED: 401,
-    ErrorCode.PERMISSION_DENIED: 403,
-    ErrorCode.NOT_FOUND: 404,
-    ErrorCode.FAILED_PRECONDITION: 409,
-    ErrorCode.RESOURCE_EXHAUSTED: 429,
-    ErrorCode.UNAVAILABLE: 503,
-    ErrorCode.DEADLINE_EXCEEDED: 504,
-}
 
 
 def job_record(job: Job, *, with_config: bool = False) -> dict[str, Any]:
@@ -50,7 +40,7 @@ def fault_record(fault: DistillError) -> dict[str, Any]:
 
 def fault_answer(fault: DistillError) -> Response:
     """Return an HTTP response with the error's record and the status of its code, else 500."""
-    status = _STATUS.get(fault.code, 500)
+    status = HTTP_STATUS.get(fault.code, 500)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return JSONResponse({"error": fault_record(fault)}, status, headers)
 

@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 from distill_server.dashboard.app import Pages, make_app
 from distill_server.dashboard.exposition import exposition
-from distill_server.dashboard.listen import bind, listening
 from distill_server.dashboard.looks import Looks
 from distill_server.dashboard.teachers import Teachers
 from distill_server.jobs.change_notifier import ChangeNotifier
@@ -21,6 +20,7 @@ from distill_server.runners.machine import Machine
 from distill_server.scheduler import Scheduler
 from protos.auth.tls import TlsFiles
 from protos.errors import InvalidInput
+from protos.rpc.http_server import HttpLimits, bind, listening
 from protos.rpc.server import ServerEndpoint
 
 
@@ -29,13 +29,15 @@ class Dashboard:
     """The settings of the dashboard. It uses the address, tokens and TLS of the gRPC port.
 
     `port` 0 picks a free port. `external_url` is the URL of a proxy in front of it, if there is
-    one. `on_ready` is called with the URL for users once the server listens.
+    one. `on_ready` is called with the URL for users once the server listens. `limits`: for its
+    clients; a browser opens up to six connections.
     """
 
     port: int = 0
     external_url: str = ""
     tls: TlsFiles = field(default_factory=TlsFiles)
     on_ready: Callable[[str], None] = lambda url: None
+    limits: HttpLimits = field(default_factory=HttpLimits)
 
     @contextlib.asynccontextmanager
     async def serving(
@@ -71,8 +73,8 @@ class Dashboard:
         )
         external = external_host(self.external_url)
         app = make_app(pages, tokens=endpoint.tokens, host=endpoint.host, external=external)
-        with bind(endpoint.host, self.port) as sock:
-            async with listening(app, sock, self.tls):
+        with bind(endpoint.host, self.port, "--dashboard") as sock:
+            async with listening(app, sock, self.tls, self.limits):
                 host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
                 scheme = "https" if endpoint.tls else "http"
                 url = self.external_url or f"{scheme}://{host}:{sock.getsockname()[1]}"

@@ -69,8 +69,11 @@ def read_endpoint(
     return ServerEndpoint(host, port, read_tokens(token_file), server_credentials(tls), insecure)
 
 
-def require_free_port(host: str, port: int) -> None:
-    """Raise InvalidInput if the port is taken or `host` is not an address of this machine."""
+def require_free_port(host: str, port: int, option: str = "--port") -> None:
+    """Raise InvalidInput if the port is taken or `host` is not an address of this machine.
+
+    `option`: the command-line option of the port.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
@@ -81,13 +84,13 @@ def require_free_port(host: str, port: int) -> None:
                 field="--host",
                 hint="give an address of this machine",
             ) from error
-        raise _port_taken(port) from error
+        raise _port_taken(port, option) from error
 
 
-def _port_taken(port: int) -> InvalidInput:
+def _port_taken(port: int, option: str = "--port") -> InvalidInput:
     return InvalidInput(
         f"port {port} is taken",
-        field="--port",
+        field=option,
         hint="choose another one, or 0 for any free port",
     )
 

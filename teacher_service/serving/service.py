@@ -41,13 +41,15 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         weights: Weights,
         limits: RequestLimits,
         metrics: TeacherMetrics,
+        budget: AnswerBudget | None = None,
     ) -> None:
+        """`budget` bounds the answers of all streams; None: a budget of their own."""
         self._scorer = scorer
         self._dispatcher = dispatcher
         self._weights = weights
         self._limits = limits
         self._metrics = metrics
-        self._budget = AnswerBudget()
+        self._budget = budget or AnswerBudget()
         self._streams: set[ScoreStream] = set()
         queued, version = "Tokens waiting for the model.", "Weight updates since the start."
         metrics.gauge("active_streams", "Open Score streams.", lambda: len(self._streams))

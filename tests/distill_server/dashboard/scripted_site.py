@@ -10,7 +10,6 @@ import logging
 import sys
 from pathlib import Path
 
-from distill_server.dashboard import listen
 from distill_server.dashboard.serve import Dashboard
 from distill_server.jobs.preflight import unchecked
 from distill_server.runners.local.runner import LocalRunner
@@ -18,13 +17,13 @@ from distill_server.runners.machine import Machine
 from distill_server.scheduler import Policy
 from distill_server.server import run_server
 from protos.auth.access import read_tokens
+from protos.rpc.http_server import HttpLimits
 from protos.rpc.server import ServerEndpoint
 from tests.distill_server.scripted_server import POLICY, command
 
 
 def main() -> None:
     logging.basicConfig()
-    listen.PATIENCE_SECONDS = float(sys.argv[2])
     asyncio.run(
         run_server(
             Path(sys.argv[1]),
@@ -37,6 +36,7 @@ def main() -> None:
                 int(sys.argv[3]),
                 external_url=sys.argv[5] if len(sys.argv) > 5 else "",
                 on_ready=lambda url: print(url, flush=True),
+                limits=HttpLimits(patience=float(sys.argv[2])),
             ),
         )
     )

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from distill_server.dashboard.listen import MAX_CONNECTIONS
+from protos.rpc.http_server import HttpLimits
 from tests.distill_server.conftest import eventually
 from tests.distill_server.dashboard.site import Site
 
 PATIENCE = 1.0
+MAX_CONNECTIONS = HttpLimits().connections
 REQUEST = b"GET /api/jobs HTTP/1.1\r\nHost: localhost\r\n"
 
 

@@ -1,4 +1,4 @@
-"""Runs the dashboard with uvicorn on the event loop of the gRPC server, with limits for clients.
+"""Serves HTTP with uvicorn on the event loop of the gRPC server, with limits for clients.
 
 uvicorn has no timeout for a request that arrives slowly, nor for a client that does not read its
 response. This module adds both, and a limit on the number of connections.
@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import h11
@@ -23,34 +25,55 @@ from protos.errors import InvalidInput
 
 log = logging.getLogger(__name__)
 
-# A browser opens up to six. Connections beyond the limit are closed at once.
-MAX_CONNECTIONS = 256
-# The time for a whole request to arrive, and for a client to read some of a blocked response.
-PATIENCE_SECONDS = 10.0
-_GRACE_SECONDS = 3
 _MAX_HEADERS_BYTES = 16 << 10
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 picks a free port. Raises InvalidInput if it is taken."""
+@dataclass(frozen=True)
+class HttpLimits:
+    """What one HTTP server allows its clients; times are in seconds.
+
+    - `connections`: connections beyond it are closed at once
+    - `patience`: time for a whole request to arrive, and for a client to read some of a blocked
+      response
+    - `idle`: time after a response in which the connection may start another request
+    - `grace`: time for running responses to finish when the server stops
+    """
+
+    connections: int = 256
+    patience: float = 10.0
+    idle: float = 5.0
+    grace: float = 3.0
+
+
+def bind(host: str, port: int, option: str) -> socket.socket:
+    """Return a listening socket; port 0 picks a free port.
+
+    Raises InvalidInput, naming the command-line option, if the address cannot be used.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         raise InvalidInput(
             f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}",
-            field="--dashboard",
+            field=option,
             hint="choose another port, or 0 for any free port",
         ) from error
 
 
 @contextlib.asynccontextmanager
-async def listening(app: ASGIApp, sock: socket.socket, tls: TlsFiles) -> AsyncIterator[None]:
-    """Serve `app` on the socket within the block, then give running responses 3 s to finish."""
+async def listening(
+    app: ASGIApp, sock: socket.socket, tls: TlsFiles, limits: HttpLimits
+) -> AsyncIterator[Callable[[], None]]:
+    """Serve `app` on the socket within the block; then running responses have `grace` to finish.
+
+    Yields a function that begins the end: the server accepts no further request.
+    """
+    connection: Any = partial(_Connection, limits=limits)
     server = _Server(
         uvicorn.Config(
             app,
-            http=_Connection,
+            http=connection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -58,15 +81,20 @@ async def listening(app: ASGIApp, sock: socket.socket, tls: TlsFiles) -> AsyncIt
             server_header=False,
             proxy_headers=False,
             h11_max_incomplete_event_size=_MAX_HEADERS_BYTES,
-            timeout_graceful_shutdown=_GRACE_SECONDS,
+            timeout_keep_alive=limits.idle,  # type: ignore[arg-type]
+            timeout_graceful_shutdown=limits.grace,  # type: ignore[arg-type]
             **_tls_options(tls),
         )
     )
     task = asyncio.create_task(server.serve(sockets=[sock]))
-    try:
-        yield
-    finally:
+
+    def stop() -> None:
         server.should_exit = True
+
+    try:
+        yield stop
+    finally:
+        stop()
         await task
 
 
@@ -94,11 +122,16 @@ class _Server(uvicorn.Server):
 class _Connection(H11Protocol):
     """A connection that is closed if a request arrives too slowly or a response is not read."""
 
+    def __init__(self, *arguments: Any, limits: HttpLimits, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._limits = limits
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._request, self._reader = _Patience(transport), _Patience(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
-            log.warning("the dashboard has %d connections; a new one was closed", MAX_CONNECTIONS)
+        self._request = _Patience(transport, self._limits.patience)
+        self._reader = _Patience(transport, self._limits.patience)
+        if len(self.connections) > self._limits.connections:
+            log.warning("%d HTTP connections; a new one was closed", self._limits.connections)
             transport.abort()
             return
         self._request.start()
@@ -128,14 +161,15 @@ class _Connection(H11Protocol):
 class _Patience:
     """A timer that closes a connection unless it is stopped; a second start has no effect."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: asyncio.Transport, seconds: float) -> None:
         self._transport = transport
+        self._seconds = seconds
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         if self._timer is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(PATIENCE_SECONDS, self._transport.abort)
+            self._timer = loop.call_later(self._seconds, self._transport.abort)
 
     def stop(self) -> None:
         if self._timer is not None:

@@ -1,0 +1,224 @@
+"""The HTTP application: its pages, and how a request is read, scored and answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import generate_latest
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from clients.teacher.query import ScoreQuery
+from protos.auth.access import Tokens
+from protos.errors import DistillError, InvalidInput, Unavailable
+from teacher_service.http.asked import Asked, refuse
+from teacher_service.http.callers import Caller, Callers
+from teacher_service.http.completions import read_completions
+from teacher_service.http.faults import fault_answer, on_error, on_http_error
+from teacher_service.http.gate import HEALTH, Gate
+from teacher_service.http.generate import read_generation
+from teacher_service.metrics import TeacherMetrics
+from teacher_service.serving.answer_budget import MAX_ANSWER_BYTES
+from teacher_service.serving.dispatcher import Dispatcher, stopping
+from teacher_service.serving.fair_queue import Sender
+from teacher_service.serving.scorer import RowAnswer, RowScorer
+from teacher_service.serving.validation import RequestLimits
+
+# About a million tokens.
+MAX_BODY_BYTES = 8 << 20
+_THREAD_BYTES = 64 << 10  # a longer body is parsed in a thread
+_PIECE_BYTES = 64 << 10
+# Memory of an answer's rows, encoded and decoded.
+_HEAD_ID_BYTES, _ROW_BYTES = 18, 24
+_JSON = [(b"content-type", b"application/json")]
+
+
+@dataclass
+class Teacher:
+    """What the pages need of the teacher service; `created` is its start, in Unix seconds."""
+
+    scorer: RowScorer
+    dispatcher: Dispatcher
+    limits: RequestLimits
+    metrics: TeacherMetrics
+    callers: Callers
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models: the name of the model, and the most tokens of a sequence."""
+        model = {
+            "id": self.dispatcher.info.model,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "distill-teacher",
+            "max_model_len": self.limits.max_length,
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: an empty answer, with status 503 if the engine is broken."""
+        return Response(status_code=503 if self.dispatcher.broken else 200)
+
+    async def exposition(self, request: Request) -> Response:
+        """GET /metrics: the metrics in the text format of Prometheus."""
+        text = generate_latest(self.metrics.registry)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    def completions(self, body: bytes) -> Asked:
+        """POST /v1/completions."""
+        return read_completions(body, self.limits, self.dispatcher.info)
+
+    def generate(self, body: bytes) -> Asked:
+        """POST /generate."""
+        return read_generation(body, self.limits)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A page that scores the sequences that `read` finds in the body of a request (ASGI)."""
+
+    teacher: Teacher
+    read: Callable[[bytes], Asked]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; if the client disconnects, its queries leave the queue."""
+        size = _body_bytes(Headers(scope=scope))
+        if size > MAX_BODY_BYTES:
+            await _too_large(size)(scope, receive, send)
+            return
+        if self.teacher.dispatcher.broken:
+            raise stopping()
+        with self.teacher.callers.enter(scope, size) as caller:
+            body = await _body(receive)
+            if body is None:
+                return
+            answering = asyncio.create_task(self._answer(body, caller, send))
+            gone = asyncio.create_task(_disconnect(receive))
+            try:
+                await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
+                if answering.done():
+                    answering.result()
+            finally:
+                for task in (answering, gone):
+                    task.cancel()
+                await asyncio.gather(answering, gone, return_exceptions=True)
+
+    async def _answer(self, body: bytes, caller: Caller, send: Send) -> None:
+        asked = await self._asked(body)
+        async with caller.room(_memory(asked.queries)):
+            answers = await self._scored(asked.queries, caller.sender)
+            info = self.teacher.dispatcher.info
+            if any(answer.version != info.version for answer in answers):
+                raise Unavailable(
+                    "the weights of this teacher have changed", hint="send the request again"
+                )
+            pieces = asked.text([answer.scored.block for answer in answers], info)
+            await send({"type": "http.response.start", "status": 200, "headers": _JSON})
+            more = True
+            while more:
+                text, more = await asyncio.to_thread(_next_piece, pieces)
+                await send({"type": "http.response.body", "body": text, "more_body": more})
+
+    async def _asked(self, body: bytes) -> Asked:
+        try:
+            if len(body) > _THREAD_BYTES:
+                return await asyncio.to_thread(self.read, body)
+            return self.read(body)
+        except DistillError as fault:
+            self.teacher.metrics.refused(fault)
+            raise
+
+    async def _scored(self, queries: Sequence[ScoreQuery], sender: Sender) -> list[RowAnswer]:
+        """Return the rows of all queries; the first error cancels the others."""
+        tasks = [asyncio.create_task(self._score(query, sender)) for query in queries]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _score(self, query: ScoreQuery, sender: Sender) -> RowAnswer:
+        with self.teacher.metrics.request() as measured:
+            answer = await self.teacher.scorer.score(query, sender)
+            measured.answered(query.rows)
+            return answer
+
+
+def make_app(teacher: Teacher, tokens: Tokens, host: str) -> ASGIApp:
+    """Build the application with its access control; `host` is the address it listens on."""
+    routes = [
+        Route("/v1/models", teacher.models),
+        Route(HEALTH, teacher.health),
+        Route("/metrics", teacher.exposition),
+        Route("/v1/completions", Scoring(teacher, teacher.completions), methods=["POST"]),
+        Route("/generate", Scoring(teacher, teacher.generate), methods=["POST"]),
+    ]
+    faults: Mapping[Any, Any] = {
+        DistillError: on_error,
+        HTTPException: on_http_error,
+        Exception: on_error,
+    }
+    return Gate(Starlette(routes=routes, exception_handlers=faults), tokens, host)
+
+
+def _body_bytes(headers: Headers) -> int:
+    length = headers.get("content-length")
+    if length is None:
+        refuse("Content-Length", "the header is missing", "send the body in one piece")
+    return int(length)
+
+
+def _too_large(size: int) -> Response:
+    fault = InvalidInput(
+        f"the request has {size} bytes, at most {MAX_BODY_BYTES} are read",
+        field="body",
+        hint="send fewer sequences in a request",
+    )
+    return fault_answer(fault, 413)
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """Return the body of a request, or None if the client disconnects before its end."""
+    parts = []
+    while (message := await receive())["type"] == "http.request":
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+    return None
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _memory(queries: Sequence[ScoreQuery]) -> int:
+    """Return the estimated bytes of the rows. Raises InvalidInput for more than one may have."""
+    size = sum(query.rows * (_HEAD_ID_BYTES * query.k + _ROW_BYTES) for query in queries)
+    if size > MAX_ANSWER_BYTES // 2:
+        raise InvalidInput(
+            f"the rows of this request take {size >> 20} MiB, at most {MAX_ANSWER_BYTES >> 21}",
+            field="body",
+            hint="send fewer sequences in a request",
+        )
+    return size
+
+
+def _next_piece(pieces: Iterator[bytes]) -> tuple[bytes, bool]:
+    """Return the next piece of at least _PIECE_BYTES, and whether more may follow."""
+    parts, size = [], 0
+    for part in pieces:
+        parts.append(part)
+        size += len(part)
+        if size >= _PIECE_BYTES:
+            return b"".join(parts), True
+    return b"".join(parts), False

@@ -1,0 +1,142 @@
+"""What an HTTP request asks: its fields, checked, and the sequences to score."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from clients.teacher.query import ScoreQuery
+from protos import teacher_pb2
+from protos.errors import InvalidInput
+from protos.rows.codec import RowBlock
+from teacher_service.engines.base import EngineInfo
+from teacher_service.serving.validation import RequestLimits, parse_request
+
+# Most sequences of one request: each is a task of its own.
+MAX_SEQUENCES = 1024
+_SCORES_ONLY = "this teacher scores the tokens that it is sent, and generates none"
+_INT32 = np.iinfo(np.int32)
+
+
+class Fields(BaseModel):
+    """The fields of a request; a field that is not among them is refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Asked(Protocol):
+    """A request that was understood."""
+
+    @property
+    def queries(self) -> Sequence[ScoreQuery]:
+        """The sequences to score."""
+        ...
+
+    def text(self, blocks: Sequence[RowBlock], by: EngineInfo) -> Iterator[bytes]:
+        """Yield the pieces of the JSON answer; `blocks` are the rows of the queries.
+
+        Each piece is made when it is asked for, in some milliseconds.
+        """
+        ...
+
+
+_F = TypeVar("_F", bound=Fields)
+
+
+def read_fields(body: bytes, kind: type[_F]) -> _F:
+    """Parse a JSON object. Raises InvalidInput, naming the first wrong field."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise InvalidInput(
+                "this teacher does not have the field", field=field, hint="leave it out"
+            ) from error
+        raise InvalidInput(first["msg"], field=field or "body") from error
+
+
+def require(value: object, allowed: Sequence[object], field: str, why: str = _SCORES_ONLY) -> None:
+    """Raise InvalidInput unless the value of a field is one of those that leave rows as they are.
+
+    Numbers are equal if their values are: 1 is 1.0, but not True.
+    """
+    if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+        return
+    names = " or ".join(str(one).lower() for one in allowed if one is not None)
+    given = "it is absent" if value is None else f"got {str(value).lower()}"
+    refuse(field, f"must be {names}, {given}: {why}", f"send {names.partition(' ')[0]}")
+
+
+def refuse(field: str, message: str, hint: str = "") -> NoReturn:
+    """Raise InvalidInput."""
+    raise InvalidInput(message, field=field, hint=hint)
+
+
+def token_lists(value: Any, field: str) -> list[tuple[str, NDArray[np.int32]]]:
+    """Return the sequences of a field that is a list of token ids, or a list of such lists.
+
+    Each comes with its name for errors. Raises InvalidInput for text, for more than MAX_SEQUENCES
+    and for what is not an integer; `query_of` checks the range of the ids.
+    """
+    if not isinstance(value, list) or not value or isinstance(value[0], str):
+        refuse(field, "must be a list of token ids, or a list of such lists", "send token ids")
+    several = isinstance(value[0], list)
+    if several and len(value) > MAX_SEQUENCES:
+        refuse(
+            field,
+            f"a request has at most {MAX_SEQUENCES} sequences, got {len(value)}",
+            "send several requests",
+        )
+    if not several:
+        return [(field, _ids(value, field))]
+    names = (f"{field}[{index}]" for index in range(len(value)))
+    return [(name, _ids(one, name)) for name, one in zip(names, value, strict=True)]
+
+
+def _ids(value: Any, field: str) -> NDArray[np.int32]:
+    try:
+        ids = np.array(value if isinstance(value, list) else None)
+    except ValueError:  # lists of different lengths
+        ids = np.array(None)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind != "i"):
+        refuse(field, "must be a list of integers", "send token ids")
+    return ids.clip(-1, _INT32.max).astype("<i4")
+
+
+def query_of(
+    token_ids: NDArray[np.int32],
+    limits: RequestLimits,
+    *,
+    names: dict[str, str],
+    start: int = 1,
+    top_k: int = 0,
+    head_ids: NDArray[np.int32] | None = None,
+) -> ScoreQuery:
+    """Return the query of a sequence, checked as a gRPC request is; its log-probs are float32.
+
+    `head_ids` [k] are the same for each row; None: the teacher's `top_k` ids. `names` maps the
+    fields of the gRPC request to those of this one. Raises InvalidInput, naming the field.
+    """
+    rows = max(1, len(token_ids) - start)
+    message = teacher_pb2.ScoreRequest(
+        token_ids=token_ids.tobytes(),
+        start=start,
+        temperature=1.0,
+        logprob_format=teacher_pb2.LOGPROB_FORMAT_F32,
+    )
+    if head_ids is None:
+        message.top_k = top_k
+    else:
+        message.head_ids = np.tile(head_ids, rows).tobytes()
+    try:
+        return parse_request(message, limits)
+    except InvalidInput as error:
+        name, bracket, index = error.field.partition("[")
+        field = names.get(name, name) + (bracket + index if name == "token_ids" else "")
+        raise InvalidInput(error.message, field=field, hint=error.hint) from error

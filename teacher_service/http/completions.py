@@ -1,0 +1,141 @@
+"""`POST /v1/completions` with `prompt_logprobs`, as vLLM answers it: TRL and ms-swift ask it.
+
+Each position of a prompt after the first has an object of its token and of the teacher's k
+likeliest ids, {"ID": {"logprob": NATS, "rank": R}}. The rank of a token that is not among the k is
+k + 1, the least that it can be: rows do not have it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clients.teacher.query import ScoreQuery, identity_of
+from protos.errors import NotFound
+from protos.rows.codec import RowBlock
+from teacher_service.engines.base import EngineInfo
+from teacher_service.http.asked import Fields, query_of, read_fields, refuse, require, token_lists
+from teacher_service.http.json_text import integers, joined, literal, logprobs
+from teacher_service.serving.validation import RequestLimits
+
+_PIECE_ENTRIES = 8192
+
+
+class _Fields(Fields):
+    prompt: Any
+    model: str | None = None
+    prompt_logprobs: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    n: int = 1
+    echo: bool = False
+    stream: bool = False
+    # They say how tokens are sampled, and none is.
+    seed: int | None = None
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class Completions:
+    """A request to /v1/completions: prompts whose every token is scored."""
+
+    queries: Sequence[ScoreQuery]
+    k: int
+
+    def text(self, blocks: Sequence[RowBlock], by: EngineInfo) -> Iterator[bytes]:
+        """Yield the answer; a choice for each prompt, with no generated token."""
+        opening = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": by.model,
+            "system_fingerprint": identity_of(by.fingerprint, by.version),
+        }
+        yield json.dumps(opening)[:-1].encode() + b', "choices": ['
+        for index, (query, block) in enumerate(zip(self.queries, blocks, strict=True)):
+            choice = {
+                "index": index,
+                "text": "",
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+            }
+            yield b", " * (index > 0) + json.dumps(choice)[:-1].encode()
+            yield b', "prompt_logprobs": [null'
+            step = max(1, _PIECE_ENTRIES // (self.k + 1))
+            for first in range(0, query.rows, step):
+                last = min(first + step, query.rows)
+                ids = query.token_ids[query.start + first : query.start + last]
+                yield prompt_logprobs(block.slice(first, last), ids, self.k)
+            yield b"]}"
+        tokens = sum(len(query.token_ids) for query in self.queries)
+        usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
+        yield b'], "usage": ' + json.dumps(usage).encode() + b"}"
+
+
+def read_completions(body: bytes, limits: RequestLimits, info: EngineInfo) -> Completions:
+    """Parse and check a request to /v1/completions.
+
+    Raises InvalidInput, and NotFound for another model's name.
+    """
+    asked = read_fields(body, _Fields)
+    if asked.model not in (None, info.model):
+        raise NotFound(
+            f"this teacher serves {info.model!r}, not {asked.model!r}",
+            field="model",
+            hint="ask /v1/models for the name",
+        )
+    require(asked.max_tokens, (1, 0), "max_tokens")
+    require(asked.n, (1,), "n")
+    require(asked.stream, (False,), "stream", "the answer is sent when all rows are there")
+    require(asked.echo, (False,), "echo", "prompt_logprobs has the log-probs of the prompt")
+    require(
+        asked.temperature, (1, 0, None), "temperature", "log-probs here are those of temperature 1"
+    )
+    k = asked.prompt_logprobs
+    if k is None or not 0 <= k <= limits.max_top_k:
+        refuse(
+            "prompt_logprobs",
+            f"must be 0 to {limits.max_top_k}, " + ("it is absent" if k is None else f"got {k}"),
+            "ask for fewer, or start the teacher with a larger --max-top-k",
+        )
+    queries = [
+        # A row has at least one head id.
+        query_of(ids, limits, top_k=max(k, 1), names={"token_ids": field})
+        for field, ids in token_lists(asked.prompt, "prompt")
+    ]
+    return Completions(queries, k)
+
+
+def prompt_logprobs(block: RowBlock, token_ids: NDArray[np.int32], k: int) -> bytes:
+    """Return `,{...}` for each row: its token first, then the other ones of the k head ids."""
+    assert block.head_ids is not None
+    is_token = block.head_ids == token_ids[:, None]
+    ids = np.concatenate([token_ids[:, None], block.head_ids[:, :k]], axis=1)
+    values = np.concatenate([block.token_logprobs[:, None], block.head_logprobs[:, :k]], axis=1)
+    ranks = np.broadcast_to(np.arange(k + 1), ids.shape).copy()
+    ranks[:, 0] = np.where(is_token.any(1), is_token.argmax(1), block.k) + 1
+    first, shown = np.zeros(ids.shape, bool), np.ones(ids.shape, bool)
+    first[:, 0] = True
+    shown[:, 1:] = ~is_token[:, :k]
+    opens = first[shown]
+    parts = [
+        literal(b"},{", opens),
+        literal(b",", ~opens),
+        literal(b'"'),
+        integers(ids[shown]),
+        literal(b'":{"logprob":'),
+        *logprobs(values[shown]),
+        literal(b',"rank":'),
+        integers(ranks[shown]),
+        literal(b"}"),
+    ]
+    # The first row ends none before it.
+    return b"," + joined(opens.shape, parts)[2:] + b"}"

@@ -1,0 +1,45 @@
+"""Errors as HTTP answers, in the form that vLLM and SGLang give them."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from protos.errors import DistillError, ErrorCode, NotFound
+from protos.rpc.http_access import HTTP_STATUS
+from protos.rpc.statuses import public_error
+
+# Not 429: the clients retry what fails with a 5xx, and end the training at once at any other.
+_STATUS = {**HTTP_STATUS, ErrorCode.RESOURCE_EXHAUSTED: 503}
+_RETRY_SECONDS = 1
+
+
+def fault_answer(fault: DistillError, status: int | None = None) -> Response:
+    """Return the answer for an error: its sentence, its field and the status of its code."""
+    status = status or _STATUS.get(fault.code, 500)
+    headers = {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if status == 503:
+        headers["Retry-After"] = str(_RETRY_SECONDS)
+    error = {
+        "message": str(fault),
+        "type": str(fault.code),
+        "param": fault.field or None,
+        "code": status,
+    }
+    return JSONResponse({"error": error}, status, headers)
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """The application's error handler; see `public_error`."""
+    return fault_answer(public_error(error, request.url.path))
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """Answer a path or a method that this server does not have."""
+    assert isinstance(error, HTTPException)
+    path = f"{request.method} {request.url.path}"
+    hint = "it has /v1/models, /v1/completions, /generate, /health and /metrics"
+    return fault_answer(NotFound(f"{path}: no such page", hint=hint), error.status_code)
