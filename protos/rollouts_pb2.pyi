@@ -77,6 +77,7 @@ class RolloutInfo(_message.Message):
     SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     WEIGHT_LOADS_FIELD_NUMBER: _builtins.int
     LORA_RANK_FIELD_NUMBER: _builtins.int
+    TAKES_VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """hf or vllm"""
     model: _builtins.str
@@ -93,6 +94,8 @@ class RolloutInfo(_message.Message):
     """since the start"""
     lora_rank: _builtins.int
     """of the adapters that snapshots have; 0: they have all weights"""
+    takes_vocab_size: _builtins.bool
+    """false: this service ignores OrderHeader.vocab_size"""
     @_builtins.property
     def loaded(self) -> Global___WeightsVersion:
         """absent before the first order"""
@@ -112,10 +115,11 @@ class RolloutInfo(_message.Message):
         sampled_tokens: _builtins.int = ...,
         weight_loads: _builtins.int = ...,
         lora_rank: _builtins.int = ...,
+        takes_vocab_size: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loaded", b"loaded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "dtype", b"dtype", "engine", b"engine", "loaded", b"loaded", "lora_rank", b"lora_rank", "max_length", b"max_length", "model", b"model", "running_orders", b"running_orders", "sampled_tokens", b"sampled_tokens", "vocab_size", b"vocab_size", "waiting_orders", b"waiting_orders", "weight_loads", b"weight_loads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "dtype", b"dtype", "engine", b"engine", "loaded", b"loaded", "lora_rank", b"lora_rank", "max_length", b"max_length", "model", b"model", "running_orders", b"running_orders", "sampled_tokens", b"sampled_tokens", "takes_vocab_size", b"takes_vocab_size", "vocab_size", b"vocab_size", "waiting_orders", b"waiting_orders", "weight_loads", b"weight_loads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -200,6 +204,7 @@ class OrderHeader(_message.Message):
     MARKS_FIELD_NUMBER: _builtins.int
     BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
+    VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     top_k: _builtins.int
     """head ids to record per token"""
     draws: _builtins.int
@@ -214,6 +219,8 @@ class OrderHeader(_message.Message):
     """hf: tokens of a batch at most, with padding"""
     sequences: _builtins.int
     """number of sequences that follow"""
+    vocab_size: _builtins.int
+    """sample from the first vocab_size logits; 0: from all"""
     @_builtins.property
     def weights(self) -> Global___WeightsVersion: ...
     @_builtins.property
@@ -233,10 +240,11 @@ class OrderHeader(_message.Message):
         marks: _abc.Iterable[_builtins.str] | None = ...,
         batch_tokens: _builtins.int = ...,
         sequences: _builtins.int = ...,
+        vocab_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_tokens", b"batch_tokens", "draws", b"draws", "greedy", b"greedy", "marks", b"marks", "seed", b"seed", "sequences", b"sequences", "stream_tokens", b"stream_tokens", "temperature", b"temperature", "top_k", b"top_k", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_tokens", b"batch_tokens", "draws", b"draws", "greedy", b"greedy", "marks", b"marks", "seed", b"seed", "sequences", b"sequences", "stream_tokens", b"stream_tokens", "temperature", b"temperature", "top_k", b"top_k", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -94,6 +94,7 @@ class TeacherInfo(_message.Message):
     MAX_TAIL_DRAWS_FIELD_NUMBER: _builtins.int
     MAX_CHOSEN_IDS_FIELD_NUMBER: _builtins.int
     ONLY_TEMPERATURE_ONE_FIELD_NUMBER: _builtins.int
+    TAKES_VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     """sha256 of everything that determines the rows: weights, config, dtype, engine. Each weight update changes it."""
@@ -118,6 +119,8 @@ class TeacherInfo(_message.Message):
     max_chosen_ids: _builtins.int
     """Most head_ids and draw_ids of a row together, if the rows come from somebody else's server. Absent: no limit."""
     only_temperature_one: _builtins.bool
+    takes_vocab_size: _builtins.bool
+    """false: this teacher ignores ScoreRequest.vocab_size"""
     @_builtins.property
     def load(self) -> Global___TeacherLoad: ...
     def __init__(
@@ -139,10 +142,11 @@ class TeacherInfo(_message.Message):
         max_tail_draws: _builtins.int = ...,
         max_chosen_ids: _builtins.int | None = ...,
         only_temperature_one: _builtins.bool = ...,
+        takes_vocab_size: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids", "load", b"load", "max_chosen_ids", b"max_chosen_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids", "batch_invariant", b"batch_invariant", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "load", b"load", "max_chosen_ids", b"max_chosen_ids", "max_length", b"max_length", "max_request_bytes", b"max_request_bytes", "max_tail_draws", b"max_tail_draws", "max_tail_samples", b"max_tail_samples", "max_top_k", b"max_top_k", "model", b"model", "only_temperature_one", b"only_temperature_one", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids", "batch_invariant", b"batch_invariant", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "load", b"load", "max_chosen_ids", b"max_chosen_ids", "max_length", b"max_length", "max_request_bytes", b"max_request_bytes", "max_tail_draws", b"max_tail_draws", "max_tail_samples", b"max_tail_samples", "max_top_k", b"max_top_k", "model", b"model", "only_temperature_one", b"only_temperature_one", "takes_vocab_size", b"takes_vocab_size", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_chosen_ids: _TypeAlias = _typing.Literal["max_chosen_ids"]  # noqa: Y015
     _WhichOneofArgType__max_chosen_ids: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids"]  # noqa: Y015
@@ -270,6 +274,7 @@ class ScoreRequest(_message.Message):
     SAMPLE_SEED_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     DRAW_IDS_FIELD_NUMBER: _builtins.int
+    VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """unique within the stream"""
     token_ids: _builtins.bytes
@@ -298,6 +303,8 @@ class ScoreRequest(_message.Message):
     """Ids that the student drew for each row from the tail of its own distribution, little-endian int32
     [length - start, M]. Their log-probs are answered beside the head, and count in no mass. Not with tail_samples.
     """
+    vocab_size: _builtins.int
+    """The rows are of the softmax over the first vocab_size logits, and all ids are below it. 0: over all logits."""
     def __init__(
         self,
         *,
@@ -313,10 +320,11 @@ class ScoreRequest(_message.Message):
         sample_seed: _builtins.int = ...,
         more: _builtins.bool = ...,
         draw_ids: _builtins.bytes = ...,
+        vocab_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "head_ids", b"head_ids", "top_k", b"top_k"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw_ids", b"draw_ids", "head", b"head", "head_ids", b"head_ids", "logprob_format", b"logprob_format", "more", b"more", "next_position", b"next_position", "request_id", b"request_id", "sample_seed", b"sample_seed", "start", b"start", "tail_samples", b"tail_samples", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw_ids", b"draw_ids", "head", b"head", "head_ids", b"head_ids", "logprob_format", b"logprob_format", "more", b"more", "next_position", b"next_position", "request_id", b"request_id", "sample_seed", b"sample_seed", "start", b"start", "tail_samples", b"tail_samples", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_head: _TypeAlias = _typing.Literal["top_k", "head_ids"]  # noqa: Y015
     _WhichOneofArgType_head: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015

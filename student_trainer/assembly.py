@@ -95,14 +95,14 @@ def assemble(
     """
     disable_progress_bar()  # progress bars of every checkpoint would fill the log
     tokenizer = load_tokenizer(config.student)
-    make_method = _prepared(config, teachers, stores, rewards, tokenizer)
+    vocab_size, make_method = _prepared(config, teachers, stores, rewards, tokenizer)
     accelerator = make_accelerator(time_limit(config, count_weights(config.student)))
     step, saved = _resumed(config, run, from_step, accelerator)
     if stores is not None and saved is not None:
         check_same_store(stores.training, checkpoint.facts_of(saved))
 
     progress.say("loading student", step)
-    student = _load_student(config, saved, accelerator)
+    student = _load_student(config, saved, accelerator, vocab_size)
     progress.agree = lambda wish: largest(accelerator, wish)
     if accelerator.is_main_process:
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
@@ -162,16 +162,17 @@ def _log_start(
 
 
 def _load_student(
-    config: AnyTraining, saved: Path | None, accelerator: Accelerator
+    config: AnyTraining, saved: Path | None, accelerator: Accelerator, vocab_size: int
 ) -> Replicated | Sharded:
     """Collective. Load the student, distribute it, choose its attention, and compile it.
 
-    `saved`: the checkpoint that has the weights; None: they are the job's.
+    `saved`: the checkpoint that has the weights; None: they are the job's. `vocab_size`: number of
+    ids that teacher and student have in common.
     """
     torch.manual_seed(config.seed)  # new LoRA weights are the same in every attempt
     sharded = config.train.sharding == "fsdp2" and config.train.processes > 1
     model = load_model(config.student, saved / "model" if saved else None, mapped=sharded)
-    made = Student(model, bf16=computes_in_bfloat16(config.student))
+    made = Student(model, bf16=computes_in_bfloat16(config.student), vocab_size=vocab_size)
     train = config.train
     student = distribute(
         accelerator, made, train.sharding, train.tensor_parallel, train.context_parallel
@@ -203,27 +204,27 @@ def _prepared(
     stores: Stores | None,
     rewards: Rewards | None,
     tokenizer: Any,
-) -> MakeMethod:
-    """Read and check student and data of the job, and return a function that builds its method.
+) -> tuple[int, MakeMethod]:
+    """Read and check student and data of the job.
 
-    No weights are loaded here, so wrong data fails fast. Raises a DistillError.
+    Returns the number of ids that rows are about, and a function that builds the method. No weights
+    are loaded here, so wrong data fails fast. Raises a DistillError.
     """
     if config.train.tensor_parallel > 1:
         check_divisible(config.student, config.train.tensor_parallel)
     shape = load_config(config.student).get_text_config()
     refuse_indivisible_heads(shape.to_dict(), config.train.context_parallel)
     most = getattr(shape, "max_position_embeddings", None)
-    tokens = vocabulary(tokenizer)
+    vocab_size = _vocab_size(teachers, stores, vocabulary(tokenizer), shape.vocab_size)
     if isinstance(config, OfflineJob):
         assert stores is not None
         store = stores.training
-        check_stored_vocabulary(store, tokens, shape.vocab_size, _stored_tokens(store))
         check_stored_length(store, most)
         longest = store.longest
         if config.teacher is not None or config.eval.metric != "none":
             check_length(longest + config.method.max_new_tokens, "student", most)
         examined = load_examined(config, tokenizer, longest)
-        return lambda accelerator, student, engine: offline_method(
+        return vocab_size, lambda accelerator, student, engine: offline_method(
             config, stores, examined, teachers, accelerator, student, tokenizer, engine
         )
     if isinstance(config, SFTJob):
@@ -234,26 +235,40 @@ def _prepared(
         if config.eval.metric != "none":
             longest = max(len(one.prompt.ids) for one in held_out)
             check_length(longest + config.method.max_new_tokens, "student", most)
-        return lambda accelerator, student, _: sft_method(
+        return vocab_size, lambda accelerator, student, _: sft_method(
             config, examples, accelerator, student, tokenizer
         )
-    for connection in teachers.values():
-        check_vocabulary(connection, tokens, shape.vocab_size)
     check_length(config.method.max_prompt_tokens + config.method.max_new_tokens, "student", most)
     if isinstance(config, RLJob):
-        check_top_k(config.method.top_k, shape.vocab_size)
+        check_top_k(config.method.top_k, vocab_size, "method.top_k")
         asked = load_rl_prompts(config, tokenizer)
         _check_shares(config, len(asked.held_out))
         environment = config.environment
         retriever = None if environment is None else make_retriever(environment)
         material = RLMaterial(tokenizer, asked, teachers, rewards, retriever, most)
-        return lambda accelerator, student, engine: rl_method(
+        return vocab_size, lambda accelerator, student, engine: rl_method(
             config, material, accelerator, student, engine
         )
+    check_top_k(config.top_k, vocab_size, "teacher.top_k")
     prompts = _prompts(config, tokenizer)
-    return lambda accelerator, student, engine: on_policy_method(
+    return vocab_size, lambda accelerator, student, engine: on_policy_method(
         config, prompts, teachers, accelerator, student, tokenizer, engine
     )
+
+
+def _vocab_size(
+    teachers: Mapping[str, Connection], stores: Stores | None, tokens: list[str], width: int
+) -> int:
+    """Return the number of ids that the student and all its teachers or stores have in common.
+
+    `tokens`: the student's tokens by id. `width`: the number of its logits. Raises WrongState if a
+    tokenizer differs, or if ids with a token have no logit.
+    """
+    if stores is not None:
+        store = stores.training
+        return check_stored_vocabulary(store, tokens, width, _stored_tokens(store))
+    found = [check_vocabulary(connection, tokens, width) for connection in teachers.values()]
+    return min(found, default=width)
 
 
 def _stored_tokens(store: TrainingStore) -> list[str] | None:

@@ -130,7 +130,7 @@ class CaptureJob(Table):
     method: CaptureConfig
     teacher: CaptureTeacher = CaptureTeacher()
     student: StudentConfig | None = None
-    """The student; only its tokenizer is used."""
+    """The student; only its tokenizer and its number of logits are used."""
     name: Annotated[str, Field(min_length=1, max_length=200)] = "distill"
     """Name for people; the job id is made from it."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0

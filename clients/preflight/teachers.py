@@ -11,6 +11,7 @@ from clients.config.kinds import AnyJob
 from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
+from clients.preflight.vocabulary import require_narrowing
 from clients.store.captured_store import CapturedStore, captured_store_of
 from clients.teacher.info import TeacherInfo
 from protos.errors import InvalidInput, WrongState
@@ -182,13 +183,16 @@ def _check_live_teacher(info: TeacherInfo, label: str, store: CapturedStore) -> 
     """Check that a running teacher matches a store: same tokenizer, and a large enough k."""
     remedy = "start the teacher with a larger --max-top-k"
     _check_head(info, label, store.top_k, "teacher.address", remedy)
-    for name in ("tokenizer_fingerprint", "vocab_size"):
-        if str(getattr(info, name)) != store.facts[name]:
-            raise WrongState(
-                f"the {name} of the teacher differs from that of the {store.label}",
-                field="teacher.address",
-                hint="use the teacher of the capture, or one with the same tokenizer",
-            )
+    stored = int(store.facts["vocab_size"])
+    same = info.tokenizer_fingerprint == store.facts["tokenizer_fingerprint"]
+    if not same or info.vocab_size < stored:
+        what = "number of logits" if same else "tokenizer_fingerprint"
+        raise WrongState(
+            f"the {what} of the teacher differs from that of the {store.label}",
+            field="teacher.address",
+            hint="use the teacher of the capture, or one with the same tokenizer",
+        )
+    require_narrowing(info, stored, label, "teacher.address")
     if info.fingerprint != store.facts["teacher_fingerprint"]:
         log.warning("the %s is not the teacher that made the %s", label, store.label)
 

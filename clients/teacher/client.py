@@ -129,13 +129,14 @@ class TeacherClient:
         faults: list[DistillError] = []
         # All at the same time, so that two that are away take 5 s and not 10.
         asked = [lane.ask_later() for lane in self._lanes]
-        draws = MAX_TAIL_DRAWS
+        draws, narrows = MAX_TAIL_DRAWS, True
         for lane, call in zip(self._lanes, asked, strict=True):
             try:
                 # Pins the identity: the caller checks its student against this teacher, so a
                 # teacher with another identity is refused from now on.
                 found = info_of(lane.get_info(call))
                 draws = min(draws, found.max_tail_draws)
+                narrows = narrows and found.takes_vocab_size
             except grpc.RpcError as error:
                 faults.append(self._unavailable(error, lane))
         for fault in sorted(faults, key=lambda one: not isinstance(one, InvalidInput)):
@@ -143,7 +144,7 @@ class TeacherClient:
                 raise fault
             log.warning("%s", fault)
         assert found is not None
-        return replace(found, max_tail_draws=draws)
+        return replace(found, max_tail_draws=draws, takes_vocab_size=narrows)
 
     def load(self) -> TeacherLoad:
         """Return the current load and the counters of the first teacher.

@@ -43,6 +43,8 @@ class TeacherInfo:
     """Most `head_ids` and `draw_ids` of a row together; None: no limit; 0: only `top_k`."""
     only_temperature_one: bool = False
     """True if the teacher scores at temperature 1 only."""
+    takes_vocab_size: bool = False
+    """True if it takes the `vocab_size` of a query; False: it is older, or an endpoint."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def info_of(message: teacher_pb2.TeacherInfo) -> TeacherInfo:
         max_request_bytes=message.max_request_bytes or MAX_MESSAGE_BYTES,
         max_chosen_ids=message.max_chosen_ids if message.HasField("max_chosen_ids") else None,
         only_temperature_one=message.only_temperature_one,
+        takes_vocab_size=message.takes_vocab_size,
     )
 
 

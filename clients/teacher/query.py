@@ -46,6 +46,8 @@ class ScoreQuery:
       before the row
     - `draw_ids`: int32 [T - start, M], ids that the student drew from its own tail; the teacher
       returns their log-probs. Not together with `tail_samples`.
+    - `vocab_size`: the rows are of the softmax over the teacher's first `vocab_size` logits; None:
+      over all of them
 
     Raises InvalidInput unless exactly one of `top_k` and `head_ids` is given, the arrays have these
     shapes, and the temperature is finite and large enough.
@@ -60,6 +62,7 @@ class ScoreQuery:
     tail_samples: int = 0
     seed: int = 0
     draw_ids: NDArray[np.int32] | None = None
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         if (self.top_k is None) == (self.head_ids is None):
@@ -163,6 +166,7 @@ def request_of(
         next_position=next_position,
         tail_samples=query.tail_samples,
         sample_seed=query.seed if query.tail_samples else 0,
+        vocab_size=query.vocab_size or 0,
     )
     if query.head_ids is not None:
         request.head_ids = np.asarray(query.head_ids, dtype="<i4").tobytes()
@@ -221,6 +225,8 @@ def row_key(fingerprint: str, version: int, query: ScoreQuery) -> bytes:
         facts += [query.tail_samples, query.seed]
     if query.draw_ids is not None:
         facts += ["draw_ids", query.tail_draws]
+    if query.vocab_size is not None:
+        facts += ["vocab_size", query.vocab_size]
     hasher = hashlib.sha256(json.dumps(facts).encode() + b"\n")
     hasher.update(np.asarray(query.token_ids, dtype="<i4").tobytes())
     if query.head_ids is not None:

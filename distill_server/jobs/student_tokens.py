@@ -13,6 +13,7 @@ from pathlib import Path
 from clients.data.regular_file import read_document
 from clients.data.tokenization import first_difference
 from clients.data.tokenizer_file import tokens_in
+from clients.preflight.vocabulary import common_ids, require_narrowing
 from clients.teacher.info import TeacherInfo
 from clients.teacher.query import tokenizer_fingerprint
 from protos.errors import WrongState
@@ -37,8 +38,8 @@ class StudentTokens:
         """Check the model directory of a student against the teacher's info.
 
         `vocabulary` requests the teacher's tokens; it is called only if the fingerprints of the
-        tokenizers differ. Raises WrongState if a token certainly differs, or if the number of
-        logits is not the teacher's.
+        tokenizers differ. Raises WrongState if a token certainly differs, or if the numbers of
+        logits differ by more than padding.
         """
         difference = self._difference(model, info.tokenizer_fingerprint, vocabulary)
         if difference:
@@ -49,12 +50,10 @@ class StudentTokens:
             )
         width = _width(model)
         if width is not None and width != info.vocab_size:
-            raise WrongState(
-                f"the student has logits for {width} ids, the {label} for {info.vocab_size}",
-                field="student.model",
-                hint=f"use a student with the {label}'s tokenizer, or pad or trim its embeddings"
-                f" to {info.vocab_size} ids",
-            )
+            with self._lock:
+                tokens = tokens_in(model) or []
+            common = common_ids(width, info.vocab_size, label, tokens)
+            require_narrowing(info, common, label, "student.model")
 
     def _difference(
         self, model: Path, fingerprint: str, vocabulary: Callable[[], Sequence[str]]

@@ -179,7 +179,8 @@ class Snapshots:
         found = of_rollouts(
             student.full,
             [TokenSequence(ids, 1) for ids in self._probe_ids],
-            lambda batch: student.rows(batch, 1.0).token_logprobs.float().cpu(),
+            # Engines compute them from all logits, also where they sample from some.
+            lambda batch: student.rows(batch, 1.0, every_id=True).token_logprobs.float().cpu(),
             tokens_per_micro_batch=self._most,
             device=student.device,
         )

@@ -21,6 +21,7 @@ from student_trainer.losses.fused import (
     fused_linear_rows,
     fused_linear_top_ids,
 )
+from student_trainer.losses.logit_map import LogitMap
 from student_trainer.losses.noise import draw_noise
 from student_trainer.losses.off_policy import importance_weights, mismatch
 from student_trainer.losses.policy import (
@@ -38,6 +39,7 @@ __all__ = [
     "Direction",
     "FusedLoss",
     "Index",
+    "LogitMap",
     "LossFunction",
     "Rows",
     "Tail",

@@ -1,12 +1,14 @@
-"""One chunk of rows between the matrix products: logits to rows, and row derivatives to d(logits).
+"""One chunk of rows between the matrix products: products to rows, and back to d(products).
 
 Let a loss be a function of the head log-probs l_i, the tail log-mass T, the token log-prob l_y and
 the log-probs of samples of the tail, which are treated like l_y. Let g_i, g_T and g_y be its
-derivatives, G their sum, and z the logits divided by the temperature. Then
+derivatives, G their sum, and z = f(x) the logits divided by the temperature, where x are the
+products of hidden states and weight, and f is a `Curve`. Then
 
     dL/dz_j = p_j ([j not in S] g_T / P_t - G) + [j in S] g_i + [j = y] g_y:
 
-a scalar per row times the softmax, plus one scattered entry per head id, token and sample.
+a scalar per row times the softmax, plus one scattered entry per head id, token and sample; and
+dL/dx_j = f'(x_j) dL/dz_j.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from student_trainer.losses import softmax_torch
+from student_trainer.losses.logit_map import Curve
 from student_trainer.losses.rows import Rows, places_of
 
 _TRITON = importlib.util.find_spec("triton") is not None
@@ -26,7 +29,7 @@ _TRITON = importlib.util.find_spec("triton") is not None
 
 @dataclass(frozen=True)
 class Chunk:
-    """n rows, and the buffer [n, V] of their logits, which `gradient` may overwrite.
+    """n rows, and the buffer [n, V] of their products, which `gradient` may overwrite.
 
     `rows` and `entropy` [n] are in nats. The other tensors, [n], [n, K] or [n, M], are intermediate
     results that `gradient` needs.
@@ -38,17 +41,19 @@ class Chunk:
     head_ids: Tensor
     token_ids: Tensor
     sample_ids: Tensor | None
-    temperature: float
+    curve: Curve
     top: Tensor
     token_ahead: Tensor
     sample_ahead: Tensor
     sample_in_head: Tensor | None
+    head_slope: Tensor | float
+    picked_slope: Tensor | float
     head_share: Tensor
     tail_share: Tensor
     tail_sum: Tensor
 
     def gradient(self, of_rows: Rows, dtype: torch.dtype) -> Tensor:
-        """Return d(loss)/d(logits) [n, V]. Call it once.
+        """Return d(loss)/d(products) [n, V]. Call it once.
 
         `of_rows`: the derivatives of the loss with respect to the rows. `dtype`: of the matrix
         products that read the gradient. The Triton kernels write it in that dtype, which saves
@@ -73,10 +78,14 @@ class Chunk:
         if has_kernels(buffer) and buffer.dtype != dtype:
             buffer = torch.empty_like(buffer, dtype=dtype)
         _passes(self.buffer).scaled_exp(
-            self.buffer, self.top, scale / self.temperature, self.temperature, buffer
+            self.buffer, self.top, scale * self.curve.steepest, self.curve, buffer
         )
-        for ids, values in (self.head_ids, of_head), (self.token_ids[:, None], of_token[:, None]):
-            buffer.scatter_(1, ids, (values / self.temperature).to(buffer.dtype))
+        token_slope, _ = self._slopes()
+        for ids, values in (
+            (self.head_ids, of_head * self.head_slope),
+            (self.token_ids[:, None], of_token[:, None] * token_slope),
+        ):
+            buffer.scatter_(1, ids, values.to(buffer.dtype))
         if samples is not None:
             self._place_samples(buffer, samples, scale)
         return buffer
@@ -92,9 +101,15 @@ class Chunk:
         ids, place = self.sample_ids, places_of(self.sample_ids)
         total = torch.zeros_like(samples).scatter_add_(1, place, samples).gather(1, place)
         placed = self.sample_in_head | (ids == self.token_ids[:, None])
-        of_tail = scale[:, None] * self.sample_ahead.exp() / self.temperature
+        _, slope = self._slopes()
+        of_tail = scale[:, None] * self.sample_ahead.exp() * slope
         before = torch.where(placed, buffer.gather(1, ids), of_tail)
-        buffer.scatter_(1, ids, (before + total / self.temperature).to(buffer.dtype))
+        buffer.scatter_(1, ids, (before + total * slope).to(buffer.dtype))
+
+    def _slopes(self) -> tuple[Tensor | float, Tensor | float]:
+        """Return the slopes of the curve at the tokens [n, 1] and at the samples [n, M]."""
+        slope = self.picked_slope
+        return (slope, slope) if isinstance(slope, float) else (slope[:, :1], slope[:, 1:])
 
 
 def make_chunk(
@@ -102,19 +117,19 @@ def make_chunk(
     head_ids: Tensor,
     token_ids: Tensor,
     sample_ids: Tensor | None,
-    temperature: float,
+    curve: Curve,
 ) -> Chunk:
-    """Return the rows of softmax(buffer / temperature); overwrites `buffer`, the logits [n, V].
+    """Return the rows of softmax(curve(buffer)); overwrites `buffer`, products [n, V] of the head.
 
     head_ids [n, K] int64, distinct within a row; token_ids [n] int64; sample_ids [n, M] int64 or
     None. Rows are float32, or float64 for float64 logits.
     """
     wide = torch.float64 if buffer.dtype == torch.float64 else torch.float32
-    head = buffer.gather(1, head_ids).to(wide) / temperature
-    picked = buffer.gather(1, _beside(token_ids, sample_ids)).to(wide) / temperature
+    head = curve(buffer.gather(1, head_ids).to(wide))
+    picked = curve(buffer.gather(1, _beside(token_ids, sample_ids)).to(wide))
     buffer.scatter_(1, head_ids, -torch.inf)
     in_head = None if sample_ids is None else buffer.gather(1, sample_ids) == -torch.inf
-    top, tail_sum, tail_weighted = _passes(buffer).tail_statistics(buffer, temperature)
+    top, tail_sum, tail_weighted = _passes(buffer).tail_statistics(buffer, curve)
     # One maximum for head and tail, so that the shares below sum to one to the last bit.
     common = torch.maximum(top, head.amax(1)) if head.shape[1] else top
     behind = (head - common[:, None]).clamp(min=-1e4)
@@ -134,11 +149,13 @@ def make_chunk(
         head_ids=head_ids,
         token_ids=token_ids,
         sample_ids=sample_ids,
-        temperature=temperature,
+        curve=curve,
         top=top,
         token_ahead=picked[:, 0] - top,
         sample_ahead=picked[:, 1:] - top[:, None],
         sample_in_head=in_head,
+        head_slope=curve.slope(head),
+        picked_slope=curve.slope(picked),
         head_share=head_exp / mass[:, None],
         tail_share=tail_sum * tail_exp / mass,
         tail_sum=tail_sum,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from student_trainer.losses.chunk import make_chunk
+from student_trainer.losses.logit_map import LogitMap
 from student_trainer.losses.projection import HeadGradients, logit_chunks, wide_dtype
 from student_trainer.losses.rows import Index, Rows
 
@@ -22,6 +23,7 @@ from student_trainer.losses.rows import Index, Rows
 LossFunction = Callable[[Rows, Index], Tensor]
 # Head ids, token ids and sample ids, with shapes as in fused_linear_loss.
 _Ids = tuple[Tensor, Tensor, Tensor | None]
+_PLAIN = LogitMap()
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,13 @@ def fused_linear_loss(
     sample_ids: Tensor | None = None,
     bias: Tensor | None = None,
     temperature: float = 1.0,
+    logit_map: LogitMap = _PLAIN,
     chunk_rows: int | None = None,
 ) -> FusedLoss:
-    """Sum `loss_fn` over the rows of softmax((hidden @ weight.T + bias) / temperature).
+    """Sum `loss_fn` over the rows of softmax(logits / temperature).
 
-    hidden [N, H]; weight [V, H]; bias [V]; head_ids [N, K] int64, distinct within a row; token_ids
+    The logits are hidden @ weight.T + bias, which `logit_map` may cut, scale and cap. hidden [N,
+    H]; weight [V, H]; bias [V]; head_ids [N, K] int64, distinct within a row; token_ids
     [N] int64; sample_ids [N, M] int64, ids drawn from the tail, maybe repeated. `chunk_rows`: rows
     per chunk; None chooses it by V and the device. Rows and losses are float32, or float64 for
     float64 states.
@@ -66,6 +70,7 @@ def fused_linear_loss(
         *_asked(hidden, weight, bias),
         (head_ids, token_ids, sample_ids),
         loss_fn,
+        logit_map,
         temperature,
         chunk_rows,
     )
@@ -81,16 +86,18 @@ class _FusedLinearLoss(torch.autograd.Function):
         bias: Tensor | None,
         ids: _Ids,
         loss_fn: LossFunction,
+        logit_map: LogitMap,
         temperature: float,
         chunk_rows: int | None,
     ) -> tuple[Tensor, ...]:
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad)
+        weight, bias = logit_map.narrowed(weight, bias)
         # Under mixed precision the weights are float32 and the states bf16.
-        weight = weight.to(hidden.dtype)
+        weight, curve = weight.to(hidden.dtype), logit_map.curve(temperature)
         none = hidden.new_zeros(0, dtype=wide_dtype(hidden))
         done: list[tuple[Tensor, ...]] = [(none, none, *_no_rows(none, ids))]
         for index, logits in logit_chunks(hidden, weight, bias, chunk_rows):
-            chunk = make_chunk(logits, *_at(ids, index), temperature)
+            chunk = make_chunk(logits, *_at(ids, index), curve)
             if any(ctx.needs_input_grad):
                 losses, of_rows = _derivatives(loss_fn, chunk.rows, index)
                 gradients.add(index, chunk.gradient(of_rows, hidden.dtype), hidden, weight)
@@ -110,7 +117,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("a fused loss can be differentiated once; compute the loss again")
         gradients, ctx.gradients = ctx.gradients, None
-        return (*gradients.times(grad_loss), *[None] * 4)
+        return (*gradients.times(grad_loss), *[None] * 5)
 
 
 def _derivatives(loss_fn: LossFunction, rows: Rows, index: slice) -> tuple[Tensor, Rows]:
@@ -136,6 +143,7 @@ def fused_linear_rows(
     sample_ids: Tensor | None = None,
     bias: Tensor | None = None,
     temperature: float = 1.0,
+    logit_map: LogitMap = _PLAIN,
     chunk_rows: int | None = None,
 ) -> tuple[Rows, Tensor]:
     """Return differentiable rows and the detached entropy [N] in nats, without [N, V] logits.
@@ -145,7 +153,11 @@ def fused_linear_rows(
     three. Arguments as in `fused_linear_loss`.
     """
     entropy, *rows = _FusedLinearRows.apply(  # type: ignore[no-untyped-call]
-        *_asked(hidden, weight, bias), (head_ids, token_ids, sample_ids), temperature, chunk_rows
+        *_asked(hidden, weight, bias),
+        (head_ids, token_ids, sample_ids),
+        logit_map,
+        temperature,
+        chunk_rows,
     )
     return Rows(*rows), entropy
 
@@ -158,15 +170,18 @@ class _FusedLinearRows(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         ids: _Ids,
+        logit_map: LogitMap,
         temperature: float,
         chunk_rows: int | None,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.ids, ctx.temperature, ctx.chunk_rows = ids, temperature, chunk_rows
+        ctx.ids, ctx.logit_map, ctx.chunk_rows = ids, logit_map, chunk_rows
+        ctx.curve = curve = logit_map.curve(temperature)
+        weight, bias = logit_map.narrowed(weight, bias)
         none = hidden.new_zeros(0, dtype=wide_dtype(hidden))
         done: list[tuple[Tensor, ...]] = [(none, *_no_rows(none, ids))]
         for index, logits in logit_chunks(hidden, weight.to(hidden.dtype), bias, chunk_rows):
-            chunk = make_chunk(logits, *_at(ids, index), temperature)
+            chunk = make_chunk(logits, *_at(ids, index), curve)
             done.append((chunk.entropy, *_tensors(chunk.rows)))
         parts = tuple(torch.cat(parts) for parts in zip(*done, strict=True))
         ctx.mark_non_differentiable(parts[0])
@@ -176,23 +191,31 @@ class _FusedLinearRows(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor, *of_rows: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad)
+        weight, bias = ctx.logit_map.narrowed(weight, bias)
         weight = weight.to(hidden.dtype)
         for index, logits in logit_chunks(hidden, weight, bias, ctx.chunk_rows):
-            chunk = make_chunk(logits, *_at(ctx.ids, index), ctx.temperature)
+            chunk = make_chunk(logits, *_at(ctx.ids, index), ctx.curve)
             of_logits = chunk.gradient(Rows(*of_rows)[index], hidden.dtype)
             gradients.add(index, of_logits, hidden, weight)
-        return (*gradients.times(None), *[None] * 3)
+        return (*gradients.times(None), *[None] * 4)
 
 
 @torch.no_grad()
 def fused_linear_top_ids(
-    hidden: Tensor, weight: Tensor, top_k: int, *, bias: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    top_k: int,
+    *,
+    bias: Tensor | None = None,
+    logit_map: LogitMap = _PLAIN,
 ) -> Tensor:
     """Return the ids [N, top_k] int64 of the `top_k` largest logits of each row, largest first.
 
-    The logits are computed in chunks, never [N, V] at once. No gradient.
+    The products are computed in chunks, never [N, V] at once; a larger one is a larger logit. No
+    gradient.
     """
     hidden, weight, bias = _asked(hidden, weight, bias)
+    weight, bias = logit_map.narrowed(weight, bias)
     found = [hidden.new_zeros(0, top_k, dtype=torch.long)]
     for _, logits in logit_chunks(hidden, weight.to(hidden.dtype), bias, None):
         found.append(logits.topk(top_k, dim=1).indices)

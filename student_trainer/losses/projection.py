@@ -77,15 +77,18 @@ class HeadGradients:
     def add(self, index: slice, of_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
         """Add the gradients of one chunk. hidden [N, H] and weight [V, H]: as in `logit_chunks`.
 
+        V may be less than that of the weight in `__init__`: the other rows keep a gradient of 0.
+
         `of_logits` [n, V]: d(loss)/d(logits) of the chunk. `index`: its slice of the N rows.
         """
+        count = of_logits.shape[1]  # of ids that have logits; the others have no gradient
         if self._of_bias is not None:
-            self._of_bias += of_logits.sum(0, dtype=self._of_bias.dtype)
+            self._of_bias[:count] += of_logits.sum(0, dtype=self._of_bias.dtype)
         of_logits = of_logits.to(hidden.dtype)
         if self._of_hidden is not None:
             torch.mm(of_logits, weight, out=self._of_hidden[index])
         if self._of_weight is not None:
-            _add_product(self._of_weight, of_logits.T, hidden[index])
+            _add_product(self._of_weight[:count], of_logits.T, hidden[index])
 
     def times(self, factor: Tensor | None) -> list[Tensor | None]:
         """Return the three gradients, scaled in place by `factor`; call it once.

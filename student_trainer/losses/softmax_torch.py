@@ -8,40 +8,56 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from student_trainer.losses.logit_map import Curve
+
 # Used in place of -inf: exp(-1e4) is 0 even in float64, and -1e4 * 0 is 0 (-inf * 0 is NaN).
 _NOTHING = -1e4
 # Size of a block of columns: small enough to stay in the CPU cache for all operations on it.
 _BLOCK_BYTES = 2 << 20
 
 
-def tail_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (m, S, D), each [n], of z = logits / temperature; overwrites `logits` with exp(z - m).
+def tail_statistics(logits: Tensor, curve: Curve) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (m, S, D), each [n], of z = curve(logits); overwrites `logits`.
 
     m = max z (at least the lowest float), S = sum exp(z - m), D = sum (z - m) exp(z - m). `logits`
-    [n, V]: -inf for ids that do not count.
+    [n, V]: -inf for ids that do not count. They become exp(z - m), times the slope of the curve
+    over its steepest one.
     """
     lowest = torch.finfo(logits.dtype).min
     # The maximum of a row of -inf is -inf, and -inf - (-inf) would be NaN.
-    top = logits.amax(1).div_(temperature).clamp_(min=lowest)
+    top = curve(logits.amax(1)).clamp_(min=lowest)
     total, weighted = torch.zeros_like(top), torch.zeros_like(top)
     columns = max(1, _BLOCK_BYTES // (logits.element_size() * max(1, len(logits))))
     for block in torch.split(logits, columns, 1):
-        if temperature != 1:
-            block.div_(temperature)
+        flatness = _apply(curve, block)
         block.sub_(top[:, None]).clamp_(min=_NOTHING)
         exp = block.exp()
         total += exp.sum(1)
         weighted += block.mul_(exp).sum(1)
-        block.copy_(exp)
+        if flatness is None:
+            block.copy_(exp)
+        else:
+            torch.mul(exp, flatness, out=block)
     return top, total, weighted
 
 
-def scaled_exp(
-    logits: Tensor, top: Tensor, scale: Tensor, temperature: float, out: Tensor
-) -> Tensor:
-    """Write row i of exp(z - m), as `tail_statistics` left it, times scale[i] into `out`.
+def _apply(curve: Curve, block: Tensor) -> Tensor | None:
+    """Replace `block` by curve(block); return its slopes over the steepest one, None if all 1."""
+    if curve.height is None:
+        if curve.width != 1:
+            block.div_(curve.width)
+        return None
+    outside = block == -torch.inf  # tanh would make it -1
+    block.div_(curve.width).tanh_()
+    flatness = torch.addcmul(block.new_ones(()), block, block, value=-1)
+    block.mul_(curve.height).masked_fill_(outside, -torch.inf)
+    return flatness
 
-    `logits` [n, V]; `scale` [n]; `out` [n, V], may be `logits`, and is returned. `top` and
-    `temperature` are not used; the Triton version needs them.
+
+def scaled_exp(logits: Tensor, top: Tensor, scale: Tensor, curve: Curve, out: Tensor) -> Tensor:
+    """Write row i of `logits`, as `tail_statistics` left it, times scale[i] into `out`.
+
+    `logits` [n, V]; `scale` [n]; `out` [n, V], may be `logits`, and is returned. `top` and `curve`
+    are not used; the Triton version needs them.
     """
     return torch.mul(logits, scale[:, None], out=out)

@@ -13,10 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from student_trainer.losses.logit_map import Curve
+
 _BLOCK = 4096
 
 
-def tail_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def tail_statistics(logits: Tensor, curve: Curve) -> tuple[Tensor, Tensor, Tensor]:
     """Return (m, S, D) of softmax_torch.tail_statistics in float32; only reads `logits` [n, V]."""
     rows, columns = logits.shape
     top, total, weighted = (
@@ -24,32 +26,48 @@ def tail_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor,
     )
     with torch.cuda.device_of(logits):  # Triton launches on the current CUDA device
         _statistics[(rows,)](
-            logits, top, total, weighted, logits.stride(0), columns, temperature, BLOCK=_BLOCK
-        )
+            logits, top, total, weighted, logits.stride(0), columns, *_numbers(curve),
+            CAPPED=curve.height is not None, BLOCK=_BLOCK,
+        )  # fmt: skip
     return top, total, weighted
 
 
-def scaled_exp(
-    logits: Tensor, top: Tensor, scale: Tensor, temperature: float, out: Tensor
-) -> Tensor:
-    """Write scale[:, None] * exp(logits / temperature - top[:, None]) into `out`, and return it.
+def scaled_exp(logits: Tensor, top: Tensor, scale: Tensor, curve: Curve, out: Tensor) -> Tensor:
+    """Write scale[:, None] * exp(z - top[:, None]) into `out`, and return it; z = curve(logits).
 
-    `logits` [n, V]; `top` and `scale` [n] float32; `out` [n, V], may be `logits`.
+    With a cap, each entry is multiplied by the slope of the curve over its steepest one. `logits`
+    [n, V]; `top` and `scale` [n] float32; `out` [n, V], may be `logits`.
     """
     rows, columns = logits.shape
     grid = (rows, triton.cdiv(columns, _BLOCK))
     with torch.cuda.device_of(logits):
         _scaled_exp[grid](
             logits, out, top, scale.contiguous(), logits.stride(0), out.stride(0), columns,
-            temperature, BLOCK=_BLOCK,
+            *_numbers(curve), CAPPED=curve.height is not None, BLOCK=_BLOCK,
         )  # fmt: skip
     return out
 
 
+def _numbers(curve: Curve) -> tuple[float, float]:
+    return float(curve.width), float(curve.height or 0)
+
+
+@triton.jit
+def _tanh(x):
+    # (1 - t) / (1 + t) loses digits near 0, where a continued fraction has an error of 3e-10.
+    t = tl.exp(-2 * tl.abs(x))
+    far = (1 - t) / (1 + t)
+    near = tl.minimum(tl.abs(x), 0.5)
+    square = near * near
+    near = near * (945 + square * (105 + square)) / (945 + square * (420 + 15 * square))
+    size = tl.where(tl.abs(x) < 0.5, near, far)
+    return tl.where(x < 0, -size, size)
+
+
 @triton.jit
 def _statistics(
-    logits, top_out, total_out, weighted_out, stride, columns, temperature,
-    BLOCK: tl.constexpr,
+    logits, top_out, total_out, weighted_out, stride, columns, width, height,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # int64: rows times columns of a chunk can exceed 2^31.
     row = tl.program_id(0).to(tl.int64)
@@ -61,8 +79,11 @@ def _statistics(
     for first in range(0, columns, BLOCK):
         inside = first + lanes < columns
         z = tl.load(logits + row * stride + first + lanes, mask=inside, other=-float("inf"))
+        z = z.to(tl.float32) / width
+        if CAPPED:  # an id that does not count stays -inf
+            z = tl.where(z == -float("inf"), z, height * _tanh(z))
         # Clamp to a finite value, since 0 * -inf is NaN; its exp is 0 too.
-        z = tl.maximum(z.to(tl.float32) / temperature, -3.0e38)
+        z = tl.maximum(z, -3.0e38)
         higher = tl.maximum(top, z)
         shrink = tl.exp(top - higher)
         exp = tl.exp(z - higher)
@@ -84,14 +105,18 @@ def _statistics(
 
 @triton.jit
 def _scaled_exp(
-    logits, out, top, scale, stride, out_stride, columns, temperature, BLOCK: tl.constexpr
+    logits, out, top, scale, stride, out_stride, columns, width, height,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < columns
-    z = (
-        tl.load(logits + row * stride + lanes, mask=inside, other=-float("inf")).to(tl.float32)
-        / temperature
-    )
-    value = tl.load(scale + row) * tl.exp(z - tl.load(top + row))
+    z = tl.load(logits + row * stride + lanes, mask=inside, other=-float("inf")).to(tl.float32)
+    z = z / width
+    factor = tl.load(scale + row)
+    if CAPPED:
+        capped = _tanh(z)
+        factor = factor * (1 - capped * capped)
+        z = tl.where(z == -float("inf"), z, height * capped)
+    value = factor * tl.exp(z - tl.load(top + row))
     tl.store(out + row * out_stride + lanes, value.to(out.dtype.element_ty), mask=inside)

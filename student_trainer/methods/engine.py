@@ -106,8 +106,10 @@ def connect_engine(
         found, rank=accelerator.process_index, patience_seconds=rollouts.patience_seconds
     )
     service.when_lost(client.fail)
-    vocab_size = student.trained.model.config.get_text_config().vocab_size
-    adapters = raise_on_all_ranks(accelerator, lambda: _check(client, config, vocab_size))
+    width = student.trained.model.config.get_text_config().vocab_size
+    adapters = raise_on_all_ranks(
+        accelerator, lambda: _check(client, config, width, student.full.vocab_size)
+    )
     model = student.trained.model
     # transformers casts as it computes, so it needs the weights that learn.
     narrow = rollouts.engine == "vllm" and student.trained.bf16
@@ -127,16 +129,26 @@ def connect_engine(
         dtype=dtype,
         adapters=adapters,
         in_flight=rollouts.in_flight,
-        probe_ids=_probe_ids(tokenizer, vocab_size),
+        probe_ids=_probe_ids(tokenizer, width),
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )
     return Engine(client, accelerator, snapshots)
 
 
-def _check(client: EngineClient, config: AnyTraining, vocab_size: int) -> bool:
-    """Return whether the services get adapters. Raises WrongState if they do not fit the job."""
+def _check(client: EngineClient, config: AnyTraining, width: int, vocab_size: int) -> bool:
+    """Return whether the services get adapters. Raises WrongState if they do not fit the job.
+
+    `width`: number of the student's logits. `vocab_size`: of those that it samples from.
+    """
     rollouts = cast(SamplingJob, config).rollouts
-    info = client.info(vocab_size)
+    info = client.info(width)
+    if vocab_size < width and not info.takes_vocab_size:
+        raise WrongState(
+            f"the service at rollouts.address is too old to sample from {vocab_size} of {width}"
+            " ids, the others of which are padding for the teacher",
+            field="rollouts.address",
+            hint="install the same version on the machine of the service",
+        )
     if info.engine != rollouts.engine:
         raise another_engine(info.engine, rollouts.engine)
     rank = adapter_rank(config)

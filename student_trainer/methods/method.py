@@ -48,7 +48,7 @@ class Method:
 
 
 def sampling_settings(
-    config: SamplingJob, *, top_k: int, temperature: float, draws: int
+    config: SamplingJob, *, top_k: int, temperature: float, draws: int, vocab_size: int
 ) -> SamplingSettings:
     """Return the settings of training rollouts; the options are those of `plain_rollouts`."""
     return SamplingSettings(
@@ -58,6 +58,7 @@ def sampling_settings(
         seed=config.seed,
         stream_tokens=config.method.max_new_tokens,
         batch_tokens=sampling_batch(config),
+        vocab_size=vocab_size,
     )
 
 
@@ -77,11 +78,12 @@ def plain_rollouts(
     top_k: int,
     temperature: float,
     draws: int = 0,
+    vocab_size: int | None = None,
 ) -> HuggingFaceRollouts:
     """Return the sampler of single-turn rollouts of the student.
 
     `top_k`: head ids to record for each sampled token; 0 records none. `draws`: ids to draw from
-    the tail of each token.
+    the tail of each token. `vocab_size`: sample from the first `vocab_size` ids; None: from all.
     """
     return HuggingFaceRollouts(
         student.full.model,
@@ -89,6 +91,7 @@ def plain_rollouts(
         top_k=top_k,
         temperature=temperature,
         draws=draws,
+        vocab_size=vocab_size,
         max_new_tokens=config.method.max_new_tokens,
         batch_tokens=sampling_batch(config),
         bf16=computes_in_bfloat16(config.student),

@@ -205,13 +205,14 @@ def offline_method(
     objective = DistillationObjective("forward", tail, store.temperature, method.cross_entropy)
     log.info("tail %s, temperature %g, top_k %d", tail, store.temperature, store.top_k)
     sampling: dict[str, Any] = {"top_k": 0, "temperature": store.temperature, "draws": 0}
+    sampling["vocab_size"] = student.full.vocab_size
     sampled = None
     if engine is not None:
         sampled = engine.rollouts(sampling_settings(config, **sampling))
     rollouts: Rollouts = sampled or plain_rollouts(config, student, tokenizer, **sampling)
     mixture = ahead = None
     if config.teacher is not None:
-        teacher = _teacher(config, store, tail, teachers[""])
+        teacher = _teacher(config, store, tail, teachers[""], student.full.vocab_size)
         if engine and sampled:
             ahead = engine.rollouts_ahead(config, teacher, sampled)
         training = ahead or ScoredRollouts(student, rollouts, teacher, config.seed)
@@ -241,7 +242,7 @@ def offline_method(
 
 
 def _teacher(
-    config: OfflineJob, store: TrainingStore, tail: str, connection: Connection
+    config: OfflineJob, store: TrainingStore, tail: str, connection: Connection, vocab_size: int
 ) -> RemoteTeacher:
     """Return the live teacher, whose rows are like those of the store."""
     assert config.teacher is not None, "the caller checks it"
@@ -251,6 +252,7 @@ def _teacher(
         temperature=store.temperature,
         f32=config.teacher.logprob_format == "f32",
         tail_samples=store.tail_samples if tail == "bucket+teacher_samples" else 0,
+        vocab_size=connection.narrowed(vocab_size),
     )
 
 

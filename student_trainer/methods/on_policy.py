@@ -126,6 +126,7 @@ def on_policy_method(
         "top_k": config.top_k if student_head else 0,
         "temperature": objective.temperature,
         "draws": config.draws,
+        "vocab_size": student.full.vocab_size,
     }
     sampled = None
     if engine is not None:
@@ -138,6 +139,7 @@ def on_policy_method(
             temperature=objective.temperature,
             f32=config.teacher.logprob_format == "f32",
             tail_samples=config.tail_samples,
+            vocab_size=connection.narrowed(student.full.vocab_size),
         )
         for name, connection in teachers.items()
     }

@@ -263,7 +263,7 @@ def rl_method(
     assert (rewards is None) == (config.reward is None), "the caller makes them"
     judged = None if rewards is None else RolloutRewards(rewards, material.tokenizer)
     rollouts = make_rollouts(config, material, student, engine)
-    anchor, sources = None, teacher_sources(config, material)
+    anchor, sources = None, teacher_sources(config, material, student)
     if method.beta:
         tau, period = config.anchor.tau, config.anchor.update_period
         anchor = Anchor(student, tau=tau, update_period=period)
@@ -280,7 +280,7 @@ def rl_method(
     prompts = material.prompts
     ahead = None
     if engine is not None:
-        training = engine_rollouts(config, material, engine)
+        training = engine_rollouts(config, material, student, engine)
         ahead = engine.rollouts_ahead(config, sources[0], training)
     groups = GroupSampler(config, accelerator, prompts.training, ahead or answers, answers, judged)
     steps = RLSteps(

@@ -47,10 +47,15 @@ class RLMaterial:
 
 
 def engine_rollouts(
-    config: RLJob, material: RLMaterial, engine: Engine, *, examined: bool = False
+    config: RLJob,
+    material: RLMaterial,
+    student: Replicated | Sharded,
+    engine: Engine,
+    *,
+    examined: bool = False,
 ) -> EngineRollouts:
     """Return the sampler of `make_rollouts` at the engine."""
-    settings = sampling_settings(config, **_sampling(config, examined))
+    settings = sampling_settings(config, **_sampling(config, student, examined))
     return engine.rollouts(settings, _conversations(config, material))
 
 
@@ -64,8 +69,8 @@ def make_rollouts(
 ) -> Rollouts:
     """Return the sampler of rollouts of training and KL, or that of the `examined` answers."""
     if engine is not None:
-        return engine_rollouts(config, material, engine, examined=examined)
-    sampling = _sampling(config, examined)
+        return engine_rollouts(config, material, student, engine, examined=examined)
+    sampling = _sampling(config, student, examined)
     conversations = _conversations(config, material)
     if conversations is None:
         return plain_rollouts(config, student, material.tokenizer, **sampling)
@@ -78,14 +83,15 @@ def make_rollouts(
     )
 
 
-def _sampling(config: RLJob, examined: bool) -> dict[str, Any]:
+def _sampling(config: RLJob, student: Replicated | Sharded, examined: bool) -> dict[str, Any]:
     """Return the options of rollouts, as `plain_rollouts` has them."""
     method = config.method
+    ids = {"vocab_size": student.full.vocab_size}
     if examined and config.eval.temperature:
-        return {"top_k": 1, "temperature": config.eval.temperature, "draws": 0}
+        return {"top_k": 1, "temperature": config.eval.temperature, "draws": 0, **ids}
     # With top_k = 0 only the sampled token counts, but a row needs a head: one id.
     top_k = max(method.top_k, 1)
-    return {"top_k": top_k, "temperature": method.temperature, "draws": config.draws}
+    return {"top_k": top_k, "temperature": method.temperature, "draws": config.draws, **ids}
 
 
 def _conversations(config: RLJob, material: RLMaterial) -> SearchConversations | None:
@@ -103,16 +109,19 @@ def _conversations(config: RLJob, material: RLMaterial) -> SearchConversations |
     )
 
 
-def teacher_sources(config: RLJob, material: RLMaterial) -> tuple[TeacherSource, ...]:
+def teacher_sources(
+    config: RLJob, material: RLMaterial, student: Replicated | Sharded
+) -> tuple[TeacherSource, ...]:
     """Return the teacher service of the job as a source; none if it has no teacher."""
     if config.teacher is None:
         return ()
-    method = config.method
+    method, connection = config.method, material.teachers[""]
     remote = RemoteTeacher(
-        material.teachers[""].client,
+        connection.client,
         top_k=None if method.direction == "reverse" else max(method.top_k, 1),
         temperature=method.temperature,
         f32=config.teacher.logprob_format == "f32",
+        vocab_size=connection.narrowed(student.full.vocab_size),
     )
     return (remote,)
 

@@ -6,8 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from clients.data.scale_and_cap import PROBE, fit_scale_and_cap
+from student_trainer.losses import LogitMap
+
+_PROBE_TOKENS = 8
 
 
 @contextmanager
@@ -36,34 +42,59 @@ def called_linear_modules(model: Any) -> Iterator[set[nn.Module]]:
 
 
 @torch.no_grad()
-def has_linear_head(model: Any) -> bool:
-    """Return True if the logits are exactly a linear layer of the last hidden states.
+def logit_map_of(model: Any, vocab_size: int | None = None) -> LogitMap | None:
+    """Return how the model makes its logits from the products of its head and its last states.
 
-    False if the model caps or scales its logits. The probe replaces the output of the layer by
-    large numbers, which must come out unchanged: a comparison of logits would miss a cap that only
-    affects large ones.
+    `vocab_size`: of the result. None if the head is not one linear layer, or if the model does
+    anything else than scale and cap its products, or scale its states.
+
+    The probe puts values in place of the output of the layer: a comparison of real logits would
+    miss a cap that only affects large ones.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        return False
+        return None
     seen: list[Tensor] = []
-    # Rounded to bfloat16, so that a bfloat16 model does not change them.
-    probe = torch.linspace(-200, 200, head.out_features, device=model.device).bfloat16().float()
+    values = np.resize(PROBE, (1, _PROBE_TOKENS, head.out_features))
+    products = torch.from_numpy(values).to(model.device)
 
     def replace(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         seen.append(inputs[0])
-        return probe.to(output.dtype).expand_as(output)
+        # float32 also for a bfloat16 model, so that what follows is not rounded.
+        return products.clone()  # some models scale it in place
 
-    ids = torch.arange(4, device=model.device)[None] % head.out_features
+    ids = torch.arange(_PROBE_TOKENS, device=model.device)[None] % head.out_features
     handle = head.register_forward_hook(replace)
     try:
         logits = model(input_ids=ids, use_cache=False).logits
         states = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
     except AttributeError:
-        return False
+        return None
     finally:
         handle.remove()
-    return torch.equal(logits.float(), probe.expand_as(logits)) and torch.equal(seen[0], states)
+    if not seen or logits.shape != products.shape:
+        return None  # the model does not call its head
+    scaled = _ratio_of(seen[0], states)
+    if scaled is None or (scaled != 1 and head.bias is not None):
+        return None
+    found = fit_scale_and_cap(values, logits.float().cpu().numpy())
+    if found is None:
+        return None
+    scale, cap = found
+    return LogitMap(vocab_size, scaled * scale, cap)
+
+
+def _ratio_of(scaled: Tensor, states: Tensor) -> float | None:
+    """Return the number > 0 that makes `states` equal to `scaled`; None if there is none."""
+    if torch.equal(scaled, states):
+        return 1.0
+    if scaled.shape != states.shape:
+        return None
+    one, other = scaled.double(), states.double()
+    ratio = float((one * other).sum() / other.square().sum())
+    tolerance = 1e-5 if scaled.dtype == torch.float32 else 1e-2
+    near = bool((one - ratio * other).norm() <= tolerance * one.norm())
+    return ratio if near and ratio > 0 else None
 
 
 @torch.no_grad()

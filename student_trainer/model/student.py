@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from student_trainer.losses import (
     fused_linear_top_ids,
     rows_from_logits,
 )
-from student_trainer.model.probes import called_linear_modules, has_linear_head
+from student_trainer.model.probes import called_linear_modules, logit_map_of
 
 log = logging.getLogger(__name__)
 
@@ -31,27 +32,31 @@ class Student(nn.Module):
     The head runs inside `forward` because FSDP has its full weights only there. `layout`: how
     sequences share the lines of a batch; `choose_attention` (`attention.py`) sets it. `compiled`:
     whether its layers are compiled; `compile_layers` (`compilation.py`) sets it. `bf16`: whether it
-    computes in bfloat16. `linear`: the linear modules that every forward pass calls.
+    computes in bfloat16. `linear`: the linear modules that every forward pass calls. `vocab_size`:
+    number of ids that rows are about: the softmax is over their logits.
     """
 
-    def __init__(self, model: Any, *, bf16: bool = False) -> None:
+    def __init__(self, model: Any, *, bf16: bool = False, vocab_size: int | None = None) -> None:
         """Wrap `model`, a transformers causal LM, and probe it on a few tokens.
 
         `bf16`: compute in bfloat16; trainable weights stay float32, because bfloat16 would lose
-        small updates.
+        small updates. `vocab_size`: leave out the logits of later ids, which are padding for the
+        teacher; None: all count.
         """
         super().__init__()
         self.model = model
         self.bf16 = bf16
+        self.vocab_size = vocab_size or int(model.config.get_text_config().vocab_size)
         # A cast weight is used once here: the cache of autocast would hold a copy of the model.
         with self.precision(cache=False), called_linear_modules(model) as linear:
-            self._linear_head = has_linear_head(model)
+            self._logit_map = logit_map_of(model, self.vocab_size)
         self.linear = frozenset(linear)
         self.layout: Layout = "padded"
         self.compiled = False
-        if not self._linear_head:
+        if self._logit_map is None:
             log.info(
-                "the head is not one linear layer: computing full logits, which takes more memory"
+                "the head is not one linear layer with a scale or a cap: computing full logits,"
+                " which takes more memory"
             )
 
     def forward(
@@ -67,29 +72,40 @@ class Student(nn.Module):
         `temperature` divides the logits. In training, call it through `Replicated` or `Sharded`
         (`parallel/sharding.py`): that call is collective.
         """
-        if not self._linear_head:
+        if self._logit_map is None:
             return self._plain(batch, loss_fn, temperature)
         with self.precision():
             hidden, weight, bias = self._to_head(batch)
             inputs = (hidden, weight, batch.head_ids, batch.token_ids)
-            options: dict[str, Any] = {"sample_ids": batch.sample_ids, "bias": bias}
+            options: dict[str, Any] = {
+                "sample_ids": batch.sample_ids,
+                "bias": bias,
+                "temperature": temperature,
+                "logit_map": self._logit_map,
+            }
             if not needs_all_rows:
-                return fused_linear_loss(*inputs, loss_fn, **options, temperature=temperature)
-            rows, entropy = fused_linear_rows(*inputs, **options, temperature=temperature)
+                return fused_linear_loss(*inputs, loss_fn, **options)
+            rows, entropy = fused_linear_rows(*inputs, **options)
         return _summed(rows, entropy, loss_fn)
 
     @torch.no_grad()
     def rows(
-        self, batch: Batch, temperature: float, top_k: int | None = None
+        self,
+        batch: Batch,
+        temperature: float,
+        top_k: int | None = None,
+        *,
+        every_id: bool = False,
     ) -> tuple[Tensor, Rows]:
         """Return (head ids [N, K] int64, Rows of N) without a gradient.
 
         `top_k`: use the `top_k` most likely ids of each row; None: use the head ids of the batch.
-        The rows have `sample_logprobs` if the batch has sample ids.
+        The rows have `sample_logprobs` if the batch has sample ids. `every_id`: count the logits of
+        the ids from `vocab_size` on too.
         """
         ids = batch.head_ids
-        if not self._linear_head:
-            logits = self._logits(batch)
+        if self._logit_map is None:
+            logits = self._logits(batch, None if every_id else self.vocab_size)
             ids = ids if top_k is None else logits.topk(top_k, 1).indices
             return ids, rows_from_logits(
                 logits,
@@ -98,10 +114,11 @@ class Student(nn.Module):
                 sample_ids=batch.sample_ids,
                 temperature=temperature,
             )
+        logit_map = replace(self._logit_map, vocab_size=None) if every_id else self._logit_map
         with self.precision():
             hidden, weight, bias = self._to_head(batch)
             if top_k is not None:
-                ids = fused_linear_top_ids(hidden, weight, top_k, bias=bias)
+                ids = fused_linear_top_ids(hidden, weight, top_k, bias=bias, logit_map=logit_map)
             rows, _ = fused_linear_rows(
                 hidden,
                 weight,
@@ -110,6 +127,7 @@ class Student(nn.Module):
                 sample_ids=batch.sample_ids,
                 bias=bias,
                 temperature=temperature,
+                logit_map=logit_map,
             )
         return ids, rows
 
@@ -120,14 +138,19 @@ class Student(nn.Module):
             return self._to_head(batch)[0]
 
     def _to_head(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return hidden states [N, H], weight [V, H] and bias [V] or None of the linear head."""
+        """Return hidden states [N, H], weight [V, H] and bias [V] or None of the linear head.
+
+        V counts all ids, also those from `vocab_size` on.
+        """
         head = self.model.get_output_embeddings()
         states = self.model.get_decoder()(**batch.inputs, use_cache=False).last_hidden_state
         return batch.select(states), head.weight, getattr(head, "bias", None)
 
-    def _logits(self, batch: Batch) -> Tensor:
+    def _logits(self, batch: Batch, vocab_size: int | None) -> Tensor:
+        """Return the logits [N, V] of the first `vocab_size` ids; None: of all."""
         with self.precision():
-            return batch.select(self.model(**batch.inputs, use_cache=False).logits)
+            logits = self.model(**batch.inputs, use_cache=False).logits
+        return batch.select(logits[..., :vocab_size])
 
     def precision(self, *, cache: bool = True) -> torch.autocast:
         """Return the context in which the model computes: autocast to bfloat16, if `bf16`.
@@ -138,7 +161,7 @@ class Student(nn.Module):
         return torch.autocast(device, torch.bfloat16, enabled=self.bf16, cache_enabled=cache)
 
     def _plain(self, batch: Batch, loss_fn: LossFunction, temperature: float) -> FusedLoss:
-        logits = self._logits(batch)
+        logits = self._logits(batch, self.vocab_size)
         rows = rows_from_logits(
             logits,
             batch.head_ids,

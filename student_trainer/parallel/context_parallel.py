@@ -103,10 +103,12 @@ class ContextGroup:
             loss_sum = out.loss_sum + (losses.sum() - out.loss_sum).detach()
         return FusedLoss(loss_sum, Rows(*rows), {"loss": losses, "entropy": entropy})
 
-    def rows(self, student: Student, batch: Batch, temperature: float) -> Rows:
+    def rows(
+        self, student: Student, batch: Batch, temperature: float, *, every_id: bool = False
+    ) -> Rows:
         """Collective in the group. Return the rows of `Student.rows` for the whole batch."""
         own, part = self._part(batch)
-        _, rows = student.rows(part, temperature)
+        _, rows = student.rows(part, temperature, every_id=every_id)
         return Rows(*self._whole(own, len(batch), _columns(rows)))
 
     def states(self, student: Student, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -59,9 +59,9 @@ class Replicated:
         loss: FusedLoss = self._wrapped(*inputs)
         return loss
 
-    def rows(self, batch: Batch, temperature: float) -> Rows:
+    def rows(self, batch: Batch, temperature: float, *, every_id: bool = False) -> Rows:
         """Collective. Return the rows of `Student.rows` at the head ids of the batch."""
-        return self.trained.rows(batch, temperature)[1]
+        return self.trained.rows(batch, temperature, every_id=every_id)[1]
 
     def synchronized(self, last: bool) -> Any:
         """Return the context for forward and backward of one micro-batch.
@@ -189,14 +189,14 @@ class Sharded:
         loss: FusedLoss = self.trained(*inputs)
         return loss
 
-    def rows(self, batch: Batch, temperature: float) -> Rows:
+    def rows(self, batch: Batch, temperature: float, *, every_id: bool = False) -> Rows:
         """Collective. Return the rows of `Student.rows`; weights are gathered layer by layer.
 
         The processes of a group must have the same batch.
         """
         if self.context is not None:
-            return self.context.rows(self.trained, batch, temperature)
-        return self.trained.rows(batch, temperature)[1]
+            return self.context.rows(self.trained, batch, temperature, every_id=every_id)
+        return self.trained.rows(batch, temperature, every_id=every_id)[1]
 
     def synchronized(self, last: bool) -> AbstractContextManager[None]:
         """Return the context for forward and backward of one micro-batch.

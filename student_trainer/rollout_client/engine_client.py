@@ -33,7 +33,8 @@ class RolloutServiceInfo:
     """What all services of a client have in common.
 
     max_length: of a sequence; None: no limit. lora_rank: of the adapters that snapshots have in
-    place of all weights; 0: all weights.
+    place of all weights; 0: all weights. takes_vocab_size: False if the services are too old for
+    `SamplingSettings.vocab_size`.
     """
 
     engine: str
@@ -41,6 +42,7 @@ class RolloutServiceInfo:
     max_length: int | None
     dtype: str
     lora_rank: int
+    takes_vocab_size: bool
 
 
 class EngineClient:
@@ -290,4 +292,5 @@ def _info_of(message: rollouts_pb2.RolloutInfo) -> RolloutServiceInfo:
         message.max_length or None,
         message.dtype,
         message.lora_rank,
+        message.takes_vocab_size,
     )

@@ -42,6 +42,7 @@ class SamplingSettings:
     with a rollout number; None takes the most likely token each time. stream_tokens: random numbers
     of a rollout, as in `noise_of`. batch_tokens: tokens of a batch at most, with padding; the vllm
     engine does not read it. marks: texts that end a sequence as soon as they are sampled.
+    vocab_size: sample from the first `vocab_size` ids; None: from all.
     """
 
     top_k: int
@@ -51,6 +52,7 @@ class SamplingSettings:
     stream_tokens: int
     batch_tokens: int
     marks: tuple[str, ...] = ()
+    vocab_size: int | None = None
 
 
 @dataclass(frozen=True)

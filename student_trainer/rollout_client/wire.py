@@ -78,6 +78,7 @@ def order_parts(order: Order) -> list[rollouts_pb2.OrderPart]:
             marks=settings.marks,
             batch_tokens=settings.batch_tokens,
             sequences=len(order.sequences),
+            vocab_size=settings.vocab_size or 0,
         )
         parts = [rollouts_pb2.OrderPart(header=header)]
         for request in order.sequences:
@@ -152,6 +153,7 @@ class OrderReader:
             stream_tokens=header.stream_tokens,
             batch_tokens=header.batch_tokens,
             marks=tuple(header.marks),
+            vocab_size=header.vocab_size or None,
         )
         return Order(self._weights, settings, self._sequences)
 
@@ -229,8 +231,9 @@ def _version(message: rollouts_pb2.WeightsVersion, limits: OrderLimits) -> Weigh
 
 
 def _check(header: rollouts_pb2.OrderHeader, limits: OrderLimits) -> None:
-    most_k = min(MAX_TOP_K, limits.vocab_size)
+    most_k = min(MAX_TOP_K, header.vocab_size or limits.vocab_size)
     bounds = [
+        ("vocab_size", header.vocab_size, 0, limits.vocab_size),
         ("top_k", header.top_k, 0, most_k),
         ("draws", header.draws, 0, MAX_TAIL_DRAWS),
         ("seed", header.seed, 0, _SEEDS - 1),

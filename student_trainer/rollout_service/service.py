@@ -78,6 +78,7 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
             sampled_tokens=self._metrics.sampled_tokens,
             weight_loads=schedule.loads,
             lora_rank=info.lora_rank,
+            takes_vocab_size=True,
         )
 
     async def Sample(

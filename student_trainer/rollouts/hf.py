@@ -29,17 +29,25 @@ class HuggingFaceRollouts:
         max_new_tokens: int,
         batch_tokens: int,
         draws: int = 0,
+        vocab_size: int | None = None,
         bf16: bool = False,
     ) -> None:
         """Set up the sampler.
 
         `model`: a transformers causal LM. `top_k`: head ids to record per token, may be 0.
         `max_new_tokens`: limit of a completion. `batch_tokens`: tokens of a batch at most, with
-        padding. `draws`: ids per token to draw from the tail; greedy rollouts have none. `bf16`:
-        compute in bfloat16.
+        padding. `draws`: ids per token to draw from the tail; greedy rollouts have none.
+        `vocab_size`: sample from the first `vocab_size` ids; None: from all. `bf16`: compute in
+        bfloat16.
         """
         self._sampler = Sampler(
-            model, tokenizer, top_k=top_k, temperature=temperature, draws=draws, bf16=bf16
+            model,
+            tokenizer,
+            top_k=top_k,
+            temperature=temperature,
+            draws=draws,
+            vocab_size=vocab_size,
+            bf16=bf16,
         )
         self._max_new_tokens = max_new_tokens
         self._batch_tokens = batch_tokens

@@ -92,6 +92,7 @@ class Sampler:
         temperature: float,
         top_p: float = 1.0,
         draws: int = 0,
+        vocab_size: int | None = None,
         bf16: bool = False,
     ) -> None:
         """Set up the sampler of `model`, a transformers causal LM.
@@ -99,13 +100,15 @@ class Sampler:
         `top_k`: head ids to record per token, may be 0. `top_p`: draw from the most likely tokens
         with this total probability (nucleus sampling). `draws`: number of ids per token to draw
         from the tail, the ids outside the head. All records are of the policy before `top_p`:
-        softmax(logits / temperature). `bf16`: compute in bfloat16.
+        softmax(logits / temperature). `vocab_size`: the policy has only the first `vocab_size` ids;
+        None: all. `bf16`: compute in bfloat16.
         """
         self._model = model
         self._top_k = top_k
         self._temperature = temperature
         self._top_p = top_p
         self._draws = draws
+        self._vocab_size = vocab_size
         self._bf16 = bf16
         self._ends = end_ids(model, tokenizer)
         self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
@@ -140,7 +143,13 @@ class Sampler:
             for numbers in (noise, draw_noise if self._draws else None)
         )
         recorder = _SamplingRecorder(
-            self._top_k, self._temperature, self._top_p, levels, self._draws, draw_levels
+            self._top_k,
+            self._temperature,
+            self._top_p,
+            levels,
+            self._draws,
+            draw_levels,
+            self._vocab_size,
         )
         stop = _Stop(width, torch.tensor(limits, device=device), marks, is_cancelled)
         own, self._model.generation_config = self._model.generation_config, self._config(limits)
@@ -244,6 +253,7 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
         noise: Tensor | None,
         draws: int,
         draw_noise: Tensor | None,
+        vocab_size: int | None,
     ) -> None:
         self._top_k = top_k
         self._temperature = temperature
@@ -251,6 +261,7 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
         self._noise = noise  # [B, tokens] uniform; None: greedy
         self._count = draws
         self._draw_noise = draw_noise  # [B, tokens] uniform; None: no draws
+        self._vocab_size = vocab_size
         self._steps: list[SampledStep] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -260,7 +271,7 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
             for numbers in (self._noise, self._draw_noise)
         )
         step = sample_step(
-            scores,
+            scores[:, : self._vocab_size],
             top_k=self._top_k,
             temperature=self._temperature,
             uniforms=noise,

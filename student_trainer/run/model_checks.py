@@ -12,6 +12,7 @@ from clients.config.kinds import AnyTraining
 from clients.data.hub import use_caches_if_away
 from clients.data.records import FILE_SUFFIXES
 from clients.data.tokenization import first_difference
+from clients.preflight.vocabulary import common_ids, require_narrowing
 from clients.teacher.query import tokenizer_fingerprint
 from protos.errors import InvalidInput, WrongState
 from student_trainer.data.captured_stores import TrainingStore
@@ -30,12 +31,12 @@ def check_hub(config: AnyTraining) -> None:
     use_caches_if_away()
 
 
-def check_top_k(top_k: int, width: int) -> None:
-    """Raise InvalidInput if `top_k` exceeds `width`, the number of the student's logits."""
+def check_top_k(top_k: int, width: int, field: str) -> None:
+    """Raise InvalidInput if `top_k`, the value of `field`, exceeds the student's `width` ids."""
     if top_k > width:
         raise InvalidInput(
             f"{top_k} is more than the {width} token ids of the student",
-            field="method.top_k",
+            field=field,
             hint=f"lower it to at most {width}, where the KL is exact",
         )
 
@@ -61,12 +62,13 @@ def check_stored_length(store: TrainingStore, most: int | None) -> None:
         )
 
 
-def check_vocabulary(teacher: Connection, tokens: Sequence[str], width: int) -> None:
-    """Raise WrongState if teacher and student do not have the same token for every id.
+def check_vocabulary(teacher: Connection, tokens: Sequence[str], width: int) -> int:
+    """Return the number of ids that teacher and student have in common; see `common_ids`.
 
-    The message names the first id that differs. `tokens`: the student's tokens by id. `width`: the
-    number of the student's logits, which must be the teacher's. Raises Unavailable if the teacher
-    does not answer.
+    `tokens`: the student's tokens by id. `width`: the number of the student's logits. Raises
+    WrongState if the two do not have the same token for every id, naming the first that differs, or
+    if their numbers of logits differ by more than padding; Unavailable if the teacher does not
+    answer.
     """
     info = teacher.info
     if tokenizer_fingerprint(tokens) != info.tokenizer_fingerprint:
@@ -75,16 +77,19 @@ def check_vocabulary(teacher: Connection, tokens: Sequence[str], width: int) -> 
             field="student.model",
             hint=f"distillation by token id needs a student with the {teacher.label}'s tokenizer",
         )
-    _check_width(width, teacher.label, info.vocab_size)
+    common = common_ids(width, info.vocab_size, teacher.label, tokens)
+    require_narrowing(info, common, teacher.label, "student.model")
+    return common
 
 
 def check_stored_vocabulary(
     store: TrainingStore, tokens: Sequence[str], width: int, stored: Sequence[str] | None
-) -> None:
-    """Raise WrongState if store and student do not have the same token for every id.
+) -> int:
+    """Return the number of ids that the rows of the store are about.
 
     `stored`: the tokens of the store's tokenizer, None if it is not on this machine; with them, the
-    message names the first id that differs.
+    message names the first id that differs. Raises WrongState if store and student do not have the
+    same token for every id, or if the rows are about ids for which the student has no logits.
     """
     theirs = store.facts["tokenizer_fingerprint"]
     if tokenizer_fingerprint(tokens) != theirs:
@@ -96,14 +101,14 @@ def check_stored_vocabulary(
             field="student.model",
             hint="distillation by token id needs a student with the store's tokenizer",
         )
-    _check_width(width, store.label, int(store.facts["vocab_size"]))
-
-
-def _check_width(width: int, label: str, theirs: int) -> None:
-    if width != theirs:
+    theirs_wide = int(store.facts["vocab_size"])
+    common = common_ids(width, theirs_wide, store.label, tokens)
+    if common < theirs_wide:
+        # The mass of the ids beyond is not stored, so the rows cannot be normalised without them.
         raise WrongState(
-            f"the student has logits for {width} ids, the {label} for {theirs};"
-            f" the tokenizers agree, so ids from {min(width, theirs)} on are padding",
+            f"the rows of the {store.label} are about {theirs_wide} ids, but the student has logits"
+            f" for {width} only",
             field="student.model",
-            hint=f"pad or trim the student's embeddings to {theirs} ids",
+            hint=f"capture again with student.model set to a model with {width} logits",
         )
+    return common

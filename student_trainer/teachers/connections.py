@@ -22,6 +22,10 @@ class Connection:
     info: TeacherInfo
     label: str
 
+    def narrowed(self, vocab_size: int) -> int | None:
+        """Return `vocab_size` if the teacher has more logits, otherwise None: all of them count."""
+        return vocab_size if vocab_size < self.info.vocab_size else None
+
 
 @contextmanager
 def connect(config: AnyTraining) -> Iterator[Mapping[str, Connection]]:

@@ -26,18 +26,22 @@ class RemoteTeacher:
         temperature: float,
         f32: bool,
         tail_samples: int = 0,
+        vocab_size: int | None = None,
     ) -> None:
         """Keep the settings of the requests.
 
         `top_k`: rows at the teacher's own top-k ids; None: at the head ids of the rollouts.
         `temperature`: divides the teacher's logits. `f32`: log-probs as float32, not float16.
         `tail_samples`: ids per row that the teacher draws from its tail; needs `top_k`.
+        `vocab_size`: rows of the softmax over the teacher's first `vocab_size` logits; None: over
+        all of them.
         """
         self._client = client
         self._top_k = top_k
         self._temperature = temperature
         self._f32 = f32
         self._tail_samples = tail_samples
+        self._vocab_size = vocab_size
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         """Request one row per token of the completion; never blocks.
@@ -57,6 +61,7 @@ class RemoteTeacher:
             # The same samples if the request is repeated, others for another rollout of the prompt.
             seed=zlib.crc32(rollout.token_ids.numpy().tobytes()) if self._tail_samples else 0,
             draw_ids=None if rollout.draws is None else rollout.draws.ids.numpy(),
+            vocab_size=self._vocab_size,
         )
         return self._client.submit(query)
 

@@ -9,11 +9,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from clients.config.capture import CaptureJob
 from clients.config.file import named_files
+from clients.config.tables.common import StudentConfig
 from clients.data.hub import use_caches_if_away
 from clients.data.prompt_format import template_text
 from clients.data.records import DataSet
@@ -39,7 +41,7 @@ log = logging.getLogger(__name__)
 _PLAN = "plan"  # a directory of the run, which an attempt that resumes reads
 _SECONDS_BETWEEN_LOOKS, _SECONDS_BETWEEN_NUMBERS = 1.0, 30.0
 
-MakeSource = Callable[[Plan], RowSource]
+MakeSource = Callable[[Plan, Ask], RowSource]
 
 
 def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int) -> Verdict:
@@ -53,9 +55,13 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
     _check_hub(job)
     tokenizer = _load_tokenizer(job)
     ask = Ask.of(job)
-    with _teacher(job, ask) as (teacher, make_source):
-        check_capture(teacher, job)
+    with _teacher(job) as (teacher, make_source):
         teacher.require_same_tokens(tokenizer)
+        if job.student is not None:
+            narrowed = teacher.narrowed(_student_width(job.student), tokenizer)
+            if narrowed.vocab_size < teacher.vocab_size:
+                teacher, ask = narrowed, replace(ask, vocab_size=narrowed.vocab_size)
+        check_capture(teacher, job)
         progress.say("reading data", 0)
         digest = DataSet(job.data.path, job.data.name, job.data.split).fingerprint()
         try:
@@ -77,7 +83,7 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
             with closing(MetricsLog(run, attempt=attempt, last_step=done or None)) as metrics:
                 recorder = Recorder(progress, metrics, lambda: writer.bytes, step=done)
                 missing = files[writer.files :]
-                verdict = fill(writer, make_source(plan), plan, missing, recorder, ask.encode)
+                verdict = fill(writer, make_source(plan, ask), plan, missing, recorder, ask.encode)
         if verdict == "succeeded":
             shutil.rmtree(run.path / _PLAN, ignore_errors=True)
         return verdict
@@ -123,13 +129,31 @@ def _load_tokenizer(job: CaptureJob) -> Any:
     )
 
 
+def _student_width(student: StudentConfig) -> int:
+    """Return the number of the student's logits. Raises InvalidInput if it has no configuration."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            student.model, revision=student.revision, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidInput(
+            f"cannot read the configuration of {student.model}:"
+            f" {' '.join(str(error).split())[:300]}",
+            field="student.model",
+            hint="give a Hugging Face directory or hub id with a config.json, or leave it out",
+        ) from error
+    return int(config.get_text_config().vocab_size)
+
+
 @contextmanager
-def _teacher(job: CaptureJob, ask: Ask) -> Iterator[tuple[TeacherFacts, MakeSource]]:
+def _teacher(job: CaptureJob) -> Iterator[tuple[TeacherFacts, MakeSource]]:
     """Yield the facts about the teacher, and a function that makes the row source of a plan."""
     if job.method.ray is not None:
         from teacher_service.capture.ray_source import RaySource
 
-        source = RaySource(job, ask)
+        source = RaySource(job)
         yield TeacherFacts.of_engine(source.info()), source.of
         return
     if job.teacher.model is None:
@@ -141,12 +165,12 @@ def _teacher(job: CaptureJob, ask: Ask) -> Iterator[tuple[TeacherFacts, MakeSour
             background=True,
         ) as client:
             facts = TeacherFacts.of_service(client)
-            yield facts, lambda plan: ServiceSource(client, plan, ask, ahead)
+            yield facts, lambda plan, ask: ServiceSource(client, plan, ask, ahead)
         return
     engine = load_engine(job.teacher)
     most = job.teacher.max_batch_tokens
     facts = TeacherFacts.of_engine(engine.info)
-    yield facts, lambda plan: EngineSource(engine, plan, ask, most)
+    yield facts, lambda plan, ask: EngineSource(engine, plan, ask, most)
 
 
 def _plan(

@@ -33,11 +33,11 @@ class RaySource:
     Ray is not installed or the cluster is too small, Unavailable if no cluster responds.
     """
 
-    def __init__(self, job: CaptureJob, ask: Ask) -> None:
+    def __init__(self, job: CaptureJob) -> None:
         self._job = job
-        self._ask = ask
         self._ray = _connected()
         self._plan: Plan | None = None
+        self._ask: Ask | None = None
         self._resources, self._actors = _shares(job.method.ray or RayConfig(), self._ray)
 
     def info(self) -> EngineInfo:
@@ -49,9 +49,9 @@ class RaySource:
         assert isinstance(found, EngineInfo)
         return found
 
-    def of(self, plan: Plan) -> RaySource:
-        """Set the plan whose files are scored, and return this source."""
-        self._plan = plan
+    def of(self, plan: Plan, ask: Ask) -> RaySource:
+        """Set the plan whose files are scored and the settings of queries; return this source."""
+        self._plan, self._ask = plan, ask
         return self
 
     def files(self, numbers: range, told: Told) -> Iterator[Sequence[bytes]]:

@@ -31,6 +31,7 @@ class Ask:
     compress: bool
     tail_samples: int
     seed: int
+    vocab_size: int | None = None  # rows about the first ids only; None: about all
 
     @classmethod
     def of(cls, job: CaptureJob) -> Ask:
@@ -63,6 +64,7 @@ class Ask:
             f32=self.f32,
             tail_samples=self.tail_samples,
             seed=self.seed,
+            vocab_size=self.vocab_size,
         )
 
     def encode(self, block: RowBlock) -> bytes:

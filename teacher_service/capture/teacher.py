@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from clients.config.capture import CaptureTeacher
 from clients.data.tokenization import first_difference, tokens_of
+from clients.preflight.vocabulary import common_ids, require_narrowing
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import MAX_TAIL_SAMPLES, tokenizer_fingerprint
 from protos.errors import InvalidInput, WrongState
@@ -22,6 +23,7 @@ class TeacherFacts:
 
     `vocabulary` fetches the tokens by id; it is called only if the tokenizers differ. `max_length`
     is in tokens. `batch_invariant`: two captures of the same data get the same bits.
+    `takes_vocab_size`: see TeacherInfo.
     """
 
     name: str
@@ -33,6 +35,7 @@ class TeacherFacts:
     max_length: int
     max_tail_samples: int
     batch_invariant: bool
+    takes_vocab_size: bool
     vocabulary: Callable[[], Sequence[str]]
 
     @classmethod
@@ -49,6 +52,7 @@ class TeacherFacts:
             info.max_length,
             info.max_tail_samples,
             info.batch_invariant,
+            info.takes_vocab_size,
             client.vocabulary,
         )
 
@@ -65,8 +69,19 @@ class TeacherFacts:
             info.max_length,
             MAX_TAIL_SAMPLES,
             True,  # a capture with its own engine forms the same batches each time
+            info.limits.any_vocab_size,
             lambda: info.vocabulary,
         )
+
+    def narrowed(self, width: int, tokenizer: Any) -> TeacherFacts:
+        """Return the facts of this teacher for a student with `width` logits.
+
+        Its rows are then about the ids that both have. Raises WrongState if other ids have tokens.
+        """
+        common = common_ids(width, self.vocab_size, "teacher", tokens_of(tokenizer))
+        require_narrowing(self, common, "teacher", "student.model")
+        most = min(self.max_top_k, common)
+        return replace(self, vocab_size=common, max_top_k=most)
 
     def require_same_tokens(self, tokenizer: Any) -> None:
         """Raise WrongState if `tokenizer` differs from the teacher's.

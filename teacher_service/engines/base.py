@@ -22,12 +22,14 @@ class EngineLimits:
     `max_top_k`: most head ids of a row that the engine chooses. `max_chosen_ids`: most head ids and
     draws of a row that a student chooses. None: as many as the vocabulary has. `any_temperature`:
     False if it scores at temperature 1 only. `tail_samples`: whether it draws them.
+    `any_vocab_size`: False if its rows are about all its ids, and never about the first ones.
     """
 
     max_top_k: int | None = None
     max_chosen_ids: int | None = None
     any_temperature: bool = True
     tail_samples: bool = True
+    any_vocab_size: bool = True
 
 
 @dataclass(frozen=True)

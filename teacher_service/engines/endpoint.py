@@ -120,6 +120,8 @@ class EndpointEngine:
         wrong: list[tuple[str, str, str]] = []
         if query.temperature != 1.0:
             wrong.append(("temperature", "scores at temperature 1 only", "use 1.0"))
+        if query.vocab_size is not None:
+            wrong.append(("vocab_size", "scores over all its ids", "leave it out"))
         if query.tail_samples:
             wrong.append(("tail_samples", "draws no tail samples", "use 0"))
         if query.head_ids is not None and not self.info.limits.max_chosen_ids:
@@ -170,6 +172,7 @@ class EndpointEngine:
                 max_top_k=max(likeliest, chosen - 1),
                 max_chosen_ids=max(0, chosen - 1),
                 any_temperature=False,
+                any_vocab_size=False,
                 tail_samples=False,
             ),
         )

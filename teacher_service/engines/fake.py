@@ -110,6 +110,7 @@ class FakeEngine:
         for first in range(query.start, len(query.token_ids), _CHUNK_ROWS):
             last = min(first + _CHUNK_ROWS, len(query.token_ids))
             logits = self._logits(query.token_ids, first, last) / query.temperature
+            logits = logits[:, : query.vocab_size]
             bad = np.flatnonzero(np.isnan(logits).any(axis=1))
             if bad.size:
                 position = first + int(bad[0])

@@ -18,6 +18,7 @@ from teacher_service.engines.base import EngineInfo, TensorSpec, WeightUpdate, f
 from teacher_service.engines.hf_weights import ModelWeights
 from teacher_service.head.head import Head
 from teacher_service.head.linear_head import require_plain_weight
+from teacher_service.head.scale_and_cap import probe_head
 from teacher_service.models.digests import FileDigests
 from teacher_service.models.files import (
     file_facts,
@@ -27,17 +28,16 @@ from teacher_service.models.files import (
 )
 from teacher_service.models.loading import load_model, load_vocabulary, not_linear
 
-_CHECK_TOKENS = 8
-
 
 class HfEngine:
-    """A causal language model of transformers whose head is one linear layer.
+    """A causal language model of transformers whose head is one linear layer, scaled or capped.
 
     Sequences of a batch are padded on the right and masked. With `batch_invariant`, each sequence
     has a forward pass of its own: its rows are bit-identical whatever else is in the batch.
 
     Raises InvalidInput if the model directory, the dtype or the device cannot be used, if the
-    logits are not one linear layer of the hidden states, or if that layer is quantised.
+    logits are not one linear layer of the hidden states, scaled or capped, or if that layer is
+    quantised.
     """
 
     def __init__(
@@ -57,10 +57,13 @@ class HfEngine:
             raise not_linear(model)
         parameters = self._model.named_parameters(remove_duplicate=False)
         require_plain_weight(path, [name for name, value in parameters if value is head.weight])
-        self._head = Head(head.weight.detach(), None if head.bias is None else head.bias.detach())
+        scale_and_cap = probe_head(self._model, most_tokens=self._max_length())
+        if scale_and_cap is None:
+            raise not_linear(model)
+        bias = None if head.bias is None else head.bias.detach()
+        self._head = Head(head.weight.detach(), bias, scale_and_cap=scale_and_cap)
         self._batch_invariant = batch_invariant
         self._weights = ModelWeights(self._model)
-        self._require_linear_head(model)
         self.info = self._describe(model, path, digests)
 
     def parameters(self) -> Mapping[str, TensorSpec]:
@@ -114,25 +117,6 @@ class HfEngine:
         base = self._model.base_model
         states: Tensor = base(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         return states
-
-    @torch.inference_mode()
-    def _require_linear_head(self, model: str) -> None:
-        """Raise InvalidInput if the model's logits differ from those of the linear layer alone.
-
-        Some models scale or cap their logits after it; our head would be silently wrong.
-        """
-        count = min(_CHECK_TOKENS, self._max_length())
-        ids = (torch.arange(count, device=self._device) * 7 % len(self._head.weight))[None]
-        states = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        ours = torch.nn.functional.linear(states, self._head.weight, self._head.bias).float()
-        theirs = self._model(input_ids=ids, use_cache=False).logits.float()
-        tolerance = 1e-4 if self._head.weight.dtype is torch.float32 else 2e-2
-        # NaN is allowed here: scoring reports it for the sequences that it affects.
-        same = ours.shape == theirs.shape and torch.allclose(
-            ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True
-        )
-        if not same:
-            raise not_linear(model)
 
     def _max_length(self) -> int:
         # A model of text and images, such as Gemma 3, has the limit in its `text_config`.

@@ -37,13 +37,16 @@ _WORKER = "teacher_service.engines.vllm_worker.ScoringWorker"
 
 
 class VllmEngine:
-    """A causal language model that transformers and vLLM support and whose head is linear.
+    """A causal language model that transformers and vLLM support, with a linear head.
+
+    Its logits may be scaled or capped.
 
     `gpu_memory_share` is the part of each GPU's memory that vLLM may use, in (0, 1].
     `max_batch_tokens` is vLLM's limit of tokens per scheduler step.
 
     Raises InvalidInput if vLLM is not installed or does not start, if the model directory or the
-    dtype cannot be used, or if the logits are not one linear layer of the hidden states.
+    dtype cannot be used, or if the logits are not one linear layer of the hidden states, scaled or
+    capped.
     """
 
     def __init__(
@@ -69,7 +72,11 @@ class VllmEngine:
             "max_num_batched_tokens": max_batch_tokens,
             "max_num_seqs": min(256, max_batch_tokens),
             "worker_cls": _WORKER,
-            "additional_config": {"head": [head.weight, head.bias], "teacher_pid": os.getpid()},
+            "additional_config": {
+                "head": [head.weight, head.bias],
+                "scale_and_cap": [head.scale_and_cap.scale, head.scale_and_cap.cap],
+                "teacher_pid": os.getpid(),
+            },
         }
         try:
             self._vllm = VllmProcess(options)

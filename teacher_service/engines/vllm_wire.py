@@ -31,6 +31,7 @@ def encode_query(query: ScoreQuery) -> dict[str, Any]:
         "temperature": query.temperature,
         "tail_samples": query.tail_samples,
         "seed": query.seed,
+        "vocab_size": query.vocab_size,
     }
 
 

@@ -26,6 +26,7 @@ from protos.rows.codec import RowBlock, concatenate
 from protos.vllm_processes import die_with
 from teacher_service.engines.vllm_wire import decode_query, encode_answer, part_of
 from teacher_service.head.head import Head
+from teacher_service.head.scale_and_cap import ScaleAndCap
 from teacher_service.models.files import weight_files
 
 if current_platform.is_cpu():
@@ -54,16 +55,20 @@ class ScoringWorker(_Worker):  # type: ignore[misc]
         super().load_model(**options)
         head = None
         if self.rank == 0:  # vLLM reads only the output of rank 0
-            head = self._load_head(*ours["head"])
+            weight, bias = ours["head"]
+            head = self._load_head(weight, bias, ScaleAndCap(*ours["scale_and_cap"]))
         self.model_runner.get_model().pooler = RowPooler(head)
 
-    def _load_head(self, weight_name: str, bias_name: str | None) -> Head:
+    def _load_head(
+        self, weight_name: str, bias_name: str | None, scale_and_cap: ScaleAndCap
+    ) -> Head:
         path, dtype = Path(self.model_config.model), self.model_config.dtype
         weight = _read_tensor(path, weight_name).to(self.device, dtype)
         bias = None
         if bias_name is not None:
             bias = _read_tensor(path, bias_name).to(self.device, dtype)
-        return Head(weight, bias, None if weight.is_cuda else cpu_product(weight))
+        product = None if weight.is_cuda else cpu_product(weight)
+        return Head(weight, bias, product, scale_and_cap)
 
     def attention_backends(self) -> list[str]:
         """Return the sorted names of the attention backends.

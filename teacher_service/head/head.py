@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt
 from protos.rows.codec import RowBlock
+from teacher_service.head.scale_and_cap import PLAIN, ScaleAndCap
 from teacher_service.head.scoring import score_hidden
 from teacher_service.head.uniforms import uniforms_of
 
@@ -24,7 +26,8 @@ from teacher_service.head.uniforms import uniforms_of
 class Head:
     """One linear layer: `weight` [V, H] and `bias` [V], on the device of the hidden states.
 
-    `product` is an optional faster hidden @ weight.T, as in `score_hidden`.
+    `product` is an optional faster hidden @ weight.T, as in `score_hidden`. `scale_and_cap`: how
+    the products become logits.
     """
 
     def __init__(
@@ -32,10 +35,12 @@ class Head:
         weight: Tensor,
         bias: Tensor | None,
         product: Callable[[Tensor], Tensor] | None = None,
+        scale_and_cap: ScaleAndCap = PLAIN,
     ) -> None:
         self.weight = weight
         self.bias = bias
         self._product = product
+        self._scale_and_cap = scale_and_cap
 
     def score(
         self, queries: Sequence[ScoreQuery], states: Sequence[Tensor]
@@ -77,11 +82,13 @@ class Head:
         if queries[0].tail_samples:
             drawn = np.concatenate([uniforms_of(query) for query in queries])
             uniforms = torch.from_numpy(drawn).to(self.weight.device)
+        weight, bias, product = self._narrowed(queries[0].vocab_size)
         scored = score_hidden(
             torch.cat(list(states)),
-            self.weight,
-            bias=self.bias,
-            product=self._product,
+            weight,
+            bias=bias,
+            product=product,
+            scale_and_cap=self._scale_and_cap,
             token_ids=self._long(targets),
             top_k=queries[0].top_k,
             head_ids=self._long(np.concatenate(chosen)) if chosen else None,
@@ -100,8 +107,22 @@ class Head:
             draw_logprobs=_numpy(scored.draw_logprobs, torch.float32),
         )
 
+    def _narrowed(
+        self, vocab_size: int | None
+    ) -> tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor] | None]:
+        """Return weight, bias and product of the first `vocab_size` ids, as views."""
+        product = self._product
+        if product is not None and vocab_size is not None:
+            product = partial(_first_columns, product, vocab_size)
+        bias = None if self.bias is None else self.bias[:vocab_size]
+        return self.weight[:vocab_size], bias, product
+
     def _long(self, ids: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(ids.astype(np.int64)).to(self.weight.device)
+
+
+def _first_columns(product: Callable[[Tensor], Tensor], count: int, states: Tensor) -> Tensor:
+    return product(states)[:, :count]
 
 
 def _numpy(column: Tensor | None, dtype: torch.dtype) -> NDArray[Any] | None:
@@ -113,6 +134,6 @@ def _alike(queries: Sequence[ScoreQuery]) -> list[list[int]]:
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, query in enumerate(queries):
         ids = (query.k, query.head_ids is None, query.tail_draws)
-        kind = (*ids, query.temperature, query.tail_samples)
+        kind = (*ids, query.temperature, query.tail_samples, query.vocab_size)
         groups.setdefault(kind, []).append(index)
     return list(groups.values())

@@ -1,9 +1,9 @@
-"""Checks without loading weights that a model's head is one linear layer, and finds its tensors."""
+"""Finds the tensors of a model's head, and how it makes logits, without loading weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +13,34 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from protos.errors import InvalidInput
+from teacher_service.head.scale_and_cap import PLAIN, ScaleAndCap, probe_head
 from teacher_service.models.files import weight_files
 from teacher_service.models.loading import not_linear, not_loaded
 
 _TOKENS = 8
 _VOCABULARY = 32
-# Large enough that the logit caps of real models change the result.
-_SPREAD = 100.0
 _PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
 
 
 @dataclass(frozen=True)
 class HeadTensors:
-    """Names of the head's tensors in the weight files, and the number of rows of its weight."""
+    """Names of the head's tensors in the weight files, the number of rows of its weight.
+
+    scale_and_cap: how their products become logits.
+    """
 
     weight: str
     bias: str | None
     vocab_size: int
+    scale_and_cap: ScaleAndCap = PLAIN
 
 
 def find_head(model: Any, path: Path) -> HeadTensors:
     """Return the names of the head's tensors; `model` was loaded from `path` to device "meta".
 
     Replaces the head of `model` and the forward method of its body. Raises InvalidInput if the
-    logits are not one linear layer of the hidden states, if the weight files do not contain the
-    head under a parameter name of the model, or if they contain a quantised head.
+    logits are not one linear layer of the hidden states, scaled or capped, if the weight files do
+    not contain the head under a parameter name of the model, or if they contain a quantised head.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
@@ -48,8 +51,7 @@ def find_head(model: Any, path: Path) -> HeadTensors:
         vocab_size=len(head.weight),
     )
     require_plain_weight(path, [tensors.weight])
-    _require_linear(model, path)
-    return tensors
+    return replace(tensors, scale_and_cap=_probe(model, path))
 
 
 def _stored_name(model: Any, parameter: Tensor, path: Path) -> str:
@@ -94,27 +96,22 @@ class _States(BaseModelOutputWithPast):  # type: ignore[misc]
         return None
 
 
-def _require_linear(model: Any, path: Path) -> None:
-    """Raise InvalidInput if `model` changes its logits after the linear layer.
+def _probe(model: Any, path: Path) -> ScaleAndCap:
+    """Return how `model` scales and caps the products of its head.
 
     Runs the model's own code from given hidden states on, with a small random head in place of the
-    real one. Modifies `model`.
+    real one. Modifies `model`. Raises InvalidInput if the logits are anything else.
     """
     old = model.get_output_embeddings()
     random = torch.Generator().manual_seed(0)
     head = torch.nn.Linear(old.in_features, _VOCABULARY, bias=old.bias is not None)
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter, generator=random)
     states = torch.randn(1, _TOKENS, old.in_features, generator=random)
-    states *= _SPREAD / old.in_features**0.5
     model.base_model.forward = lambda *_, **__: _States(last_hidden_state=states)
     model.set_output_embeddings(head)
-    ids = torch.arange(_TOKENS)[None]
     try:
-        with torch.inference_mode():
-            ours, theirs = head(states), model(input_ids=ids, use_cache=False).logits
-            same = ours.shape == theirs.shape and torch.allclose(ours, theirs, 1e-4, 1e-4)
+        found = probe_head(model)
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
         raise not_loaded(path, f"its head cannot be checked: {error}") from error
-    if not same:
+    if found is None:
         raise not_linear(path)
+    return found

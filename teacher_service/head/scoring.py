@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from protos.errors import Corrupt
+from teacher_service.head.scale_and_cap import PLAIN, ScaleAndCap
 from teacher_service.head.tail_samples import draw
 
 # Float32 logits of one GEMM. With fewer rows, a GPU would spend its time reading the weights.
@@ -46,6 +48,7 @@ def score_hidden(
     *,
     bias: Tensor | None = None,
     product: Callable[[Tensor], Tensor] | None = None,
+    scale_and_cap: ScaleAndCap = PLAIN,
     token_ids: Tensor,
     top_k: int | None,
     head_ids: Tensor | None,
@@ -55,13 +58,14 @@ def score_hidden(
     chunk_rows: int | None = None,
     first_position: int = 0,
 ) -> ScoredRows:
-    """Return rows of log_softmax((hidden @ weight.T + bias) / temperature).
+    """Return rows of log_softmax(logits / temperature).
 
-    hidden [N, H], weight [V, H], bias [V], token_ids int64 [N]. Give either top_k, or head_ids
-    int64 [N, K] without duplicates in a row. `product` is an optional faster hidden @ weight.T.
-    Each uniform of `uniforms`, float64 [N, M] in [0, 1), draws one id from the tail. If a tail has
-    no mass, its sample ids are meaningless and their log-prob is -inf. draw_ids int64 [N, D]: ids
-    whose log-probs are also returned.
+    The logits are hidden @ weight.T + bias, after `scale_and_cap`. hidden [N, H], weight [V, H],
+    bias [V], token_ids int64 [N]. Give either top_k, or head_ids int64 [N, K] without duplicates in
+    a row. `product` is an optional faster hidden @ weight.T. Each uniform of `uniforms`, float64
+    [N, M] in [0, 1), draws one id from the tail. If a tail has no mass, its sample ids are
+    meaningless and their log-prob is -inf. draw_ids int64 [N, D]: ids whose log-probs are also
+    returned.
 
     Raises Corrupt, naming position `first_position` + row, if a row of logits has a NaN, a +inf or
     no finite entry. Logits of -inf (masked vocabulary) are valid.
@@ -83,7 +87,8 @@ def score_hidden(
         chosen = [_cut(one, these) for one in (head_ids, uniforms, draw_ids)]
         # The logits have no name here: a variable would keep them while the next chunk is computed.
         for block, lse in select(
-            _logits(product(hidden[these]), bias, temperature),
+            _products(product(hidden[these]), bias),
+            partial(scale_and_cap.apply_, temperature=temperature),
             token_ids[these],
             top_k,
             *chosen,
@@ -118,20 +123,23 @@ def _empty(hidden: Tensor, k: int | None, samples: int, draws: int) -> tuple[Sco
 
 def select(
     chunk: Tensor,
+    to_logits: Callable[[Tensor], Tensor],
     token_ids: Tensor,
     top_k: int | None,
     head_ids: Tensor | None,
     uniforms: Tensor | None = None,
     draw_ids: Tensor | None = None,
 ) -> Iterator[tuple[ScoredRows, Tensor]]:
-    """Yield rows and their normalisers [n], block by block, from logits `chunk` [N, V].
+    """Yield rows and their normalisers [n], block by block, from products `chunk` [N, V].
 
-    Overwrites `chunk`. token_ids int64 [N]; give either top_k, or head_ids int64 [N, K]; draw_ids
-    int64 [N, D]. The
-    normaliser of a row is the logsumexp of its logits; it is not finite if the logits are invalid.
+    Overwrites `chunk`. `to_logits` overwrites a block of products [n, V] with its logits, divided
+    by the temperature. token_ids int64 [N]; give either top_k, or head_ids int64 [N, K]; draw_ids
+    int64 [N, D]. The normaliser of a row is the logsumexp of its logits; it is not finite if the
+    logits are invalid.
     """
     at = 0
-    for logits in torch.split(chunk, _block_rows(chunk)):
+    for products in torch.split(chunk, _block_rows(chunk)):
+        logits = to_logits(products)
         rows = slice(at, at + len(logits))
         heads = _top(logits, top_k) if head_ids is None else head_ids[rows]
         chosen = _cut(uniforms, rows), _cut(draw_ids, rows)
@@ -157,11 +165,9 @@ def _times(hidden: Tensor, weight: Tensor) -> Tensor:
     return hidden @ weight.t()
 
 
-def _logits(product: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = product.float()
-    if bias is not None:
-        logits.add_(bias)
-    return logits if temperature == 1 else logits.div_(temperature)
+def _products(product: Tensor, bias: Tensor | None) -> Tensor:
+    product = product.float()
+    return product if bias is None else product.add_(bias)
 
 
 def _top(logits: Tensor, top_k: int | None) -> Tensor:

@@ -63,9 +63,9 @@ def not_loaded(path: Path, reason: str) -> InvalidInput:
 
 
 def not_linear(model: str | Path) -> InvalidInput:
-    """Return the error for a model whose head is not one linear layer, for the caller to raise."""
+    """Return the error for a model with another head than a linear one, for the caller to raise."""
     return InvalidInput(
-        f"the logits of {model} are not one linear layer of its hidden states",
+        f"the logits of {model} are not one linear layer of its hidden states, scaled or capped",
         field="--model",
-        hint="models that scale or cap their logits (Gemma 2, Granite, Cohere) are not supported",
+        hint="give a model whose logits are s z or c tanh(s z / c) of the products z of its head",
     )

@@ -79,6 +79,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
             max_request_bytes=MAX_REQUEST_BYTES,
             max_chosen_ids=info.limits.max_chosen_ids,
             only_temperature_one=not info.limits.any_temperature,
+            takes_vocab_size=info.limits.any_vocab_size,
         )
 
     async def GetVocabulary(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
@@ -40,6 +40,7 @@ def parse_request(request: teacher_pb2.ScoreRequest, limits: RequestLimits) -> S
             f"must be at most {MAX_REQUEST_ID_CHARS} characters, got {len(request.request_id)}",
             "use a number",
         )
+    limits, vocab_size = _narrowed(request, limits)
     token_ids = _ids(request.token_ids, "token_ids", limits)
     length, start = len(token_ids), request.start
     if not 2 <= length <= limits.max_length:
@@ -78,7 +79,27 @@ def parse_request(request: teacher_pb2.ScoreRequest, limits: RequestLimits) -> S
         request.tail_samples,
         request.sample_seed,
         _draws(request, length - start, limits),
+        vocab_size,
     )
+
+
+def _narrowed(
+    request: teacher_pb2.ScoreRequest, limits: RequestLimits
+) -> tuple[RequestLimits, int | None]:
+    """Return the limits for the ids of the request, and the query's `vocab_size`.
+
+    A request for all logits by their number is the same query, with the same cache key, as one that
+    names no number.
+    """
+    size = request.vocab_size or limits.vocab_size
+    if size > limits.vocab_size:
+        _refuse(
+            "vocab_size",
+            f"must be at most {limits.vocab_size}, the number of logits, got {size}",
+            "leave it out, or name the number of logits that teacher and student have in common",
+        )
+    narrowed = replace(limits, vocab_size=size, max_top_k=min(limits.max_top_k, size))
+    return narrowed, None if size == limits.vocab_size else size
 
 
 def _head(

@@ -110,6 +110,7 @@ class Student:
             top_k=settings.top_k,
             temperature=settings.temperature,
             draws=settings.draws,
+            vocab_size=settings.vocab_size,
         )
         noise = draw_noise = None
         if settings.seed is not None:
@@ -238,7 +239,7 @@ def assert_sampled(
     """Everything about a sequence against exact logits [L, V] float64 before each of its tokens."""
     length = len(got.token_ids)
     assert 1 <= length <= sequence.limit
-    exact = (logits / settings.temperature).log_softmax(1)
+    exact = (logits[:, : settings.vocab_size] / settings.temperature).log_softmax(1)
     chosen = exact.gather(1, got.token_ids[:, None])[:, 0]
     torch.testing.assert_close(got.token_logprobs.double(), chosen, rtol=0, atol=NATS)
     heads = exact.gather(1, got.head_ids)

@@ -124,6 +124,7 @@ class HfRolloutEngine:
             top_k=settings.top_k,
             temperature=settings.temperature,
             draws=settings.draws,
+            vocab_size=settings.vocab_size,
             bf16=self._bf16,
         )
         requests = order.sequences[part]

@@ -148,7 +148,7 @@ class _Order:
             for table in (self._noise, self._draw_noise)
         )
         return sample_step(
-            logits,
+            logits[:, : self._fields["vocab_size"]],
             top_k=self._fields["top_k"],
             temperature=self._fields["temperature"],
             uniforms=noise,

@@ -36,6 +36,7 @@ def request_fields(name: str, order: Order, index: int) -> dict[str, Any]:
         "number": sequence.number,
         "used": sequence.used,
         "limit": sequence.limit,
+        "vocab_size": settings.vocab_size,
     }
 
 

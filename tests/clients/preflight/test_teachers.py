@@ -9,9 +9,12 @@ import pytest
 
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
+from clients.preflight.teachers import _check_live_teacher as check_live_teacher
 from clients.preflight.teachers import check_teachers
+from clients.preflight.vocabulary import common_ids
+from clients.store.captured_store import CapturedStore
 from clients.teacher.info import TeacherInfo
-from protos.errors import InvalidInput
+from protos.errors import InvalidInput, WrongState
 
 INFO = TeacherInfo(
     model="m",
@@ -95,3 +98,45 @@ def test_the_limits_of_an_endpoint(
     assert caught.value.hint
     forward = job(divergence="forward_kl", tail="bucket", top_k=30)
     check_teachers(forward, {"": replace(INFO, max_chosen_ids=0, only_temperature_one=True)})
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "common"),
+    [(151_936, 152_064, 151_936), (152_064, 151_936, 151_936), (700, 700, 700)],
+)
+def test_padding_is_not_common(ours: int, theirs: int, common: int) -> None:
+    """Equal widths have nothing to leave out, whatever their padding is."""
+    tokens = [f"t{number}" for number in range(600)]
+    assert common_ids(ours, theirs, "teacher", tokens) == common
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "who"), [(599, 640, "the student"), (640, 599, "the teacher math")]
+)
+def test_an_id_with_a_token_is_no_padding(ours: int, theirs: int, who: str) -> None:
+    tokens = [*(f"t{number}" for number in range(599)), "<image>"]
+    with pytest.raises(WrongState) as caught:
+        common_ids(ours, theirs, "teacher math", tokens)
+    assert caught.value.field == "student.model"
+    assert f"id 599 is the token '<image>', for which {who} has no logit" in caught.value.message
+    assert common_ids(ours, theirs, "teacher math", [*tokens[:-1], ""]) == 599
+
+
+def test_a_live_teacher_may_be_wider_than_the_store() -> None:
+    """It then leaves out what the store has left out, unless it is too old for that."""
+    facts = {
+        "tokenizer_fingerprint": "t",
+        "vocab_size": "151665",
+        "top_k": "4",
+        "teacher_fingerprint": "f",
+    }
+    store = CapturedStore("rows", "data.path", facts, 9)
+    check_live_teacher(replace(INFO, takes_vocab_size=True), "teacher", store)
+    with pytest.raises(WrongState, match="cannot leave out those from 151665 on"):
+        check_live_teacher(INFO, "teacher", store)
+    narrow = replace(INFO, vocab_size=151_000, takes_vocab_size=True)
+    with pytest.raises(WrongState, match="the number of logits of the teacher differs"):
+        check_live_teacher(narrow, "teacher", store)
+    other = replace(INFO, tokenizer_fingerprint="u", takes_vocab_size=True)
+    with pytest.raises(WrongState, match="the tokenizer_fingerprint of the teacher differs"):
+        check_live_teacher(other, "teacher", store)

@@ -35,6 +35,7 @@ class Teacher(teacher_pb2_grpc.TeacherServicer):
         self.vocabularies = 0
         self.refuses = False
         self.max_tail_draws = 256
+        self.vocab_size, self.takes_vocab_size = VOCABULARY, True
 
     def GetInfo(self, request: teacher_pb2.GetInfoRequest, context: Any) -> teacher_pb2.TeacherInfo:
         self.asked += 1
@@ -44,7 +45,8 @@ class Teacher(teacher_pb2_grpc.TeacherServicer):
             model="teacher",
             fingerprint="f",
             tokenizer_fingerprint=tokenizer_fingerprint(TOKENS),
-            vocab_size=VOCABULARY,
+            vocab_size=self.vocab_size,
+            takes_vocab_size=self.takes_vocab_size,
             max_top_k=VOCABULARY,
             max_length=64,
             max_tail_samples=256,

@@ -124,11 +124,15 @@ CASES = {
         WrongState,
         {"tokens": ["<end>", *"0123456789+-"], "unigram": True},
     ),
-    "another width": Refusal(
+    "a token without a logit": Refusal(
         {},
-        ("student.model: ", "logits for 16 ids, the teacher for 13", "pad or trim"),
+        (
+            "student.model: the student has logits for 12 ids, the teacher for 13, but id 12 is",
+            "the token '=', for which the student has no logit",
+            "differ only by padding",
+        ),
         WrongState,
-        {"width": 16},
+        {"width": 12},
     ),
 }
 
@@ -178,6 +182,24 @@ def test_what_can_run_is_queued(address: str, tmp_path: Path) -> None:
         with pytest.raises(Unavailable, match="no teacher answers") as caught:
             server.submit({**job(tmp_path, address), **named, **lost})
     assert caught.value.field == "teachers.b"
+
+
+def test_widths_that_differ_by_padding(
+    teacher: Teacher, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On either side; but a teacher that is older than that cannot leave out its own."""
+    monkeypatch.setattr(preflight, "_FRESH_SECONDS", 0.0)
+    wide = write_student(tmp_path / "wide", width=16)
+    with checking(tmp_path) as server:
+        asked = job(tmp_path, address)
+        assert server.submit(job(tmp_path, address, student__model=str(wide))) is JobState.QUEUED
+        teacher.vocab_size = 16
+        assert server.submit(asked) is JobState.QUEUED
+        teacher.takes_vocab_size = False
+        with pytest.raises(WrongState, match="cannot leave out those from 13 on") as caught:
+            server.submit(asked)
+    assert caught.value.field == "student.model"
+    assert "use a teacher of this version" in caught.value.hint
 
 
 def test_many_submits_ask_a_teacher_once(

@@ -153,9 +153,16 @@ def test_tokens_of_a_store(material: tiny.Material, store: Path, tmp_path: Path)
     shutil.copytree(store, copied)
     manifest(tokenizer_fingerprint=tokenizer_fingerprint(WORDS), vocab_size="3")(copied)
     found = open_stores(tiny.offline_job(material, copied)).training
-    check_stored_vocabulary(found, WORDS, 3, None)
-    with pytest.raises(WrongState, match=r"the student has logits for 4 ids, the store .* for 3;"):
-        check_stored_vocabulary(found, WORDS, 4, None)
+    assert check_stored_vocabulary(found, WORDS, 3, None) == 3
+    assert check_stored_vocabulary(found, WORDS, 4, None) == 3
+    with pytest.raises(WrongState, match=r"id 2 is the token 'c', for which the student has no"):
+        check_stored_vocabulary(found, WORDS, 2, None)
+    manifest(vocab_size="5")(copied)
+    wide = open_stores(tiny.offline_job(material, copied)).training
+    with pytest.raises(
+        WrongState, match=r"are about 5 ids, but the student has logits for 4 only; capture again"
+    ):
+        check_stored_vocabulary(wide, WORDS, 4, None)
     other = ["a", "x", "c"]
     with pytest.raises(WrongState, match="id 1 is 'x' to the student and 'b' to the teacher"):
         check_stored_vocabulary(found, other, 3, WORDS)

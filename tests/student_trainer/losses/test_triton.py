@@ -8,7 +8,14 @@ import os
 import pytest
 import torch
 
-from student_trainer.losses import chunk, fused_linear_loss, fused_linear_rows, softmax_torch
+from student_trainer.losses import (
+    LogitMap,
+    chunk,
+    fused_linear_loss,
+    fused_linear_rows,
+    softmax_torch,
+)
+from student_trainer.losses.logit_map import Curve
 from tests.student_trainer.losses.test_fused import LOSSES, make_loss, problem, samples_of
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -18,20 +25,23 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+CURVES = [Curve(1.0), Curve(0.7), Curve(4.0, 9.0)]
+
+
+@pytest.mark.parametrize("curve", CURVES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 # Less than a block, a whole one, several and a bit.
 @pytest.mark.parametrize("vocab", [1, 5, 4096, 9000])
-def test_passes_equal_plain_torch(dtype, temperature, vocab):
+def test_passes_equal_plain_torch(dtype, curve, vocab):
     generator = torch.Generator().manual_seed(vocab)
     logits = (5 * torch.randn(6, vocab, generator=generator)).to(dtype).to(DEVICE)
     logits[0, : vocab // 2] = -torch.inf  # a first block with nothing in it
     logits[1] = -torch.inf  # a head of everything
     logits[2] = 1e4 * logits[2].sign()
     logits[3, vocab // 2] = 300.0
-    expected = softmax_torch.tail_statistics(wide := logits.float().clone(), temperature)
+    expected = softmax_torch.tail_statistics(wide := logits.float().clone(), curve)
     before = logits.clone()
-    found = softmax_triton.tail_statistics(logits, temperature)
+    found = softmax_triton.tail_statistics(logits, curve)
     assert torch.equal(logits, before)
     empty = expected[1] == 0
     assert empty[1]
@@ -41,26 +51,43 @@ def test_passes_equal_plain_torch(dtype, temperature, vocab):
     assert (found[2][empty] == 0).all()
     assert found[0].isfinite().all()
 
+    # The slope of a cap, 1 - u^2, has the rounding of u: 1e-7 of 1, and more of a slope near 0.
+    least = 1e-30 if curve.height is None else 1e-6
+
+    def compare(got, rounding):
+        torch.testing.assert_close(got.float(), wanted, rtol=rounding, atol=least)
+
     scale = torch.linspace(-2, 2, 6, device=DEVICE)
-    wanted = softmax_torch.scaled_exp(wide, expected[0], scale, temperature, wide)
-    rounding = {torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype]
+    wanted = softmax_torch.scaled_exp(wide, expected[0], scale, curve, wide)
     other = torch.empty(6, vocab + 3, dtype=torch.bfloat16, device=DEVICE)[:, 1:-2]
-    assert softmax_triton.scaled_exp(logits, found[0], scale, temperature, other) is other
-    torch.testing.assert_close(other.float(), wanted, rtol=8e-3, atol=1e-30)
+    assert softmax_triton.scaled_exp(logits, found[0], scale, curve, other) is other
+    compare(other, 8e-3)
     assert torch.equal(logits, before)
-    got = softmax_triton.scaled_exp(logits, found[0], scale, temperature, logits)
+    got = softmax_triton.scaled_exp(logits, found[0], scale, curve, logits)
     assert got is logits
-    torch.testing.assert_close(got.float(), wanted, rtol=rounding, atol=1e-30)
+    compare(got, {torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype])
+
+
+@pytest.mark.parametrize("width", [1.0, 30.0])
+def test_the_cap_of_the_kernel_is_tanh(width):
+    """To the last digits near 0 and where it saturates: a chunk of one id per row."""
+    size = torch.logspace(-6, 3, 500, device=DEVICE)
+    products = torch.cat([-size, torch.zeros(1, device=DEVICE), size])[:, None]
+    top, _, _ = softmax_triton.tail_statistics(products, Curve(width, 30.0))
+    exact = 30 * torch.tanh(products[:, 0].double() / width)
+    torch.testing.assert_close(top.double(), exact, rtol=4e-7, atol=1e-12)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the GPU's own test is below")
+@pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(60, 1.5, 3.0)], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_operator_with_the_kernels(monkeypatch, name):
+def test_the_operator_with_the_kernels(monkeypatch, name, logit_map):
     """All that a GPU does with float32 states but its own arithmetic."""
-    hidden, weight, bias, head, tokens, teacher, weights = problem(16, 70, 6)
+    _, weight, bias, *_ = problem(16, 70, 6, seed=1)
+    hidden, _, _, head, tokens, teacher, weights = problem(16, logit_map.vocab_size or 70, 6)
     loss_fn = make_loss(name, head, tokens, teacher, weights)
 
-    samples = samples_of(head, 70)
+    samples = samples_of(head, logit_map.vocab_size or 70)
 
     def gradients(**options):
         fused = fused_linear_loss(
@@ -72,6 +99,7 @@ def test_the_operator_with_the_kernels(monkeypatch, name):
             sample_ids=samples,
             bias=bias,
             temperature=1.3,
+            logit_map=logit_map,
             **options,
         )
         return fused, torch.autograd.grad(fused.loss_sum, [hidden, weight, bias])
@@ -94,7 +122,7 @@ def test_certain_tokens_keep_their_gradient_in_half_precision(monkeypatch, size)
     logits[torch.arange(20), tokens] = torch.linspace(8, 18, 20)
     logits = logits.bfloat16().to(DEVICE)
     head, tokens = logits.float().topk(size).indices, tokens.to(DEVICE)
-    made = chunk.make_chunk(logits.float(), head, tokens, None, 1.0)
+    made = chunk.make_chunk(logits.float(), head, tokens, None, Curve(1.0))
     of_rows = dataclasses.replace(
         made.rows.map(torch.zeros_like), token_logprobs=torch.full_like(made.top, -1)
     )
@@ -118,7 +146,7 @@ def test_repeated_draws_keep_their_gradient_in_half_precision(monkeypatch, size)
     tokens = torch.randint(3000, (20,), generator=generator).to(DEVICE)
     drawn = torch.randint(3000, (20, 64), generator=generator).to(DEVICE)
     drawn[:, 2:62], drawn[:, 62] = likely.to(DEVICE)[:, None], tokens
-    made = chunk.make_chunk(logits.float(), head, tokens, drawn, 1.3)
+    made = chunk.make_chunk(logits.float(), head, tokens, drawn, Curve(1.3))
     weights = torch.linspace(0.5, 1.5, 64).expand(20, -1).to(DEVICE) / 64
     zero = made.rows.map(torch.zeros_like)
     found = made.gradient(dataclasses.replace(zero, sample_logprobs=-weights), torch.bfloat16)
@@ -131,9 +159,10 @@ def test_repeated_draws_keep_their_gradient_in_half_precision(monkeypatch, size)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(9000, 1.5, 3.0)], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu(name, dtype):
+def test_on_a_gpu(name, dtype, logit_map):
     """Compiled kernels and cuBLAS against the CPU's float64."""
     hidden, weight, bias, head, tokens, teacher, weights = problem(64, 9000, 16)
     narrow = [x.detach().to(dtype) for x in (hidden, weight, bias)]
@@ -149,13 +178,20 @@ def test_on_a_gpu(name, dtype):
         loss_fn,
         sample_ids=samples.cuda(),
         bias=inputs[2],
+        logit_map=logit_map,
         chunk_rows=13,
     )
     got = torch.autograd.grad(fused.loss_sum, inputs)
     exact = [x.double().requires_grad_() for x in narrow]
     reference = make_loss(name, head, tokens, teacher.map(torch.Tensor.double), weights.double())
     plain = fused_linear_loss(
-        *exact[:2], head, tokens, reference, sample_ids=samples, bias=exact[2]
+        *exact[:2],
+        head,
+        tokens,
+        reference,
+        sample_ids=samples,
+        bias=exact[2],
+        logit_map=logit_map,
     )
     for a, b in zip(got, torch.autograd.grad(plain.loss_sum, exact), strict=True):
         tolerance = 1e-5 if dtype == torch.float32 else 3e-2

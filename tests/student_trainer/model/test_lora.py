@@ -16,9 +16,10 @@ from clients.config.tables.common import LoraConfig, StudentConfig
 from protos.errors import InvalidInput
 from student_trainer.checkpoints import checkpoint
 from student_trainer.checkpoints.export import export_model
+from student_trainer.losses import LogitMap
 from student_trainer.model.loading import load_model
 from student_trainer.model.lora import add_adapters, learned
-from student_trainer.model.probes import has_linear_head
+from student_trainer.model.probes import logit_map_of
 from student_trainer.model.student import Student
 from tests.student_trainer import tiny
 from tests.student_trainer.model.test_student import (
@@ -72,7 +73,7 @@ def test_only_the_adapters_learn_and_the_head_if_asked(base: Path, head: str) ->
     plain, model = load_model(StudentConfig(model=str(base))), load_model(config(base, head))
     assert type(model) is type(plain)
     assert torch.equal(logits(model), logits(plain))
-    assert has_linear_head(model)
+    assert logit_map_of(model) == LogitMap()
     rest = {name for name in learned(model) if ".lora_" not in name}
     tied = model.config.tie_word_embeddings
     assert rest == (
@@ -91,7 +92,7 @@ def test_the_fused_path_is_the_plain_one(base: Path, head: str) -> None:
     batch = batch_of(model)
     student = Student(model)
     fused, fused_grads = gradients_of(student, batch)
-    student._linear_head = False
+    student._logit_map = None
     _, plain_grads = gradients_of(student, batch)
     assert_rows(fused.rows, exact_rows(model, batch))
     assert (
@@ -103,11 +104,11 @@ def test_the_fused_path_is_the_plain_one(base: Path, head: str) -> None:
         assert float((grad - plain_grads[name]).norm() / plain_grads[name].norm()) < 1e-5, name
 
 
-def test_a_capped_head_takes_the_plain_path() -> None:
+def test_a_capped_head_is_fused_too() -> None:
     model = soft_capped()
     add_adapters(model, config(Path("unused")))
     student = Student(disturbed(model))
-    assert not student._linear_head
+    assert student._logit_map == LogitMap(13, cap=2.0)
     batch = batch_of(model)
     out, grads = gradients_of(student, batch)
     assert_rows(out.rows, exact_rows(model, batch))

@@ -15,9 +15,9 @@ from clients.config.on_policy import OnPolicyConfig
 from clients.config.tables.common import StudentConfig
 from protos.errors import InvalidInput
 from student_trainer.data.batch import Batch, make_batch
-from student_trainer.losses import FusedLoss, Rows
+from student_trainer.losses import FusedLoss, LogitMap, Rows
 from student_trainer.model.loading import load_config, load_model, load_tokenizer, vocabulary
-from student_trainer.model.probes import has_linear_head
+from student_trainer.model.probes import logit_map_of
 from student_trainer.model.student import Student
 from student_trainer.objectives.distillation import DistillationObjective, distillation_loss
 from student_trainer.rollouts.hf import HuggingFaceRollouts
@@ -105,11 +105,11 @@ def assert_rows(found: Rows, expected: Rows) -> None:
 )
 def test_the_fused_path_is_the_plain_one(make: Any) -> None:
     model = make()
-    assert has_linear_head(model)
+    assert logit_map_of(model) == LogitMap()
     batch = batch_of(model)
     student = Student(model)
     fused, fused_grads = gradients_of(student, batch)
-    student._linear_head = False
+    student._logit_map = None
     plain, plain_grads = gradients_of(student, batch)
     # A token's loss has either sign: the sum is small, the terms are not.
     size = float(plain.metrics["loss"].abs().sum())
@@ -127,21 +127,21 @@ def test_the_paths_are_one_in_bfloat16_too() -> None:
     batch = batch_of(model)
     student = Student(model, bf16=True)
     fused = gradients_of(student, batch)[0].rows
-    student._linear_head = False
+    student._logit_map = None
     plain = gradients_of(student, batch)[0].rows
     torch.testing.assert_close(fused.token_logprobs, plain.token_logprobs, rtol=1e-6, atol=1e-6)
 
 
 def test_a_capped_head_is_not_taken_for_a_linear_one() -> None:
     model = soft_capped()
-    assert not has_linear_head(model)
+    assert logit_map_of(model) == LogitMap(cap=2.0)
     batch = batch_of(model)
     out, grads = gradients_of(Student(model), batch)
     assert_rows(out.rows, exact_rows(model, batch))
     assert all(bool(torch.isfinite(grad).all()) for grad in grads.values())
     # The uncapped rows would be far away: the test would notice.
     model.config.final_logit_softcapping = None
-    assert has_linear_head(model)
+    assert logit_map_of(model) == LogitMap()
     with pytest.raises(AssertionError):
         assert_rows(out.rows, exact_rows(model, batch))
 
@@ -150,9 +150,10 @@ def test_masked_positions_get_no_gradient() -> None:
     """Prompts and padding: nothing of the loss comes out of their positions."""
     model = tiny.model(seed=4, spread=0.2)
     batch = batch_of(model)
-    for linear in (True, False):
+    for fused in (True, False):
         student = Student(model)
-        student._linear_head = linear
+        if not fused:
+            student._logit_map = None
         states: list[Tensor] = []
 
         def keep(module: Any, inputs: Any, output: Any, states: list[Tensor] = states) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,10 @@ def read(parts: list[rollouts_pb2.OrderPart]) -> Order:
     return reader.order()
 
 
+@pytest.mark.parametrize("vocab_size", [None, 90])
 @pytest.mark.parametrize("seed", [None, 9])
-def test_an_order_arrives_as_it_was_sent(seed: int | None) -> None:
-    settings = SamplingSettings(**{**vars(SETTINGS), "seed": seed})
+def test_an_order_arrives_as_it_was_sent(seed: int | None, vocab_size: int | None) -> None:
+    settings = replace(SETTINGS, seed=seed, vocab_size=vocab_size)
     found = read(wire.order_parts(Order(VERSION, settings, ORDER.sequences)))
     assert (found.weights, found.settings) == (VERSION, settings)
     for one, other in zip(found.sequences, ORDER.sequences, strict=True):
@@ -87,6 +89,8 @@ def set_marks(*marks: str) -> Callable[[list[rollouts_pb2.OrderPart]], None]:
     ("change", "field"),
     [
         (set_header(top_k=101), "top_k"),
+        (set_header(vocab_size=101), "vocab_size"),
+        (set_header(vocab_size=4), "top_k"),
         (set_header(draws=257), "draws"),
         (set_header(temperature=0.0), "temperature"),
         (set_header(temperature=float("nan")), "temperature"),

@@ -177,3 +177,38 @@ def test_greedy_takes_the_likeliest(student: Any) -> None:
         exact = completion_logprobs(student, rollout)
         assert rollout.completion.tolist() == exact.argmax(1).tolist()
         assert rollout.head_ids.shape == (len(rollout.completion), 0)
+
+
+@pytest.mark.parametrize("draws", [0, 3])
+def test_padding_is_never_sampled(draws: int) -> None:
+    """Bit by bit what a model without the padding samples, whatever mass the padding has."""
+    narrow, wide = tiny.model(seed=2), tiny.model(seed=2)
+    wide.resize_token_embeddings(16, mean_resizing=False)
+    with torch.no_grad():
+        wide.get_input_embeddings().weight[13:].normal_(std=3.0)
+    found, expected = (
+        written(
+            HuggingFaceRollouts(
+                model,
+                tiny.tokenizer(),
+                top_k=5,
+                temperature=1.2,
+                max_new_tokens=8,
+                batch_tokens=10_000,
+                draws=draws,
+                vocab_size=vocab_size,
+            ),
+            PROMPTS,
+            range(5),
+        )
+        for model, vocab_size in ((wide, 13), (narrow, None))
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.token_ids, other.token_ids)
+        assert torch.equal(one.head_ids, other.head_ids)
+        torch.testing.assert_close(one.token_logprobs, other.token_logprobs)
+        assert (one.draws is None) == (other.draws is None) == (draws == 0)
+        if one.draws is not None and other.draws is not None:
+            assert torch.equal(one.draws.ids, other.draws.ids)
+    whole = written(source(wide), PROMPTS, range(5))
+    assert any(bool((one.head_ids >= 13).any()) for one in whole)  # the padding is likely

@@ -189,20 +189,19 @@ def test_wrong_settings_are_named(tiny_model: Path) -> None:
         assert caught.value.field == f"--{next(iter(settings))}"
 
 
-def test_a_head_that_is_not_one_linear_layer_is_refused(tmp_path: Path) -> None:
-    from transformers import GraniteConfig, GraniteForCausalLM
-
+def test_a_head_that_is_not_one_linear_layer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save_tiny_model(tmp_path)
-    config = GraniteConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        logits_scaling=8.0,
-    )
-    GraniteForCausalLM(config).save_pretrained(path)
-    with pytest.raises(InvalidInput, match="not one linear layer"):
+    forward = transformers.Qwen3ForCausalLM.forward
+
+    def squared(*inputs: Any, **options: Any) -> Any:
+        out = forward(*inputs, **options)
+        out.logits = out.logits.square()
+        return out
+
+    monkeypatch.setattr(transformers.Qwen3ForCausalLM, "forward", squared)
+    with pytest.raises(InvalidInput, match="not one linear layer of its hidden states, scaled or"):
         HfEngine(str(path), device="cpu")
 
 

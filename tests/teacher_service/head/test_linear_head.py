@@ -1,20 +1,25 @@
-"""The head found without weights: where it is in the files, and whether it is one linear layer."""
+"""The head found without weights: where it is in the files, and how it makes logits."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.gemma2 import modeling_gemma2
 
+from clients.teacher.query import ScoreQuery
 from protos.errors import InvalidInput
+from protos.rows.codec import RowBlock
 from teacher_service.engines.hf import HfEngine
 from teacher_service.head.linear_head import HeadTensors, find_head
+from teacher_service.head.scale_and_cap import ScaleAndCap
 from teacher_service.models.loading import load_model
-from tests.teacher_service.tiny_model import VOCAB_SIZE, save_tiny_model
+from tests.teacher_service.tiny_model import VOCAB_SIZE, save_tiny_model, save_tokenizer
 
 SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -56,17 +61,44 @@ def test_a_body_that_returns_more_than_states(tmp_path: Path) -> None:
     assert head_of(path) == HeadTensors("lm_head.weight", None, VOCAB_SIZE)
 
 
-@pytest.mark.parametrize(
-    ("config", "values"),
-    [
-        ("GraniteConfig", {"logits_scaling": 8.0}),
-        ("CohereConfig", {"logit_scale": 0.0625, "eos_token_id": 1, "bos_token_id": 2}),
-        ("Gemma2Config", {"final_logit_softcapping": 30.0}),
-    ],
-)
-def test_logits_that_are_scaled_or_capped(tmp_path: Path, config: str, values: Any) -> None:
+HEADS = {
+    "GraniteConfig": ({"logits_scaling": 8.0}, ScaleAndCap(0.125)),
+    "CohereConfig": (
+        {"logit_scale": 0.0625, "eos_token_id": 1, "bos_token_id": 2},
+        ScaleAndCap(0.0625),
+    ),
+    "Gemma2Config": ({"final_logit_softcapping": 30.0}, ScaleAndCap(cap=30.0)),
+    "Gemma3TextConfig": ({"final_logit_softcapping": 20.0}, ScaleAndCap(cap=20.0)),
+    "NanoChatConfig": ({}, ScaleAndCap(cap=15.0)),
+}
+
+
+@pytest.mark.parametrize("config", HEADS)
+def test_logits_that_are_scaled_or_capped(tmp_path: Path, config: str) -> None:
+    """Found by the probe, without weights and with them; the rows are those of the model."""
+    values, expected = HEADS[config]
+    path = save(tmp_path, config, **values)
+    save_tokenizer(path)
+    found = head_of(path).scale_and_cap
+    assert (found.scale, found.cap) == (pytest.approx(expected.scale, rel=1e-6), expected.cap)
+    engine = HfEngine(str(path), device="cpu")
+    tokens = np.arange(12, dtype=np.int32) * 7 % VOCAB_SIZE
+    for temperature in (1.0, 0.6):
+        (rows,) = engine.score([ScoreQuery(tokens, 1, top_k=VOCAB_SIZE, temperature=temperature)])
+        assert isinstance(rows, RowBlock)
+        with torch.no_grad():
+            logits = engine._model(input_ids=torch.from_numpy(tokens).long()[None, :-1]).logits[0]
+        exact = (logits.double() / temperature).log_softmax(1)
+        wanted = exact.gather(1, torch.from_numpy(rows.head_ids).long()).numpy()
+        np.testing.assert_allclose(rows.head_logprobs, wanted, rtol=1e-6, atol=2e-6)
+
+
+def test_logits_that_are_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here: a cap that is no tanh."""
+    path = save(tmp_path, "Gemma2Config", final_logit_softcapping=30.0)
+    monkeypatch.setattr(modeling_gemma2.torch, "tanh", lambda x: x / (1 + x.abs()))
     with pytest.raises(InvalidInput, match="not one linear layer") as caught:
-        head_of(save(tmp_path, config, **values))
+        head_of(path)
     assert caught.value.field == "--model"
 
 

@@ -57,6 +57,12 @@ def request(**changes: Any) -> teacher_pb2.ScoreRequest:
         ({"tail_samples": 2, "head_ids": b""}, "head_ids"),
         ({"next_position": 1}, "next_position"),
         ({"next_position": 4}, "next_position"),
+        ({"vocab_size": 101}, "vocab_size"),
+        ({"vocab_size": 2**32 - 1}, "vocab_size"),
+        ({"vocab_size": 8}, "token_ids[3]"),
+        ({"vocab_size": 9, "head_ids": int32(1, 8, 2, 9)}, "head_ids[3]"),
+        ({"vocab_size": 9, "draw_ids": int32(8, 9)}, "draw_ids[1]"),
+        ({"vocab_size": 9, "token_ids": int32(0, 1, 1, 0), "top_k": 5}, "top_k"),
     ],
 )
 def test_refused(changes: dict[str, Any], field: str) -> None:
@@ -81,9 +87,24 @@ def test_a_request_and_its_query_are_the_same() -> None:
         ScoreQuery(tokens, 2, head_ids=head, f32=True),
         ScoreQuery(tokens, 2, head_ids=head, tail_samples=256, seed=2**64 - 1),
         ScoreQuery(tokens, 2, top_k=0, tail_samples=1),
+        ScoreQuery(tokens, 2, top_k=1, vocab_size=9),
     ):
         back = parse_request(request_of(query, "1"), LIMITS)
         assert row_key("teacher", 0, back) == row_key("teacher", 0, query)
+
+
+def test_a_query_about_all_logits_has_one_key() -> None:
+    query = parse_request(request(vocab_size=100), LIMITS)
+    assert query.vocab_size is None
+    assert row_key("teacher", 0, query) == row_key("teacher", 0, parse_request(request(), LIMITS))
+
+
+def test_fewer_ids_allow_fewer_head_ids() -> None:
+    limits = RequestLimits(vocab_size=100, max_length=10, max_top_k=50)
+    few = {"vocab_size": 9, "token_ids": int32(0, 1, 1, 0)}
+    assert parse_request(request(**few, top_k=9), limits).top_k == 9
+    with pytest.raises(InvalidInput, match="k must be 1 to 9, got 10"):
+        parse_request(request(**few, top_k=10), limits)
 
 
 def test_every_input_of_the_rows_is_in_the_key() -> None:
@@ -101,6 +122,8 @@ def test_every_input_of_the_rows_is_in_the_key() -> None:
         ScoreQuery(tokens, 2, top_k=1, tail_samples=1),
         ScoreQuery(tokens, 2, top_k=1, tail_samples=2),
         ScoreQuery(tokens, 2, top_k=1, tail_samples=2, seed=1),
+        ScoreQuery(tokens, 2, top_k=1, vocab_size=9),
+        ScoreQuery(tokens, 2, top_k=1, vocab_size=10),
     ]
     keys = {row_key("teacher", 0, query) for query in queries}
     keys |= {row_key("other", 0, queries[0]), row_key("teacher", 1, queries[0])}

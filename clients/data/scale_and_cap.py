@@ -1,0 +1,45 @@
+"""Finds how a model changes the products of its head before they are its logits. Imports no torch.
+
+Some models scale them, logit = s z, or cap them, logit = c tanh(s z / c). A probe puts the values
+of PROBE in place of the products and reads the logits: the small values show the scale s, the large
+ones the cap c, and all of them whether the model does nothing else.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Powers of two, exact in every dtype. The smallest shows the slope at 0 of any cap above 1 to 1e-6,
+# and the largest is beyond any cap.
+_EXPONENTS = np.arange(-10.0, 21.0, 2.0)
+PROBE: NDArray[np.float32] = np.concatenate(
+    [[0.0], *([2.0**power, -(2.0**power)] for power in _EXPONENTS)]
+).astype(np.float32)
+
+_TOLERANCE = 1e-5
+
+
+def fit_scale_and_cap(
+    products: NDArray[np.float32], logits: NDArray[np.float32]
+) -> tuple[float, float | None] | None:
+    """Return (s, c) with logits = c tanh(s products / c), or (s, None) with logits = s products.
+
+    `products` and `logits` have the same shape. Returns None if no s > 0 and c > 0 fit every value
+    to 1e-5, or if `products` lacks a value of PROBE.
+    """
+    z, f = products.ravel().astype(np.float64), logits.ravel().astype(np.float64)
+    if not np.isin(PROBE, products).all():
+        return None
+    least, most = float(PROBE[1]), float(PROBE[-2])
+    scale = float(f[z == least].mean() / least)
+    limit = float(f[z == most].mean())
+    if not 0 < scale < np.inf or not 0 < limit < np.inf:
+        return None
+    cap = None
+    if abs(limit - scale * most) > 1e-3 * limit:
+        cap = limit
+    if abs(scale - 1) < _TOLERANCE:
+        scale = 1.0  # exactly, so that nothing is multiplied
+    expected = scale * z if cap is None else cap * np.tanh(scale * z / cap)
+    return (scale, cap) if np.allclose(f, expected, rtol=_TOLERANCE, atol=0) else None

@@ -1,0 +1,56 @@
+"""The token ids that a student and its teacher have in common. Imports no torch.
+
+Many models have more logits than their tokenizer has tokens, and models of one family may differ
+in that: the logits of ids without a token are padding. Two such models agree on the first V0 ids,
+V0 being the smaller number of logits. Rows are then about those ids: softmax over the first V0
+logits on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from protos.errors import WrongState
+
+
+class TeacherWidth(Protocol):
+    """The logits of a teacher, from the info of a service or of an engine."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits."""
+
+    @property
+    def takes_vocab_size(self) -> bool:
+        """Whether it can leave some of them out."""
+
+
+def common_ids(ours: int, theirs: int, label: str, tokens: Sequence[str]) -> int:
+    """Return V0 of a student with `ours` logits and a teacher or store with `theirs`.
+
+    `tokens`: the tokens of both by id, "" for an unused id. Raises WrongState (`student.model`) if
+    the numbers differ and an id from V0 on has a token: then it is not padding.
+    """
+    common = min(ours, theirs)
+    named = next((i for i in range(common, len(tokens)) if tokens[i]), None)
+    if ours != theirs and named is not None:
+        without = "the student" if ours < theirs else f"the {label}"
+        raise WrongState(
+            f"the student has logits for {ours} ids, the {label} for {theirs}, but id {named} is"
+            f" the token {tokens[named]!r}, for which {without} has no logit",
+            field="student.model",
+            hint="use a student and a teacher whose numbers of logits differ only by padding",
+        )
+    return common
+
+
+def require_narrowing(teacher: TeacherWidth, common: int, label: str, field: str) -> None:
+    """Raise WrongState if a teacher cannot leave out its logits from id `common` on."""
+    if common < teacher.vocab_size and not teacher.takes_vocab_size:
+        raise WrongState(
+            f"the {label} has logits for {teacher.vocab_size} ids and cannot leave out those from"
+            f" {common} on, which are padding",
+            field=field,
+            hint="use a teacher of this version with the engine hf or vllm",
+        )

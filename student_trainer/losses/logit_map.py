@@ -1,0 +1,69 @@
+"""From the products of a head to logits: the ids that count, a scale, and a soft cap.
+
+A product z = hidden . weight + bias of one id becomes the logit
+
+    s z                   (s = 1: a plain linear head)
+    c tanh(s z / c)       with a cap c, as in Gemma 2 (arXiv 2408.00118)
+
+which is then divided by the temperature T. A scale is another temperature, T/s, and costs nothing.
+With a cap, the derivative of a loss in a product has the factor s (1 - (logit / c)^2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The function from products to logits divided by the temperature.
+
+    z / width if `height` is None, otherwise height tanh(z / width).
+    """
+
+    width: float
+    height: float | None = None
+
+    def __call__(self, products: Tensor) -> Tensor:
+        """Return the values at `products`, in their dtype; -inf stays -inf."""
+        if self.height is None:
+            return products / self.width
+        capped = (products / self.width).tanh_().mul_(self.height)
+        return capped.masked_fill_(products == -torch.inf, -torch.inf)
+
+    @property
+    def steepest(self) -> float:
+        """The slope at 0, the largest one."""
+        return (1.0 if self.height is None else self.height) / self.width
+
+    def slope(self, values: Tensor) -> Tensor | float:
+        """Return the derivatives at the products whose `values` are given."""
+        if self.height is None:
+            return self.steepest
+        return (1 - (values / self.height).square()).clamp_(min=0).mul_(self.steepest)
+
+
+@dataclass(frozen=True)
+class LogitMap:
+    """How products become logits. The default is that of a plain linear head.
+
+    vocab_size: only the first `vocab_size` ids have logits; None: all have. scale: s > 0. cap: c,
+    or None.
+    """
+
+    vocab_size: int | None = None
+    scale: float = 1.0
+    cap: float | None = None
+
+    def curve(self, temperature: float) -> Curve:
+        """Return the function from products to logits divided by `temperature`."""
+        if self.cap is None:
+            return Curve(temperature / self.scale)
+        return Curve(self.cap / self.scale, self.cap / temperature)
+
+    def narrowed(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the rows of weight [V, H] and bias [V] that have logits, as views."""
+        return weight[: self.vocab_size], None if bias is None else bias[: self.vocab_size]

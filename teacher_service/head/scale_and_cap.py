@@ -1,0 +1,84 @@
+"""From the products of a head to logits: a scale and a soft cap, found by a probe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clients.data.scale_and_cap import PROBE, fit_scale_and_cap
+
+_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class ScaleAndCap:
+    """How a product z of the head becomes a logit: scale z, or cap tanh(scale z / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def apply_(self, products: Tensor, temperature: float) -> Tensor:
+        """Replace float32 `products` by the logits divided by `temperature`, and return them."""
+        if self.cap is not None:
+            capped = products.div_(self.cap / self.scale).tanh_()
+            return capped.mul_(self.cap / temperature)
+        divisor = temperature / self.scale
+        return products if divisor == 1 else products.div_(divisor)
+
+
+PLAIN = ScaleAndCap()
+
+
+@torch.inference_mode()
+def probe_head(model: Any, *, most_tokens: int = _TOKENS) -> ScaleAndCap | None:
+    """Return how `model` makes its logits from the products of its head and its last states.
+
+    Runs the model on up to `most_tokens` tokens, with values in place of the output of its head: a
+    comparison of real logits would miss a cap that only affects large ones. None if the model does
+    anything else than scale and cap its products, or scale its states.
+    """
+    head = model.get_output_embeddings()
+    count = min(_TOKENS, most_tokens)
+    values = np.resize(PROBE, (1, count, head.out_features))
+    products = torch.from_numpy(values).to(head.weight.device)
+    seen: list[Tensor] = []
+
+    def replace(_: object, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        seen.append(inputs[0])
+        # float32 also for a model in half precision, so that what follows is not rounded.
+        return products.clone()  # some models scale it in place
+
+    ids = (torch.arange(count, device=head.weight.device) * 7 % head.out_features)[None]
+    handle = head.register_forward_hook(replace)
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        handle.remove()
+    if not seen or logits.shape != products.shape:
+        return None  # the model does not call its head
+    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    scaled = _ratio_of(seen[0], states)
+    if scaled is None or (scaled != 1 and head.bias is not None):
+        return None
+    found = fit_scale_and_cap(values, logits.float().cpu().numpy())
+    return None if found is None else ScaleAndCap(scaled * found[0], found[1])
+
+
+def _ratio_of(scaled: Tensor, states: Tensor) -> float | None:
+    """Return the number > 0 that makes `states` equal to `scaled`; None if there is none.
+
+    NaN is equal to NaN here: scoring reports it for the sequences that it affects.
+    """
+    if scaled.shape != states.shape:
+        return None
+    tolerance = 1e-4 if scaled.dtype == torch.float32 else 2e-2
+    if torch.allclose(scaled, states, rtol=tolerance, atol=tolerance, equal_nan=True):
+        return 1.0
+    one, other = scaled.double(), states.double()
+    ratio = float((one * other).sum() / other.square().sum())
+    near = bool((one - ratio * other).norm() <= tolerance * one.norm())
+    return ratio if near and ratio > 0 else None

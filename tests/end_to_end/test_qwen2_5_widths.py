@@ -1,0 +1,84 @@
+"""Qwen2.5's 7B teaches its 1.5B: the real tokenizer and numbers of logits, tiny layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.forked_teacher import ForkedTeacher
+from tests.end_to_end.forked_trainer import finish
+from tests.end_to_end.processes import metrics_of, new_run
+from tests.real_tokenizers import fetch_tokenizer
+
+TOKENS = 151_665
+WIDTHS = {"7b": 152_064, "1.5b": 151_936}  # as in their config.json
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+    root = tmp_path_factory.mktemp("qwen")
+    words = AutoTokenizer.from_pretrained(fetch_tokenizer("qwen2_5", root / "tokenizer"))
+    assert len(words) == TOKENS
+    for seed, (name, width) in enumerate(WIDTHS.items()):
+        torch.manual_seed(seed)
+        config = Qwen2Config(
+            vocab_size=width,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=4096,
+            tie_word_embeddings=name == "1.5b",
+            eos_token_id=words.eos_token_id,
+            pad_token_id=words.pad_token_id,
+            bos_token_id=None,
+        )
+        made = Qwen2ForCausalLM(config)
+        with torch.no_grad():
+            made.get_output_embeddings().weight.normal_(std=0.3)
+        made.save_pretrained(root / name)
+        words.save_pretrained(root / name)
+    asked = [f"How many apples are {n} apples and {n + 1} apples?" for n in range(24)]
+    lines = [json.dumps({"prompt": text, "answer": "some"}) + "\n" for text in asked]
+    (root / "prompts.jsonl").write_text("".join(lines))
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("student", WIDTHS)
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl"])
+def test_one_teaches_the_other(root: Path, tmp_path: Path, student: str, divergence: str) -> None:
+    """End to end, in both directions: the KL falls. The teacher refuses any id of the padding."""
+    from tests.student_trainer import tiny
+
+    (teacher,) = WIDTHS.keys() - {student}
+    material = tiny.Material(root / "prompts.jsonl", root / teacher, root / student)
+    process = ForkedTeacher(
+        ["--model", str(root / teacher), "--no-cache", "--device", "cpu"],
+        log=tmp_path / "teacher.log",
+    )
+    try:
+        config: Any = tiny.job(
+            material,
+            process.address,
+            max_steps=8,
+            eval__every=8,
+            eval__metric="none",
+            checkpoint__every=8,
+            train__learning_rate=2e-2,
+            method__divergence=divergence,
+            method__max_prompt_tokens=64,
+        )
+        run = finish(new_run(tmp_path / "run", config))
+    finally:
+        process.close()
+    lines = metrics_of(run)
+    print(f"{student} {divergence}: KL {lines[0]['eval/kl']:.3f} -> {lines[-1]['eval/kl']:.3f}")
+    assert lines[-1]["eval/kl"] < 0.95 * lines[0]["eval/kl"]

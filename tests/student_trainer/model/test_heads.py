@@ -1,0 +1,139 @@
+"""Heads that scale and cap: found by the probe, and fused like a plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from student_trainer.losses import LogitMap
+from student_trainer.model.probes import logit_map_of
+from student_trainer.model.student import Student
+from tests.student_trainer import tiny
+from tests.student_trainer.model.test_student import batch_of, gradients_of
+
+SIZES = {
+    "vocab_size": 13,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "eos_token_id": 0,
+    "bos_token_id": None,
+}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+
+
+def family(name: str, **values: Any) -> Callable[[], Any]:
+    """A tiny model whose embeddings are large enough for a cap to bend its logits."""
+
+    def make() -> Any:
+        torch.manual_seed(5)
+        config = getattr(transformers, name)(**{**SIZES, **values})
+        made = transformers.AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            made.get_output_embeddings().weight.normal_(std=0.3)
+        return made
+
+    return make
+
+
+HEADS: dict[str, tuple[Callable[[], Any], LogitMap]] = {
+    "gemma2": (family("Gemma2Config", final_logit_softcapping=4.0), LogitMap(cap=4.0)),
+    "gemma3": (family("Gemma3TextConfig"), LogitMap()),
+    "gemma3 capped": (family("Gemma3TextConfig", final_logit_softcapping=3.0), LogitMap(cap=3.0)),
+    "granite": (family("GraniteConfig", logits_scaling=8.0), LogitMap(scale=0.125)),
+    "cohere": (family("CohereConfig", logit_scale=0.0625), LogitMap(scale=0.0625)),
+    "cohere2": (family("Cohere2Config", logit_scale=0.25), LogitMap(scale=0.25)),
+    "nanochat": (family("NanoChatConfig", final_logit_softcapping=15.0), LogitMap(cap=15.0)),
+    "minicpm3": (family("MiniCPM3Config", **LATENT), LogitMap(scale=1.0)),
+}
+EVERY = pytest.mark.parametrize("name", HEADS)
+
+
+@EVERY
+def test_the_probe_finds_the_head(name: str) -> None:
+    make, expected = HEADS[name]
+    found = logit_map_of(make())
+    assert found is not None
+    assert found.cap == expected.cap
+    if name != "minicpm3":  # which scales its states instead, by a number of its sizes
+        assert found.scale == pytest.approx(expected.scale, rel=1e-6)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_fused_path_is_the_plain_one(name: str, dtype: torch.dtype) -> None:
+    """Against the model's own logits: in float64 the two are one, in float32 to its digits."""
+    model = HEADS[name][0]()
+    batch = batch_of(model)
+    student = Student(model.to(dtype))
+    assert student._logit_map is not None
+    fused, fused_grads = gradients_of(student, batch)
+    student._logit_map = None
+    plain, plain_grads = gradients_of(student, batch)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-9
+    size = float(plain.metrics["loss"].abs().sum())
+    assert abs(float((fused.loss_sum - plain.loss_sum).detach())) < tolerance * size
+    assert fused_grads.keys() == plain_grads.keys()
+    for key, grad in fused_grads.items():
+        # Of two float32 gradients through the layers, each has the rounding of its own.
+        most = 10 * tolerance * max(float(plain_grads[key].norm()), 1e-3)
+        assert float((grad - plain_grads[key]).norm()) < most, key
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["gemma2", "granite"])
+def test_padding_is_left_out(name: str, fused: bool) -> None:
+    """Of 16 ids, the last 3 are padding: rows and gradients are those of a model without them."""
+    torch.manual_seed(0)
+    narrow = HEADS[name][0]()
+    batch = batch_of(narrow)
+    wide = HEADS[name][0]()
+    wide.resize_token_embeddings(16, mean_resizing=False)
+    with torch.no_grad():
+        wide.get_output_embeddings().weight[13:].normal_(std=2.0)
+    students = [Student(narrow), Student(wide, vocab_size=13)]
+    if not fused:
+        for student in students:
+            student._logit_map = None
+    (expected, of_narrow), (found, of_wide) = (gradients_of(one, batch) for one in students)
+    torch.testing.assert_close(found.loss_sum, expected.loss_sum)
+    torch.testing.assert_close(found.metrics["entropy"], expected.metrics["entropy"])
+    for key, grad in of_narrow.items():
+        cut = of_wide[key][: len(grad)]
+        torch.testing.assert_close(cut, grad, rtol=1e-5, atol=1e-6)
+        assert (of_wide[key][len(grad) :] == 0).all()
+    every = Student(wide).rows(batch, 1.0)[1]
+    torch.testing.assert_close(
+        students[1].rows(batch, 1.0, every_id=True)[1].token_logprobs, every.token_logprobs
+    )
+    ids, _ = students[1].rows(batch, 1.0, top_k=13)
+    assert int(ids.max()) == 12
+
+
+def test_a_head_that_fits_neither_takes_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model(seed=4)
+    forward = type(model).forward
+
+    def squared(*inputs: Any, **options: Any) -> Any:
+        out = forward(*inputs, **options)
+        out.logits = out.logits * out.logits.abs()
+        return out
+
+    monkeypatch.setattr(type(model), "forward", squared)
+    assert logit_map_of(model) is None
+    assert Student(model)._logit_map is None
