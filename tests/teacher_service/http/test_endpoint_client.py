@@ -1,0 +1,44 @@
+"""The endpoint engine, made for vLLM's server, takes its rows from a teacher's HTTP front."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from clients.teacher.query import ScoreQuery
+from protos.rows.codec import RowBlock
+from teacher_service.engines.endpoint import EndpointEngine
+from teacher_service.engines.hf import HfEngine
+from tests.teacher_service.conftest import StartTeacher
+from tests.teacher_service.http.asking import Site
+from tests.teacher_service.tiny_model import VOCAB_SIZE
+
+
+def test_the_rows_of_the_model(
+    start_teacher: StartTeacher, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DISTILL_ENDPOINT_KEY", raising=False)
+    options = ("--model", str(tiny_model), "--dtype", "float32", "--device", "cpu")
+    site = Site(start_teacher(*options, "--http-port", "0", "--max-top-k", "32"))
+    engine = EndpointEngine(
+        site.url, tokenizer=str(tiny_model), served_model="", max_top_k=1024, step_tokens=4096
+    )
+    try:
+        assert engine.info.vocab_size == VOCAB_SIZE
+        assert engine.info.limits.max_top_k == 32
+        rng = np.random.default_rng(0)
+        ids = [rng.integers(0, VOCAB_SIZE, length).astype(np.int32) for length in (2, 40, 300)]
+        queries = [ScoreQuery(one, 1 + len(one) // 3, top_k=k) for one in ids for k in (1, 32)]
+        found = engine.score(queries)
+    finally:
+        engine.close()
+    for block, expected in zip(
+        found, HfEngine(str(tiny_model), device="cpu").score(queries), strict=True
+    ):
+        assert isinstance(block, RowBlock)
+        assert isinstance(expected, RowBlock)
+        np.testing.assert_array_equal(block.head_ids, expected.head_ids)
+        np.testing.assert_allclose(block.head_logprobs, expected.head_logprobs, atol=1e-5)
+        np.testing.assert_allclose(block.token_logprobs, expected.token_logprobs, atol=1e-5)
