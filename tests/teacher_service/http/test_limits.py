@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from protos.errors import Overloaded
@@ -157,6 +158,29 @@ def test_a_reader_that_does_not_read_is_dropped(site: Site) -> None:
         eventually(lambda: total(site, "OK") == before + 25)
         eventually(lambda: not is_open(site, connection.getsockname()[1]))
     assert site.ask(PATH, request([1, 2])).status == 200
+
+
+def test_clients_that_read_nothing_share_one_budget(start_teacher: StartTeacher) -> None:
+    """16 answers have 54 MB of rows each; a client may have half of 512 MiB."""
+    site = Site(start_teacher(*LARGE, launched=True))
+    process = psutil.Process(site.teacher.process.pid)
+    before = process.memory_info().rss
+    with contextlib.ExitStack() as stack:
+        for client in range(16):
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", site.port))
+            prompts = [tokens(600, seed=100 * client + one) for one in range(25)]
+            connection.sendall(posted(request(prompts, 200)))
+        eventually(lambda: total(site, "OK") >= 5 * 25)
+        # After five, the share has no room; other clients are answered meanwhile.
+        other = {"Authorization": "Basic of another client"}
+        for _ in range(20):
+            assert site.ask(PATH, request([1, 2]), headers=other).status == 200
+        assert total(site, "OK") <= 5 * 25 + 20
+        more = process.memory_info().rss - before
+    print(f"{more >> 20} MiB more")
+    assert more < 400 << 20
 
 
 def is_open(site: Site, port: int) -> bool:
