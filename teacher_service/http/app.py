@@ -22,6 +22,7 @@ from protos.auth.access import Tokens
 from protos.errors import DistillError, InvalidInput, Unavailable
 from teacher_service.http.asked import Asked, refuse
 from teacher_service.http.callers import Caller, Callers
+from teacher_service.http.chosen_ids import read_chosen_ids
 from teacher_service.http.completions import read_completions
 from teacher_service.http.faults import fault_answer, on_error, on_http_error
 from teacher_service.http.gate import HEALTH, Gate
@@ -76,6 +77,10 @@ class Teacher:
     def completions(self, body: bytes) -> Asked:
         """POST /v1/completions."""
         return read_completions(body, self.limits, self.dispatcher.info)
+
+    def chosen_ids(self, body: bytes) -> Asked:
+        """POST /inference/v1/generate."""
+        return read_chosen_ids(body, self.limits, self.dispatcher.info)
 
     def generate(self, body: bytes) -> Asked:
         """POST /generate."""
@@ -160,6 +165,7 @@ def make_app(teacher: Teacher, tokens: Tokens, host: str) -> ASGIApp:
         Route(HEALTH, teacher.health),
         Route("/metrics", teacher.exposition),
         Route("/v1/completions", Scoring(teacher, teacher.completions), methods=["POST"]),
+        Route("/inference/v1/generate", Scoring(teacher, teacher.chosen_ids), methods=["POST"]),
         Route("/generate", Scoring(teacher, teacher.generate), methods=["POST"]),
     ]
     faults: Mapping[Any, Any] = {
@@ -203,7 +209,8 @@ async def _disconnect(receive: Receive) -> None:
 
 def _memory(queries: Sequence[ScoreQuery]) -> int:
     """Return the estimated bytes of the rows. Raises InvalidInput for more than one may have."""
-    size = sum(query.rows * (_HEAD_ID_BYTES * query.k + _ROW_BYTES) for query in queries)
+    numbers = sum(query.rows * (query.k + query.tail_draws) for query in queries)
+    size = _HEAD_ID_BYTES * numbers + _ROW_BYTES * sum(query.rows for query in queries)
     if size > MAX_ANSWER_BYTES // 2:
         raise InvalidInput(
             f"the rows of this request take {size >> 20} MiB, at most {MAX_ANSWER_BYTES >> 21}",

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from clients.teacher.query import ScoreQuery
 from protos import teacher_pb2
-from protos.errors import InvalidInput
+from protos.errors import InvalidInput, NotFound
 from protos.rows.codec import RowBlock
 from teacher_service.engines.base import EngineInfo
 from teacher_service.serving.validation import RequestLimits, parse_request
@@ -73,6 +73,24 @@ def require(value: object, allowed: Sequence[object], field: str, why: str = _SC
     refuse(field, f"must be {names}, {given}: {why}", f"send {names.partition(' ')[0]}")
 
 
+def require_temperature(value: float | None, field: str) -> None:
+    """Raise InvalidInput unless log-probs at this temperature are those of temperature 1.
+
+    At 0 vLLM and SGLang take the likeliest token, and do not scale log-probs.
+    """
+    require(value, (1, 0, None), field, "log-probs here are those of temperature 1")
+
+
+def require_model(name: str | None, info: EngineInfo) -> None:
+    """Raise NotFound for the name of another model; None: the request names none."""
+    if name not in (None, info.model):
+        raise NotFound(
+            f"this teacher serves {info.model!r}, not {name!r}",
+            field="model",
+            hint="ask /v1/models for the name",
+        )
+
+
 def refuse(field: str, message: str, hint: str = "") -> NoReturn:
     """Raise InvalidInput."""
     raise InvalidInput(message, field=field, hint=hint)
@@ -94,12 +112,13 @@ def token_lists(value: Any, field: str) -> list[tuple[str, NDArray[np.int32]]]:
             "send several requests",
         )
     if not several:
-        return [(field, _ids(value, field))]
+        return [(field, token_list(value, field))]
     names = (f"{field}[{index}]" for index in range(len(value)))
-    return [(name, _ids(one, name)) for name, one in zip(names, value, strict=True)]
+    return [(name, token_list(one, name)) for name, one in zip(names, value, strict=True)]
 
 
-def _ids(value: Any, field: str) -> NDArray[np.int32]:
+def token_list(value: Any, field: str) -> NDArray[np.int32]:
+    """Return the sequence of a field that is a list of token ids; see `token_lists`."""
     try:
         ids = np.array(value if isinstance(value, list) else None)
     except ValueError:  # lists of different lengths
@@ -107,6 +126,17 @@ def _ids(value: Any, field: str) -> NDArray[np.int32]:
     if ids.ndim != 1 or (ids.size and ids.dtype.kind != "i"):
         refuse(field, "must be a list of integers", "send token ids")
     return ids.clip(-1, _INT32.max).astype("<i4")
+
+
+def require_start(start: int, token_ids: NDArray[np.int32], field: str) -> None:
+    """Raise InvalidInput unless a token is left after the first `start` + 1, to be scored."""
+    length = len(token_ids)
+    if length >= 2 and not 0 <= start < length - 1:
+        refuse(
+            field,
+            f"must be 0 to {length - 2} for {length} tokens, got {start}",
+            "the first token after it has the first log-prob",
+        )
 
 
 def query_of(
@@ -117,13 +147,14 @@ def query_of(
     start: int = 1,
     top_k: int = 0,
     head_ids: NDArray[np.int32] | None = None,
+    draw_ids: NDArray[np.int32] | None = None,
 ) -> ScoreQuery:
     """Return the query of a sequence, checked as a gRPC request is; its log-probs are float32.
 
-    `head_ids` [k] are the same for each row; None: the teacher's `top_k` ids. `names` maps the
-    fields of the gRPC request to those of this one. Raises InvalidInput, naming the field.
+    `head_ids` [n, k] and `draw_ids` [n, M] are those of ScoreQuery; without `head_ids`, the head
+    are the teacher's `top_k` ids. `names` maps the fields of the gRPC request to those of this one.
+    Raises InvalidInput, naming the field.
     """
-    rows = max(1, len(token_ids) - start)
     message = teacher_pb2.ScoreRequest(
         token_ids=token_ids.tobytes(),
         start=start,
@@ -133,7 +164,9 @@ def query_of(
     if head_ids is None:
         message.top_k = top_k
     else:
-        message.head_ids = np.tile(head_ids, rows).tobytes()
+        message.head_ids = head_ids.tobytes()
+    if draw_ids is not None:
+        message.draw_ids = draw_ids.tobytes()
     try:
         return parse_request(message, limits)
     except InvalidInput as error:

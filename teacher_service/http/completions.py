@@ -18,10 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.teacher.query import ScoreQuery, identity_of
-from protos.errors import NotFound
 from protos.rows.codec import RowBlock
 from teacher_service.engines.base import EngineInfo
-from teacher_service.http.asked import Fields, query_of, read_fields, refuse, require, token_lists
+from teacher_service.http.asked import (
+    Fields,
+    query_of,
+    read_fields,
+    refuse,
+    require,
+    require_model,
+    require_temperature,
+    token_lists,
+)
 from teacher_service.http.json_text import integers, joined, literal, logprobs
 from teacher_service.serving.validation import RequestLimits
 
@@ -86,19 +94,12 @@ def read_completions(body: bytes, limits: RequestLimits, info: EngineInfo) -> Co
     Raises InvalidInput, and NotFound for another model's name.
     """
     asked = read_fields(body, _Fields)
-    if asked.model not in (None, info.model):
-        raise NotFound(
-            f"this teacher serves {info.model!r}, not {asked.model!r}",
-            field="model",
-            hint="ask /v1/models for the name",
-        )
+    require_model(asked.model, info)
     require(asked.max_tokens, (1, 0), "max_tokens")
     require(asked.n, (1,), "n")
     require(asked.stream, (False,), "stream", "the answer is sent when all rows are there")
     require(asked.echo, (False,), "echo", "prompt_logprobs has the log-probs of the prompt")
-    require(
-        asked.temperature, (1, 0, None), "temperature", "log-probs here are those of temperature 1"
-    )
+    require_temperature(asked.temperature, "temperature")
     k = asked.prompt_logprobs
     if k is None or not 0 <= k <= limits.max_top_k:
         refuse(

@@ -19,7 +19,15 @@ from pydantic import Field
 from clients.teacher.query import ScoreQuery
 from protos.rows.codec import RowBlock
 from teacher_service.engines.base import EngineInfo
-from teacher_service.http.asked import Fields, query_of, read_fields, refuse, require, token_lists
+from teacher_service.http.asked import (
+    Fields,
+    query_of,
+    read_fields,
+    require,
+    require_start,
+    require_temperature,
+    token_lists,
+)
 from teacher_service.http.json_text import integers, joined, literal, logprobs
 from teacher_service.serving.validation import RequestLimits
 
@@ -144,12 +152,7 @@ def read_generation(body: bytes, limits: RequestLimits) -> Generation:
     asked = read_fields(body, _Fields)
     sampling = asked.sampling_params
     require(sampling.max_new_tokens, (0,), "sampling_params.max_new_tokens")
-    require(
-        sampling.temperature,
-        (1, 0, None),
-        "sampling_params.temperature",
-        "log-probs here are those of temperature 1",
-    )
+    require_temperature(sampling.temperature, "sampling_params.temperature")
     require(asked.return_logprob, (True,), "return_logprob", "this teacher answers log-probs only")
     require(asked.stream, (False,), "stream", "the answer is sent when all rows are there")
     require(
@@ -165,21 +168,16 @@ def read_generation(body: bytes, limits: RequestLimits) -> Generation:
 def _heads(
     ids: NDArray[np.int32], field: str, asked: _Fields, limits: RequestLimits
 ) -> dict[str, ScoreQuery]:
-    first = asked.logprob_start_len
-    if len(ids) >= 2 and not 0 <= first < len(ids) - 1:
-        refuse(
-            "logprob_start_len",
-            f"must be 0 to {len(ids) - 2} for {len(ids)} tokens, got {first}",
-            "the first token after it has the first log-prob",
-        )
+    require_start(asked.logprob_start_len, ids, "logprob_start_len")
     names = {**_NAMES, "token_ids": field}
-    start = first + 1
+    start = asked.logprob_start_len + 1
     heads = {}
     if asked.top_logprobs_num:
         top_k = asked.top_logprobs_num
         heads["top_logprobs"] = query_of(ids, limits, names=names, start=start, top_k=top_k)
     if asked.token_ids_logprob is not None:
-        chosen = np.array(asked.token_ids_logprob, "<i4")
+        rows = max(1, len(ids) - start)
+        chosen = np.tile(np.array(asked.token_ids_logprob, "<i4"), (rows, 1))
         heads["token_ids_logprobs"] = query_of(
             ids, limits, names=names, start=start, head_ids=chosen
         )

@@ -19,6 +19,7 @@ ASKING = [
     ("GET", "/v1/models"),
     ("GET", "/metrics"),
     ("POST", "/v1/completions"),
+    ("POST", "/inference/v1/generate"),
     ("POST", "/generate"),
     ("GET", "/no/such/page"),
 ]

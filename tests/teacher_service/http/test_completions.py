@@ -175,7 +175,7 @@ def test_another_model(site: Site) -> None:
         ("GET", PATH, 405),
         ("POST", "/health", 405),
         ("POST", "/v1/chat/completions", 404),
-        ("POST", "/inference/v1/generate", 404),
+        ("GET", "/inference/v1/generate", 405),
         ("GET", "/", 404),
     ],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from clients.teacher.query import ScoreQuery
 from protos.rows.codec import RowBlock
@@ -14,6 +15,14 @@ from teacher_service.engines.hf import HfEngine
 from tests.teacher_service.conftest import StartTeacher
 from tests.teacher_service.http.asking import Site
 from tests.teacher_service.tiny_model import VOCAB_SIZE
+
+
+def chosen(ids: NDArray[np.int32], k: int, draws: int) -> ScoreQuery:
+    """A query for ids that a student chose; the sampled token may be among them."""
+    start = 1 + len(ids) // 3
+    order = np.argsort(np.random.default_rng(k).random((len(ids) - start, VOCAB_SIZE)), axis=1)
+    heads, drawn = np.split(order[:, : k + draws].astype(np.int32), [k], axis=1)
+    return ScoreQuery(ids, start, head_ids=heads, draw_ids=drawn if draws else None)
 
 
 def test_the_rows_of_the_model(
@@ -28,9 +37,11 @@ def test_the_rows_of_the_model(
     try:
         assert engine.info.vocab_size == VOCAB_SIZE
         assert engine.info.limits.max_top_k == 32
+        assert engine.info.limits.max_chosen_ids == 31  # and the sampled token
         rng = np.random.default_rng(0)
         ids = [rng.integers(0, VOCAB_SIZE, length).astype(np.int32) for length in (2, 40, 300)]
         queries = [ScoreQuery(one, 1 + len(one) // 3, top_k=k) for one in ids for k in (1, 32)]
+        queries += [chosen(one, k, draws) for one in ids for k, draws in ((1, 0), (8, 23))]
         found = engine.score(queries)
     finally:
         engine.close()
@@ -41,4 +52,7 @@ def test_the_rows_of_the_model(
         assert isinstance(expected, RowBlock)
         np.testing.assert_array_equal(block.head_ids, expected.head_ids)
         np.testing.assert_allclose(block.head_logprobs, expected.head_logprobs, atol=1e-5)
+        if expected.draw_logprobs is not None:
+            assert block.draw_logprobs is not None
+            np.testing.assert_allclose(block.draw_logprobs, expected.draw_logprobs, atol=0.01)
         np.testing.assert_allclose(block.token_logprobs, expected.token_logprobs, atol=1e-5)

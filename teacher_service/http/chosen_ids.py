@@ -1,0 +1,131 @@
+"""`POST /inference/v1/generate` of vLLM 0.32: the log-probs of ids that the client chose, by row.
+
+Row i of `prompt_logprob_token_ids` [n, m] has ids to score as token `prompt_logprob_start` + i + 1;
+there are as many rows as tokens from there on. An id may be in a row twice. The answer has their
+log-probs as one array, float32 [n, m], in numpy's format and base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from clients.teacher.query import MAX_TAIL_DRAWS, ScoreQuery
+from protos.rows.codec import RowBlock
+from teacher_service.engines.base import EngineInfo
+from teacher_service.http.asked import (
+    Fields,
+    query_of,
+    read_fields,
+    refuse,
+    require,
+    require_model,
+    require_start,
+    require_temperature,
+    token_list,
+)
+from teacher_service.serving.validation import RequestLimits
+
+_IDS = "sampling_params.prompt_logprob_token_ids"
+_NAMES = {"token_ids": "token_ids", "head_ids": _IDS, "draw_ids": _IDS}
+_PIECE_BYTES = 3 << 16  # three bytes are four characters
+
+
+class _Sampling(Fields):
+    prompt_logprob_token_ids: Any = None
+    prompt_logprob_start: int = Field(0, ge=0, lt=2**31)
+    max_tokens: int | None = None
+    temperature: float | None = None
+    detokenize: bool = True  # of generated tokens, and there are none
+
+
+class _Fields(Fields):
+    token_ids: Any
+    sampling_params: _Sampling
+    model: str | None = None
+    request_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    stream: bool = False
+    output_mode: Literal["tokens"] = "tokens"
+
+
+@dataclass(frozen=True)
+class ChosenIds:
+    """A request for the log-probs of given ids: the first of each row as head id, others as draws.
+
+    Head ids must differ; draws need not.
+    """
+
+    queries: Sequence[ScoreQuery]
+    request_id: str
+
+    def text(self, blocks: Sequence[RowBlock], by: EngineInfo) -> Iterator[bytes]:
+        """Yield the answer."""
+        (query,), (block,) = self.queries, blocks
+        tokens = len(query.token_ids)
+        opening = {
+            "request_id": self.request_id,
+            "created": int(time.time()),
+            "model": by.model,
+            "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
+            "choices": [{"index": 0, "logprobs": None, "finish_reason": "length", "token_ids": []}],
+            "output_mode": "tokens",
+        }
+        yield json.dumps(opening)[:-1].encode() + b', "prompt_token_id_logprobs": "'
+        parts = [block.head_logprobs]
+        if block.draw_logprobs is not None:
+            parts.append(block.draw_logprobs)
+        data = _in_numpys_format(np.concatenate(parts, axis=1).astype("<f4"))
+        for first in range(0, len(data), _PIECE_BYTES):
+            yield base64.b64encode(data[first : first + _PIECE_BYTES])
+        yield b'"}'
+
+
+def read_chosen_ids(body: bytes, limits: RequestLimits, info: EngineInfo) -> ChosenIds:
+    """Parse and check a request to /inference/v1/generate.
+
+    Raises InvalidInput, and NotFound for another model's name.
+    """
+    asked = read_fields(body, _Fields)
+    sampling = asked.sampling_params
+    require_model(asked.model, info)
+    require(sampling.max_tokens, (1, 0), "sampling_params.max_tokens")
+    require_temperature(sampling.temperature, "sampling_params.temperature")
+    require(asked.stream, (False,), "stream", "the answer is sent when all rows are there")
+    tokens = token_list(asked.token_ids, "token_ids")
+    first = "sampling_params.prompt_logprob_start"
+    require_start(sampling.prompt_logprob_start, tokens, first)
+    start = sampling.prompt_logprob_start + 1
+    ids = _rows(sampling.prompt_logprob_token_ids, max(1, len(tokens) - start))
+    most = min(limits.max_top_k, 1 + MAX_TAIL_DRAWS)
+    if ids.shape[1] > most:
+        refuse(_IDS, f"a row has 1 to {most} ids, got {ids.shape[1]}", "ask for fewer")
+    draws = ids[:, 1:] if ids.shape[1] > 1 else None
+    query = query_of(tokens, limits, names=_NAMES, start=start, head_ids=ids[:, :1], draw_ids=draws)
+    return ChosenIds([query], asked.request_id)
+
+
+def _rows(value: Any, rows: int) -> NDArray[np.int32]:
+    """Return the ids [rows, m] of a field. Raises InvalidInput if it is something else."""
+    try:
+        ids = np.array(value)
+    except ValueError:  # rows of different lengths
+        ids = np.array(None)
+    if ids.ndim != 2 or ids.dtype.kind != "i" or len(ids) != rows or not ids.shape[1]:
+        refuse(_IDS, f"must be {rows} lists of ids, all of one length", "send one for each row")
+    return ids.clip(-1, 2**31 - 1).astype("<i4")
+
+
+def _in_numpys_format(values: NDArray[np.float32]) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, values, allow_pickle=False)
+    return file.getvalue()
