@@ -1,4 +1,4 @@
-"""`POST /generate` with `return_logprob`, as SGLang answers it: slime and miles ask it.
+"""`POST /generate` with `return_logprob`, as SGLang answers it: slime asks it.
 
 A log-prob is [NATS, ID, null]. The first scored token of the answer has null for its log-prob, as
 in SGLang: `logprob_start_len` counts the tokens before it.
