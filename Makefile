@@ -64,6 +64,7 @@ docs: setup  ## build the documentation into site/; a broken link fails the buil
 bench: setup  ## run the CPU benchmarks: loss, cache, wire format, HTTP, scoring, server, memory of processes; takes minutes on an idle machine
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
 	$(BIN)/python -m benchmarks.loss
+	$(BIN)/python -m benchmarks.heads
 	$(BIN)/python -m benchmarks.estimators
 	$(BIN)/python -m benchmarks.long_sequences
 	$(BIN)/python -m benchmarks.cache
@@ -106,6 +107,7 @@ bench-rl: setup  ## benchmark anchors and estimators of RL; takes 30 minutes, re
 bench-gpu: setup  ## benchmark loss, scoring head and updates of a student (MFU, memory, beside TRL) on this machine's GPU
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[8bit,bench]' liger-kernel
 	$(BIN)/python -m benchmarks.gpu
+	$(BIN)/python -m benchmarks.heads --out benchmarks/results/heads_gpu.json
 	$(BIN)/python -m benchmarks.gpu_training
 
 setup: .venv/.installed

@@ -40,6 +40,7 @@ from student_trainer.model.loading import load_model
 from student_trainer.model.student import Student
 from student_trainer.objectives.distillation import DistillationObjective, distillation_loss
 from teacher_service.engines.hf import HfEngine
+from teacher_service.serving.self_test import run_self_test
 
 SECONDS = 180
 TOKENS, START, TOP_K = 12, 4, 8
@@ -140,6 +141,7 @@ def save(name: str, path: Path) -> None:
 def rows_error(path: Path, ids: np.ndarray[Any, Any]) -> float:
     """Return the largest error of a log-prob of the hf engine's rows, in nats."""
     engine = HfEngine(str(path), device="cpu")
+    run_self_test(engine)
     (rows,) = engine.score([ScoreQuery(ids, START, top_k=TOP_K, f32=True)])
     if not isinstance(rows, RowBlock):
         raise rows
@@ -157,7 +159,7 @@ def rows_error(path: Path, ids: np.ndarray[Any, Any]) -> float:
 
 def learn(path: Path, ids: np.ndarray[Any, Any], outcome: Outcome) -> None:
     """Compare the two gradients of a student, and note the result in `outcome`."""
-    student = Student(load_model(StudentConfig(model=str(path), dtype="float32")).eval())
+    student = Student(load_model(StudentConfig(model=str(path), dtype="float32")).train())
     rng = np.random.default_rng(1)
     logits = torch.from_numpy(rng.normal(size=(TOKENS - START, VOCAB)))
     logprobs = logits.log_softmax(1)

@@ -49,7 +49,9 @@ SIZES: dict[str, Any] = {
         ],
         EXPERTS,
     ),
-    **dict.fromkeys(["num_experts_per_tok", "moe_top_k", "num_experts_per_token", "top_k"], 2),
+    **dict.fromkeys(
+        ["num_experts_per_tok", "moe_top_k", "num_experts_per_token", "moe_k", "moe_topk"], 2
+    ),
     **dict.fromkeys(["n_shared_experts", "num_shared_experts", "n_group", "topk_group"], 1),
     **dict.fromkeys(
         [
@@ -65,8 +67,23 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(_STATE, 8),
     "vocab_size_per_layer_input": VOCAB,
     "hidden_size_per_layer_input": 16,
-    "project_dim": WIDTH,
+    **dict.fromkeys(
+        [
+            *("project_dim", "adapter_in_dim", "adapter_out_dim", "adapter_input_size"),
+            *("adapter_output_size", "embed_dim", "out_hidden_size"),
+        ],
+        WIDTH,
+    ),
     "rotary_dim": 8,
+}
+
+# The sparse attention of Qwen4-Exp, which chooses blocks of keys.
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
 }
 
 # What the names above do not say, by model type.
@@ -74,8 +91,34 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # Their defaults scale nothing.
     **{f"granite{kind}": {"logits_scaling": 8.0} for kind in ("", "moe", "moehybrid", "moeshared")},
     "hyperclovax": {"logits_scaling": 0.125},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32]},
+    "xlm": {"causal": True},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "zaya": {"num_experts_per_tok": 1},
+    **{
+        name: {"num_kv_shared_layers": 0}
+        for name in ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
+    },
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), _INDEXER),
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
+    **{name: {"num_key_value_heads": HEADS} for name in ("dots3_note", "dots3_note_text")},
 }
 
+# Entries that are None by default, and are not found out.
+_NEEDED = {
+    *("head_dim", "num_key_value_heads", "num_experts_per_tok", "num_experts"),
+    *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_topk"),
+    *("hidden_size", "num_attention_heads", "num_hidden_layers"),
+}
 _IDS = ("pad_token_id", "eos_token_id", "bos_token_id", "sep_token_id", "cls_token_id")
 
 
@@ -92,10 +135,13 @@ def _values(config_class: Any, model_type: str) -> dict[str, Any]:
     named = default.to_dict()
     layers = next((named[n] for n in ("num_hidden_layers", "n_layer") if named.get(n)), None)
     values: dict[str, Any] = {}
+    same = getattr(config_class, "attribute_map", {})
+    same = same | {name: other for other, name in same.items()}
     for name, value in named.items():
-        if name in SIZES and (isinstance(value, int) or value is None):
-            if value is not None or name in ("head_dim",):
-                values[name] = SIZES[name]
+        size = SIZES.get(name, SIZES.get(same.get(name, "")))
+        if size is not None and (isinstance(value, int) or value is None):
+            if value is not None or name in _NEEDED:
+                values[name] = size
         elif isinstance(value, list) and layers and len(value) == layers:
             values[name] = _both_kinds(value)
         elif name in _IDS and isinstance(value, int):
@@ -105,10 +151,12 @@ def _values(config_class: Any, model_type: str) -> dict[str, Any]:
         elif name.endswith("dropout") and isinstance(value, float):
             values[name] = 0.0
     for name in getattr(config_class, "sub_configs", {}):
-        if getattr(default, name, None) is not None:
-            values[name] = _values(type(getattr(default, name)), "")
+        if (inner := getattr(default, name, None)) is not None:
+            values[name] = _values(type(inner), inner.model_type)
     if "is_decoder" in named:
         values["is_decoder"] = True
+    if "qk_rope_head_dim" in named:  # latent attention has as many keys as queries
+        values |= {"num_key_value_heads": HEADS, "head_dim": SIZES["qk_rope_head_dim"]}
     return values | OVERRIDES.get(model_type, {})
 
 

@@ -12,6 +12,8 @@ from student_trainer.losses.logit_map import Curve
 
 # Used in place of -inf: exp(-1e4) is 0 even in float64, and -1e4 * 0 is 0 (-inf * 0 is NaN).
 _NOTHING = -1e4
+# Larger than any product.
+_HUGE = 1e30
 # Size of a block of columns: small enough to stay in the CPU cache for all operations on it.
 _BLOCK_BYTES = 2 << 20
 
@@ -29,8 +31,7 @@ def tail_statistics(logits: Tensor, curve: Curve) -> tuple[Tensor, Tensor, Tenso
     total, weighted = torch.zeros_like(top), torch.zeros_like(top)
     columns = max(1, _BLOCK_BYTES // (logits.element_size() * max(1, len(logits))))
     for block in torch.split(logits, columns, 1):
-        flatness = _apply(curve, block)
-        block.sub_(top[:, None]).clamp_(min=_NOTHING)
+        flatness = _below(curve, block, top)
         exp = block.exp()
         total += exp.sum(1)
         weighted += block.mul_(exp).sum(1)
@@ -41,16 +42,18 @@ def tail_statistics(logits: Tensor, curve: Curve) -> tuple[Tensor, Tensor, Tenso
     return top, total, weighted
 
 
-def _apply(curve: Curve, block: Tensor) -> Tensor | None:
-    """Replace `block` by curve(block); return its slopes over the steepest one, None if all 1."""
+def _below(curve: Curve, block: Tensor, top: Tensor) -> Tensor | None:
+    """Replace `block` by curve(block) - top; return the slopes over the steepest, None if all 1."""
     if curve.height is None:
         if curve.width != 1:
             block.div_(curve.width)
+        block.sub_(top[:, None]).clamp_(min=_NOTHING)
         return None
-    outside = block == -torch.inf  # tanh would make it -1
+    # 0 where an id counts, else -inf, which tanh would make -1. A comparison would take longer.
+    below = torch.add(block, _HUGE).clamp_(max=0).sub_(top[:, None])
     block.div_(curve.width).tanh_()
     flatness = torch.addcmul(block.new_ones(()), block, block, value=-1)
-    block.mul_(curve.height).masked_fill_(outside, -torch.inf)
+    torch.add(below, block, alpha=curve.height, out=block).clamp_(min=_NOTHING)
     return flatness
 
 

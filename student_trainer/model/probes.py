@@ -41,6 +41,13 @@ def called_linear_modules(model: Any) -> Iterator[set[nn.Module]]:
             handle.remove()
 
 
+def body_of(model: Any) -> Any:
+    """Return the module of a causal LM that gives its last hidden states."""
+    body = model.get_decoder()
+    # Llama 4 names a part that its text model does not have, and transformers returns the whole.
+    return model.model if body is model else body
+
+
 @torch.no_grad()
 def logit_map_of(model: Any, vocab_size: int | None = None) -> LogitMap | None:
     """Return how the model makes its logits from the products of its head and its last states.
@@ -67,8 +74,8 @@ def logit_map_of(model: Any, vocab_size: int | None = None) -> LogitMap | None:
     handle = head.register_forward_hook(replace)
     try:
         logits = model(input_ids=ids, use_cache=False).logits
-        states = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-    except AttributeError:
+        states = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+    except (AttributeError, TypeError):  # what it calls its decoder is none
         return None
     finally:
         handle.remove()
@@ -121,7 +128,7 @@ def separates_packed_sequences(model: Any, *, lines: int = 2) -> bool:
         return found.float()
 
     try:
-        body = model.get_decoder()
+        body = body_of(model)
         together = states(ids)
         changed = states(torch.cat([(ids[:length] + 1) % width, ids[length:]]))
         alone = states(ids[length:])

@@ -21,7 +21,7 @@ from student_trainer.losses import (
     fused_linear_top_ids,
     rows_from_logits,
 )
-from student_trainer.model.probes import called_linear_modules, logit_map_of
+from student_trainer.model.probes import body_of, called_linear_modules, logit_map_of
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class Student(nn.Module):
         V counts all ids, also those from `vocab_size` on.
         """
         head = self.model.get_output_embeddings()
-        states = self.model.get_decoder()(**batch.inputs, use_cache=False).last_hidden_state
+        states = body_of(self.model)(**batch.inputs, use_cache=False).last_hidden_state
         return batch.select(states), head.weight, getattr(head, "bias", None)
 
     def _logits(self, batch: Batch, vocab_size: int | None) -> Tensor:

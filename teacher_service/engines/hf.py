@@ -26,7 +26,7 @@ from teacher_service.models.files import (
     release_of,
     weight_files,
 )
-from teacher_service.models.loading import load_model, load_vocabulary, not_linear
+from teacher_service.models.loading import body_of, load_model, load_vocabulary, not_linear
 
 
 class HfEngine:
@@ -114,7 +114,7 @@ class HfEngine:
             seen = np.arange(max(lengths)) < np.array(lengths)[:, None]
             mask = torch.from_numpy(seen.astype(np.int64)).to(self._device)
         ids = torch.from_numpy(padded).to(self._device)
-        base = self._model.base_model
+        base = body_of(self._model)
         states: Tensor = base(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         return states
 

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from protos.errors import InvalidInput
 from teacher_service.head.scale_and_cap import PLAIN, ScaleAndCap, probe_head
 from teacher_service.models.files import weight_files
-from teacher_service.models.loading import not_linear, not_loaded
+from teacher_service.models.loading import body_of, not_linear, not_loaded
 
 _TOKENS = 8
 _VOCABULARY = 32
@@ -106,7 +106,7 @@ def _probe(model: Any, path: Path) -> ScaleAndCap:
     random = torch.Generator().manual_seed(0)
     head = torch.nn.Linear(old.in_features, _VOCABULARY, bias=old.bias is not None)
     states = torch.randn(1, _TOKENS, old.in_features, generator=random)
-    model.base_model.forward = lambda *_, **__: _States(last_hidden_state=states)
+    body_of(model).forward = lambda *_, **__: _States(last_hidden_state=states)
     model.set_output_embeddings(head)
     try:
         found = probe_head(model)

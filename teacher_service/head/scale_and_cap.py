@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from clients.data.scale_and_cap import PROBE, fit_scale_and_cap
+from teacher_service.models.loading import body_of
 
 _TOKENS = 8
 
@@ -60,7 +61,7 @@ def probe_head(model: Any, *, most_tokens: int = _TOKENS) -> ScaleAndCap | None:
         handle.remove()
     if not seen or logits.shape != products.shape:
         return None  # the model does not call its head
-    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    states = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state
     scaled = _ratio_of(seen[0], states)
     if scaled is None or (scaled != 1 and head.bias is not None):
         return None

@@ -41,6 +41,13 @@ def load_model(path: Path, *, dtype: str, device: str | None = None) -> Any:
     return model
 
 
+def body_of(model: Any) -> Any:
+    """Return the module of a causal language model that gives its last hidden states."""
+    body = model.base_model
+    # Llama 4 names a part that its text model does not have, and transformers returns the whole.
+    return model.model if body is model else body
+
+
 def load_vocabulary(path: Path) -> tuple[str, ...]:
     """Return the tokens in order of id, "" for an unused id.
 

@@ -25,11 +25,12 @@ _LENGTH, _TOP_K = 8, 32
 
 
 def run_self_test(engine: Engine) -> float:
-    """Score a short sequence alone, again, in a batch with a longer one, and at its own token ids.
+    """Score a short sequence alone, again, in a batch with longer ones, and at its own token ids.
 
     Returns the largest difference in nats between two scorings of a token. Raises WrongState if it
-    exceeds rounding (for a batch-invariant engine: if it is not 0), if a token's log-prob differs
-    from the head log-prob at its id, or if the probabilities of a row do not sum to 1.
+    exceeds rounding (for a batch-invariant engine: if it is not 0), if a row depends on tokens
+    after its own (the model is not causal), if a token's log-prob differs from the head log-prob at
+    its id, or if the probabilities of a row do not sum to 1.
     """
     info = engine.info
     rng = np.random.default_rng(0)
@@ -44,8 +45,10 @@ def run_self_test(engine: Engine) -> float:
     again = _score(engine, [query])[0]
     chosen = info.limits.max_chosen_ids
     at_tokens_too = [at_tokens] if chosen is None or chosen else []
-    beside, _, *gathered = _score(engine, [query, other, *at_tokens_too])
-    tolerance = 0.0 if info.batch_invariant else _TOLERANCES.get(info.dtype, _HALF_TOLERANCE)
+    longer = ScoreQuery(tokens, 1, top_k=k)  # begins with the short one
+    beside, _, begun, *gathered = _score(engine, [query, other, longer, *at_tokens_too])
+    rounding = _TOLERANCES.get(info.dtype, _HALF_TOLERANCE)
+    tolerance = 0.0 if info.batch_invariant else rounding
     differences = [
         _require_close("scored twice", alone.token_logprobs, again.token_logprobs, tolerance),
         _require_close("scored in a batch", alone.token_logprobs, beside.token_logprobs, tolerance),
@@ -58,6 +61,8 @@ def run_self_test(engine: Engine) -> float:
     for block in (alone, *gathered):
         mass = np.exp(block.head_logprobs).sum(1) + np.exp(block.tail_logmass)
         _require_close("summed over a row", np.log(mass), np.zeros(len(mass)), _MASS_TOLERANCE)
+    first = begun.token_logprobs[: short - 1]
+    _require_close("scored with other tokens after it", alone.token_logprobs, first, rounding)
     return max(differences)
 
 

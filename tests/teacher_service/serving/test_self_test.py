@@ -54,6 +54,7 @@ def test_right_engines() -> None:
     [
         (lambda block, batch, _: shifted(block, 1e-6 * batch), "scored twice"),
         (lambda block, _, size: shifted(block, 1e-5 * size), "scored in a batch"),
+        (lambda block, *_: shifted(block, 1e-5 * len(block)), "scored with other tokens after it"),
         (lambda block, *_: replace(block, token_logprobs=block.token_logprobs[::-1]), "as a head"),
         (
             lambda block, *_: replace(block, tail_logmass=block.tail_logmass + np.float32(0.01)),
