@@ -11,6 +11,7 @@ BIN := .venv/bin
 # The tests start hundreds of Python processes, which need the bytecode cache to start fast.
 export PYTHONDONTWRITEBYTECODE :=
 VLLM := .venv-vllm/bin
+VLLM_GPU := .venv-vllm-gpu/bin
 # The index with CPU builds of torch; not used on a machine with an NVIDIA GPU.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # uv installs in seconds where pip takes minutes. pip installs torch, because it selects the wheel
@@ -104,11 +105,12 @@ bench-rl: setup  ## benchmark anchors and estimators of RL; takes 30 minutes, re
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rl
 
-bench-gpu: setup  ## benchmark loss, scoring head and updates of a student (MFU, memory, beside TRL) on this machine's GPU
+bench-gpu: setup .venv-vllm-gpu/.installed  ## benchmark loss, scoring head, updates of a student (MFU, memory, beside TRL) and rollouts on this machine's GPU
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[8bit,bench]' liger-kernel
 	$(BIN)/python -m benchmarks.gpu
 	$(BIN)/python -m benchmarks.heads --out benchmarks/results/heads_gpu.json
 	$(BIN)/python -m benchmarks.gpu_training
+	$(VLLM_GPU)/python -m benchmarks.gpu_rollouts
 
 setup: .venv/.installed
 
@@ -134,10 +136,17 @@ setup: .venv/.installed
 	$(VLLM)/uv pip uninstall -q --python $(VLLM)/python torchvision torchaudio torchcodec
 	touch $@
 
+# With the vLLM for NVIDIA GPUs.
+.venv-vllm-gpu/.installed: pyproject.toml constraints.txt
+	test -x $(VLLM_GPU)/python || $(PYTHON) -m venv .venv-vllm-gpu
+	$(VLLM_GPU)/pip install -q uv
+	$(VLLM_GPU)/$(INSTALL) $(VLLM_GPU)/python -e '.[teacher,train,vllm]'
+	touch $@
+
 protos:  ## generate the Python code of protos/*.proto; a test checks that it is up to date
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. \
 	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	  protos/teacher.proto protos/distill.proto protos/rollouts.proto
 
 clean:
-	rm -rf .venv .venv-vllm runs site
+	rm -rf .venv .venv-vllm .venv-vllm-gpu runs site

@@ -233,7 +233,7 @@ def _loss(way: Way, student: Any, teacher: Any, answers: Sequence[Rollout]) -> T
     if way.tail is None:
         ours = logits(student, states)
         return cast(Tensor, exact_kl(ours, theirs, direction="reverse").mean())
-    head = torch.cat([one.head_ids for one in answers])
+    head = torch.cat([one.head_ids for one in answers]).long()
     draws = None
     if way.draws:
         draws = TailDraws.joined([one.draws for one in answers if one.draws is not None])

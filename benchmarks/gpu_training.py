@@ -291,7 +291,7 @@ def rollout(sizes: Sizes, number: int) -> ScoredSequence:
     text = Rollout(
         tokens(sizes, number),
         sizes.prompt,
-        torch.from_numpy(ids[:, :HEAD]).long(),
+        torch.from_numpy(ids[:, :HEAD]).int(),
         torch.full((learned,), -2.0),
         truncated=False,
         answer="",

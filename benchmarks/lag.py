@@ -141,7 +141,7 @@ def _loss(
     with torch.no_grad():
         theirs = logits(teacher, hidden(teacher, answers))
     tokens = torch.cat([one.completion for one in answers])
-    head = torch.cat([one.head_ids for one in answers])
+    head = torch.cat([one.head_ids for one in answers]).long()
     draws = TailDraws.joined([one.draws for one in answers if one.draws is not None])
     ids = draws.ids.long()
     teacher_rows = rows_from_logits(theirs, head, tokens, sample_ids=ids)

@@ -244,9 +244,9 @@ def random_batch(load: Load, device: torch.device) -> Any:
     scored = []
     for _ in range(load.tokens // load.line):
         ids = torch.randint(0, load.shape.vocabulary, (load.line,))
-        top = torch.zeros(load.line - 1, 1, dtype=torch.long)
+        top = torch.zeros(load.line - 1, 1, dtype=torch.int32)
         rollout = Rollout(ids, 1, top, torch.zeros(load.line - 1), False, "")
-        scored.append(ScoredSequence(rollout, placeholder_rows(top.int().numpy())))
+        scored.append(ScoredSequence(rollout, placeholder_rows(top.numpy())))
     return make_batch(scored, device)
 
 

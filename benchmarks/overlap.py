@@ -155,7 +155,7 @@ class TimedTeacher:
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         """Return rows that are there when the teacher has come to them."""
         future: Future[RowBlock] = Future()
-        rows = placeholder_rows(rollout.head_ids.numpy().astype(np.int32))
+        rows = placeholder_rows(rollout.head_ids.numpy())
         with self._lock:
             delay = self._clock.end_of_work() - time.monotonic()
         threading.Timer(delay, future.set_result, [rows]).start()
@@ -201,9 +201,12 @@ class TimedEngine:
                 yield (
                     index,
                     SampledTokens(
-                        ids, ids[:, None], torch.zeros(TOKENS), False, False, None, (span,)
+                        ids, ids[:, None].int(), torch.zeros(TOKENS), False, False, None, (span,)
                     ),
                 )
+
+    async def sleep(self) -> None:
+        """Do nothing."""
 
     async def close(self) -> None:
         """Do nothing."""

@@ -172,9 +172,9 @@ def use(
 
 def small_batch(device: torch.device) -> Any:
     ids = torch.arange(8)
-    head = torch.zeros(4, 1, dtype=torch.long)
+    head = torch.zeros(4, 1, dtype=torch.int32)
     rollout = Rollout(ids, 4, head, torch.zeros(4), False, "")
-    rows = placeholder_rows(head.int().numpy())
+    rows = placeholder_rows(head.numpy())
     return make_batch([ScoredSequence(rollout, rows)], device)
 
 

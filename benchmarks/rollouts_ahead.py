@@ -104,7 +104,7 @@ def stages(lines: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def save_material(root: Path, *, layers: int) -> int:
+def save_material(root: Path, *, layers: int, hidden: int = 256) -> int:
     """Write the student and the prompts; return the number of weights."""
     torch.manual_seed(0)
     words = {f"t{number}": number for number in range(VOCABULARY)}
@@ -113,11 +113,11 @@ def save_material(root: Path, *, layers: int) -> int:
     student = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCABULARY,
-            hidden_size=256,
-            intermediate_size=768,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
             num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            num_attention_heads=hidden // 64,
+            num_key_value_heads=hidden // 128,
             head_dim=64,
         )
     )

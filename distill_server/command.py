@@ -83,7 +83,7 @@ def serve(
                 policy=Policy(
                     machine, most_queued, retries, backoff, give_up_after=give_up_after * 3600
                 ),
-                preflight=JobPreflight(packages=ray is None),
+                preflight=JobPreflight(here=ray is None),
                 on_ready=lambda bound: print(
                     f"server listening on {endpoint.address(bound)}", flush=True
                 ),

@@ -77,7 +77,8 @@ class RolloutInfo(_message.Message):
     SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     WEIGHT_LOADS_FIELD_NUMBER: _builtins.int
     LORA_RANK_FIELD_NUMBER: _builtins.int
-    TAKES_VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    SLEEPS_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """hf or vllm"""
     model: _builtins.str
@@ -94,8 +95,12 @@ class RolloutInfo(_message.Message):
     """since the start"""
     lora_rank: _builtins.int
     """of the adapters that snapshots have; 0: they have all weights"""
-    takes_vocab_size: _builtins.bool
-    """false: this service ignores OrderHeader.vocab_size"""
+    protocol: _builtins.int
+    """Of the messages, the snapshots and the tokens that a seed and a rollout number give. Trainer and service must
+    agree; see clients/preflight/rollouts.py.
+    """
+    sleeps: _builtins.bool
+    """the service was started to free its memory when `Sleep` is called"""
     @_builtins.property
     def loaded(self) -> Global___WeightsVersion:
         """absent before the first order"""
@@ -115,15 +120,46 @@ class RolloutInfo(_message.Message):
         sampled_tokens: _builtins.int = ...,
         weight_loads: _builtins.int = ...,
         lora_rank: _builtins.int = ...,
-        takes_vocab_size: _builtins.bool = ...,
+        protocol: _builtins.int = ...,
+        sleeps: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loaded", b"loaded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "dtype", b"dtype", "engine", b"engine", "loaded", b"loaded", "lora_rank", b"lora_rank", "max_length", b"max_length", "model", b"model", "running_orders", b"running_orders", "sampled_tokens", b"sampled_tokens", "takes_vocab_size", b"takes_vocab_size", "vocab_size", b"vocab_size", "waiting_orders", b"waiting_orders", "weight_loads", b"weight_loads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "dtype", b"dtype", "engine", b"engine", "loaded", b"loaded", "lora_rank", b"lora_rank", "max_length", b"max_length", "model", b"model", "protocol", b"protocol", "running_orders", b"running_orders", "sampled_tokens", b"sampled_tokens", "sleeps", b"sleeps", "vocab_size", b"vocab_size", "waiting_orders", b"waiting_orders", "weight_loads", b"weight_loads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RolloutInfo: _TypeAlias = RolloutInfo  # noqa: Y015
+
+@_typing.final
+class SleepRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
+
+@_typing.final
+class SleepReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepReply: _TypeAlias = SleepReply  # noqa: Y015
 
 @_typing.final
 class OrderPart(_message.Message):

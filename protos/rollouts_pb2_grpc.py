@@ -44,6 +44,11 @@ class RolloutsStub(object):
                 request_serializer=protos_dot_rollouts__pb2.OrderPart.SerializeToString,
                 response_deserializer=protos_dot_rollouts__pb2.SampledPart.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/distill.v1.Rollouts/Sleep',
+                request_serializer=protos_dot_rollouts__pb2.SleepRequest.SerializeToString,
+                response_deserializer=protos_dot_rollouts__pb2.SleepReply.FromString,
+                _registered_method=True)
 
 
 class RolloutsServicer(object):
@@ -64,6 +69,13 @@ class RolloutsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Frees the memory of the GPU until the next order, unless an order runs or waits.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +88,11 @@ def add_RolloutsServicer_to_server(servicer, server):
                     servicer.Sample,
                     request_deserializer=protos_dot_rollouts__pb2.OrderPart.FromString,
                     response_serializer=protos_dot_rollouts__pb2.SampledPart.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=protos_dot_rollouts__pb2.SleepRequest.FromString,
+                    response_serializer=protos_dot_rollouts__pb2.SleepReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +149,33 @@ class Rollouts(object):
             '/distill.v1.Rollouts/Sample',
             protos_dot_rollouts__pb2.OrderPart.SerializeToString,
             protos_dot_rollouts__pb2.SampledPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/distill.v1.Rollouts/Sleep',
+            protos_dot_rollouts__pb2.SleepRequest.SerializeToString,
+            protos_dot_rollouts__pb2.SleepReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class RolloutsStub:
     service sends its initial metadata as soon as the order is complete and admitted, and each sampled sequence as soon
     as it is finished, in any order. An error ends the call; a call that the client cancels ends the sampling.
     """
+    Sleep: _grpc.UnaryUnaryMultiCallable[_rollouts_pb2.SleepRequest, _rollouts_pb2.SleepReply]
+    """Frees the memory of the GPU until the next order, unless an order runs or waits."""
 
 @_typing.type_check_only
 class RolloutsAsyncStub(RolloutsStub):
@@ -47,6 +49,8 @@ class RolloutsAsyncStub(RolloutsStub):
     service sends its initial metadata as soon as the order is complete and admitted, and each sampled sequence as soon
     as it is finished, in any order. An error ends the call; a call that the client cancels ends the sampling.
     """
+    Sleep: _aio.UnaryUnaryMultiCallable[_rollouts_pb2.SleepRequest, _rollouts_pb2.SleepReply]  # type: ignore[assignment]
+    """Frees the memory of the GPU until the next order, unless an order runs or waits."""
 
 class RolloutsServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -66,5 +70,13 @@ class RolloutsServicer(metaclass=_abc_1.ABCMeta):
         service sends its initial metadata as soon as the order is complete and admitted, and each sampled sequence as soon
         as it is finished, in any order. An error ends the call; a call that the client cancels ends the sampling.
         """
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _rollouts_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollouts_pb2.SleepReply, _abc.Awaitable[_rollouts_pb2.SleepReply]]:
+        """Frees the memory of the GPU until the next order, unless an order runs or waits."""
 
 def add_RolloutsServicer_to_server(servicer: RolloutsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -35,7 +35,7 @@ from student_trainer.data.prompts import ItemsOfSteps, Prompt, load_prompts
 from student_trainer.environments.retriever import make_retriever
 from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.loop.trainer import Parts, Trainer
-from student_trainer.methods.engine import Engine, connect_engine
+from student_trainer.methods.engine import Engine, connect_engine, wait_for_shared_gpus
 from student_trainer.methods.method import Method
 from student_trainer.methods.offline import load_examined, offline_method
 from student_trainer.methods.on_policy import on_policy_method
@@ -102,6 +102,7 @@ def assemble(
         check_same_store(stores.training, checkpoint.facts_of(saved))
 
     progress.say("loading student", step)
+    wait_for_shared_gpus(config, service, accelerator)
     student = _load_student(config, saved, accelerator, vocab_size)
     progress.agree = lambda wish: largest(accelerator, wish)
     if accelerator.is_main_process:

@@ -1,4 +1,4 @@
-"""Checks that the checkpoints and the export of a training job fit on the disk."""
+"""Checks that checkpoints, export and versions of the weights of a job fit on the disk."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import math
 import shutil
 from pathlib import Path
 
-from clients.config.kinds import AnyTraining
+from clients.config.kinds import AnyTraining, SamplingJob
 from clients.config.rl import RLJob
 from clients.config.tables.common import FEWEST_CHECKPOINTS
 from clients.data.regular_file import open_regular, read_document
 from clients.runs.directory import RunDirectory
+from clients.runs.memory_disk import has_room
 from protos.errors import WrongState
 
-_FLOAT32 = 4
+_FLOAT32, _BFLOAT16 = 4, 2
 # The weights and the two moments of AdamW, in sizes of the weights.
 _CHECKPOINT_COPIES = {"adamw": 3.0, "adamw_8bit": 1.5}
 # Most bytes of a safetensors header. A tensor takes about 100 bytes in it, so no real model has
@@ -22,11 +23,13 @@ _CHECKPOINT_COPIES = {"adamw": 3.0, "adamw_8bit": 1.5}
 _MOST_HEADER_BYTES = 32 << 20
 
 
-def check_space(config: AnyTraining, run: Path) -> None:
-    """Raise WrongState if the disk has too little space for the job's checkpoints and export.
+def check_space(config: AnyTraining, run: Path, *, here: bool = True) -> None:
+    """Raise WrongState if the disk has too little space for the files of the job.
 
-    `run` is the run directory, or the directory in which it will be made. Files of earlier attempts
-    count as available space.
+    Those are its checkpoints, its export, and the versions of the weights for rollout engines,
+    unless they are in memory. `run` is the run directory, or the directory in which it will be
+    made. `here`: the job's program runs on this machine. Files of earlier attempts count as
+    available space.
 
     The estimate is a lower bound. It takes all weights as float32, the dtype of trained weights.
     It leaves out other jobs, logs, rows, adapters, a best checkpoint that is not among the newest,
@@ -36,18 +39,49 @@ def check_space(config: AnyTraining, run: Path) -> None:
     saves = math.ceil(config.max_steps / config.checkpoint.every)
     # The oldest checkpoint is deleted only after the new one is complete.
     most = min(saves, config.checkpoint.keep + 1)
-    needed = max(most * checkpoint, min(saves, config.checkpoint.keep) * checkpoint + export)
+    files = max(most * checkpoint, min(saves, config.checkpoint.keep) * checkpoint + export)
+    versions, version = _versions(config, here=here)
+    needed = files + versions * version
     there = next(path for path in (run, *run.parents) if path.is_dir())
     free = shutil.disk_usage(there).free
-    if needed > free and needed - _kept(RunDirectory(run)) > free:
-        raise WrongState(
-            f"the job needs {_gb(needed)} of disk space, but only {_gb(free)} are free: {most}"
-            f" checkpoints of {_gb(checkpoint)} at a time, and an export of {_gb(export)}",
-            field="checkpoint.keep",
-            hint="lower it, or free disk space"
-            if config.checkpoint.keep > FEWEST_CHECKPOINTS
-            else "free disk space: checkpoint.keep is at its minimum",
-        )
+    if needed <= free or needed - _kept(RunDirectory(run)) <= free:
+        return
+    told = f"{most} checkpoints of {_gb(checkpoint)} at a time, and an export of {_gb(export)}"
+    if versions:
+        told += f", and {versions} versions of the weights of {_gb(version)} for rollout engines"
+    raise WrongState(
+        f"the job needs {_gb(needed)} of disk space, but only {_gb(free)} are free: {told}",
+        **_remedy(config, by_versions=versions > 0 and files <= free),
+    )
+
+
+def _remedy(config: AnyTraining, *, by_versions: bool) -> dict[str, str]:
+    """Return field and hint. `by_versions`: without the versions of the weights, all would fit."""
+    if by_versions:
+        memory = "free disk space, or enlarge /dev/shm, where they are if it has room"
+        return {"field": "rollouts.lag", "hint": f"lower it, {memory}"}
+    if config.checkpoint.keep > FEWEST_CHECKPOINTS:
+        return {"field": "checkpoint.keep", "hint": "lower it, or free disk space"}
+    hint = "free disk space: checkpoint.keep is at its minimum"
+    return {"field": "checkpoint.keep", "hint": hint}
+
+
+def _versions(config: AnyTraining, *, here: bool) -> tuple[int, int]:
+    """Return number and bytes of the versions of the weights that are in the run directory.
+
+    (0, 0) if they are in memory, or unknown here: on a cluster, or of a student with adapters.
+    """
+    if not here or not isinstance(config, SamplingJob) or config.student.lora is not None:
+        return 0, 0
+    rollouts = config.rollouts
+    if rollouts.in_trainer:
+        return 0, 0
+    narrow = rollouts.engine == "vllm" and config.student.dtype != "float32"
+    each = (_BFLOAT16 if narrow else _FLOAT32) * parameters_of(Path(config.student.model))
+    local = rollouts.address is None
+    if local and has_room((rollouts.versions + 1) * each):
+        return 0, 0
+    return rollouts.versions, each
 
 
 def parameters_of(model: Path) -> int:
@@ -91,8 +125,8 @@ def _parameters_in(file: Path) -> int:
 
 
 def _kept(run: RunDirectory) -> int:
-    """Return the bytes of the checkpoints and export that earlier attempts have written."""
-    made = (run.checkpoints, run.export)
+    """Return the bytes of the files that earlier attempts have written, and this one replaces."""
+    made = (run.checkpoints, run.export, run.weights)
     files = (file for directory in made for file in directory.rglob("*"))
     return sum(file.lstat().st_size for file in files if not file.is_dir())
 

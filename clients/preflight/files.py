@@ -19,6 +19,7 @@ from clients.preflight.context_parallel import check_context_parallel
 from clients.preflight.data_files import check_data
 from clients.preflight.disk import check_space
 from clients.preflight.packages import check_packages
+from clients.preflight.rollouts import check_gpus
 from clients.preflight.tensor_parallel import check_tensor_parallel
 from clients.preflight.trackers import check_trackers
 from clients.store.captured_store import captured_store_of
@@ -27,17 +28,18 @@ from protos.errors import InvalidInput
 RELATIVE = "relative paths start at the current directory"
 
 
-def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE, packages: bool = True) -> None:
-    """Check the packages, files, data, trackers, disk space and store of a job.
+def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE, here: bool = True) -> None:
+    """Check the packages, files, data, trackers, GPUs, disk space and store of a job.
 
     `run` is the run directory, or the directory in which it will be made. `hint` is the hint of
-    errors about missing files. `packages` is false if the job's program runs with another Python
-    than this one (on a Ray cluster), so that its packages need not be installed here.
+    errors about missing files. `here` is false if the job's program runs on other machines (of a
+    Ray cluster): then this one needs neither its packages nor its GPUs.
 
     Raises InvalidInput, WrongState, or another DistillError of the first check that fails.
     """
-    if packages:
+    if here:
         check_packages(config)
+        check_gpus(config)
     check_files(config, hint)
     check_data(config)
     if not isinstance(config, TrainingJob):
@@ -48,7 +50,7 @@ def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE, packages: boo
     check_template(config)
     check_processes(config)
     check_trackers(config.track)
-    check_space(config, run)
+    check_space(config, run, here=here)
     if isinstance(config, OfflineJob):
         captured_store_of(config)
 

@@ -37,7 +37,8 @@ class Load:
     sequence. sampled: sequences that are sampled at a time, of `sampled_line` tokens each, of which
     the first `sampled_prompt` are read in one forward pass; 0: none. narrow_moments: AdamW's
     moments are in 8 bits. critic_tokens: tokens of a step whose hidden states the critic reads; 0:
-    no critic. cuda: a GPU, or the CPU.
+    no critic. cuda: a GPU, or the CPU. engine: bytes of a rollout engine on the same GPU.
+    engine_sleeps: it frees them while the trainer learns.
     """
 
     shape: ModelShape
@@ -58,6 +59,8 @@ class Load:
     cuda: bool = True
     tensor_parallel: int = 1
     context_parallel: int = 1
+    engine: int = 0
+    engine_sleeps: bool = False
 
     @property
     def shards(self) -> int:
@@ -134,7 +137,7 @@ def held(load: Load) -> dict[str, int]:
     float32 weights, AdamW's two moments and the anchor, divided by the shards; frozen weights in
     the dtype of the computation. The moments are float32, or in 8 bits with a scale per block. DDP
     keeps its buffers of gradients from the first backward pass on. The critic has one weight per
-    unit of the hidden states.
+    unit of the hidden states. A rollout engine may work beside the trainer.
     """
     trained, shards = load.trained, load.shards
     buffers = 0 if load.sharded or load.processes == 1 else FLOAT32 * trained
@@ -144,6 +147,7 @@ def held(load: Load) -> dict[str, int]:
         "anchor": FLOAT32 * trained // shards * load.anchor,
         "critic": 4 * FLOAT32 * (load.shape.hidden + 1) * bool(load.critic_tokens),
         "DDP buckets": buffers,
+        "rollout engine": 0 if load.engine_sleeps else load.engine,
     }
 
 
@@ -317,7 +321,12 @@ def _without_gradient(load: Load, tokens: int) -> int:
 
 
 def sampling(load: Load) -> dict[str, int]:
-    """Return the bytes that sampling needs beside `held`; {} if the job samples nothing."""
+    """Return the bytes that sampling needs beside `held`; {} if the job samples nothing.
+
+    A rollout engine that sleeps while the trainer learns needs its bytes here and in `scoring`.
+    """
+    if awake := _awake(load):
+        return awake
     if not load.sampled:
         return {}
     s, tokens = load.shape, load.sampled * load.sampled_line
@@ -331,11 +340,16 @@ def sampling(load: Load) -> dict[str, int]:
     return found
 
 
+def _awake(load: Load) -> dict[str, int]:
+    """Return the bytes of a rollout engine that sleeps at other times; {} if there is none."""
+    return {"rollout engine": load.engine} if load.engine and load.engine_sleeps else {}
+
+
 def scoring(load: Load) -> dict[str, int]:
     """Return the bytes of a forward pass over a micro-batch: rows of the anchor, an evaluation."""
     load = replace(load, tensor_parallel=1)  # every process computes it alone
     one = _without_gradient(load, load.tokens) + _math_attention(load) * load.tokens
-    found = gathered(load) | {"one layer": one, "logits": head(load, learns=False)}
+    found = gathered(load) | {"one layer": one, "logits": head(load, learns=False)} | _awake(load)
     if load.critic_tokens:  # float32, and a copy of those with a known reward
         found["states for the critic"] = 2 * FLOAT32 * load.shape.hidden * load.critic_tokens
     return found

@@ -62,7 +62,7 @@ def plan_of(job: AnyTraining, shape: ModelShape, memory: float) -> Plan:
     """Return the plan of a job. `shape`: of its student. `memory`: of a GPU, in GiB."""
     usable = round(USABLE * memory * GIB)
     longest = longest_stored(job) if isinstance(job, OfflineJob) else None
-    load = load_of(job, shape, longest)
+    load = load_of(job, shape, longest, usable=usable)
     found = {name: held(load) | parts for name, parts in stages(load).items() if parts}
     most = largest_micro_batch(job, shape, usable, longest)
     fits = peak(load) <= usable
@@ -89,12 +89,18 @@ def shape_of_student(job: AnyTraining) -> ModelShape:
 
 
 def load_of(
-    job: AnyTraining, shape: ModelShape, longest: int | None = None, *, cuda: bool = True
+    job: AnyTraining,
+    shape: ModelShape,
+    longest: int | None = None,
+    *,
+    cuda: bool = True,
+    usable: int = 0,
 ) -> Load:
     """Return what decides the memory of a process of the job.
 
     Prompts and answers are taken as long as the job allows. Sequences of a store are as long as its
-    `longest` one; those of a store that is not there yet (None), as a micro-batch.
+    `longest` one; those of a store that is not there yet (None), as a micro-batch. `usable`: memory
+    of a GPU for tensors, of which an engine that shares it takes a part.
     """
     processes, most = job.train.processes, job.train.tokens_per_micro_batch
     line, of_update, of_step = _sequences(job, longest)
@@ -128,7 +134,18 @@ def load_of(
         cuda=cuda,
         tensor_parallel=job.train.tensor_parallel,
         context_parallel=job.train.context_parallel,
+        engine=_shared_engine(job, usable),
+        engine_sleeps=isinstance(job, SamplingJob) and not job.rollouts.lag,
     )
+
+
+def _shared_engine(job: AnyTraining, usable: int) -> int:
+    """Return the bytes of a vllm engine on the trainer's GPU; 0 if there is none."""
+    if not isinstance(job, SamplingJob) or job.rollouts.engine != "vllm":
+        return 0
+    if job.rollouts.gpus or not job.rollouts.replicas:
+        return 0
+    return round(job.rollouts.memory_share * usable / USABLE)
 
 
 def _sequences(job: AnyTraining, longest: int | None) -> tuple[int, int, int]:
@@ -176,7 +193,7 @@ def largest_micro_batch(
     while too_many - most > 1:
         middle = (most + too_many) // 2
         tried = changed(job, {"train": {"tokens_per_micro_batch": middle * line}})
-        if peak(load_of(tried, shape, longest)) <= usable:
+        if peak(load_of(tried, shape, longest, usable=usable)) <= usable:
             most = middle
         else:
             too_many = middle
@@ -193,7 +210,7 @@ def changes_of(
         if not _is_change(job, change):
             continue
         together = changed(together, change)
-        needed = peak(load_of(changed(job, change), shape, longest))
+        needed = peak(load_of(changed(job, change), shape, longest, usable=usable))
         verdict = "fits" if needed <= usable else "does not fit alone"
         found.append(f"{name}: {gib(needed)} GiB, {verdict}")
     if most:
@@ -202,7 +219,7 @@ def changes_of(
         found.append(f'{processes} GPUs with train.sharding = "fsdp2": fits')
     if not any(one.endswith(" fits") or one.endswith(": fits") for one in found):
         smallest = largest_micro_batch(together, shape, usable, longest)
-        needed = peak(load_of(together, shape, longest))
+        needed = peak(load_of(together, shape, longest, usable=usable))
         if needed <= usable:
             found.append(f"all of these together: {gib(needed)} GiB, fits")
         elif smallest:
@@ -232,7 +249,7 @@ def _shared_tokens(
         if job.train.sharding == "fsdp2":
             name = f"train.context_parallel = {size}"
         found = {name: {"train": keys}}
-        if peak(load_of(changed(job, found[name]), shape, longest)) <= usable:
+        if peak(load_of(changed(job, found[name]), shape, longest, usable=usable)) <= usable:
             return found
     return found
 
@@ -242,7 +259,7 @@ def _enough(job: AnyTraining, shape: ModelShape, usable: int, longest: int | Non
     count = 2 * job.train.processes
     while count <= _most_processes(job):
         tried = changed(job, {"train": {"processes": count, "sharding": "fsdp2"}})
-        if peak(load_of(tried, shape, longest)) <= usable:
+        if peak(load_of(tried, shape, longest, usable=usable)) <= usable:
             return count
         count *= 2
     return None

@@ -1,15 +1,18 @@
-"""Checks that the rollout services at `rollouts.address` can do what a job needs. No torch."""
+"""Checks of a job's rollout engines: their GPUs, and the services at `rollouts.address`."""
 
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import ExitStack
+from pathlib import Path
 
 import grpc
 
 from clients.config.kinds import AnyJob, SamplingJob
 from clients.config.offline import OfflineJob
 from clients.preflight.teachers import check_length
+from clients.runs.placed_services import VARIABLE as PLACED
 from protos import rollouts_pb2, rollouts_pb2_grpc
 from protos.errors import (
     DistillError,
@@ -26,7 +29,35 @@ from protos.rpc.statuses import fault_of
 log = logging.getLogger(__name__)
 
 FIELD = "rollouts.address"
+# Of what a trainer and a service must agree on: the messages, the files of a snapshot, and the
+# tokens that a seed and a rollout number give. A test fails if they change without it.
+PROTOCOL = 1
 _SECONDS = 5.0
+
+
+def gpus_here() -> list[str]:
+    """Return the names of the GPUs that programs of this process see, as CUDA_VISIBLE_DEVICES."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return [str(number) for number in range(len([*Path("/dev").glob("nvidia[0-9]*")]))]
+    return [name.strip() for name in listed.split(",") if name.strip()]
+
+
+def check_gpus(config: AnyJob) -> None:
+    """Raise InvalidInput if `rollouts.gpus` asks for more GPUs than this machine has.
+
+    Not for a trainer whose engines have been placed on a cluster.
+    """
+    if not isinstance(config, SamplingJob) or not config.rollouts.gpus or PLACED in os.environ:
+        return
+    own, engines, found = config.train.processes, config.rollouts.gpus, len(gpus_here())
+    if found < own + engines:
+        raise InvalidInput(
+            f"there are {found} GPUs; train.processes needs {own} of them and the engine"
+            f" {engines} more",
+            field="rollouts.gpus",
+            hint="lower one of the two, or leave rollouts.gpus out to share the trainer's GPUs",
+        )
 
 
 def not_rollouts(address: str) -> InvalidInput:
@@ -36,6 +67,17 @@ def not_rollouts(address: str) -> InvalidInput:
         field=FIELD,
         hint="give the HOST:PORT that distill-rollouts printed",
     )
+
+
+def check_protocol(address: str, has: int) -> None:
+    """Raise WrongState if the service at `address` has another protocol than this program."""
+    if has != PROTOCOL:
+        raise WrongState(
+            f"the rollout service at {address} is of another version of distill-service: its"
+            f" protocol is {has}, that of the job {PROTOCOL}",
+            field=FIELD,
+            hint="start the service with the version of distill-service that runs the job",
+        )
 
 
 def another_engine(has: str, wanted: str) -> WrongState:
@@ -52,7 +94,7 @@ def check_rollouts(config: AnyJob, *, scope: str) -> None:
 
     `scope`: see `open_channel`. Services that do not answer are logged. Raises Unavailable if none
     answers, InvalidInput if a server is another program or if its sequences are too short for the
-    job, and WrongState if it refuses the token or has another engine.
+    job, and WrongState if it refuses the token, or has another engine or protocol.
     """
     if not isinstance(config, SamplingJob) or config.rollouts.address is None:
         return
@@ -70,6 +112,7 @@ def check_rollouts(config: AnyJob, *, scope: str) -> None:
             except (Unavailable, TimedOut) as error:
                 faults.append(error)
                 continue
+            check_protocol(address, info.protocol)
             if info.engine != config.rollouts.engine:
                 raise another_engine(info.engine, config.rollouts.engine)
             check_length(longest, f"rollout service at {address}", info.max_length or None)

@@ -143,6 +143,11 @@ class RunDirectory:
         return self.path / "export"
 
     @property
+    def weights(self) -> Path:
+        """Directory of the weights for rollout engines; they may be in memory instead."""
+        return self.path / "weights"
+
+    @property
     def store(self) -> Path:
         """Default directory of a capture's rows; the job may name another one."""
         return self.path / "store"

@@ -19,6 +19,11 @@ _PREFIX = "distill-weights-"
 _TRIES = 10
 
 
+def has_room(needed: int) -> bool:
+    """Return whether `needed` bytes may be written to memory. Half of its room is for others."""
+    return os.access(MEMORY_DISK, os.W_OK) and shutil.disk_usage(MEMORY_DISK).free > 2 * needed
+
+
 def locked_directory() -> Path | None:
     """Return a new directory in memory, locked until this process ends.
 

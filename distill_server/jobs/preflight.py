@@ -45,12 +45,9 @@ async def unchecked(config: AnyJob, run: Path) -> None:
 class JobPreflight:
     """Checks jobs in its own threads; concurrent submits share one request to each teacher."""
 
-    def __init__(self, *, packages: bool = True) -> None:
-        """`packages`: also check that this Python has the packages that trainers import.
-
-        Use False for Ray, whose nodes run the trainers.
-        """
-        self._packages = packages
+    def __init__(self, *, here: bool = True) -> None:
+        """`here`: the trainers run on this machine, with this Python. Use False for Ray."""
+        self._here = here
         self._lookers = ThreadPoolExecutor(_LOOKERS, "preflight-files")
         # A pool of its own, so that checks of files do not wait for teachers that do not answer.
         self._askers = ThreadPoolExecutor(_ASKERS, "preflight-teachers")
@@ -68,7 +65,7 @@ class JobPreflight:
             async with asyncio.timeout(_MOST_SECONDS) as limit:
                 await _apart(
                     self._lookers,
-                    partial(check_here, config, run, hint=_REMEDY, packages=self._packages),
+                    partial(check_here, config, run, hint=_REMEDY, here=self._here),
                 )
                 names = services_of(config)
                 asked = (self._info(names[name], field_of(name)) for name in names)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,23 +86,29 @@ def write_weights(
     """Collective. Write the weights of a model directory, with LoRA adapters merged into them.
 
     A process whose `path` is None only takes part. `weights`: those of the model, or others in
-    their places, by name.
+    their places, by name. Raises OSError after it has taken part in all collectives.
     """
     stored = without_aliases(model, weights)
     sizes = {name: _size(weight) for name, weight in stored.items()}
     published = _published(model, sizes, dtype)
     files, index = split_weights(published, model.num_parameters())
+    faults: list[OSError] = []
     with ExitStack() as stack:
         places: dict[str, PartWriter] = {}
-        if path is not None:
-            for file, of in files.items():
-                writer = PartWriter(path / file, layout(of, {"format": "pt"}), hashed=False)
-                places |= dict.fromkeys(of, stack.enter_context(closing(writer)))
+        with _noted(faults):
+            if path is not None:
+                for file, of in files.items():
+                    writer = PartWriter(path / file, layout(of, {"format": "pt"}), hashed=False)
+                    places |= dict.fromkeys(of, stack.enter_context(closing(writer)))
         for group in _groups(model, sizes, published):
-            full = full_tensors({name: stored[name] for name in group}, keep=path is not None)
+            keep = path is not None and not faults
+            full = full_tensors({name: stored[name] for name in group}, keep=keep)
             on_cpu = {name: weight.cpu() for name, weight in full.items()}
-            for name, weight in _published(model, on_cpu, dtype).items():
-                places[name].write(name, weight)
+            with _noted(faults):
+                for name, weight in _published(model, on_cpu, dtype).items():
+                    places[name].write(name, weight)
+    if faults:
+        raise faults[0]
     if path is not None:
         for name, text in index.items():
             (path / name).write_bytes(text)
@@ -123,20 +129,35 @@ def write_adapters(path: Path | None, model: Any, adapters: Mapping[str, Tensor]
     """Collective. Write the trained weights in the format of `peft`, as they are.
 
     A process whose `path` is None only takes part. `adapters`: those of the model, or others in
-    their places, by name.
+    their places, by name. Raises OSError after it has taken part in all collectives.
     """
-    writer = None
-    if path is not None:
-        path.mkdir(exist_ok=True)
-        save_adapter_configuration(path, model)
-        named = {adapter_key(name): weight for name, weight in adapters.items()}
-        writer = PartWriter(path / ADAPTERS, layout(named), hashed=False)
-    for name, adapter in adapters.items():
-        for weight in full_tensors({name: adapter}, keep=writer is not None).values():
-            assert writer is not None
-            writer.write(adapter_key(name), weight.cpu())
-    if writer is not None:
-        writer.close()
+    faults: list[OSError] = []
+    with ExitStack() as stack:
+        writer = None
+        with _noted(faults):
+            if path is not None:
+                path.mkdir(exist_ok=True)
+                save_adapter_configuration(path, model)
+                named = {adapter_key(name): weight for name, weight in adapters.items()}
+                writer = PartWriter(path / ADAPTERS, layout(named), hashed=False)
+                stack.enter_context(closing(writer))
+        for name, adapter in adapters.items():
+            full = full_tensors({name: adapter}, keep=writer is not None and not faults)
+            with _noted(faults):
+                for weight in full.values():
+                    assert writer is not None
+                    writer.write(adapter_key(name), weight.cpu())
+    if faults:
+        raise faults[0]
+
+
+@contextmanager
+def _noted(faults: list[OSError]) -> Iterator[None]:
+    """Note an OSError of the context: this process must take part in the collectives after it."""
+    try:
+        yield
+    except OSError as error:
+        faults.append(error)
 
 
 def _published(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -6,9 +6,8 @@ engine that has loaded other weights, or part of them, computes others.
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from clients.runs.memory_disk import MEMORY_DISK, delete_abandoned, locked_directory
+from clients.runs.directory import RunDirectory
+from clients.runs.memory_disk import delete_abandoned, has_room, locked_directory
 from protos.errors import Unavailable
 from protos.rpc.failpoints import failpoint
 from student_trainer.checkpoints.export import write_adapters, write_weights
@@ -40,13 +40,11 @@ def snapshot_root(run: Path, attempt: int, needed: int, *, local: bool) -> Path:
     Deletes what killed trainers of this machine have left in memory, and earlier attempts in the
     run directory.
     """
-    shutil.rmtree(run / _IN_RUN, ignore_errors=True)
+    in_run = RunDirectory(run).weights
+    shutil.rmtree(in_run, ignore_errors=True)
     delete_abandoned()
-    root = run / _IN_RUN / f"attempt-{attempt}"
-    if not local or not os.access(MEMORY_DISK, os.W_OK):
-        return root
-    # The other half of the memory disk is left to others.
-    if shutil.disk_usage(MEMORY_DISK).free <= 2 * needed:
+    root = in_run / f"attempt-{attempt}"
+    if not local or not has_room(needed):
         return root
     return locked_directory() or root
 
@@ -106,7 +104,8 @@ class Snapshots:
         A version that exists is not written again. `anchor`: the weights are those of the anchor,
         which is in the student's place; they are a lineage of their own.
 
-        Raises Unavailable on all ranks if there is no room for it.
+        Raises Unavailable on all ranks if there is no room for it, or if its disk fails. Nothing of
+        the version is left then.
         """
         lineage = f"{self._job}-{self._attempt}{'-anchor' if anchor else ''}"
         directory = self._root / f"{'anchor' if anchor else 'version'}-{number:06d}"
@@ -114,6 +113,8 @@ class Snapshots:
             lineage, number, directory, self._in_flight, self._job, self._attempt
         )
         if version not in self._written:
+            if anchor:  # an evaluation has ended when the next one begins
+                self._delete([one for one in self._written if one.lineage == lineage])
             self._write(version)
         self._written = [*(one for one in self._written if one != version), version]
         return version
@@ -125,22 +126,27 @@ class Snapshots:
         model = self._student.trained.model
         weights = model.state_dict(keep_vars=True)
         path = version.directory if main else None
-        if self._adapters:
-            write_adapters(path, model, {name: weights[name] for name in learned(model)})
-        else:
-            write_weights(path, model, weights, self._dtype)
-        failpoint("snapshot-weights-written")
-        if main:
-            dtype = "bfloat16" if self._student.trained.bf16 else "float32"
-            probe = Probe(self._probe_ids, logprobs)
-            seal(version.directory, number=version.number, dtype=dtype, probe=probe)
-        self._accelerator.wait_for_everyone()  # for every rank the snapshot is complete
+
+        def write() -> None:
+            if self._adapters:
+                write_adapters(path, model, {name: weights[name] for name in learned(model)})
+            else:
+                write_weights(path, model, weights, self._dtype)
+            failpoint("snapshot-weights-written")
+            if main:
+                dtype = "bfloat16" if self._student.trained.bf16 else "float32"
+                probe = Probe(self._probe_ids, logprobs)
+                seal(version.directory, number=version.number, dtype=dtype, probe=probe)
+
+        # After it the snapshot is complete for every rank.
+        raise_on_all_ranks(self._accelerator, lambda: _or_unavailable(version.directory, write))
 
     def delete_before(self, number: int) -> None:
         """Delete the versions before `number`."""
-        kept = [one for one in self._written if one.number >= number]
-        old = [one for one in self._written if one not in kept]
-        self._written = kept
+        self._delete([one for one in self._written if one.number < number])
+
+    def _delete(self, old: Sequence[WeightsVersion]) -> None:
+        self._written = [one for one in self._written if one not in old]
         if self._accelerator.is_main_process:
             for one in old:
                 shutil.rmtree(one.directory, ignore_errors=True)
@@ -156,12 +162,10 @@ class Snapshots:
     def _begin(self, version: WeightsVersion) -> Callable[[], None]:
         def begin() -> None:
             needed = bytes_of(self._student.trained.model, self._dtype, adapters=self._adapters)
-            try:
-                version.directory.mkdir(parents=True)
-                free = shutil.disk_usage(version.directory).free
-            except OSError as error:
-                raise Unavailable(f"cannot write {version.directory}: {error}") from error
+            _or_unavailable(version.directory, lambda: version.directory.mkdir(parents=True))
+            free = shutil.disk_usage(version.directory).free
             if free < needed:
+                shutil.rmtree(version.directory)
                 raise Unavailable(
                     f"the weights need {needed >> 20} MiB, {version.directory} has {free >> 20}",
                     hint="free space, or lower rollouts.lag, which keeps more versions",
@@ -185,3 +189,16 @@ class Snapshots:
             device=student.device,
         )
         return torch.stack(found)
+
+
+def _or_unavailable(directory: Path, write: Callable[[], None]) -> None:
+    """Run `write`; after an OSError, delete `directory` and raise Unavailable."""
+    try:
+        write()
+    except OSError as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise Unavailable(
+            f"cannot write the weights for the rollout engine to {directory}: {error}",
+            field="disk",
+            hint="free space, or lower rollouts.lag, which keeps more versions",
+        ) from error

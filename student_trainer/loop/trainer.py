@@ -13,8 +13,7 @@ updates the student, then the anchor. It saves, evaluates and logs at the job's 
 The state of a step is copied for its checkpoint before the step is evaluated, so that an evaluation
 that fails loses no step. The checkpoint then holds the metrics of its step. An attempt that resumes
 from it and finds no line of the step in metrics.jsonl repeats the evaluation and writes the line.
-Checkpoints are written while the next steps are computed (`saver.py`). A run ends, also with an
-error, only after the last one is complete.
+Checkpoints are written while training goes on (`saver.py`), the last one before the run ends.
 """
 
 from __future__ import annotations
@@ -217,6 +216,8 @@ class Trainer:
         started = time.monotonic()
         self._efficiency.begin()
         made = self._steps(step)
+        if self._ahead is not None:
+            self._ahead.before_learning()
         self._within_step = self._values is not None  # `steps` has already updated the critic
         written = time.monotonic()
         rate = learning_rate(self._config.train, step, self._config.max_steps)

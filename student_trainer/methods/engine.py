@@ -14,6 +14,7 @@ from torch import Tensor
 
 from clients.config.kinds import AnyTraining, SamplingJob
 from clients.preflight.rollouts import another_engine
+from clients.runs.directory import RunDirectory
 from clients.runs.identity import run_identity
 from clients.runs.launch import adapter_rank
 from protos.errors import WrongState
@@ -21,13 +22,14 @@ from protos.rpc.channel import ROLLOUTS_TOKEN
 from student_trainer.checkpoints.snapshots import Snapshots, bytes_of, snapshot_root
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
-from student_trainer.rollout_client.engine_client import EngineClient
+from student_trainer.rollout_client.engine_client import EngineClient, RolloutServiceInfo
 from student_trainer.rollout_client.engine_rollouts import (
     EngineRollouts,
     EngineSearch,
     SingleTurnRollouts,
 )
 from student_trainer.rollout_client.local_services import RolloutServices
+from student_trainer.rollout_client.lost_services import fail_when_lost
 from student_trainer.rollout_client.order import SamplingSettings, WeightsVersion
 from student_trainer.rollout_client.placed_services import PlacedServices
 from student_trainer.rollouts.search import SearchConversations
@@ -46,11 +48,15 @@ and half of it is 72. Once upon a time there was a small house at the edge of a 
 
 @dataclass(frozen=True)
 class Engine:
-    """The rollout services of a job, and the versions of the weights that they load."""
+    """The rollout services of a job, and the versions of the weights that they load.
+
+    sleeps: the services free their GPUs' memory while the trainer learns.
+    """
 
     client: EngineClient
     accelerator: Accelerator
     snapshots: Snapshots
+    sleeps: bool
 
     def rollouts_ahead(
         self, config: SamplingJob, teacher: TeacherSource, rollouts: EngineRollouts
@@ -64,6 +70,7 @@ class Engine:
             rollouts,
             lag=config.rollouts.lag,
             last_step=config.max_steps,
+            sleeps=self.sleeps,
         )
 
     def rollouts(
@@ -79,6 +86,20 @@ class Engine:
 
     def _newest(self) -> WeightsVersion:
         return self.snapshots.newest
+
+
+def wait_for_shared_gpus(
+    config: AnyTraining, service: RolloutServices | PlacedServices | None, accelerator: Accelerator
+) -> None:
+    """Collective. Wait until engines that share the trainer's GPUs have started.
+
+    vLLM measures the free memory when it starts, so call this before the student is loaded. Raises
+    the error of a service that does not start, on all ranks.
+    """
+    if service is None or accelerator.device.type != "cuda":
+        return
+    if not cast(SamplingJob, config).rollouts.gpus:
+        raise_on_all_ranks(accelerator, service.addresses)
 
 
 def connect_engine(
@@ -105,17 +126,16 @@ def connect_engine(
     client = EngineClient(
         found, rank=accelerator.process_index, patience_seconds=rollouts.patience_seconds
     )
-    service.when_lost(client.fail)
+    lost = RunDirectory(run).logs(attempt) / "rollouts-lost.json"
+    fail_when_lost(service, client, lost, main=accelerator.is_main_process)
     width = student.trained.model.config.get_text_config().vocab_size
-    adapters = raise_on_all_ranks(
-        accelerator, lambda: _check(client, config, width, student.full.vocab_size)
-    )
+    info = raise_on_all_ranks(accelerator, lambda: _check(client, config, width))
+    adapters = info.lora_rank > 0
     model = student.trained.model
     # transformers casts as it computes, so it needs the weights that learn.
     narrow = rollouts.engine == "vllm" and student.trained.bf16
     dtype = torch.bfloat16 if narrow else torch.float32
-    # Those of `lag` steps, of the newest one and of the one that is written; and of an anchor.
-    needed = (rollouts.lag + 3) * bytes_of(model, dtype, adapters=adapters)
+    needed = (rollouts.versions + 1) * bytes_of(model, dtype, adapters=adapters)  # 1: an anchor's
     root, job = Path(), ""  # the main process chooses
     if accelerator.is_main_process:
         job = run_identity(run)
@@ -132,23 +152,16 @@ def connect_engine(
         probe_ids=_probe_ids(tokenizer, width),
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )
-    return Engine(client, accelerator, snapshots)
+    return Engine(client, accelerator, snapshots, info.sleeps and not rollouts.lag)
 
 
-def _check(client: EngineClient, config: AnyTraining, width: int, vocab_size: int) -> bool:
-    """Return whether the services get adapters. Raises WrongState if they do not fit the job.
+def _check(client: EngineClient, config: AnyTraining, width: int) -> RolloutServiceInfo:
+    """Return what the services have in common. Raises WrongState if they do not fit the job.
 
-    `width`: number of the student's logits. `vocab_size`: of those that it samples from.
+    `width`: number of the student's logits.
     """
     rollouts = cast(SamplingJob, config).rollouts
     info = client.info(width)
-    if vocab_size < width and not info.takes_vocab_size:
-        raise WrongState(
-            f"the service at rollouts.address is too old to sample from {vocab_size} of {width}"
-            " ids, the others of which are padding for the teacher",
-            field="rollouts.address",
-            hint="install the same version on the machine of the service",
-        )
     if info.engine != rollouts.engine:
         raise another_engine(info.engine, rollouts.engine)
     rank = adapter_rank(config)
@@ -161,7 +174,7 @@ def _check(client: EngineClient, config: AnyTraining, width: int, vocab_size: in
             if rank
             else "start the service without --lora-rank",
         )
-    return info.lora_rank > 0
+    return info
 
 
 def _probe_ids(tokenizer: Any, vocab_size: int) -> Tensor:

@@ -238,7 +238,7 @@ class RLSteps:
 
 def _at_its_head(item: PendingRows) -> PendingRows:
     """Replace the rollout's head ids by the teacher's, for the anchor. Waits for the teacher."""
-    head = torch.from_numpy(item.rows.result().head_ids).long()
+    head = torch.from_numpy(item.rows.result().head_ids)
     return PendingRows(replace(cast(Rollout, item.sequence), head_ids=head), item.rows)
 
 

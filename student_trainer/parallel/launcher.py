@@ -26,6 +26,11 @@ def end_with_launcher() -> None:
         end_with_parent()
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process (SIGKILL) when its parent ends. Linux only."""
+def end_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process (SIGKILL) when its parent ends. Linux only.
+
+    `parent`: its process id. If it has ended already, this process ends at once.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        signal.raise_signal(signal.SIGKILL)

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from clients.preflight.rollouts import FIELD
+from clients.preflight.rollouts import FIELD, check_protocol
 from clients.runs.placed_services import PlacedAddress
 from protos import rollouts_pb2
 from protos.errors import DistillError, InvalidInput, TimedOut, Unavailable, WrongState
@@ -33,8 +33,7 @@ class RolloutServiceInfo:
     """What all services of a client have in common.
 
     max_length: of a sequence; None: no limit. lora_rank: of the adapters that snapshots have in
-    place of all weights; 0: all weights. takes_vocab_size: False if the services are too old for
-    `SamplingSettings.vocab_size`.
+    place of all weights; 0: all weights. sleeps: `EngineClient.sleep` may be called.
     """
 
     engine: str
@@ -42,7 +41,7 @@ class RolloutServiceInfo:
     max_length: int | None
     dtype: str
     lora_rank: int
-    takes_vocab_size: bool
+    sleeps: bool
 
 
 class EngineClient:
@@ -96,9 +95,10 @@ class EngineClient:
     def info(self, vocab_size: int | None = None) -> RolloutServiceInfo:
         """Return what the replicas have in common; log those that do not answer in 5 s.
 
-        `vocab_size`: of the student. Raises WrongState if two replicas differ or have another
-        vocabulary than the student, Unavailable if none answers, InvalidInput if a server is not a
-        rollout service, Unauthenticated or Forbidden if a token is refused.
+        `vocab_size`: of the student. Raises WrongState if two replicas differ, or have another
+        vocabulary than the student or another protocol than this program, Unavailable if none
+        answers, InvalidInput if a server is not a rollout service, Unauthenticated or Forbidden if
+        a token is refused.
         """
         found: dict[Replica, RolloutServiceInfo] = {}
         # All at the same time, so that two that are away take 5 s and not 10.
@@ -111,7 +111,9 @@ class EngineClient:
                 log.warning("%s", fault)
         for replica, call in asked:
             try:
-                found[replica] = _info_of(call.result())
+                message = call.result()
+                check_protocol(replica.address, message.protocol)
+                found[replica] = _info_of(message)
             except grpc.RpcError as error:
                 fault = replica.fault_of(error)
                 if not isinstance(fault, Unavailable | TimedOut):
@@ -164,6 +166,21 @@ class EngineClient:
             sampling.close()
             raise
         return sampling
+
+    def sleep(self) -> None:
+        """Free the memory of the services' GPUs until the next order; wait until it is free.
+
+        A service that has an order, of another client, does not sleep. One that is away is logged:
+        it starts asleep. Raises WrongState if a service does not sleep at all.
+        """
+        for replica, call in [(replica, replica.sleep()) for replica in self._replicas]:
+            try:
+                call.result()
+            except grpc.RpcError as error:
+                fault = replica.fault_of(error)
+                if not isinstance(fault, Unavailable | TimedOut):
+                    raise fault from error
+                log.warning("%s", fault)
 
     @property
     def is_closed(self) -> bool:
@@ -292,5 +309,5 @@ def _info_of(message: rollouts_pb2.RolloutInfo) -> RolloutServiceInfo:
         message.max_length or None,
         message.dtype,
         message.lora_rank,
-        message.takes_vocab_size,
+        message.sleeps,
     )

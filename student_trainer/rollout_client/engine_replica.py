@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 _MAX_PAUSE_SECONDS = 1.0
+_SLEEP_SECONDS = 60.0  # with adapters, the weights of a model are copied to the CPU
 # The service died, stopped or does not answer, or this client has cancelled the call.
 _AWAY = (
     grpc.StatusCode.UNAVAILABLE,
@@ -65,6 +66,13 @@ class Replica:
         stub, metadata = self._connected()
         return stub.GetRolloutInfo.future(
             request, timeout=CONNECT_SECONDS, wait_for_ready=True, metadata=metadata
+        )
+
+    def sleep(self) -> Any:
+        """Start a call that frees the memory of the service's GPUs. See `ask`."""
+        stub, metadata = self._connected()
+        return stub.Sleep.future(
+            rollouts_pb2.SleepRequest(), timeout=_SLEEP_SECONDS, metadata=metadata
         )
 
     def sample(self, messages: Sequence[rollouts_pb2.OrderPart]) -> Any:

@@ -18,6 +18,7 @@ from typing import IO
 
 from clients.config.kinds import AnyTraining, SamplingJob
 from clients.config.tables.rollouts import RolloutsConfig
+from clients.preflight.rollouts import check_gpus, gpus_here
 from clients.runs.launch import rollouts_command
 from clients.runs.placed_services import VARIABLE as PLACED
 from protos.errors import DistillError, InvalidInput, Unavailable
@@ -108,15 +109,16 @@ def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | PlacedSe
     if placed := os.environ.get(PLACED):
         yield PlacedServices(Path(placed))
         return
-    everything = share_threads(config, rollouts) if rollouts.replicas else 0
+    count = engines_of(config, rollouts)
+    everything = share_threads(config, rollouts) if count else 0
     given = rollouts.address
     if given is not None or not is_main_process():
         addresses = [given] if isinstance(given, str) else [*(given or [])]
         yield RolloutServices(addresses, "")
         return
     token = secrets.token_urlsafe(32)
-    ports = _free_ports(rollouts.replicas)
-    threads = str(max(1, everything // rollouts.replicas))
+    ports = _free_ports(count)
+    threads = str(max(1, everything // count))
     services = RolloutServices([f"127.0.0.1:{port}" for port in ports], token)
     try:
         services.start(
@@ -125,7 +127,9 @@ def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | PlacedSe
                     [
                         *_priority(rollouts),
                         *rollouts_command(config, rollouts),
-                        *("--port", str(port), "--threads", threads, "--end-with-parent"),
+                        *_sleep(rollouts),
+                        *("--port", str(port), "--threads", threads),
+                        *("--end-with-parent", str(os.getpid())),
                     ],
                     {"DISTILL_TOKENS": f"admin {token}", **_gpus(config, rollouts, number)},
                 )
@@ -135,6 +139,15 @@ def rollout_services(config: AnyTraining) -> Iterator[RolloutServices | PlacedSe
         yield services
     finally:
         services.stop()
+
+
+def engines_of(config: AnyTraining, rollouts: RolloutsConfig) -> int:
+    """Return the number of engines that the trainer starts.
+
+    With GPUs, and none of its own, an engine shares each GPU of the trainer.
+    """
+    shared = len(gpus_here()) if rollouts.replicas and not rollouts.gpus else 0
+    return min(config.train.processes, shared) or rollouts.replicas
 
 
 def share_threads(config: AnyTraining, rollouts: RolloutsConfig) -> int:
@@ -158,7 +171,13 @@ def _priority(rollouts: RolloutsConfig) -> list[str]:
     The trainer sets the pace, and its threads wait for each other, so the engine computes when the
     trainer does not: measured, a step is a quarter shorter.
     """
-    return ["nice", "-n", "5"] if rollouts.lag and not _gpus_of_machine() else []
+    return ["nice", "-n", "5"] if rollouts.lag and not gpus_here() else []
+
+
+def _sleep(rollouts: RolloutsConfig) -> list[str]:
+    """Return the option of a vllm engine that takes turns with the trainer on the same GPU."""
+    in_turn = rollouts.engine == "vllm" and not rollouts.gpus and not rollouts.lag
+    return ["--sleep"] if in_turn and gpus_here() else []
 
 
 class _Service:
@@ -243,6 +262,9 @@ class _Service:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
+            # A group of its own. SIGTERM to that of the trainer asks for a checkpoint, which waits
+            # for the engine; `stop` ends it afterwards, and so does the end of the trainer.
+            process_group=0,
         ) as process:
             self._process = process
             if self._closing.is_set():
@@ -264,31 +286,17 @@ class _Service:
 
 
 def _gpus(config: AnyTraining, rollouts: RolloutsConfig, number: int) -> dict[str, str]:
-    """Return the variable with the GPUs of engine `number`, those after the trainer's own.
+    """Return the variable with the GPUs of engine `number`; {} without GPUs.
 
-    Raises InvalidInput if this machine, or the job's part of it, has too few.
+    They are those after the trainer's own, or the GPU of its process `number`, to share it. Raises
+    InvalidInput if this machine, or the job's part of it, has too few.
     """
     if not rollouts.gpus:
-        return {}
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        listed = ",".join(str(n) for n in range(_gpus_of_machine()))
-    everything = [one for one in listed.split(",") if one]
-    own = config.train.processes
-    if len(everything) < own + rollouts.gpus:
-        raise InvalidInput(
-            f"there are {len(everything)} GPUs; train.processes needs {own} of them and the "
-            f"engine {rollouts.gpus} more",
-            field="rollouts.gpus",
-            hint="lower one of the two, or leave rollouts.gpus out to share the trainer's GPUs",
-        )
-    first = own + number * rollouts.tensor_parallel_size
-    engines = everything[first : first + rollouts.tensor_parallel_size]
+        return {"CUDA_VISIBLE_DEVICES": gpus_here()[number]} if gpus_here() else {}
+    check_gpus(config)
+    first = config.train.processes + number * rollouts.tensor_parallel_size
+    engines = gpus_here()[first : first + rollouts.tensor_parallel_size]
     return {"CUDA_VISIBLE_DEVICES": ",".join(engines)}
-
-
-def _gpus_of_machine() -> int:
-    return len([*Path("/dev").glob("nvidia[0-9]*")])
 
 
 def _free_ports(count: int) -> list[int]:

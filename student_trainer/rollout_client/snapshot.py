@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import xxhash
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from clients.runs.directory import replace_file
@@ -91,9 +91,10 @@ class Snapshot:
 def seal(directory: Path, *, number: int, dtype: str, probe: Probe) -> None:
     """Complete a snapshot whose weight files lie in `directory`: add probe and snapshot.json.
 
-    `number` and `dtype`: see Snapshot.
+    `number` and `dtype`: see Snapshot. Raises OSError.
     """
-    save_file({"token_ids": probe.token_ids, "logprobs": probe.logprobs}, directory / _PROBE)
+    scored = {"token_ids": probe.token_ids, "logprobs": probe.logprobs}
+    (directory / _PROBE).write_bytes(save(scored))  # `save_file` raises no OSError
     files = {
         file.name: _digest(file)
         for file in sorted(directory.iterdir())

@@ -89,7 +89,7 @@ def _decoded(tensors: Mapping[str, Tensor]) -> dict[int, Rollout]:
         found[number] = Rollout(
             token_ids=token_ids[index],
             start=starts[index],
-            head_ids=columns["head_ids"][index],
+            head_ids=columns["head_ids"][index].int(),  # int64 in older checkpoints
             token_logprobs=columns["token_logprobs"][index],
             truncated=truncated,
             answer="",

@@ -348,10 +348,10 @@ class SampledReader:
             drawn = _floats(parts, "draw_logprobs")
             if np.isnan(drawn).any():
                 raise Corrupt(f"the draws of sampled sequence {last.index} have log-prob NaN")
-            ids = self._ids(parts, "draw_ids").int()
-            draws = TailDraws(ids.view(shape), torch.from_numpy(drawn).view(shape))
+            ids = self._ids(parts, "draw_ids").view(shape)
+            draws = TailDraws(ids, torch.from_numpy(drawn).view(shape))
         return SampledTokens(
-            token_ids,
+            token_ids.long(),
             self._ids(parts, "head_ids").view(len(token_ids), self._top_k),
             torch.from_numpy(logprobs),
             last.ended,
@@ -368,7 +368,7 @@ class SampledReader:
                 f"the rollout service sent {name} from {flat.min()} to {flat.max()}, but the"
                 f" student has {self._vocab_size or 'no negative'} ids"
             )
-        return torch.from_numpy(flat.astype(np.int64))
+        return torch.from_numpy(flat.astype(np.int32, copy=False))
 
 
 def _floats(parts: Sequence[rollouts_pb2.SampledPart], name: str) -> NDArray[np.float32]:

@@ -62,24 +62,25 @@ def rollouts(
     max_batch_tokens: options.MaxBatchTokensOption = None,
     tensor_parallel_size: TensorParallelSizeOption = 1,
     gpu_memory_share: GpuMemoryShareOption = 0.9,
+    sleep: options.SleepOption = False,
     threads: ThreadsOption = None,
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = "127.0.0.1",
     log_format: LogFormatOption = LogFormat.TEXT,
     log_level: LogLevelOption = LogLevel.INFO,
-    end_with_parent: options.EndWithParentOption = False,
+    end_with_parent: options.EndWithParentOption = None,
     version: VersionOption = False,
 ) -> None:
     """Sample rollouts for trainers, with the weights that they save."""
-    if end_with_parent:
-        launcher.end_with_parent()
+    if end_with_parent is not None:
+        launcher.end_with_parent(end_with_parent)
     set_threads(threads)
     require_packages("train", "distill-rollouts", _PACKAGES)
     from protos.auth.tls import TlsFiles
     from protos.rpc.server import read_endpoint
     from student_trainer.rollout_service.program import EngineSettings, VllmSettings, run
 
-    vllm = VllmSettings(tensor_parallel_size, gpu_memory_share, max_batch_tokens)
+    vllm = VllmSettings(tensor_parallel_size, gpu_memory_share, max_batch_tokens, sleep)
     start_logging(log_format, log_level, "student_trainer")
     with errors_as_exit():
         tls = TlsFiles(tls_cert, tls_key, tls_client_ca)

@@ -30,10 +30,18 @@ MaxBatchTokensOption = Annotated[
         " each order has its own.",
     ),
 ]
-RevisionOption = Annotated[str | None, typer.Option(help="Commit of the hub id.")]
-EndWithParentOption = Annotated[
+SleepOption = Annotated[
     bool,
     typer.Option(
-        "--end-with-parent", hidden=True, help="End when the program that started this one ends."
+        "--sleep",
+        help="Free the memory of the GPUs while the trainer learns (vllm, on the trainer's GPUs,"
+        " with rollouts.lag = 0).",
+    ),
+]
+RevisionOption = Annotated[str | None, typer.Option(help="Commit of the hub id.")]
+EndWithParentOption = Annotated[
+    int | None,
+    typer.Option(
+        hidden=True, metavar="PID", help="End when this process ends, which has started this one."
     ),
 ]

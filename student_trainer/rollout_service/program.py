@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from clients.preflight.rollouts import gpus_here
 from protos import rollouts_pb2_grpc
 from protos.errors import InvalidInput
 from protos.rpc.logs import fields
@@ -27,11 +28,15 @@ _VLLM_BATCH_TOKENS = 16384
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """Options of the vllm engine: GPUs, the share of their memory in (0, 1], tokens of a step."""
+    """Options of the vllm engine: GPUs, the share of their memory in (0, 1], tokens of a step.
+
+    sleeps: free the memory of the GPUs when a client asks for it.
+    """
 
     tensor_parallel_size: int
     gpu_memory_share: float
     max_batch_tokens: int | None
+    sleeps: bool
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,8 @@ def make_engine(settings: EngineSettings) -> RolloutEngine:
             if vllm.max_batch_tokens is not None:
                 hint = "leave it out: the job's key train.tokens_per_micro_batch decides"
                 raise _unknown_to("hf", "--max-batch-tokens", hint)
+            if vllm.sleeps:
+                raise _unknown_to("hf", "--sleep", "use --engine vllm")
             from student_trainer.rollout_service.engines.hf import HfRolloutEngine
 
             return HfRolloutEngine(
@@ -88,6 +95,12 @@ def make_engine(settings: EngineSettings) -> RolloutEngine:
         case "vllm":
             if settings.device != "auto":
                 raise _unknown_to("vllm", "--device", "set CUDA_VISIBLE_DEVICES")
+            if vllm.sleeps and not gpus_here():
+                raise InvalidInput(
+                    "there is no GPU whose memory could be freed",
+                    field="--sleep",
+                    hint="leave it out",
+                )
             require_vllm()
             from student_trainer.rollout_service.engines.vllm import (
                 VllmRolloutEngine,
@@ -100,6 +113,7 @@ def make_engine(settings: EngineSettings) -> RolloutEngine:
                 tensor_parallel_size=vllm.tensor_parallel_size,
                 gpu_memory_share=vllm.gpu_memory_share,
                 max_batch_tokens=vllm.max_batch_tokens or _VLLM_BATCH_TOKENS,
+                sleeps=vllm.sleeps,
             )
             return sampling
         case name:
@@ -141,6 +155,8 @@ async def _serve(engine: RolloutEngine, endpoint: ServerEndpoint, metrics: Rollo
         print(f"rollout service listening on {endpoint.address(port)}", flush=True)
 
     try:
+        if engine.info.sleeps:
+            await engine.sleep()  # the trainer may be learning: this service may be a restarted one
         await serve(
             register,
             endpoint,

@@ -115,6 +115,22 @@ class Schedule:
             place.fail(_stopping())
         self._waiting.clear()
 
+    async def rest(self, drop_weights: Callable[[], Awaitable[None]]) -> None:
+        """Call `drop_weights`, unless an order runs or waits; none starts meanwhile."""
+        if self._loading is not None or self._running or self._waiting:
+            return
+        self.loaded = None
+        # A task, which goes on if the caller is cancelled.
+        self._loading = asyncio.create_task(self._rest(drop_weights))
+        await asyncio.shield(self._loading)
+
+    async def _rest(self, drop_weights: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await drop_weights()
+        finally:
+            self._loading = None
+            self._advance()
+
     def _advance(self) -> None:
         """Start the orders that may start, then load weights if an order needs them now."""
         if self._loading is not None:

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+from clients.preflight.rollouts import PROTOCOL
 from protos import rollouts_pb2, rollouts_pb2_grpc
-from protos.errors import Overloaded, TimedOut
+from protos.errors import Overloaded, TimedOut, WrongState
 from protos.rpc.failpoints import failpoint
 from protos.rpc.logs import fields
 from protos.rpc.transport import STREAM_OPEN
@@ -78,8 +79,21 @@ class RolloutServicer(rollouts_pb2_grpc.RolloutsServicer):
             sampled_tokens=self._metrics.sampled_tokens,
             weight_loads=schedule.loads,
             lora_rank=info.lora_rank,
-            takes_vocab_size=True,
+            protocol=PROTOCOL,
+            sleeps=info.sleeps,
         )
+
+    async def Sleep(
+        self, request: rollouts_pb2.SleepRequest, context: object
+    ) -> rollouts_pb2.SleepReply:
+        """Free the memory of the GPU until the next order, unless an order runs or waits.
+
+        Raises WrongState if the service was started without --sleep.
+        """
+        if not self._engine.info.sleeps:
+            raise WrongState("this rollout service does not sleep", hint="start it with --sleep")
+        await self._schedule.rest(self._engine.sleep)
+        return rollouts_pb2.SleepReply()
 
     async def Sample(
         self, request_iterator: Any, context: Any

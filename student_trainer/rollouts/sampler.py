@@ -30,7 +30,7 @@ _DRAW_STREAM = 1 << 31
 class SampledTokens:
     """The L tokens that were sampled for one sequence, on the CPU.
 
-    token_ids [L] int64. head_ids [L, k] int64: the top-k ids of the policy. token_logprobs [L]
+    token_ids [L] int64. head_ids [L, k] int32: the top-k ids of the policy. token_logprobs [L]
     float32: its log-probs of the tokens, in nats. ended: the last token is an end token. closed:
     the last token completes a mark. draws: of L tokens; None if there are none. versions: (version
     of the weights, number of tokens in a row), in the order of the tokens; empty if the trainer's
@@ -283,11 +283,11 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
         return torch.full_like(scores, -torch.inf).scatter_(1, step.token_ids[:, None], 0.0)
 
     def recorded(self) -> tuple[Tensor, Tensor, Sequence[TailDraws | None]]:
-        """Return head ids [B, L, k], log-probs of the tokens [B, L] and draws of B sequences.
+        """Return head ids [B, L, k] int32, log-probs of the tokens [B, L] and draws of B sequences.
 
         On the CPU. L: the number of tokens of the longest completion.
         """
-        heads = torch.stack([step.head_ids for step in self._steps], 1).cpu()
+        heads = torch.stack([step.head_ids.int() for step in self._steps], 1).cpu()
         logprobs = torch.stack([step.logprobs for step in self._steps], 1).cpu()
         draws = [step.draws for step in self._steps if step.draws is not None]
         if not draws:

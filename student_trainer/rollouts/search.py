@@ -252,7 +252,7 @@ class _Talk:
         """
         k = self.heads[0].shape[1]
         self.parts.append(information)
-        self.heads.append(torch.arange(k).repeat(len(information), 1))
+        self.heads.append(torch.arange(k, dtype=torch.int32).repeat(len(information), 1))
         self.logprobs.append(torch.zeros(len(information)))
         if self.draws:
             ids = self.draws[0].ids.new_zeros(len(information), self.draws[0].ids.shape[1])

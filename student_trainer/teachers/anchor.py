@@ -213,7 +213,7 @@ class AnchorTeacher:
             # A TokenSequence has rows for the environment's tokens too, like any teacher's rows.
             TokenSequence(torch.cat([prompt, rollout.completion]), len(prompt)),
             placeholder_rows(
-                rollout.head_ids.numpy().astype(np.int32),
+                rollout.head_ids.numpy(),
                 None if rollout.draws is None else rollout.draws.ids.numpy(),
             ),
             number,

@@ -49,7 +49,7 @@ class RemoteTeacher:
         Raises InvalidInput if the rollout is too large for one message. The future raises what the
         service answered, or Unavailable after `teacher.patience_seconds` without an answer.
         """
-        head = rollout.head_ids.numpy().astype(np.int32) if self._top_k is None else None
+        head = rollout.head_ids.numpy() if self._top_k is None else None
         query = ScoreQuery(
             token_ids=rollout.token_ids.numpy().astype(np.int32),
             start=rollout.start,

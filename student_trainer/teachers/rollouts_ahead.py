@@ -76,11 +76,13 @@ class RolloutsAhead:
         *,
         lag: int,
         last_step: int,
+        sleeps: bool = False,
     ) -> None:
         """Keep the parts.
 
         `teacher`: scores the rollouts. `rollouts`: samples them at the services of `client`.
-        `last_step`: no order is given for later steps.
+        `last_step`: no order is given for later steps. `sleeps`: the services share the trainer's
+        GPUs and take turns with it.
         """
         self._accelerator = accelerator
         self._client = client
@@ -89,6 +91,7 @@ class RolloutsAhead:
         self._rollouts = rollouts
         self._lag = lag
         self._last_step = last_step
+        self._sleeps = sleeps
         self._orders: dict[int, _Running] = {}
         self._stored: dict[int, Rollout] = {}
         self._newest: WeightsVersion  # of training; set before the first order
@@ -107,12 +110,19 @@ class RolloutsAhead:
         new = [later for later in ahead if later not in self._orders]
         if new:
             weights = self._newest = self._snapshots.write(step - 1)
+            self._make_room()
             raise_on_all_ranks(
                 self._accelerator,
                 lambda: self._orders.update({n: self._given(weights, *asked(n)) for n in new}),
             )
         running = self._orders[step]
         return raise_on_all_ranks(self._accelerator, lambda: self._pending(running))
+
+    def before_learning(self) -> None:
+        """Collective. Have engines that share the trainer's GPUs free their memory."""
+        if self._sleeps:
+            main = self._accelerator.is_main_process
+            raise_on_all_ranks(self._accelerator, self._client.sleep if main else lambda: None)
 
     def restore(self, checkpoint: Path) -> None:
         """Take the rollouts of later steps from a checkpoint; `of_step` does not sample them."""
@@ -137,6 +147,7 @@ class RolloutsAhead:
         `anchor`: they are those of the anchor, which is in the student's place.
         """
         self._snapshots.write(step, anchor=anchor)
+        self._make_room()
 
     def close(self) -> None:
         """Cancel the orders that run, and delete the weights of the engines. Not collective."""
@@ -153,6 +164,12 @@ class RolloutsAhead:
         total = sum(late * tokens for late, tokens in behind)
         count = sum(tokens for _, tokens in behind)
         return {"rollout/lag": torch.tensor([total, count], dtype=torch.float64)}
+
+    def _make_room(self) -> None:
+        """Collective. Free cached memory of the GPUs for engines that wake with the next order."""
+        if self._sleeps:
+            torch.cuda.empty_cache()
+            self._accelerator.wait_for_everyone()
 
     def _given(
         self, weights: WeightsVersion, prompts: Sequence[Prompt], numbers: Sequence[int]

@@ -11,8 +11,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from protos.rows.codec import RowBlock
 from student_trainer.data.batch import ScoredSequence, placeholder_rows
 from student_trainer.data.rollout import Rollout
@@ -97,7 +95,7 @@ class NoTeacher:
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         """Return rows with the rollout's head ids and zero log-probs; no loss reads them."""
-        return resolved(placeholder_rows(rollout.head_ids.numpy().astype(np.int32)))
+        return resolved(placeholder_rows(rollout.head_ids.numpy()))
 
     def finish(self) -> None:
         """Do nothing: the rows of `score` are resolved already."""

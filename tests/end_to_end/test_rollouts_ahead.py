@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from clients.runs.directory import Control, RunDirectory
 from student_trainer.rollout_client import stopped_job
 from student_trainer.rollout_client.stored_sequences import read
 from tests.end_to_end.forked_trainer import finish, trainer
-from tests.end_to_end.processes import metrics_of, new_run, weights
+from tests.end_to_end.processes import Launched, metrics_of, new_run, weights
 
 if TYPE_CHECKING:
     from tests.student_trainer.tiny import Material
@@ -77,6 +79,37 @@ def test_without_lag_an_engine_changes_no_bit(
     assert without_lag(curve_of(there)) == curve_of(here)
     assert {line["rollout/lag"] for line in metrics_of(there)[1:]} == {0.0}
     assert weights(there) == weights(here)
+
+
+@pytest.mark.slow
+def test_an_engine_that_sleeps_while_the_trainer_learns(
+    material: Material, teacher: str, tmp_path: Path
+) -> None:
+    """As vLLM does on the trainer's GPU: its weights are gone, and each order loads them again."""
+    from student_trainer.rollout_service.engines.hf import HfRolloutEngine
+    from student_trainer.rollout_service.service import RolloutServicer
+    from tests.student_trainer.rollout_service.scripted_service import served
+    from tests.student_trainer.tiny import job
+
+    class Sleeper(HfRolloutEngine):
+        """It has no memory to free; it only forgets its weights."""
+
+        slept = 0
+
+        async def sleep(self) -> None:
+            self.slept += 1
+            for weight in self._model.parameters():
+                weight.data.zero_()
+
+    engine = Sleeper(str(material.student))
+    engine._info = replace(engine.info, sleeps=True)
+    here = finish(new_run(tmp_path / "here", job(material, teacher, max_steps=STEPS)))
+    with served(RolloutServicer(engine)) as address:
+        config = job(material, teacher, max_steps=STEPS, rollouts__address=address)
+        there = finish(new_run(tmp_path / "there", config))
+    assert without_lag(curve_of(there)) == curve_of(here)
+    assert weights(there) == weights(here)
+    assert engine.slept == STEPS
 
 
 @pytest.mark.slow
@@ -169,6 +202,34 @@ def test_a_killed_engine_is_started_again(
                 service.send_signal(signal.SIGKILL)
         assert process.wait() == 0, process.log
     assert "it is started again" in process.log
+    assert_same(run, ahead)
+
+
+@pytest.mark.slow
+def test_a_cancel_leaves_the_engine_to_the_trainer(
+    material: Material, teacher: str, ahead: RunDirectory, tmp_path: Path
+) -> None:
+    """A server cancels by SIGTERM to the trainer's process group; the checkpoint needs the engine.
+
+    So each attempt stops with whole steps and the answers of later ones, and the last one has the
+    bits of a run that was not cancelled.
+    """
+    run = new_run(tmp_path / "run", lagging(material, teacher, 2))
+    for attempt, step in enumerate((1, 4, 6), 1):
+        process = Launched(run, attempt)
+        try:
+            process.wait_for_step(step)
+            os.killpg(process._process.pid, signal.SIGTERM)
+            assert process.wait() == 0, process.log
+        finally:
+            process.kill()
+        status = run.read_status()
+        assert status is not None
+        assert status.verdict == "cancelled", process.log
+        assert "it is started again" not in process.log
+        stored = read(run.checkpoints / f"step-{run.checkpoint_steps()[-1]:06d}")
+        assert len(stored) == 2 * 8, "two steps of eight rollouts"
+    finish(run, 4)
     assert_same(run, ahead)
 
 

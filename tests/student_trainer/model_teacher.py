@@ -25,7 +25,7 @@ class ModelTeacher:
 
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         logprobs = completion_logprobs(self._model, rollout, self._temperature)
-        head = logprobs.topk(self._top_k).indices if self._top_k else rollout.head_ids
+        head = logprobs.topk(self._top_k).indices if self._top_k else rollout.head_ids.long()
         outside = logprobs.exp().scatter(1, head, 0.0)
         future: Future[RowBlock] = Future()
         future.set_result(

@@ -242,7 +242,7 @@ def assert_sampled(
     exact = (logits[:, : settings.vocab_size] / settings.temperature).log_softmax(1)
     chosen = exact.gather(1, got.token_ids[:, None])[:, 0]
     torch.testing.assert_close(got.token_logprobs.double(), chosen, rtol=0, atol=NATS)
-    heads = exact.gather(1, got.head_ids)
+    heads = exact.gather(1, got.head_ids.long())
     torch.testing.assert_close(heads, exact.topk(settings.top_k).values, rtol=0, atol=NATS)
     assert all(len(set(ids)) == settings.top_k for ids in got.head_ids.tolist())
     if settings.seed is None:
@@ -267,7 +267,7 @@ def assert_drawn(
         assert Inverse(weights).gives(float(levels[place]), number), place
         if settings.draws:
             assert got.draws is not None
-            tail = weights.scatter(0, got.head_ids[place], 0)
+            tail = weights.scatter(0, got.head_ids[place].long(), 0)
             drawn = got.draws[slice(place, place + 1)]
             for stratum, (one, logprob) in enumerate(
                 zip(drawn.ids[0].tolist(), drawn.logprobs[0].tolist(), strict=True)

@@ -96,6 +96,31 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Student,
     service.close()
 
 
+def test_it_samples_the_same_after_it_has_slept(student: Student, service: Service) -> None:
+    """On a CPU vLLM frees nothing; what it does around that is the same as on a GPU."""
+    version = changed(student)
+    service.load(version)
+    order = order_of(version, prompts(5, 60), 30)
+    [expected] = service.sample(order)
+    for _ in range(2):
+        service.run(service.engine.sleep())
+        with pytest.raises(WrongState, match="dropped when it fell asleep"):
+            service.sample(order)
+        service.load(version)
+        [found] = service.sample(order)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one.token_ids, other.token_ids)
+            assert torch.equal(one.head_ids, other.head_ids)
+    service.run(service.engine.sleep())
+    new = order_of(changed(student), prompts(5, 60), 30)
+    service.load(new.weights)
+    [found] = service.sample(new)
+    for sequence, got in zip(new.sequences, found, strict=True):
+        assert got.versions == ((student.number, len(got.token_ids)),)
+        logits = exact_logits({student.number: student}, sequence, got)
+        assert_sampled(sequence, new.settings, got, logits)
+
+
 def test_recompute_goes_on_with_the_new_weights(endless: tuple[Student, Service]) -> None:
     """Each token is of the version that it names, and of no KV cache of an older one."""
     student, service = endless

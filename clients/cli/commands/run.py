@@ -96,12 +96,14 @@ def _made(job: str, chosen: list[str], runs: Path) -> RunDirectory:
     from clients.preflight.data_files import check_data
     from clients.preflight.files import check_files
     from clients.preflight.packages import check_packages
+    from clients.preflight.rollouts import check_gpus
     from clients.runs.directory import RunDirectory
     from clients.runs.run_id import run_ids
 
     file = load_job(job, chosen)
     config = _stored_absolute(localized(judged_beside(file.path, file.config)))
     check_packages(config)
+    check_gpus(config)
     check_files(config)
     check_data(config)
     for name in run_ids(config.method.type, config.name):

@@ -56,6 +56,14 @@ class RolloutsConfig(Table):
         return self.gpu_memory_share or (0.9 if self.gpus else 0.4)
 
     @property
+    def versions(self) -> int:
+        """Most versions of the weights that exist at a time, without one of an anchor.
+
+        Those of `lag` steps, the newest one, and the one that is written.
+        """
+        return self.lag + 2
+
+    @property
     def replicas(self) -> int:
         """Number of engines that the trainer starts; 0 if it starts none."""
         if self.in_trainer or self.address is not None:

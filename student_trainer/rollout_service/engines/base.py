@@ -16,7 +16,7 @@ class EngineInfo:
 
     max_length: most tokens of one sequence; None: no limit. in_flight: the values of
     `WeightsVersion.in_flight` that it knows. lora_rank: of the adapters that its snapshots have;
-    0: they have all weights.
+    0: they have all weights. sleeps: `RolloutEngine.sleep` frees memory, and the engine starts so.
     """
 
     name: str
@@ -27,6 +27,7 @@ class EngineInfo:
     device: str
     in_flight: tuple[InFlight, ...] = ("drain", "recompute", "keep")
     lora_rank: int = 0
+    sleeps: bool = False
 
 
 class RolloutEngine(Protocol):
@@ -54,6 +55,9 @@ class RolloutEngine(Protocol):
         Closing the iterator ends the sampling. The tokens of a sequence depend only on the weights,
         the seed, its number and its tokens, apart from rounding in the model.
         """
+
+    async def sleep(self) -> None:
+        """Free the memory of the GPU until the next `load`; the weights are gone. No order runs."""
 
     async def close(self) -> None:
         """Stop the engine. Calling it twice is safe."""

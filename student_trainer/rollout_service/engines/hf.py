@@ -105,6 +105,9 @@ class HfRolloutEngine:
         finally:
             closed.set()
 
+    async def sleep(self) -> None:
+        """Do nothing: this engine does not sleep."""
+
     async def close(self) -> None:
         """Wait for the batch that is being sampled, and end the thread."""
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)

@@ -54,7 +54,8 @@ class VllmRolloutEngine:
     The model starts with random weights; `load` brings the first ones. `model`: a Hugging Face
     directory or hub id. `dtype`: of the computation; auto: bfloat16 on a GPU, else float32.
     `lora_rank`: see `student_config`. `gpu_memory_share` is the part of each GPU's memory that vLLM
-    may use, in (0, 1]. `max_batch_tokens` is vLLM's limit of tokens per scheduler step.
+    may use, in (0, 1]. `max_batch_tokens` is vLLM's limit of tokens per scheduler step. `sleeps`:
+    `sleep` frees the GPU's memory; needs a GPU.
 
     If a process of vLLM dies, or a load of weights fails after it has begun, this process exits
     with code 1. All methods must be called from one event loop.
@@ -72,6 +73,7 @@ class VllmRolloutEngine:
         tensor_parallel_size: int = 1,
         gpu_memory_share: float = 0.9,
         max_batch_tokens: int = 16384,
+        sleeps: bool = False,
     ) -> None:
         require_vllm()
         student = student_config(model, dtype, lora_rank)
@@ -95,9 +97,11 @@ class VllmRolloutEngine:
             tensor_parallel_size=tensor_parallel_size,
             gpu_memory_share=gpu_memory_share,
             max_batch_tokens=max_batch_tokens,
+            sleeps=sleeps,
         )
         self._watch = DeathWatch(self._llm, "this rollout service")
-        self.info = self._describe(model)
+        self.info = self._describe(model, sleeps)
+        self._asleep = False
         self._names = itertools.count()
         self._running: set[RunningOrder] = set()
         self._fault: str | None = "no weights were loaded"
@@ -142,6 +146,18 @@ class VllmRolloutEngine:
             await running.cancel(running.tasks)
             await self._llm.collective_rpc("drop_order", args=(running.name,))
 
+    async def sleep(self) -> None:
+        """Free the memory of the GPU until the next `load`; see `RolloutEngine.sleep`.
+
+        Of a student with adapters, the weights of the base model are kept in the CPU's memory. On a
+        CPU vLLM frees nothing.
+        """
+        async with self._loading:
+            assert not self._running, "an order runs"
+            self._fault = "they were dropped when it fell asleep"
+            await self._llm.sleep(level=1 if self._lora_rank else 2)
+            self._asleep = True
+
     async def close(self) -> None:
         """Stop vLLM's processes. Calling it twice is safe."""
         self._watch.close()
@@ -157,13 +173,19 @@ class VllmRolloutEngine:
             # more: the cache salt of a request names the load before it.
             self._loads += 1
             recompute = version.in_flight == "recompute"
-            await self._llm.pause_generation(mode="keep", clear_cache=recompute)
+            if not self._asleep:
+                await self._llm.pause_generation(mode="keep", clear_cache=recompute)
             failpoint("generation-paused")
             try:
+                if self._asleep:
+                    await self._llm.wake_up(["weights"])
                 await self._llm.collective_rpc(
                     "load_snapshot",
                     args=(str(snapshot.directory), version.number, list(snapshot.files)),
                 )
+                if self._asleep:  # only now: a load needs memory that is free again after it
+                    await self._llm.wake_up(["kv_cache"])
+                    self._asleep = False
                 if version.in_flight == "keep":
                     for running in self._running:
                         await self._submit_waiting_again(running)
@@ -300,7 +322,7 @@ class VllmRolloutEngine:
         # vLLM would read the path only if no adapters were loaded.
         return LoRARequest("student", ADAPTERS, "/no adapters are loaded")
 
-    def _describe(self, model: str) -> EngineInfo:
+    def _describe(self, model: str, sleeps: bool) -> EngineInfo:
         config = self._llm.vllm_config
         return EngineInfo(
             name="vllm",
@@ -310,6 +332,7 @@ class VllmRolloutEngine:
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             device=config.device_config.device_type,
             lora_rank=self._lora_rank,
+            sleeps=sleeps,
         )
 
 

@@ -34,12 +34,14 @@ def start_vllm(
     tensor_parallel_size: int,
     gpu_memory_share: float,
     max_batch_tokens: int,
+    sleeps: bool,
 ) -> Any:
     """Start vLLM's processes with our worker, and return the AsyncLLM.
 
     The weights are random, because the first load brings them; with adapters those of the files of
     `model`, which do not change. Logits are float32, also of a bfloat16 model: rounded to bfloat16,
-    a logit between 8 and 16 would be a multiple of 1/16.
+    a logit between 8 and 16 would be a multiple of 1/16. `sleeps`: allocate memory so that it can
+    be freed and taken again, which needs a GPU.
 
     Raises InvalidInput if vLLM does not start.
     """
@@ -66,6 +68,7 @@ def start_vllm(
         hf_overrides={"head_dtype": "float32"},
         disable_log_stats=True,
         enable_prefix_caching=True,
+        enable_sleep_mode=sleeps,
         generation_config="vllm",  # no settings of the model's own
         # On a CPU a compiled model has the weights that it was compiled with.
         enforce_eager=not torch.cuda.is_available(),

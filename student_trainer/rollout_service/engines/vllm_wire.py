@@ -69,7 +69,7 @@ def decode_records(
         )
     return SampledTokens(
         torch.from_numpy(records["token"].astype(np.int64)),
-        torch.from_numpy(records["head"].astype(np.int64)),
+        torch.from_numpy(records["head"].copy()),
         torch.from_numpy(records["logprob"].copy()),
         ended,
         closed,

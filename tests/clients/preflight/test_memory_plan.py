@@ -14,6 +14,7 @@ from clients.config.tables.common import TrainingJob
 from clients.data.model_shape import shape_of
 from clients.preflight import memory_plan
 from clients.preflight.files import check_processes
+from clients.preflight.memory import held
 from clients.preflight.memory_plan import plan_of
 from clients.store.dataset import LogitDataset
 from clients.store.store import LogitStore
@@ -110,3 +111,29 @@ def test_the_store_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert plan.changes
     assert opened == [str(tmp_path)]
     assert plan.longest == plan.load.line == 100
+
+
+def test_an_engine_on_the_same_gpu_is_counted() -> None:
+    """Beside the trainer all the time; asleep while it learns, only beside what that keeps."""
+    student = {"model": "m", "gradient_checkpointing": True}
+    own: Values = {"student": student, "data": {"path": "p.jsonl"}}
+    shape, memory = shape_of(QWEN_7B), 240.0
+    engine = round(0.4 * memory * memory_plan.GIB)
+
+    def planned(**rollouts: object) -> memory_plan.Plan:
+        return plan_of(valid(merged(own, {"rollouts": rollouts})), shape, memory)
+
+    apart = planned(engine="vllm", gpus=1, lag=1)
+    assert "sampling" not in apart.parts
+    beside = planned(engine="vllm", lag=1)
+    assert beside.peak == apart.peak + engine
+    assert apart.fits
+    assert not beside.fits
+    kept = sum(held(apart.load).values())
+    asleep = planned(engine="vllm", lag=0)
+    assert asleep.parts["sampling"]["rollout engine"] == engine
+    assert "rollout engine" not in {n for n, of in asleep.parts["learning"].items() if of}
+    scored = sum(asleep.parts["scoring"].values())
+    assert scored > kept + engine
+    assert asleep.peak == max(apart.peak, scored)
+    assert planned(engine="vllm", lag=0, gpu_memory_share=0.2).fits

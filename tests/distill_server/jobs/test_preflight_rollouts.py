@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from clients.config.on_policy import OnPolicyJob
 from clients.jobs.job import JobState
 from clients.preflight import rollouts
+from clients.preflight.rollouts import check_gpus
+from clients.runs import placed_services
+from distill_server.jobs.preflight import JobPreflight
 from protos.auth.access import MIN_TOKEN_CHARS
 from protos.errors import DistillError, InvalidInput, Unavailable, WrongState
 from tests.distill_server.jobs.preflight_site import Teacher, checking, job, listening
@@ -71,6 +75,38 @@ def test_services_that_do_not_fit(
                 server.submit(job(tmp_path, teacher, **changes))
             assert caught.value.field.startswith("rollouts.")
             assert caught.value.hint
+
+
+def test_a_service_of_other_code(
+    service: str, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that says nothing of its protocol is older than the field."""
+    monkeypatch.setattr("student_trainer.rollout_service.service.PROTOCOL", 0)
+    with checking(tmp_path) as server, pytest.raises(WrongState) as caught:
+        server.submit(job(tmp_path, teacher, rollouts__address=service))
+    assert caught.value.field == "rollouts.address"
+    assert f"{service} is of another version of distill-service" in caught.value.message
+    assert "start the service with the version of distill-service" in caught.value.hint
+
+
+def test_gpus_that_the_machine_does_not_have(
+    teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two for the engine and one for the trainer. On a cluster, this machine needs none."""
+    asked = job(tmp_path, teacher, rollouts__lag=1, rollouts__gpus=2)
+    with checking(tmp_path) as server:
+        for seen, found in (("", 0), ("4,7", 2)):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+            with pytest.raises(InvalidInput, match=f"there are {found} GPUs; .* 2 more") as caught:
+                server.submit(asked)
+            assert caught.value.field == "rollouts.gpus"
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,5")
+        assert server.submit(asked) is JobState.QUEUED
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        monkeypatch.setenv(placed_services.VARIABLE, "services.json")
+        check_gpus(OnPolicyJob.model_validate(asked))  # the trainer there
+        check = JobPreflight(here=False)
+        server.run(check(OnPolicyJob.model_validate(asked), tmp_path / "runs"))
 
 
 def test_the_token_of_the_server(

@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 from safetensors.torch import load_file
 from torch import Tensor
 
 from clients.config.tables.common import LoraConfig, StudentConfig
+from clients.config.tables.rollouts import RolloutsConfig
 from clients.runs import memory_disk
 from protos.errors import Corrupt, Unavailable
 from student_trainer.checkpoints import snapshots as module
 from student_trainer.checkpoints.export import export_model
 from student_trainer.checkpoints.snapshots import Snapshots, snapshot_root
+from student_trainer.data.prompts import Prompt
 from student_trainer.model.loading import load_model
 from student_trainer.model.lora import load_adapters, scale_adapters
 from student_trainer.parallel.collectives import make_accelerator
+from student_trainer.rollout_client.engine_client import EngineClient
+from student_trainer.rollout_client.engine_rollouts import SingleTurnRollouts
+from student_trainer.rollout_client.order import SamplingSettings
 from student_trainer.rollout_client.snapshot import open_snapshot, verify
+from student_trainer.rollout_service.service import RolloutServicer
+from student_trainer.teachers.rollouts_ahead import RolloutsAhead
+from student_trainer.teachers.source import NoTeacher
 from tests.forks import Forks
 from tests.student_trainer import tiny
+from tests.student_trainer.rollout_service.scripted_service import ScriptedEngine, served
 from tests.student_trainer.saving import LIMIT
 from tests.student_trainer.teachers.anchors import spread_student
 
@@ -145,6 +156,33 @@ def test_old_versions_are_deleted(base: Path, tmp_path: Path) -> None:
     assert not root.exists()
 
 
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_as_many_versions_as_there_is_room_for(base: Path, tmp_path: Path, lag: int) -> None:
+    """What the check of the disk counts, with evaluations of student and anchor in each step."""
+    snapshots, most = writer(student_of(base), tmp_path / "weights"), 0
+    settings = SamplingSettings(1, 1.0, 0, 0, 2, 100)
+
+    def asked(step: int) -> tuple[list[Prompt], list[int]]:
+        return [tiny.prompt(1, 2, 3)] * 2, [2 * step, 2 * step + 1]
+
+    with served(RolloutServicer(ScriptedEngine())) as address, EngineClient([address]) as client:
+        ahead = RolloutsAhead(
+            make_accelerator(LIMIT),
+            client,
+            snapshots,
+            NoTeacher(),
+            SingleTurnRollouts(client, settings, lambda: snapshots.newest),
+            lag=lag,
+            last_step=12,
+        )
+        for step in range(1, 9):
+            assert len(ahead.of_step(step, asked)) == 2
+            for anchor in (False, True):
+                ahead.publish(step, anchor=anchor)
+                most = max(most, len(list((tmp_path / "weights").iterdir())))
+    assert most == RolloutsConfig(lag=lag).versions + 1, "and one of the anchor"
+
+
 def test_a_full_disk_is_told_before_anything_is_written(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +195,6 @@ def test_what_killed_trainers_left_in_memory_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_disk, "MEMORY_DISK", tmp_path)
-    monkeypatch.setattr(module, "MEMORY_DISK", tmp_path)
     (tmp_path / "distill-weights-killed").mkdir()
     alive = tmp_path / "distill-weights-alive"
     alive.mkdir()
@@ -179,7 +216,6 @@ def test_another_trainer_deletes_a_directory_before_it_is_locked(
 ) -> None:
     """Two trainers that start at the same time: one finds the other's directory, still unlocked."""
     monkeypatch.setattr(memory_disk, "MEMORY_DISK", tmp_path)
-    monkeypatch.setattr(module, "MEMORY_DISK", tmp_path)
     made: list[Path] = []
     make = tempfile.mkdtemp
 
@@ -199,6 +235,39 @@ def test_another_trainer_deletes_a_directory_before_it_is_locked(
     assert mine == made[2]
     with pytest.raises(BlockingIOError):
         memory_disk._locked(mine)
+
+
+def _write_too_much(base: Path, out: Path, sharding: str, adapted: bool) -> None:
+    """The main process may write no file above 4 KiB: its error is that of a disk."""
+    rank = torch.distributed.get_rank()
+    snapshots = writer(
+        student_of(base, sharding, adapted=adapted), out / "weights", adapters=adapted
+    )
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        snapshots.write(0)
+    except Unavailable as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        (out / f"{rank}.txt").write_text(str(error))
+    snapshots.write(0)  # all ranks are at the same collective
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_a_disk_that_fails_is_told_on_every_rank(
+    base: Path, tmp_path: Path, sharding: str, adapted: bool
+) -> None:
+    """Gathering the weights is collective: no rank is left waiting, and all say the same."""
+    group = tmp_path / "group"
+    forks = Forks(2, group, _write_too_much, base, tmp_path, sharding, adapted)
+    assert forks.wait() == [0, 0]
+    told = {(tmp_path / f"{rank}.txt").read_text() for rank in range(2)}
+    assert len(told) == 1
+    assert "cannot write the weights for the rollout engine" in told.pop()
+    assert open_snapshot(tmp_path / "weights" / "version-000000").number == 0
 
 
 def _write_in_group(base: Path, root: Path, sharding: str) -> None:

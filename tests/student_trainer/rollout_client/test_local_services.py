@@ -21,6 +21,7 @@ from protos.errors import DistillError, InvalidInput, Unavailable
 from student_trainer.rollout_client import local_services
 from student_trainer.rollout_client.local_services import (
     RolloutServices,
+    engines_of,
     rollout_services,
     share_threads,
 )
@@ -183,4 +184,25 @@ def test_engines_get_the_gpus_after_the_trainers(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,2,5,3")
     with pytest.raises(InvalidInput, match=r"4 GPUs; train.processes needs 1 .* the engine 4 more"):
         local_services._gpus(config, config.rollouts, 0)
-    assert local_services._gpus(job(engine="vllm"), job(engine="vllm").rollouts, 0) == {}
+
+
+def test_engines_without_gpus_of_their_own_share_the_trainers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One on the GPU of each process; without lag they take turns, and free the memory."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,2,5")
+    config = job(engine="vllm")
+    config = config.model_copy(update={"train": config.train.model_copy(update={"processes": 2})})
+    assert engines_of(config, config.rollouts) == 2
+    found = [local_services._gpus(config, config.rollouts, number) for number in range(2)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["7", "2"]
+    assert local_services._sleep(config.rollouts) == ["--sleep"]
+    for other in (job(engine="vllm", lag=1), job(engine="vllm", gpus=2), job(lag=1)):
+        assert local_services._sleep(other.rollouts) == []
+    own = job(engine="vllm", gpus=2, tensor_parallel_size=2)
+    assert engines_of(own, own.rollouts) == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert engines_of(config, config.rollouts) == 1
+    assert local_services._gpus(config, config.rollouts, 0) == {}
+    assert local_services._sleep(config.rollouts) == []
+    assert engines_of(job(), job().rollouts) == 0

@@ -23,7 +23,7 @@ def rollout(length: int, *, draws: bool, talks: bool, seed: int) -> Rollout:
     return Rollout(
         token_ids=torch.cat([torch.arange(start), ids[:, 0]]),
         start=start,
-        head_ids=ids[:, 1 : 1 + K],
+        head_ids=ids[:, 1 : 1 + K].int(),
         token_logprobs=logprobs[:, 0],
         truncated=bool(seed % 2),
         answer="",

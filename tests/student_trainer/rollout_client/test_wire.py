@@ -167,7 +167,7 @@ def sampled(tokens: int, top_k: int, draws: int, *, vocab_size: int = 100) -> Sa
     if draws:
         found.logprobs[0] = torch.inf  # a placeholder
     return SampledTokens(
-        *(ids[:, 0].clone(), ids[:, 1 : 1 + top_k].clone(), logprobs[:, 0].clone(), True, False),
+        *(ids[:, 0].clone(), ids[:, 1 : 1 + top_k].int(), logprobs[:, 0].clone(), True, False),
         found if draws else None,
         ((3, 1), (4, tokens - 1)),
     )

@@ -25,14 +25,14 @@ VOCAB = 50_000
 class ScriptedEngine:
     """Samples all tokens of each sequence from its number alone, once the test lets it."""
 
-    info = EngineInfo("hf", "scripted", VOCAB, None, "float32", "cpu")
-
-    def __init__(self) -> None:
+    def __init__(self, *, sleeps: bool = False) -> None:
+        self.info = EngineInfo("hf", "scripted", VOCAB, None, "float32", "cpu", sleeps=sleeps)
         self.go = threading.Event()
         self.go.set()
         self.error: Exception | None = None  # raised instead of the second sequence
         self.load_error: Exception | None = None
         self.open = 0  # iterators
+        self.slept = 0
         self._version = 0
 
     async def load(self, version: WeightsVersion) -> None:
@@ -53,6 +53,9 @@ class ScriptedEngine:
         finally:
             self.open -= 1
 
+    async def sleep(self) -> None:
+        self.slept += 1
+
     async def close(self) -> None: ...
 
 
@@ -63,7 +66,7 @@ def expected(order: Order, index: int, version: int) -> SampledTokens:
     ids = torch.randint(VOCAB, (request.limit, width), generator=generator)
     logprobs = -torch.rand(request.limit, 1 + settings.draws, generator=generator)
     return SampledTokens(
-        *(ids[:, 0], ids[:, 1 : 1 + settings.top_k], logprobs[:, 0], True, False),
+        *(ids[:, 0], ids[:, 1 : 1 + settings.top_k].int(), logprobs[:, 0], True, False),
         TailDraws(ids[:, 1 + settings.top_k :].int(), logprobs[:, 1:]) if settings.draws else None,
         ((version, request.limit),),
     )

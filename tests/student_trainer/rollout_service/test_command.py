@@ -30,6 +30,8 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
         (["--model", "x", "--dtype", "float16"], "--dtype"),
         (["--model", "x", "--tensor-parallel-size", "2"], "--tensor-parallel-size"),
         (["--model", "x", "--max-batch-tokens", "9"], "--max-batch-tokens"),
+        (["--model", "x", "--sleep"], "--sleep"),
+        (["--model", "x", "--engine", "vllm", "--sleep"], "--sleep"),  # without a GPU
         (["--model", "x", "--host", "0.0.0.0"], "--host"),
         (["--model", "x", "--tls-key", "/no/key"], "--tls-cert"),
         (["--model", "x", "--token-file", "/no/file"], "--token-file"),

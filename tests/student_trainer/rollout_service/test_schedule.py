@@ -227,3 +227,54 @@ def test_a_service_that_stops_fails_the_waiting_orders() -> None:
         assert weights.asked == ["a1"]
 
     run(scenario())
+
+
+def test_it_rests_only_without_orders_and_loads_again_afterwards() -> None:
+    async def scenario() -> None:
+        weights, slept = Weights(), asyncio.Event()
+        rests: list[str] = []
+
+        async def sleep() -> None:
+            rests.append("begun")
+            await slept.wait()
+            rests.append("ended")
+
+        schedule = Schedule(weights.load)
+        place = schedule.enter(version("a1"))
+        await schedule.rest(sleep)  # a load runs
+        await weights.end()
+        await schedule.rest(sleep)  # an order runs
+        assert rests == []
+        schedule.leave(place)
+        resting = asyncio.create_task(schedule.rest(sleep))
+        await settle()
+        again = schedule.enter(version("a1"))
+        await settle()
+        assert (rests, weights.asked, schedule.loaded) == (["begun"], ["a1"], None)
+        slept.set()
+        await resting
+        await weights.end()
+        assert runs(again)
+        assert (rests, weights.asked) == (["begun", "ended"], ["a1", "a1"])
+
+    run(scenario())
+
+
+def test_a_rest_that_fails_starts_the_orders_behind_it() -> None:
+    async def scenario() -> None:
+        weights = Weights()
+        schedule = Schedule(weights.load)
+
+        async def fail() -> None:
+            await settle()
+            raise Corrupt("no")
+
+        resting = asyncio.create_task(schedule.rest(fail))
+        await asyncio.sleep(0)
+        place = schedule.enter(version("a1"))
+        with pytest.raises(Corrupt):
+            await resting
+        await weights.end()
+        assert runs(place)
+
+    run(scenario())

@@ -14,7 +14,15 @@ import grpc
 import pytest
 
 from protos import rollouts_pb2, rollouts_pb2_grpc
-from protos.errors import Corrupt, InternalFault, InvalidInput, Overloaded, TimedOut, Unavailable
+from protos.errors import (
+    Corrupt,
+    InternalFault,
+    InvalidInput,
+    Overloaded,
+    TimedOut,
+    Unavailable,
+    WrongState,
+)
 from protos.rpc.transport import CHANNEL_OPTIONS
 from student_trainer.rollout_client.engine_client import EngineClient
 from student_trainer.rollout_client.order import Order
@@ -280,3 +288,37 @@ def test_orders_whose_weights_are_lost_end_with_the_reason(tmp_path: Path) -> No
         engine.go.set()
         assert len(list(client.sample(ordered(2)))) == 8
         assert engine.open == 0
+
+
+def test_it_sleeps_between_orders_only(tmp_path: Path) -> None:
+    """A client that asks for it while another one's order runs finds it awake, without an error."""
+    engine = ScriptedEngine(sleeps=True)
+    wanted = order(tmp_path, sequences=3)
+    with served(RolloutServicer(engine)) as address, EngineClient([address]) as client:
+        assert client.info().sleeps
+        for sleeps in (1, 2):
+            engine.go.clear()
+            sampling = client.sample(wanted)
+            client.sleep()
+            assert engine.slept == sleeps - 1
+            engine.go.set()
+            assert len(dict(sampling)) == 3
+            until(lambda: not info_of(address).running_orders)
+            client.sleep()
+            assert engine.slept == sleeps
+            found = info_of(address)
+            assert (found.weight_loads, found.HasField("loaded")) == (sleeps, False)
+
+
+def test_a_service_that_does_not_sleep_says_so(start_service: StartService) -> None:
+    with EngineClient([start_service().address]) as client:
+        assert not client.info().sleeps
+        with pytest.raises(WrongState, match="does not sleep; start it with --sleep"):
+            client.sleep()
+
+
+def test_a_service_that_is_away_frees_its_memory_too(start_service: StartService) -> None:
+    service = start_service()
+    with EngineClient([service.address]) as client:
+        service.kill()
+        client.sleep()

@@ -105,7 +105,7 @@ def expected(order: Order, name: str, index: int, length: int) -> SampledTokens:
     draws = [step.draws for step in steps if step.draws is not None]
     return SampledTokens(
         torch.cat([step.token_ids for step in steps]),
-        torch.cat([step.head_ids for step in steps]),
+        torch.cat([step.head_ids for step in steps]).int(),
         torch.cat([step.logprobs for step in steps]),
         False,
         False,
@@ -118,7 +118,7 @@ def assert_same(got: SampledTokens, order: Order, name: str, index: int) -> None
     assert torch.equal(got.token_ids, wanted.token_ids)
     assert torch.equal(got.head_ids, wanted.head_ids)
     assert torch.equal(got.token_logprobs, wanted.token_logprobs)
-    assert (got.token_ids.dtype, got.head_ids.dtype) == (torch.int64, torch.int64)
+    assert (got.token_ids.dtype, got.head_ids.dtype) == (torch.int64, torch.int32)
     assert (got.draws is None) == (wanted.draws is None)
     if got.draws is not None and wanted.draws is not None:
         assert torch.equal(got.draws.ids, wanted.draws.ids)

@@ -50,7 +50,7 @@ def test_records_are_those_of_a_whole_forward_pass(student: Any, temperature: fl
         exact = completion_logprobs(student, rollout, temperature)
         token = exact.gather(1, rollout.completion[:, None])[:, 0]
         torch.testing.assert_close(rollout.token_logprobs.double(), token, rtol=0, atol=1e-4)
-        assert torch.equal(rollout.head_ids, exact.topk(5).indices)
+        assert torch.equal(rollout.head_ids.long(), exact.topk(5).indices)
         assert rollout.head_ids.shape == (len(rollout.completion), 5)
 
 
@@ -63,7 +63,7 @@ def test_prompts_come_back_in_their_order(student: Any) -> None:
     for prompt, rollout in zip(PROMPTS, written(source(student), PROMPTS, range(5)), strict=True):
         assert rollout.token_ids[: rollout.start].tolist() == list(prompt.ids)
         assert rollout.answer == prompt.answer
-        assert (rollout.token_ids.dtype, rollout.head_ids.dtype) == (torch.int64, torch.int64)
+        assert (rollout.token_ids.dtype, rollout.head_ids.dtype) == (torch.int64, torch.int32)
 
 
 def test_neighbours_and_batches_do_not_matter(student: Any) -> None:

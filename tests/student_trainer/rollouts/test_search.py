@@ -80,7 +80,7 @@ def test_two_turns_rebuilt_by_hand_have_the_same_log_probs(
         torch.testing.assert_close(
             rollout.token_logprobs[kept].double(), token[kept], rtol=0, atol=1e-4
         )
-        assert torch.equal(rollout.head_ids[kept], exact.topk(4).indices[kept])
+        assert torch.equal(rollout.head_ids[kept].long(), exact.topk(4).indices[kept])
         assert len(rollout.head_ids) == len(rollout.token_logprobs) == len(rollout.completion)
 
 
@@ -244,5 +244,5 @@ def test_draws_of_passages_are_placeholders(student: Any, found: list[Rollout]) 
         assert not rollout.draws.ids[~kept].any()
         levels = noise_of(number, 3, 200, draws=True)
         exact = completion_logprobs(student, rollout)[kept]
-        wanted = draw_tail(exact.exp(), rollout.head_ids[kept], levels[: len(exact)], 3)
+        wanted = draw_tail(exact.exp(), rollout.head_ids[kept].long(), levels[: len(exact)], 3)
         assert torch.equal(rollout.draws[kept].ids, wanted.ids)

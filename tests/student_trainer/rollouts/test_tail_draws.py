@@ -153,7 +153,7 @@ def test_draws_are_those_of_a_whole_forward_pass(
     for number, rollout in enumerate(rollouts):
         exact = completion_logprobs(student, rollout, temperature)
         levels = noise_of(number, 3, len(exact), draws=True)
-        wanted = draw_tail(exact.exp(), rollout.head_ids, levels, M)
+        wanted = draw_tail(exact.exp(), rollout.head_ids.long(), levels, M)
         assert rollout.draws is not None
         assert torch.equal(rollout.draws.ids, wanted.ids)
         torch.testing.assert_close(

@@ -68,7 +68,7 @@ def rollouts(count: int = 7, top_k: int = 4) -> list[Rollout]:
             Rollout(
                 token_ids=ids,
                 start=start,
-                head_ids=torch.stack(heads),
+                head_ids=torch.stack(heads).int(),
                 token_logprobs=torch.zeros(written),
                 truncated=False,
                 answer=columns["answer"],

@@ -1,0 +1,75 @@
+"""The versions of the weights for rollout engines in the estimate of a job's disk space."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.config.on_policy import OnPolicyJob
+from clients.preflight.disk import check_space, parameters_of
+from clients.runs import memory_disk
+from protos.errors import WrongState
+from tests.distill_server.jobs.preflight_site import job, write_student
+
+LAG = 8
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A student whose checkpoint and export take 0.72 of the free space: 16 bytes per weight."""
+    free = shutil.disk_usage(tmp_path).free
+    write_student(tmp_path / "student", rows=int(0.045 * free) // 1000)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    return tmp_path
+
+
+def config(site: Path, **rollouts: Any) -> OnPolicyJob:
+    student = {"student__model": str(site / "student"), "checkpoint__every": 1}
+    values = job(site, "localhost:1", **student)
+    return OnPolicyJob.model_validate({**values, "max_steps": 1, "rollouts": rollouts})
+
+
+def test_versions_of_the_weights_need_room(site: Path) -> None:
+    """Those of `lag` steps, the newest and the one that is written, of 4 bytes per weight."""
+    check_space(config(site), site / "run")
+    free = shutil.disk_usage(site).free
+    version = 4 * parameters_of(site / "student")
+    with pytest.raises(WrongState) as caught:
+        check_space(config(site, lag=LAG), site / "run")
+    assert caught.value.field == "rollouts.lag"
+    assert f"and 10 versions of the weights of {version / 1e9:.3g} GB" in caught.value.message
+    assert caught.value.hint.startswith("lower it, free disk space, or enlarge /dev/shm")
+    check_space(config(site, lag=LAG), site / "run", here=False)  # a node of a cluster has its own
+    left = site / "run" / "weights" / "attempt-1"
+    left.mkdir(parents=True)
+    with (left / "model.safetensors").open("wb") as sparse:
+        sparse.truncate(3 * free)
+    check_space(config(site, lag=LAG), site / "run")  # the next attempt deletes it
+
+
+def test_bfloat16_takes_half(site: Path) -> None:
+    """Two versions take 0.36 of the free space, or 0.18 in bfloat16."""
+    asked = config(site, engine="vllm", lag=0)
+    check_space(asked, site / "run")
+    values = asked.model_dump(mode="json")
+    values["student"]["dtype"] = "float32"
+    with pytest.raises(WrongState, match="and 2 versions of the weights"):
+        check_space(OnPolicyJob.model_validate(values), site / "run")
+
+
+def test_versions_in_memory_need_none(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = config(site, lag=LAG)
+    needed = (asked.rollouts.versions + 1) * 4 * parameters_of(site / "student")
+    usage = shutil.disk_usage
+    roomy = usage(site)._replace(free=3 * needed)
+    memory = site / "memory"
+    memory.mkdir()
+    monkeypatch.setattr(memory_disk, "MEMORY_DISK", memory)
+    monkeypatch.setattr(shutil, "disk_usage", lambda at: roomy if at == memory else usage(at))
+    check_space(asked, site / "run")
+    # The services at an address may run on other machines: their weights are in the run directory.
+    with pytest.raises(WrongState, match="and 10 versions of the weights"):
+        check_space(config(site, lag=LAG, address="localhost:1"), site / "run")

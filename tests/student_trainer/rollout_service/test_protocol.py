@@ -1,0 +1,75 @@
+"""Trainer and service must agree on more than the messages: what one change of it would alter."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from clients.preflight.rollouts import PROTOCOL
+from protos import rollouts_pb2
+from protos.errors import WrongState
+from student_trainer.rollout_client.engine_client import EngineClient
+from student_trainer.rollout_client.snapshot import Probe, seal
+from student_trainer.rollout_service.service import RolloutServicer
+from student_trainer.rollouts.sample_step import sample_step
+from student_trainer.rollouts.sampler import noise_of
+from tests.student_trainer.rollout_service.scripted_service import ScriptedEngine, served
+
+# Of all that trainer and service must agree on, by protocol.
+DIGESTS = {1: "065b283165fb87f1f57e2d1fcc3a196bf624928d64240a04f72594ce67cb7ec2"}
+
+
+def test_a_change_of_the_protocol_has_a_number(tmp_path: Path) -> None:
+    digest = hashlib.sha256()
+    digest.update(rollouts_pb2.DESCRIPTOR.serialized_pb)
+    digest.update(json.dumps(sampled()).encode())
+    digest.update(json.dumps(snapshot(tmp_path)).encode())
+    assert DIGESTS[PROTOCOL] == digest.hexdigest(), (
+        "the messages, the sampled tokens or the files of a snapshot are others: raise PROTOCOL in"
+        " clients/preflight/rollouts.py, and add the digest"
+    )
+
+
+def sampled() -> list[list[int]]:
+    """Tokens, head ids and draws of a seed and three rollout numbers."""
+    logits = 4 * torch.sin(torch.arange(3 * 500, dtype=torch.float64).reshape(3, 500) ** 1.5)
+    uniforms, draw_uniforms = (
+        torch.stack([noise_of(number, 5, 4, draws=draws)[3] for number in (-2, 0, 10**6)])
+        for draws in (False, True)
+    )
+    step = sample_step(
+        logits.float(),
+        top_k=6,
+        temperature=0.8,
+        uniforms=uniforms,
+        draws=3,
+        draw_uniforms=draw_uniforms,
+    )
+    assert step.draws is not None
+    return [step.token_ids.tolist(), step.head_ids.tolist(), step.draws.ids.tolist()]
+
+
+def snapshot(root: Path) -> list[object]:
+    """Of a snapshot without weights: the names of its files, its facts, and the files in them."""
+    probe = Probe(torch.tensor([[1, 2]]), torch.zeros(1, 1))
+    seal(root, number=3, dtype="float32", probe=probe)
+    facts = json.loads((root / "snapshot.json").read_text())
+    return [sorted(path.name for path in root.iterdir()), sorted(facts), sorted(facts["files"])]
+
+
+def test_a_service_of_other_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("student_trainer.rollout_service.service.PROTOCOL", PROTOCOL + 1)
+    with (
+        served(RolloutServicer(ScriptedEngine())) as address,
+        EngineClient([address]) as client,
+        pytest.raises(WrongState) as caught,
+    ):
+        client.info()
+    said = f"its protocol is {PROTOCOL + 1}, that of the job {PROTOCOL}"
+    assert said in caught.value.message
+    assert address in caught.value.message
+    assert caught.value.field == "rollouts.address"
