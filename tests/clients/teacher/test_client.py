@@ -87,7 +87,7 @@ def test_many_queries_in_one_call(start_teacher: StartTeacher) -> None:
 
 def test_the_first_error_ends_a_call(start_teacher: StartTeacher) -> None:
     """The teacher is so slow that the others are unfinished when the bad query is refused."""
-    teacher = start_teacher(*fake(latency_ms=60_000))
+    teacher = start_teacher(*fake(latency_ms=2000))
     bad = ScoreQuery(np.array([1, VOCAB], np.int32), 1, top_k=4)
     with TeacherClient(teacher.address) as client:
         with pytest.raises(InvalidInput, match="must be 0 to 63"):

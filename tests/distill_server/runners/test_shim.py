@@ -390,7 +390,7 @@ def test_weights_in_memory_end_with_a_killed_trainer(run: RunDirectory) -> None:
     try:
         start(
             run,
-            f"import os, sys; sys.path[:] = {sys.path!r}\n"
+            f"import os, sys; sys.path.append({str(Path(__file__).parents[3])!r})\n"
             "from clients.runs.memory_disk import locked_directory\n"
             "print(locked_directory(), flush=True); os.kill(os.getpid(), 9)",
         )
