@@ -15,7 +15,6 @@ import secrets
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -34,7 +33,6 @@ from protos.rpc.statuses import fault_of
 from protos.rpc.transport import MAX_PAGE_JOBS
 
 
-@dataclass(frozen=True)
 class JobHandle(Job):
     """A job as the server reported it, with the methods of DistillClient for this job.
 
@@ -42,7 +40,7 @@ class JobHandle(Job):
     what the method of DistillClient with its name raises.
     """
 
-    client: DistillClient = field(repr=False, compare=False, kw_only=True)
+    client: DistillClient  # no field: the values of a job can be copied and printed without it
 
     def refresh(self) -> JobHandle:
         """Return the job as it is now; see `DistillClient.get`."""
@@ -306,7 +304,7 @@ class DistillClient:
 
 def _handle_of(client: DistillClient, job: pb.Job) -> JobHandle:
     """Return the handle of a job that the server of `client` has sent."""
-    return JobHandle(
+    handle = JobHandle(
         id=job.id,
         name=job.name,
         kind=job.kind,
@@ -323,8 +321,9 @@ def _handle_of(client: DistillClient, job: pb.Job) -> JobHandle:
         metrics=dict(job.metrics),
         config_json=job.config_json,
         checkpoints=tuple(job.checkpoints),
-        client=client,
     )
+    object.__setattr__(handle, "client", client)  # the values are frozen
+    return handle
 
 
 def _event_of(event: pb.JobEvent) -> JobEvent:

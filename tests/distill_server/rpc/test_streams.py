@@ -8,6 +8,7 @@ import shutil
 import socket
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,7 @@ def test_pull(server: Server, client: DistillClient, tmp_path: Path) -> None:
 def test_a_handle_does_what_its_client_does(client: DistillClient, tmp_path: Path) -> None:
     job = client.submit(job_config("hang_at=8 hangs=1 every=5", max_steps=12))
     assert isinstance(job, JobHandle)
+    assert asdict(job)["state"] is JobState.QUEUED, "as the command line prints it"
     for event in job.watch(timeout=60):
         if event.step == 7:
             break
