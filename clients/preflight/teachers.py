@@ -183,6 +183,20 @@ def _check_live_teacher(info: TeacherInfo, label: str, store: CapturedStore) -> 
     """Check that a running teacher matches a store: same tokenizer, and a large enough k."""
     remedy = "start the teacher with a larger --max-top-k"
     _check_head(info, label, store.top_k, "teacher.address", remedy)
+    if info.only_temperature_one and store.temperature != 1:
+        raise WrongState(
+            f"the {label} scores at temperature 1 only, and the {store.label} has rows of"
+            f" {store.temperature:g}",
+            field="teacher.address",
+            hint="use a teacher that runs the model itself, or train from the store alone",
+        )
+    if store.tail_samples > info.max_tail_samples:
+        raise WrongState(
+            f"the {label} draws {info.max_tail_samples} tail samples per row, and the"
+            f" {store.label} has {store.tail_samples}",
+            field="teacher.address",
+            hint="use a teacher that runs the model itself, or train from the store alone",
+        )
     stored = int(store.facts["vocab_size"])
     same = info.tokenizer_fingerprint == store.facts["tokenizer_fingerprint"]
     if not same or info.vocab_size < stored:

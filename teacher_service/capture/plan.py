@@ -107,13 +107,14 @@ def make_plan(
                 size = 0.0
             if count % _SEQUENCES_BETWEEN_LOOKS == 0:
                 on_look()
-        for file in (token_ids, offsets, starts):
+        ends.add(count)
+        if len(ends) <= _FEWEST_FILES:
+            ends.update(count * part // _FEWEST_FILES for part in range(1, _FEWEST_FILES))
+        files = stack.enter_context((directory / "files").open("wb"))
+        files.write(np.array(sorted(ends), "<i8").tobytes())
+        for file in (token_ids, offsets, starts, files):
             file.flush()
             os.fsync(file.fileno())
-    ends.add(count)
-    if len(ends) <= _FEWEST_FILES:
-        ends.update(count * part // _FEWEST_FILES for part in range(1, _FEWEST_FILES))
-    (directory / "files").write_bytes(np.array(sorted(ends), "<i8").tobytes())
     facts = {"key": key, "too_long": sequences.too_long, "empty": sequences.empty}
     # Written last: a plan without it is not complete.
     replace_file(directory / _FACTS, json.dumps(facts))
@@ -123,14 +124,17 @@ def make_plan(
 
 
 def read_plan(directory: Path, key: str) -> Plan | None:
-    """Return the plan in `directory`; None if there is none, or one of another key."""
+    """Return the plan in `directory`; None if there is none whole, or one of another key."""
     try:
         facts = json.loads((directory / _FACTS).read_text())
         if facts["key"] != key:
             return None
         arrays = {name: _mapped(directory / name, dtype) for name, dtype in _DTYPES.items()}
-        return Plan(**arrays, too_long=facts["too_long"], empty=facts["empty"])
-    except (OSError, ValueError, KeyError, TypeError):
+        plan = Plan(**arrays, too_long=facts["too_long"], empty=facts["empty"])
+        last = plan.offsets[-1], plan.files[-1], len(plan.offsets)
+        whole = last == (len(plan.token_ids), len(plan), len(plan) + 1)
+        return plan if whole else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
 
 

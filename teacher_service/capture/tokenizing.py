@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -23,6 +25,7 @@ from protos.errors import InternalFault, InvalidInput
 # A record with its place in the data, for messages.
 Placed = tuple[str, Mapping[str, Any]]
 
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 _CHUNK_RECORDS = 512
 # So many records are tokenized before processes start, which takes seconds.
 _CHUNKS_BEFORE_PROCESSES = 8
@@ -135,7 +138,7 @@ def _in_processes(
     waiting: deque[Future[Encoded]] = deque()
     # A fork of a process with threads, or with a GPU, may hang.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(count, context, initializer=_take, initargs=(encoder,))
+    pool = ProcessPoolExecutor(count, context, initializer=_take, initargs=(encoder, os.getpid()))
     try:
         for chunk in chunks:
             waiting.append(pool.submit(_encode, chunk))
@@ -155,9 +158,14 @@ def _in_processes(
 _encoder: RecordEncoder  # of a process that tokenizes
 
 
-def _take(encoder: RecordEncoder) -> None:
+def _take(encoder: RecordEncoder, parent: int) -> None:
+    """Begin a process that tokenizes. SIGTERM, which its group gets, is for the parent alone."""
     global _encoder
     _encoder = encoder
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed before
+        os._exit(1)
 
 
 def _encode(chunk: list[Placed]) -> Encoded:

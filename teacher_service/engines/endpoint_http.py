@@ -40,16 +40,28 @@ class HttpEndpoint:
     def __init__(self, url: str, key: str, *, patience_seconds: float) -> None:
         """Prepare the connections; they open on first use.
 
-        `key`: sent as a bearer token; "": none. `patience_seconds`: how long a request is repeated
-        while the server is away or limits the rate.
+        `key`: sent as a bearer token, without space around it; "": none. `patience_seconds`: how
+        long a request is repeated while the server is away or limits the rate.
 
-        Raises InvalidInput if `url` is not an address of HTTP.
+        Raises InvalidInput if `url` is not an address of HTTP, or has a password, and if `key`
+        cannot be sent.
         """
         if not url.startswith(("http://", "https://")):
             raise InvalidInput(
                 f"{url!r} is not an address",
                 field=_FIELD,
                 hint="with --engine endpoint, give the address of the server: http://HOST:PORT",
+            )
+        if "@" in url:  # it would be in messages to students
+            raise InvalidInput(
+                "the address has a user or a password",
+                field=_FIELD,
+                hint=f"leave them out, and put the key into ${KEY_VARIABLE}",
+            )
+        key = key.strip()
+        if not (key.isascii() and key.isprintable()):
+            raise InvalidInput(
+                f"${KEY_VARIABLE} has characters that no key has", hint="check how it was copied"
             )
         self.url = url.rstrip("/").removesuffix("/v1")
         self._patience = patience_seconds

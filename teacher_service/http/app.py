@@ -180,6 +180,8 @@ def _body_bytes(headers: Headers) -> int:
     length = headers.get("content-length")
     if length is None:
         refuse("Content-Length", "the header is missing", "send the body in one piece")
+    if "transfer-encoding" in headers:  # it would count in place of the length
+        refuse("Transfer-Encoding", "the body comes in chunks", "send the body in one piece")
     return int(length)
 
 

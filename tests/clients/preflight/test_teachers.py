@@ -127,6 +127,8 @@ def test_a_live_teacher_may_be_wider_than_the_store() -> None:
     facts = {
         "tokenizer_fingerprint": "t",
         "vocab_size": "151665",
+        "temperature": "1.0",
+        "tail_samples": "0",
         "top_k": "4",
         "teacher_fingerprint": "f",
     }

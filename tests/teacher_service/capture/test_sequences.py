@@ -236,6 +236,13 @@ def test_a_plan_is_kept(tokenizer: Any, tmp_path: Path) -> None:
         np.testing.assert_array_equal(getattr(found, name), getattr(made, name))
     assert (found.too_long, found.empty, found.rows) == (1, 1, made.rows)
     assert read_plan(home, "b") is None
+    for name in ("token_ids", "offsets", "starts", "files"):  # as a power cut may leave them
+        whole = (home / name).read_bytes()
+        for part in (whole[:-8], b""):
+            (home / name).write_bytes(part)
+            assert read_plan(home, "a") is None
+        (home / name).write_bytes(whole)
+    assert read_plan(home, "a") is not None
     (home / "plan.json").unlink()
     assert read_plan(home, "a") is None
 

@@ -276,3 +276,28 @@ def test_a_door_that_is_shut(server: VllmLike, tiny_model: Path) -> None:
 def test_what_is_no_address(url: str, tiny_model: Path) -> None:
     with pytest.raises(InvalidInput, match="is not an address"):
         EndpointEngine(url, tokenizer=str(tiny_model), served_model="", max_top_k=4, step_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("url", "key", "message"),
+    [
+        ("http://any:SECRET@127.0.0.1:9", "", "has a user or a password"),
+        ("http://127.0.0.1:9", "SECRET\nvalue", "has characters that no key has"),
+        ("http://127.0.0.1:9", "SECRET\u00e9", "has characters that no key has"),
+    ],
+)
+def test_a_secret_is_in_no_message(
+    url: str, key: str, message: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISTILL_ENDPOINT_KEY", key)
+    with pytest.raises(InvalidInput, match=message) as caught:
+        EndpointEngine(url, tokenizer=str(tiny_model), served_model="", max_top_k=4, step_tokens=64)
+    assert "SECRET" not in f"{caught.value}{caught.value.hint}"
+
+
+def test_space_around_a_key_is_left_out(
+    server: VllmLike, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a secret that was read from a file has it."""
+    monkeypatch.setenv("DISTILL_ENDPOINT_KEY", "key\n")
+    engine_of(server, tiny_model).close()

@@ -135,6 +135,13 @@ def test_a_body_that_is_too_large_is_not_read(site: Site) -> None:
     assert b"send fewer sequences" in answer
 
 
+def test_a_length_beside_chunks_is_not_believed(site: Site) -> None:
+    """The chunks would count, which may have any number of bytes."""
+    answer = refused(site, HEAD + b"Content-Length: 10\r\nTransfer-Encoding: chunked\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"Transfer-Encoding: the body comes in chunks" in answer
+
+
 def test_a_body_of_unknown_length_is_not_read(site: Site) -> None:
     answer = refused(site, HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
