@@ -34,6 +34,10 @@ class TeacherLimits(Protocol):
     def max_tail_samples(self) -> int:
         """Largest number of tail samples per row."""
 
+    @property
+    def only_temperature_one(self) -> bool:
+        """Whether it scores at temperature 1 only."""
+
 
 def services_of(config: AnyJob) -> Mapping[str, str | list[str]]:
     """Return the addresses of the teacher services that the job needs, by name.
@@ -72,11 +76,11 @@ def check_teachers(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
                 _check_live_teacher(info, label_of(name), captured_store_of(config)[0])
             case CaptureJob():
                 check_capture(info, config)
-                _check_temperature(info, label_of(name), config.method.temperature)
 
 
 def check_capture(teacher: TeacherLimits, job: CaptureJob) -> None:
-    """Raise InvalidInput if top_k, tail_samples or max_tokens exceed the limits of the teacher."""
+    """Raise InvalidInput if the job asks for more than the teacher computes."""
+    _check_temperature(teacher, "teacher", job.method.temperature)
     if job.teacher.top_k > teacher.max_top_k:
         raise InvalidInput(
             f"{job.teacher.top_k} is more than this teacher returns ({teacher.max_top_k})",
@@ -151,7 +155,7 @@ def _check_scorer(
         )
 
 
-def _check_temperature(info: TeacherInfo, label: str, temperature: float) -> None:
+def _check_temperature(info: TeacherLimits, label: str, temperature: float) -> None:
     if info.only_temperature_one and temperature != 1:
         raise InvalidInput(
             f"the {label} scores at temperature 1 only, not {temperature:g}",

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from protos.errors import InvalidInput, Unavailable
-from student_trainer.environments.web_address import web_address
+from protos.rpc.web_address import web_address
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ other error refuses its prompt only.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,7 +25,8 @@ from protos.errors import (
     Unauthenticated,
     Unavailable,
 )
-from student_trainer.environments.web_address import web_address
+from protos.rpc.http_keys import key_header, retry_after
+from protos.rpc.web_address import web_address
 from student_trainer.exam.answer_store import StoredAnswer
 from student_trainer.exam.asking import Ask, Keep, Refusals, seed_of
 from student_trainer.exam.questions import Question
@@ -74,10 +74,10 @@ class ModelEndpoint:
     async def _answer(self, asked: Sequence[Ask], keep: Keep, refusals: Refusals) -> None:
         waiting = iter(asked)
         width = min(self._config.in_flight, len(asked))
-        key = os.environ.get(API_KEY)
+        header = key_header(API_KEY)
         async with (
             httpx.AsyncClient(
-                headers={"Authorization": f"Bearer {key}"} if key else None,
+                headers=header,
                 timeout=None,  # `_asked` limits the time of a whole answer instead
                 limits=httpx.Limits(max_connections=width, max_keepalive_connections=width),
             ) as client,
@@ -116,7 +116,7 @@ class ModelEndpoint:
                 if response.status_code == 200:
                     return self._read(response, question, sample)
                 fault = self._refusal(response)
-                pause = max(pause, _retry_after(response))
+                pause = max(pause, retry_after(response.headers))
             if not isinstance(fault, Unavailable | TimedOut):
                 raise fault
             if attempt + 1 < TRIES:
@@ -186,14 +186,6 @@ class ModelEndpoint:
             )
         hint = "if the model has no chat template, use --api completions" if self._chat else ""
         return InvalidInput(told, field="--endpoint", hint=hint)
-
-
-def _retry_after(response: httpx.Response) -> float:
-    """Return the seconds of the header Retry-After, at most 60; 0 if it is missing or a date."""
-    try:
-        return min(max(float(response.headers.get("Retry-After", "0")), 0.0), 60.0)
-    except ValueError:
-        return 0.0
 
 
 def _line(text: str) -> str:

@@ -23,7 +23,7 @@ class TeacherFacts:
 
     `vocabulary` fetches the tokens by id; it is called only if the tokenizers differ. `max_length`
     is in tokens. `batch_invariant`: two captures of the same data get the same bits.
-    `takes_vocab_size`: see TeacherInfo.
+    `takes_vocab_size`, `only_temperature_one`: see TeacherInfo.
     """
 
     name: str
@@ -36,6 +36,7 @@ class TeacherFacts:
     max_tail_samples: int
     batch_invariant: bool
     takes_vocab_size: bool
+    only_temperature_one: bool
     vocabulary: Callable[[], Sequence[str]]
 
     @classmethod
@@ -53,6 +54,7 @@ class TeacherFacts:
             info.max_tail_samples,
             info.batch_invariant,
             info.takes_vocab_size,
+            info.only_temperature_one,
             client.vocabulary,
         )
 
@@ -70,6 +72,7 @@ class TeacherFacts:
             MAX_TAIL_SAMPLES,
             True,  # a capture with its own engine forms the same batches each time
             info.limits.any_vocab_size,
+            not info.limits.any_temperature,
             lambda: info.vocabulary,
         )
 

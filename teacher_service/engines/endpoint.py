@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -21,7 +20,7 @@ from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock
 from teacher_service.engines.base import EngineInfo, EngineLimits, fingerprint_of
-from teacher_service.engines.endpoint_http import KEY_VARIABLE, HttpEndpoint, Refused
+from teacher_service.engines.endpoint_http import HttpEndpoint, Refused
 from teacher_service.engines.endpoint_wire import (
     CHOSEN_IDS,
     LIKELIEST,
@@ -66,10 +65,11 @@ class EndpointEngine:
         """
         self.step_tokens = step_tokens
         self.tokens_asked = 0
-        vocabulary = load_vocabulary(model_directory(tokenizer))
-        self._http = HttpEndpoint(
-            url, os.environ.get(KEY_VARIABLE, ""), patience_seconds=PATIENCE_SECONDS
-        )
+        self._http = HttpEndpoint(url, patience_seconds=PATIENCE_SECONDS)
+        try:
+            vocabulary = load_vocabulary(model_directory(tokenizer))
+        except InvalidInput as error:
+            raise InvalidInput(error.message, field="--tokenizer", hint=error.hint) from error
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
         self._thread.start()

@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 
 from protos.errors import InvalidInput, Unauthenticated, Unavailable
+from protos.rpc.http_keys import key_header, retry_after
+from protos.rpc.web_address import web_address
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +39,13 @@ class Refused(Exception):
 class HttpEndpoint:
     """One HTTP server. Use it from one event loop."""
 
-    def __init__(self, url: str, key: str, *, patience_seconds: float) -> None:
+    def __init__(self, url: str, *, patience_seconds: float) -> None:
         """Prepare the connections; they open on first use.
 
-        `key`: sent as a bearer token, without space around it; "": none. `patience_seconds`: how
-        long a request is repeated while the server is away or limits the rate.
+        $DISTILL_ENDPOINT_KEY is sent as a bearer token. `patience_seconds`: how long a request is
+        repeated while the server is away or limits the rate.
 
-        Raises InvalidInput if `url` is not an address of HTTP, or has a password, and if `key`
+        Raises InvalidInput if `url` is not an address of HTTP, or has a password, and if the key
         cannot be sent.
         """
         if not url.startswith(("http://", "https://")):
@@ -52,22 +54,17 @@ class HttpEndpoint:
                 field=_FIELD,
                 hint="with --engine endpoint, give the address of the server: http://HOST:PORT",
             )
-        if "@" in url:  # it would be in messages to students
+        if web_address(url, _FIELD).userinfo:  # it would be in messages to students
             raise InvalidInput(
                 "the address has a user or a password",
                 field=_FIELD,
                 hint=f"leave them out, and put the key into ${KEY_VARIABLE}",
             )
-        key = key.strip()
-        if not (key.isascii() and key.isprintable()):
-            raise InvalidInput(
-                f"${KEY_VARIABLE} has characters that no key has", hint="check how it was copied"
-            )
         self.url = url.rstrip("/").removesuffix("/v1")
         self._patience = patience_seconds
         self._client = httpx.AsyncClient(
             base_url=self.url,
-            headers={"authorization": f"Bearer {key}"} if key else {},
+            headers=key_header(KEY_VARIABLE),
             timeout=httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=_MOST_CONNECTIONS),
         )
@@ -101,7 +98,7 @@ class HttpEndpoint:
                 if response.status_code not in _TEMPORARY:
                     return self._parsed(response)
                 fault = f"HTTP {response.status_code}: {_message(response)}"
-                pause = max(pause, _retry_after(response))
+                pause = max(pause, retry_after(response.headers))
             waited = time.monotonic() - began
             if waited + pause > self._patience:
                 raise Unavailable(
@@ -139,14 +136,6 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause * random.uniform(0.5, 1.0)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-
-
-def _retry_after(response: httpx.Response) -> float:
-    """Return the seconds of the header Retry-After; 0 if there is none, or a date."""
-    try:
-        return float(response.headers.get("retry-after", 0))
-    except ValueError:
-        return 0.0
 
 
 def _message(response: httpx.Response) -> str:

@@ -272,10 +272,18 @@ def test_a_door_that_is_shut(server: VllmLike, tiny_model: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/", ""])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host/", "", "http://", "http://h:99999", "http://h:port"]
+)
 def test_what_is_no_address(url: str, tiny_model: Path) -> None:
-    with pytest.raises(InvalidInput, match="is not an address"):
+    with pytest.raises(InvalidInput, match=r"is not (an|a valid) address"):
         EndpointEngine(url, tokenizer=str(tiny_model), served_model="", max_top_k=4, step_tokens=64)
+
+
+def test_no_tokenizer(server: VllmLike, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        engine_of(server, tmp_path / "nowhere")
+    assert caught.value.field == "--tokenizer"
 
 
 @pytest.mark.parametrize(
