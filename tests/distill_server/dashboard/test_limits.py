@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from protos.rpc.http_server import HttpLimits
 from tests.distill_server.conftest import eventually
 from tests.distill_server.dashboard.site import Site
+from tests.trickling import trickling
 
 PATIENCE = 1.0
 MAX_CONNECTIONS = HttpLimits().connections
@@ -66,25 +66,11 @@ def test_half_of_a_second_request_is_not_waited_for_either(site: Site) -> None:
 
 
 def test_a_request_that_trickles_in_is_cut(site: Site) -> None:
-    with socket.create_connection(("127.0.0.1", site.port)) as connection:
-        over = threading.Event()
-
-        def trickle() -> None:
-            for byte in REQUEST * 100:
-                if over.wait(PATIENCE / 10):
-                    return
-                try:
-                    connection.sendall(bytes([byte]))
-                except OSError:
-                    return
-
-        sender = threading.Thread(target=trickle)
-        sender.start()
-        try:
-            assert hung_up(connection)
-        finally:
-            over.set()
-            sender.join()
+    with (
+        socket.create_connection(("127.0.0.1", site.port)) as connection,
+        trickling(connection, REQUEST * 100, PATIENCE / 10),
+    ):
+        assert hung_up(connection)
 
 
 def test_a_reader_that_does_not_read_is_dropped(site: Site) -> None:

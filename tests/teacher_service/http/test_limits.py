@@ -24,6 +24,7 @@ from tests.teacher_service.conftest import StartTeacher
 from tests.teacher_service.http.asking import FAKE, Site, tokens
 from tests.teacher_service.http.impatient import CONNECTIONS, PATIENCE
 from tests.teacher_service.processes import TeacherProcess
+from tests.trickling import trickling
 
 PATH = "/v1/completions"
 HEAD = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
@@ -109,24 +110,9 @@ def test_half_a_request_is_not_waited_for(site: Site, sent: bytes) -> None:
 
 def test_a_body_that_trickles_in_is_cut(site: Site) -> None:
     with socket.create_connection(("127.0.0.1", site.port)) as connection:
-        over = threading.Event()
-
-        def trickle() -> None:
-            for byte in HEAD + b"Content-Length: 9999\r\n\r\n" + b" " * 999:
-                if over.wait(PATIENCE / 500):
-                    return
-                try:
-                    connection.sendall(bytes([byte]))
-                except OSError:
-                    return
-
-        sender = threading.Thread(target=trickle)
-        sender.start()
-        try:
+        sent = HEAD + b"Content-Length: 9999\r\n\r\n" + b" " * 999
+        with trickling(connection, sent, PATIENCE / 500):
             assert hung_up(connection)
-        finally:
-            over.set()
-            sender.join()
 
 
 def test_a_body_that_is_too_large_is_not_read(site: Site) -> None:

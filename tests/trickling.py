@@ -1,0 +1,31 @@
+"""A client that sends one byte at a time, for ever if it is let."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def trickling(connection: socket.socket, data: bytes, pause: float) -> Iterator[None]:
+    """Send `data` in a thread, a byte each `pause` seconds, until the context ends."""
+    over = threading.Event()
+
+    def trickle() -> None:
+        for byte in data:
+            if over.wait(pause):
+                return
+            try:
+                connection.sendall(bytes([byte]))
+            except OSError:
+                return
+
+    sender = threading.Thread(target=trickle)
+    sender.start()
+    try:
+        yield
+    finally:
+        over.set()
+        sender.join()
