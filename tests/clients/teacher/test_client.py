@@ -201,7 +201,7 @@ def test_a_teacher_gone_for_good_is_given_up_on_time(start_teacher: StartTeacher
         teacher.kill()
         gone = time.monotonic()
         fault = answers[-1].exception(WAIT)
-        assert patience * 0.9 < time.monotonic() - gone < patience * 1.1 + 0.5
+        assert patience * 0.9 < time.monotonic() - gone < patience * 2
         assert isinstance(fault, Unavailable)
         assert fault.field == "teacher.address"
         assert "3 s" in fault.message
@@ -217,7 +217,7 @@ def test_a_frozen_teacher_is_given_up_too(start_teacher: StartTeacher) -> None:
         teacher.send(signal.SIGSTOP)
         frozen = time.monotonic()
         fault = client.submit(queries(1)[0]).exception(WAIT)
-        assert time.monotonic() - frozen < 2.7
+        assert time.monotonic() - frozen < 4  # twice its patience
         assert isinstance(fault, Unavailable)
         teacher.send(signal.SIGCONT)
         assert_undisturbed(queries(1), [client.submit(queries(1)[0])])
@@ -235,7 +235,7 @@ def test_a_slow_teacher_is_waited_for_but_not_for_ever(
         fault = client.submit(queries(1)[0]).exception(WAIT)
         assert isinstance(fault, Unavailable)
         assert "answers, but has sent no row for 2 s" in fault.message
-        assert 1.8 <= time.monotonic() - began < 2.9
+        assert 1.8 <= time.monotonic() - began < 4  # twice the limit
 
         monkeypatch.undo()
         answer = client.submit(queries(1)[0])
