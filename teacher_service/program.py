@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import grpc.aio
 
@@ -15,17 +18,18 @@ from protos.errors import InvalidInput
 from protos.rpc.logs import fields
 from protos.rpc.metrics_page import metrics_page
 from protos.rpc.server import ServerEndpoint, serve
-from teacher_service.cache.row_cache import RowCache
 from teacher_service.cache.settings import CacheSettings, make_cache, open_redis
 from teacher_service.engines.base import AsksServer, ContinuousEngine, Engine
 from teacher_service.http.app import Teacher
 from teacher_service.http.callers import Callers
 from teacher_service.http.front import HttpFront
 from teacher_service.metrics import TeacherMetrics
+from teacher_service.models.load_progress import LoadProgress
 from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.dispatcher import Dispatcher
 from teacher_service.serving.feeder import Feeder
+from teacher_service.serving.loading import LoadingServicer, in_thread
 from teacher_service.serving.scorer import RowScorer
 from teacher_service.serving.self_test import run_self_test
 from teacher_service.serving.service import TeacherServicer
@@ -90,6 +94,9 @@ class TeacherSettings:
 def run(settings: TeacherSettings) -> None:
     """Load the engine and serve until SIGTERM or SIGINT.
 
+    The port is bound before the engine is loaded: who calls meanwhile learns how far it is. A
+    signal during the load ends this process at once, with exit code 0.
+
     Raises SystemExit with code 1 if the engine fails every query; see Dispatcher. Raises
     InvalidInput if the settings cannot work, and WrongState if the self-test of the engine fails.
     """
@@ -100,36 +107,18 @@ def run(settings: TeacherSettings) -> None:
         settings.endpoint.require_usable()
         if settings.http:
             settings.http.require_usable(settings.endpoint)
-        engine = make_engine(settings.engine)
-        difference = run_self_test(engine)
-        meaning = "Largest difference of two scorings of a token at startup."
-        metrics.gauge("self_test_nats", meaning, lambda: difference)
-        if isinstance(engine, AsksServer):
-            asked = engine
-            meaning = "Tokens of all requests to the endpoint, which may charge for them."
-            metrics.gauge("endpoint_tokens", meaning, lambda: asked.tokens_asked)
-        cache = None
-        if settings.cache:
-            cache = make_cache(settings.cache, redis, engine.info.fingerprint)
-        asyncio.run(_serve(settings, engine, cache, metrics))
-    if cache:
-        log.info("cache", extra=fields(**cache.counters()))
+        asyncio.run(_Program(settings, redis, metrics).serve())
 
 
-def make_engine(settings: EngineSettings) -> Engine:
-    """Load the engine `settings.name`.
+def make_engine(settings: EngineSettings, progress: LoadProgress | None = None) -> Engine:
+    """Load the engine `settings.name`. `progress` follows the load.
 
     Raises InvalidInput if the engine is unknown, lacks one of the options that are set, or cannot
     load the model.
     """
-    if settings.name != "endpoint":
-        for option, value in settings.endpoint.given().items():
-            if value:
-                raise _unknown_to(settings.name, option, "use --engine endpoint")
+    _require_known_options(settings)
     match settings.name:
         case "hf":
-            if settings.vllm.tensor_parallel_size != 1:
-                raise _unknown_to("hf", "--tensor-parallel-size", "use --engine vllm")
             from teacher_service.engines.hf import HfEngine
 
             return HfEngine(
@@ -137,12 +126,9 @@ def make_engine(settings: EngineSettings) -> Engine:
                 dtype=settings.dtype,
                 device=settings.device,
                 batch_invariant=settings.batch_invariant,
+                progress=progress,
             )
         case "vllm":
-            if settings.device != "auto":
-                raise _unknown_to("vllm", "--device", "set CUDA_VISIBLE_DEVICES")
-            if settings.batch_invariant:
-                raise _unknown_to("vllm", "--batch-invariant", "use --engine hf")
             from teacher_service.engines.vllm import VllmEngine
 
             return VllmEngine(
@@ -151,6 +137,7 @@ def make_engine(settings: EngineSettings) -> Engine:
                 tensor_parallel_size=settings.vllm.tensor_parallel_size,
                 gpu_memory_share=settings.vllm.gpu_memory_share,
                 max_batch_tokens=settings.max_batch_tokens,
+                progress=progress,
             )
         case "endpoint":
             from teacher_service.engines.endpoint import EndpointEngine
@@ -178,59 +165,128 @@ def make_engine(settings: EngineSettings) -> Engine:
             )
 
 
-def _unknown_to(engine: str, option: str, hint: str) -> InvalidInput:
-    return InvalidInput(f"the {engine} engine has no such option", field=option, hint=hint)
-
-
-async def _serve(
-    settings: TeacherSettings, engine: Engine, cache: RowCache | None, metrics: TeacherMetrics
-) -> None:
-    info = engine.info
-    most = info.limits.max_top_k or info.vocab_size
-    limits = RequestLimits(info.vocab_size, info.max_length, min(settings.engine.max_top_k, most))
-    stop = asyncio.Event()
-    dispatching: Dispatcher
-    if isinstance(engine, ContinuousEngine):
-        dispatching = Feeder(engine, on_broken=stop.set, metrics=metrics)
-    else:
-        dispatching = Batcher(
-            engine,
-            max_batch_tokens=settings.engine.max_batch_tokens,
-            on_broken=stop.set,
-            metrics=metrics,
+def _require_known_options(settings: EngineSettings) -> None:
+    """Raise InvalidInput if an option is set that the engine does not have."""
+    vllm = settings.name == "vllm"
+    own = settings.endpoint.given() if settings.name != "endpoint" else {}
+    unknown = [(option, "use --engine endpoint") for option, value in own.items() if value]
+    if settings.name == "hf" and settings.vllm.tensor_parallel_size != 1:
+        unknown.append(("--tensor-parallel-size", "use --engine vllm"))
+    if vllm and settings.device != "auto":
+        unknown.append(("--device", "set CUDA_VISIBLE_DEVICES"))
+    if vllm and settings.batch_invariant:
+        unknown.append(("--batch-invariant", "use --engine hf"))
+    for option, hint in unknown:
+        raise InvalidInput(
+            f"the {settings.name} engine has no such option", field=option, hint=hint
         )
-    async with cache or nullcontext(), dispatching as dispatcher:
+
+
+class _Program:
+    """The parts of the running teacher, from the bound port to the loaded engine and its servers.
+
+    `redis` is the connection of the cache, if the settings have one.
+    """
+
+    def __init__(self, settings: TeacherSettings, redis: Any, metrics: TeacherMetrics) -> None:
+        self._settings = settings
+        self._redis = redis
+        self._metrics = metrics
+        self._progress = LoadProgress()
+        self._servicer = LoadingServicer(self._progress)
+        self._stop = asyncio.Event()
+        self._dispatcher: Dispatcher | None = None
+        self._enders: list[Callable[[], None]] = []
+        self._http_url = ""
+
+    async def serve(self) -> None:
+        """Bind the port, load, and serve until a signal or until the engine is broken.
+
+        Raises SystemExit with code 1 if the engine is broken.
+        """
+
+        def register(server: grpc.aio.Server) -> str:
+            teacher_pb2_grpc.add_TeacherServicer_to_server(self._servicer, server)
+            return "distill.v1.Teacher"
+
+        async with AsyncExitStack() as stack:
+            await serve(
+                register,
+                self._settings.endpoint,
+                grace_seconds=GRACE_SECONDS,
+                prepare=partial(self._load, stack),
+                on_ready=self._tell_ready,
+                on_stop=self._end_calls,
+                stop=self._stop,
+            )
+        if self._dispatcher is None:
+            # The thread that loads cannot be ended in another way, and may hold a device.
+            log.info("stopped while loading")
+            logging.shutdown()
+            os._exit(0)
+        if self._dispatcher.broken:
+            raise SystemExit(1)
+
+    async def _load(self, stack: AsyncExitStack) -> None:
+        """Load the engine, open cache, dispatcher and HTTP on `stack`, and begin to answer."""
+        settings, metrics = self._settings, self._metrics
+        engine = await in_thread(self._tested_engine, self._stop)
+        if engine is None:
+            return
+        info = engine.info
+        cache = None
+        if settings.cache:
+            cache = make_cache(settings.cache, self._redis, info.fingerprint)
+            stack.callback(lambda: log.info("cache", extra=fields(**cache.counters())))
+            await stack.enter_async_context(cache)
+        dispatcher = await stack.enter_async_context(self._dispatching(engine))
+        most = info.limits.max_top_k or info.vocab_size
+        limits = RequestLimits(
+            info.vocab_size, info.max_length, min(settings.engine.max_top_k, most)
+        )
         scorer, budget = RowScorer(dispatcher, cache), AnswerBudget()
         weights = Weights(engine, dispatcher)
         servicer = TeacherServicer(scorer, dispatcher, weights, limits, metrics, budget)
         teacher = Teacher(scorer, dispatcher, limits, metrics, Callers(budget))
-        async with _http(settings, teacher) as (url, stop_http):
+        self._http_url, stop_http = await stack.enter_async_context(_http(settings, teacher))
+        self._enders = [stop_http, servicer.drain]
+        self._dispatcher = dispatcher
+        self._servicer.loaded(servicer)
 
-            def register(server: grpc.aio.Server) -> str:
-                teacher_pb2_grpc.add_TeacherServicer_to_server(servicer, server)
-                return "distill.v1.Teacher"
+    def _tested_engine(self) -> Engine:
+        engine = make_engine(self._settings.engine, self._progress)
+        self._progress.begin("scoring its self-test")
+        difference = run_self_test(engine)
+        meaning = "Largest difference of two scorings of a token at startup."
+        self._metrics.gauge("self_test_nats", meaning, lambda: difference)
+        if isinstance(engine, AsksServer):
+            asked = engine
+            meaning = "Tokens of all requests to the endpoint, which may charge for them."
+            self._metrics.gauge("endpoint_tokens", meaning, lambda: asked.tokens_asked)
+        return engine
 
-            def on_ready(port: int) -> None:
-                facts = {"engine": info.name, "model": info.model, "dtype": info.dtype}
-                log.info("serving", extra=fields(**facts, fingerprint=info.fingerprint[:16]))
-                print(f"teacher listening on {settings.endpoint.address(port)}", flush=True)
-                if url:
-                    print(f"HTTP on {url}", flush=True)
+    def _dispatching(self, engine: Engine) -> Dispatcher:
+        if isinstance(engine, ContinuousEngine):
+            return Feeder(engine, on_broken=self._stop.set, metrics=self._metrics)
+        return Batcher(
+            engine,
+            max_batch_tokens=self._settings.engine.max_batch_tokens,
+            on_broken=self._stop.set,
+            metrics=self._metrics,
+        )
 
-            def on_stop() -> None:
-                stop_http()
-                servicer.drain()
+    def _end_calls(self) -> None:
+        for end in self._enders:
+            end()
 
-            await serve(
-                register,
-                settings.endpoint,
-                grace_seconds=GRACE_SECONDS,
-                on_ready=on_ready,
-                on_stop=on_stop,
-                stop=stop,
-            )
-        if dispatcher.broken:
-            raise SystemExit(1)
+    def _tell_ready(self, port: int) -> None:
+        assert self._dispatcher
+        info = self._dispatcher.info
+        facts = {"engine": info.name, "model": info.model, "dtype": info.dtype}
+        log.info("serving", extra=fields(**facts, fingerprint=info.fingerprint[:16]))
+        print(f"teacher listening on {self._settings.endpoint.address(port)}", flush=True)
+        if self._http_url:
+            print(f"HTTP on {self._http_url}", flush=True)
 
 
 @asynccontextmanager

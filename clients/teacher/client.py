@@ -33,7 +33,7 @@ from clients.teacher.query import MAX_TAIL_DRAWS, ScoreQuery, request_of, tokeni
 from protos import teacher_pb2
 from protos.errors import DistillError, InvalidInput, TimedOut, Unavailable
 from protos.rows.codec import RowBlock
-from protos.rpc.statuses import TLS_HINT, fault_of
+from protos.rpc.statuses import TLS_HINT, fault_of, sent_fault
 from protos.rpc.transport import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 
 __all__ = ["ScoreQuery", "TeacherClient", "TeacherInfo", "tokenizer_fingerprint"]
@@ -302,6 +302,10 @@ class TeacherClient:
         fault = fault_of(error, lane.name)
         if not isinstance(fault, Unavailable | TimedOut):
             return fault
+        if sent_fault(error):  # it loads its model, or stops
+            return Unavailable(
+                f"the {lane.name} answers: {fault.message}", field=self._field, hint=fault.hint
+            )
         return Unavailable(
             f"no teacher answers at {lane.address}",
             field=self._field,

@@ -125,29 +125,29 @@ class Waits:
         if wait.over:
             self._wake()
 
-    async def _trouble(self, job: Job) -> str:
-        """Return why the job cannot start yet; "" if it can, or if its trainer is to tell why."""
+    async def _trouble(self, job: Job) -> DistillError | None:
+        """Return why the job cannot start yet; None if it can, or if its trainer is to tell why."""
         try:
             await self._preflight(parse_config(job.config_json), self._runs / job.id)
         except DistillError as error:
-            return str(error) if is_infrastructure(type(error).__name__) else ""
+            return error if is_infrastructure(type(error).__name__) else None
         except Exception:
             log.exception("job %s: the preflight failed", job.id)
-        return ""
+        return None
 
-    def _judge(self, job: Job, wait: _Wait, trouble: str) -> None:
+    def _judge(self, job: Job, wait: _Wait, trouble: DistillError | None) -> None:
         since = wait.attempt.waiting_since
-        if not trouble:
+        if trouble is None:
             self._store.change(job.id, Change(phase=""))
             wait.over = True
         elif self.gives_up(since):
-            reason = given_up(trouble, since)
+            reason = given_up(str(trouble), since)
             self._store.change(job.id, Change(JobState.FAILED, reason=reason, phase=""))
             del self._waits[job.id]
         else:
             wait.pause = min(self._longest_pause, 2 * wait.pause)
             wait.next_at = time.monotonic() + wait.pause
-            if job.phase != (phase := _phase(wait)):
+            if job.phase != (phase := _phase(wait, trouble.message)):
                 self._store.change(job.id, Change(phase=phase))
 
     def _fresh(self, attempt: Attempt, last_pause: float) -> _Wait:
@@ -170,6 +170,7 @@ def _is_queued(job: Job, wait: _Wait) -> bool:
     return job.state is JobState.QUEUED and job.attempt == wait.attempt.number
 
 
-def _phase(wait: _Wait) -> str:
+def _phase(wait: _Wait, said: str = "no answer") -> str:
+    """Return the phase of a job that waits. `said`: what the last try found."""
     since, subject = clock(wait.attempt.waiting_since), wait.attempt.waits_for
-    return f"WAITING {subject}: no answer since {since}; next try in {wait.pause:g} s"
+    return f"WAITING {subject}: {said} since {since}; next try in {wait.pause:g} s"

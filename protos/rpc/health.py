@@ -14,7 +14,7 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Report SERVING until `stop` is called, then NOT_SERVING.
+    """Report NOT_SERVING until `start` is called, then SERVING, and NOT_SERVING after `stop`.
 
     After `stop` every Watch call sends NOT_SERVING and ends: an open call would delay the server's
     shutdown. All methods must run on the event loop of the server.
@@ -22,11 +22,17 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     def __init__(self, service: str) -> None:
         self._services = ("", service)
+        self._started = asyncio.Event()
         self._stopping = asyncio.Event()
+
+    def start(self) -> None:
+        """Report SERVING from now on."""
+        self._started.set()
 
     def stop(self) -> None:
         """Report NOT_SERVING from now on, and end all Watch calls."""
         self._stopping.set()
+        self._started.set()  # a Watch call may wait for the start
 
     async def Check(self, request: Any, context: object) -> Any:
         """Return the status of a service; raises NotFound for a name that this server lacks."""
@@ -38,10 +44,17 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         """Stream the status of a service at once and when it changes, until `stop`."""
         if request.service not in self._services:
             yield _Status(status=_Status.SERVICE_UNKNOWN)
-        elif not self._stopping.is_set():
-            yield _Status(status=_Status.SERVING)
-        await self._stopping.wait()
-        yield _Status(status=_Status.NOT_SERVING)
+            await self._stopping.wait()
+            yield _Status(status=_Status.NOT_SERVING)
+            return
+        told = self._status()
+        yield _Status(status=told)
+        for change in (self._started, self._stopping):
+            await change.wait()
+            if self._status() != told:
+                told = self._status()
+                yield _Status(status=told)
 
     def _status(self) -> Any:
-        return _Status.NOT_SERVING if self._stopping.is_set() else _Status.SERVING
+        serving = self._started.is_set() and not self._stopping.is_set()
+        return _Status.SERVING if serving else _Status.NOT_SERVING

@@ -8,7 +8,7 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,14 +103,17 @@ async def serve(
     on_ready: Callable[[int], None],
     on_stop: Callable[[], None] = lambda: None,
     stop: asyncio.Event | None = None,
+    prepare: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then give running calls `grace_seconds` seconds to finish.
 
     Setting `stop` ends the server as a signal does.
 
     `register` adds the service to the server and returns its full name for health checks.
-    `on_ready` is called with the bound port. `on_stop` is called when shutdown begins; it should
-    end streams that would not end by themselves.
+    `prepare` is awaited while the server listens and health checks say NOT_SERVING; it should end
+    early when `stop` is set. An error that it raises ends the server and is raised here. Then
+    `on_ready` is called with the bound port, unless the server was stopped. `on_stop` is called
+    when shutdown begins; it should end streams that would not end by themselves.
 
     Raises InvalidInput if the port is taken, or if other machines could call without tokens and
     TLS. Must run in the main thread, because it installs signal handlers.
@@ -131,11 +134,17 @@ async def serve(
     bound = _bind(server, endpoint)
     await server.start()
     _warn(endpoint)
-    on_ready(bound)
-    await stop.wait()
-    health.stop()
-    on_stop()
-    await server.stop(grace_seconds)
+    try:
+        if prepare:
+            await prepare()
+        if not stop.is_set():
+            health.start()
+            on_ready(bound)
+        await stop.wait()
+    finally:
+        health.stop()
+        on_stop()
+        await server.stop(grace_seconds)
 
 
 def _bind(server: grpc.aio.Server, endpoint: ServerEndpoint) -> int:

@@ -153,14 +153,9 @@ def _cut(text: str) -> str:
     return text if len(data) <= _TEXT_BYTES else data[:_TEXT_BYTES].decode(errors="ignore") + " ..."
 
 
-def fault_of(error: grpc.RpcError, server: str) -> DistillError:
-    """Return the DistillError for a failed gRPC call, on the client.
-
-    `server` is the server's name in messages, such as `teacher HOST:PORT`. A status without the
-    details of ErrorBoundary (no connection, a deadline, a proxy) gets a message and hint here.
-    """
+def sent_fault(error: grpc.RpcError) -> DistillError | None:
+    """Return the error that the server itself sent, on the client; None if gRPC made the status."""
     call: Any = error
-    status: grpc.StatusCode = call.code()
     for key, value in call.trailing_metadata() or ():
         if key == _STATUS_DETAILS:
             details, info = status_pb2.Status(), error_details_pb2.ErrorInfo()
@@ -169,7 +164,20 @@ def fault_of(error: grpc.RpcError, server: str) -> DistillError:
                 details.ParseFromString(value)
                 if details.details and details.details[0].Unpack(info):
                     field, hint = info.metadata["field"], info.metadata["hint"]
-                    return error_of(status.name, details.message, field=field, hint=hint)
+                    return error_of(call.code().name, details.message, field=field, hint=hint)
+    return None
+
+
+def fault_of(error: grpc.RpcError, server: str) -> DistillError:
+    """Return the DistillError for a failed gRPC call, on the client.
+
+    `server` is the server's name in messages, such as `teacher HOST:PORT`. A status without the
+    details of ErrorBoundary (no connection, a deadline, a proxy) gets a message and hint here.
+    """
+    if sent := sent_fault(error):
+        return sent
+    call: Any = error
+    status: grpc.StatusCode = call.code()
     if status is grpc.StatusCode.UNAVAILABLE:
         tls = "https://" in server
         reason = _TLS_REASON.search(call.details() or "") if tls else None

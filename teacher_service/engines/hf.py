@@ -26,6 +26,7 @@ from teacher_service.models.files import (
     release_of,
     weight_files,
 )
+from teacher_service.models.load_progress import LoadProgress
 from teacher_service.models.loading import body_of, load_model, load_vocabulary, not_linear
 
 
@@ -47,11 +48,17 @@ class HfEngine:
         dtype: str = "auto",
         device: str = "auto",
         batch_invariant: bool = False,
+        progress: LoadProgress | None = None,
     ) -> None:
+        """Load the model; `progress` follows it."""
+        progress = progress or LoadProgress()
         path = model_directory(model)
         self._device = _device(device)
         digests = FileDigests(weight_files(path))
-        self._model = load_model(path, dtype=dtype).to(self._device).eval()
+        progress.begin("reading its weights")
+        with progress.of_transformers():
+            self._model = load_model(path, dtype=dtype).to(self._device).eval()
+        progress.begin("probing its head")
         head = self._model.get_output_embeddings()
         if not isinstance(head, torch.nn.Linear):
             raise not_linear(model)
@@ -64,6 +71,7 @@ class HfEngine:
         self._head = Head(head.weight.detach(), bias, scale_and_cap=scale_and_cap)
         self._batch_invariant = batch_invariant
         self._weights = ModelWeights(self._model)
+        progress.begin("computing the digests of its files")
         self.info = self._describe(model, path, digests)
 
     def parameters(self) -> Mapping[str, TensorSpec]:

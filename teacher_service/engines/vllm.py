@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,6 +32,7 @@ from teacher_service.models.files import (
     release_of,
     weight_files,
 )
+from teacher_service.models.load_progress import LoadProgress
 from teacher_service.models.loading import load_model, load_vocabulary
 
 _WORKER = "teacher_service.engines.vllm_worker.ScoringWorker"
@@ -57,14 +59,17 @@ class VllmEngine:
         tensor_parallel_size: int = 1,
         gpu_memory_share: float = 0.9,
         max_batch_tokens: int = 16384,
+        progress: LoadProgress | None = None,
     ) -> None:
+        """Start vLLM; `progress` follows it."""
+        progress = progress or LoadProgress()
         require_vllm()
         path = model_directory(model)
         digests = FileDigests(weight_files(path))
         skeleton = load_model(path, dtype=dtype, device="meta")
         head = find_head(skeleton, path)
         tokens = load_vocabulary(path)
-        options = {
+        options: dict[str, Any] = {
             "model": str(path),
             "dtype": str(skeleton.dtype).removeprefix("torch."),
             "tensor_parallel_size": tensor_parallel_size,
@@ -78,10 +83,14 @@ class VllmEngine:
                 "teacher_pid": os.getpid(),
             },
         }
-        try:
-            self._vllm = VllmProcess(options)
-        except (ValueError, RuntimeError) as error:
-            raise _not_started(path, error) from error
+        progress.begin("starting vLLM and reading its weights")
+        with progress.of_another_process() as file:
+            options["additional_config"]["progress_file"] = str(file)
+            try:
+                self._vllm = VllmProcess(options)
+            except (ValueError, RuntimeError) as error:
+                raise _not_started(path, error) from error
+        progress.begin("computing the digests of its files")
         cache = self._vllm.config.cache_config
         self._block = cache.block_size if cache.enable_prefix_caching else None
         self.info = self._describe(model, path, head, tokens, digests)

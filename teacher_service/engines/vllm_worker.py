@@ -6,7 +6,7 @@ leave it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.model_executor.layers.pooler import PoolingParamsUpdate
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
 from clients.teacher.query import ScoreQuery
@@ -28,6 +29,7 @@ from teacher_service.engines.vllm_wire import decode_query, encode_answer, part_
 from teacher_service.head.head import Head
 from teacher_service.head.scale_and_cap import ScaleAndCap
 from teacher_service.models.files import weight_files
+from teacher_service.models.load_progress import write_share
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
@@ -46,12 +48,14 @@ class ScoringWorker(_Worker):  # type: ignore[misc]
     """
 
     def load_model(self, **options: Any) -> None:
-        """Load the model as vLLM does, and replace its pooler by RowPooler.
+        """Load the model as vLLM does, tell the share, and replace its pooler by RowPooler.
 
         Also starts a thread that ends this process when the teacher process ends.
         """
         ours = self.vllm_config.additional_config
         die_with(ours["teacher_pid"])
+        if self.rank == 0:
+            _tell_share(Path(self.model_config.model), Path(ours["progress_file"]))
         super().load_model(**options)
         head = None
         if self.rank == 0:  # vLLM reads only the output of rank 0
@@ -93,6 +97,21 @@ def cpu_product(weight: Tensor) -> Callable[[Tensor], Tensor]:
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
     return lambda states: layer.cpu_linear(states, weight, None)
+
+
+def _tell_share(model: Path, file: Path) -> None:
+    """Make vLLM's loader write into `file` the share of the weights' bytes that it has read."""
+    total = sum(one.stat().st_size for one in weight_files(model))
+    weights_of = DefaultModelLoader.get_all_weights
+
+    def counted(loader: Any, *args: Any) -> Iterator[tuple[str, Tensor]]:
+        read = 0
+        for name, weight in weights_of(loader, *args):
+            yield name, weight
+            read += weight.nbytes
+            write_share(file, min(1.0, read / total))
+
+    DefaultModelLoader.get_all_weights = counted
 
 
 def _read_tensor(path: Path, name: str) -> Tensor:

@@ -153,6 +153,7 @@ def _reachable(name: str, address: str) -> Check:
     from protos.distill_pb2 import ListJobsRequest
     from protos.distill_pb2_grpc import DistillStub
     from protos.rpc.channel import SERVER_TOKEN, TEACHER_TOKEN, open_channel
+    from protos.rpc.statuses import sent_fault
     from protos.teacher_pb2 import GetInfoRequest
     from protos.teacher_pb2_grpc import TeacherStub
 
@@ -171,7 +172,9 @@ def _reachable(name: str, address: str) -> Check:
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
             unknown = f"{address} does not know the token; set ${token} to one of its token file"
             return Check(name, address, problem=unknown)
-        return Check(name, address, problem=f"{address} does not answer ({code})")
+        sent = sent_fault(error)
+        problem = f"answers: {sent.message}" if sent else f"does not answer ({code})"
+        return Check(name, address, problem=f"{address} {problem}")
     except DistillError as error:
         return Check(name, address, problem=str(error))
     serving = answer.status == health_pb2.HealthCheckResponse.SERVING

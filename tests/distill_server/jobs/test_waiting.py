@@ -99,6 +99,11 @@ def test_a_teacher_that_is_away_fails_no_job_and_holds_no_slot(site: Site) -> No
         if site.teacher.asked > asked:
             tries.append(site.job(first).phase.rsplit("; ")[1])
     assert tries == [f"next try in {n} s" for n in (10, 20, 30, 30, 30)]
+    assert re.fullmatch(
+        r"WAITING teacher\.address: no teacher answers at here:1 since \d\d:\d\d UTC; next try in"
+        r" 30 s",
+        site.job(first).phase,
+    )
     site.teacher.away = False
     site.later(30)
     assert [key[0] for key in site.server.runner.alive] == [first]  # its old place

@@ -1,0 +1,89 @@
+"""How far a teacher is with the loading of its model, for those who wait for it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging as transformers_logging
+
+_WIDTH = 6  # characters of a share in a file, "0.4100"
+
+
+class LoadProgress:
+    """The stage of a start, such as "reading its weights", and the share of the stage that is done.
+
+    One thread writes and others read: each attribute is replaced as a whole.
+    """
+
+    def __init__(self) -> None:
+        self._stage = "starting"
+        self._share: float | None = None
+        self._file: Path | None = None
+
+    def begin(self, stage: str) -> None:
+        """Begin a stage, whose share is not known yet."""
+        self._share, self._stage = None, stage
+
+    @contextmanager
+    def of_another_process(self) -> Iterator[Path]:
+        """Yield a file in which another process writes the share with `write_share`."""
+        with tempfile.NamedTemporaryFile(prefix="distill-load-") as file:
+            self._file = Path(file.name)
+            try:
+                yield self._file
+            finally:
+                self._file = None
+
+    def reach(self, share: float) -> None:
+        """Set the share of the current stage that is done, in [0, 1]."""
+        self._share = share
+
+    def __str__(self) -> str:
+        """Return the stage and its share in percent, if that is known."""
+        share = self._share
+        if file := self._file:
+            with suppress(OSError, ValueError):  # it is empty before the first share
+                share = float(file.read_text())
+        return self._stage if share is None else f"{self._stage}: {share:.0%}"
+
+    @contextmanager
+    def of_transformers(self) -> Iterator[None]:
+        """Follow the progress bar of transformers, which counts tensors, inside the block."""
+
+        def follow(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            bar = make(*args, **options)
+            items = args[0] if args else options.get("iterable")
+            return _FollowedBar(bar, len(items), self) if isinstance(items, Sized) else bar
+
+        before = transformers_logging.set_tqdm_hook(follow)
+        try:
+            yield
+        finally:
+            transformers_logging.set_tqdm_hook(before)
+
+
+def write_share(file: Path, share: float) -> None:
+    """Write the share for `LoadProgress.of_another_process`; a reader never sees half of it."""
+    with suppress(OSError), file.open("r+b", buffering=0) as stream:
+        stream.write(f"{share:.4f}"[:_WIDTH].encode())
+
+
+class _FollowedBar:
+    """A progress bar over `count` items that tells a LoadProgress how far its iteration is."""
+
+    def __init__(self, bar: Any, count: int, progress: LoadProgress) -> None:
+        self._bar = bar
+        self._count = count
+        self._progress = progress
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, item in enumerate(self._bar):
+            self._progress.reach(number / self._count)
+            yield item
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bar, name)

@@ -1,0 +1,98 @@
+"""The service of a teacher that is still loading its model: it listens, and says how far it is."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+from protos import teacher_pb2, teacher_pb2_grpc
+from protos.errors import Unavailable
+from teacher_service.models.load_progress import LoadProgress
+from teacher_service.serving.service import TeacherServicer
+
+_T = TypeVar("_T")
+
+
+class LoadingServicer(teacher_pb2_grpc.TeacherServicer):
+    """The service distill.v1.Teacher from the start of the process on.
+
+    Until `loaded` is called, every method raises Unavailable with the progress of the load. After
+    it, every method is that of the loaded teacher.
+    """
+
+    def __init__(self, progress: LoadProgress) -> None:
+        self._progress = progress
+        self._teacher: TeacherServicer | None = None
+
+    def loaded(self, teacher: TeacherServicer) -> None:
+        """Answer with `teacher` from now on."""
+        self._teacher = teacher
+
+    async def GetInfo(
+        self, request: teacher_pb2.GetInfoRequest, context: Any
+    ) -> teacher_pb2.TeacherInfo:
+        """Return identity, limits and load of the loaded teacher."""
+        return await self._loaded_teacher().GetInfo(request, context)
+
+    async def GetVocabulary(
+        self, request: teacher_pb2.GetVocabularyRequest, context: Any
+    ) -> AsyncIterator[teacher_pb2.VocabularyChunk]:
+        """Stream the tokens of the loaded teacher in order of id."""
+        async for chunk in self._loaded_teacher().GetVocabulary(request, context):
+            yield chunk
+
+    async def Score(
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[teacher_pb2.ScoreChunk]:
+        """Stream the rows of a stream of requests."""
+        async for chunk in self._loaded_teacher().Score(request_iterator, context):
+            yield chunk
+
+    async def PushWeights(
+        self, request_iterator: Any, context: Any
+    ) -> teacher_pb2.PushWeightsReply:
+        """Apply a weight update."""
+        return await self._loaded_teacher().PushWeights(request_iterator, context)
+
+    def _loaded_teacher(self) -> TeacherServicer:
+        if self._teacher is None:
+            raise Unavailable(f"it is loading its model ({self._progress})", hint="wait for it")
+        return self._teacher
+
+
+async def in_thread(work: Callable[[], _T], stop: asyncio.Event) -> _T | None:
+    """Run `work` in a thread and return its result; None if `stop` is set before it ends.
+
+    The thread is a daemon: a program that is stopped does not wait for it. An error of `work` is
+    raised here.
+    """
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[_T] = loop.create_future()
+
+    def tell(result: _T | None, error: BaseException | None) -> None:
+        if found.cancelled():
+            return
+        if error is not None:
+            found.set_exception(error)
+        else:
+            found.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:
+            error = raised
+        loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    stopped = asyncio.create_task(stop.wait())
+    either: list[asyncio.Future[Any]] = [found, stopped]
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if found.done():
+        return found.result()
+    found.cancel()
+    return None

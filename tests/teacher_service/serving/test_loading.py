@@ -1,0 +1,128 @@
+"""A real teacher while it loads: who calls learns how far it is, and nobody's query is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from clients.cli.commands.doctor import _reachable
+from clients.teacher.client import TeacherClient
+from clients.teacher.query import ScoreQuery
+from protos import teacher_pb2
+from protos.errors import DistillError, Unavailable
+from protos.rpc.statuses import fault_of
+from protos.teacher_pb2_grpc import TeacherStub
+from tests.distill_server.conftest import eventually
+from tests.ports import free_ports
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+QUERY = ScoreQuery(np.arange(9, dtype=np.int32), 1, top_k=2)
+
+
+@dataclass(frozen=True)
+class GatedTeacher:
+    process: subprocess.Popen[str]
+    address: str
+    gate: Path
+    log: Path
+
+    def fault(self) -> DistillError:
+        """What a call that does not wait gets."""
+        with grpc.insecure_channel(self.address) as channel:
+            try:
+                TeacherStub(channel).GetInfo(teacher_pb2.GetInfoRequest(), timeout=10)
+            except grpc.RpcError as error:
+                return fault_of(error, "teacher")
+        raise AssertionError("it answers")
+
+    def is_in_the_weights(self) -> bool:
+        return "weights: 4" in self.fault().message or "weights: 5" in self.fault().message
+
+    def go_on(self) -> None:
+        self.gate.touch()
+        assert self.process.stdout
+        assert self.process.stdout.readline() == f"teacher listening on {self.address}\n"
+
+
+@pytest.fixture
+def loading(tmp_path: Path, tiny_model: Path) -> Iterator[GatedTeacher]:
+    """A teacher that holds 40% of its weights, and waits for a file to go on."""
+    [port], gate, log = free_ports(1), tmp_path / "gate", tmp_path / "teacher.log"
+    command = [sys.executable, "-m", "tests.teacher_service.serving.gated_teacher"]
+    options = ["--model", str(tiny_model), "--no-cache", "--port", str(port)]
+    environment = {**os.environ, "GATE": str(gate), "OMP_NUM_THREADS": "1"}
+    with log.open("ab") as stderr:
+        process = subprocess.Popen(
+            [*command, *options],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=environment,
+        )
+    with process:
+        teacher = GatedTeacher(process, f"127.0.0.1:{port}", gate, log)
+        try:
+            eventually(teacher.is_in_the_weights)
+            yield teacher
+        finally:
+            process.kill()
+
+
+def test_callers_learn_the_share_and_their_queries_wait(loading: GatedTeacher) -> None:
+    said = re.compile(r"it is loading its model \(reading its weights: (4\d|5\d)%\)")
+    fault = loading.fault()
+    assert isinstance(fault, Unavailable)
+    assert said.fullmatch(fault.message), fault
+    with TeacherClient(loading.address, patience_seconds=1.0) as client:
+        with pytest.raises(Unavailable, match="answers: it is loading its model"):
+            client.info()
+        answer: Future[object] = client.submit(QUERY)  # type: ignore[assignment]
+        with pytest.raises(TimeoutError):
+            answer.result(2)  # twice its patience
+        loading.go_on()
+        assert len(answer.result(60)) == 8  # type: ignore[arg-type]
+        assert client.info().engine == "hf"
+    problem = _reachable("teacher", loading.address).problem
+    assert problem == ""
+
+
+def test_doctor_tells_the_share(loading: GatedTeacher) -> None:
+    problem = _reachable("teacher", loading.address).problem
+    assert problem.startswith(f"{loading.address} answers: it is loading its model (reading")
+
+
+def test_health_says_not_serving_until_the_model_is_loaded(loading: GatedTeacher) -> None:
+    request = health_pb2.HealthCheckRequest()
+    with grpc.insecure_channel(loading.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        assert health.Check(request, timeout=10).status == NOT_SERVING
+        watch = health.Watch(request)
+        assert next(watch).status == NOT_SERVING
+        loading.go_on()
+        assert next(watch).status == SERVING
+        assert health.Check(request, timeout=10).status == SERVING
+        loading.process.terminate()
+        assert next(watch).status == NOT_SERVING
+        assert next(watch, None) is None
+    assert loading.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_load(loading: GatedTeacher, signum: signal.Signals) -> None:
+    loading.process.send_signal(signum)
+    assert loading.process.wait(30) == 0
+    assert "stopped while loading" in loading.log.read_text()
+    assert "Traceback" not in loading.log.read_text()
