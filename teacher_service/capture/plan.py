@@ -57,6 +57,13 @@ class Plan:
         """Number of rows of all sequences."""
         return int(self.offsets[-1]) - int(self.starts.sum(dtype=np.int64))
 
+    @property
+    def left_out(self) -> str:
+        """The records that are not captured, by reason; "" if there are none."""
+        if not self.too_long and not self.empty:
+            return ""
+        return f"left out: {self.too_long} too long, {self.empty} with nothing to score"
+
     def files_of(self, index: int, count: int) -> range:
         """Return the file numbers of part `index` (from 0) of `count` parts of the data."""
         total = len(self.files) - 1

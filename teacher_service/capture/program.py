@@ -79,9 +79,10 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
         progress.expect(sum(counts))
         with StoreWriter(job.method.store_in(run.path), metadata, counts) as writer:
             done = sum(counts[: writer.files])
-            progress.say(PHASE if files else _idle(job, plan), done)
+            phase = f"{PHASE} ({plan.left_out})" if plan.left_out else PHASE
+            progress.say(phase if files else _idle(job, plan), done)
             with closing(MetricsLog(run, attempt=attempt, last_step=done or None)) as metrics:
-                recorder = Recorder(progress, metrics, lambda: writer.bytes, step=done)
+                recorder = Recorder(progress, metrics, lambda: writer.bytes, step=done, phase=phase)
                 missing = files[writer.files :]
                 verdict = fill(writer, make_source(plan, ask), plan, missing, recorder, ask.encode)
         if verdict == "succeeded":
@@ -193,17 +194,16 @@ def _plan(
             key=key,
             on_look=_Look(progress, reader),
         )
-    left_out = f"{plan.too_long} too long, {plan.empty} with nothing to score"
     if not len(plan):
         raise InvalidInput(
             f"{job.data.path} has no sequence of at most {job.method.max_tokens} tokens"
-            f" (left out: {left_out})",
+            f" ({plan.left_out or 'no record'})",
             field="data.path",
             hint="give more data, or a larger method.max_tokens",
         )
     log.info(
-        "%d sequences with %d rows in %d files; left out: %s",
-        *(len(plan), plan.rows, len(plan.files) - 1, left_out),
+        "%d sequences with %d rows in %d files%s",
+        *(len(plan), plan.rows, len(plan.files) - 1, plan.left_out and f"; {plan.left_out}"),
     )
     return plan
 

@@ -20,17 +20,25 @@ class Stopped(Exception):
 class Recorder:
     """Counts scored sequences as steps, and writes a line of metrics about once a second.
 
-    `step` starts at the number of sequences in complete files.
+    `phase` is what the progress says meanwhile. `step` starts at the number of sequences in
+    complete files.
     """
 
     def __init__(
-        self, progress: Progress, metrics: MetricsLog, stored: Callable[[], int], *, step: int
+        self,
+        progress: Progress,
+        metrics: MetricsLog,
+        stored: Callable[[], int],
+        *,
+        step: int,
+        phase: str = PHASE,
     ) -> None:
         """`stored` returns the size of the complete files in bytes."""
         self._progress = progress
         self._metrics = metrics
         self._stored = stored
         self._step = step
+        self._phase = phase
         self._rows = 0  # since the last line of metrics
         self._printed = self._looked = time.monotonic()
 
@@ -41,7 +49,7 @@ class Recorder:
         now = time.monotonic()
         if now - self._looked >= _SECONDS_BETWEEN_LOOKS:
             self._looked = now
-            self._progress.say(PHASE, self._step)
+            self._progress.say(self._phase, self._step)
             if self._progress.stop_wanted():
                 raise Stopped
         if now - self._printed >= _SECONDS_BETWEEN_LINES:
@@ -58,5 +66,5 @@ class Recorder:
             "bytes": self._stored(),
         }
         self._metrics.write(self._step, values)
-        self._progress.say(PHASE, self._step)
+        self._progress.say(self._phase, self._step)
         self._rows, self._printed = 0, now

@@ -269,6 +269,15 @@ def test_a_part_without_work_says_so(
     assert (status.phase, status.step) == (said, 0)
 
 
+def test_records_that_are_left_out_are_told(words: Path, tmp_path: Path) -> None:
+    long = ([1], [2] * 50)
+    data = write_pairs(tmp_path / "some.jsonl", [([1], [2, 3]), long, ([1], []), long])
+    capture_here(tmp_path / "run", job(data, words, method__max_tokens=20))
+    status = RunDirectory(tmp_path / "run").read_status()
+    assert status is not None
+    assert status.phase == "capturing (left out: 2 too long, 1 with nothing to score)"
+
+
 def test_what_cannot_be_merged(data: Path, words: Path, whole: Path, tmp_path: Path) -> None:
     def part(name: str, **changes: Any) -> Path:
         _, store = capture_here(tmp_path / f"run-{name}", job(data, words, **changes))
