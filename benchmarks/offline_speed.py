@@ -29,6 +29,7 @@ from clients.config.tables.common import StudentConfig
 from clients.runs.directory import RunDirectory
 from clients.runs.metrics_writer import MetricsLog
 from clients.runs.progress import Progress
+from clients.store.writer import StoreWriter
 from student_trainer.assembly import assemble
 from student_trainer.data.captured_stores import open_stores
 from student_trainer.methods import offline
@@ -41,7 +42,6 @@ from teacher_service.capture.recorder import Recorder
 from teacher_service.capture.sequences import SequenceReader
 from teacher_service.capture.sources import Ask, EngineSource, batches
 from teacher_service.capture.teacher import load_engine
-from teacher_service.capture.writer import StoreWriter
 from teacher_service.engines.base import Engine
 
 

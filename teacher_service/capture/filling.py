@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from clients.runs.directory import Verdict
 from clients.store.facts import key_of
 from clients.store.shards import StoredRows
+from clients.store.writer import StoreWriter
 from protos.errors import InternalFault
 from protos.rows.codec import RowBlock
 from teacher_service.capture.plan import Plan
 from teacher_service.capture.recorder import Recorder, Stopped
 from teacher_service.capture.sources import RowSource
-from teacher_service.capture.writer import StoreWriter
 
 Encode = Callable[[RowBlock], bytes]
 

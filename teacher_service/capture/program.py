@@ -25,6 +25,7 @@ from clients.preflight.teachers import check_capture
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.metrics_writer import MetricsLog
 from clients.runs.progress import Progress
+from clients.store.writer import StoreWriter
 from clients.teacher.client import TeacherClient
 from protos.errors import InvalidInput
 from teacher_service.capture.facts import facts_of
@@ -34,7 +35,6 @@ from teacher_service.capture.recorder import PHASE, Recorder, Stopped
 from teacher_service.capture.sequences import SequenceReader
 from teacher_service.capture.sources import Ask, EngineSource, RowSource, ServiceSource
 from teacher_service.capture.teacher import TeacherFacts, load_engine
-from teacher_service.capture.writer import StoreWriter
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,10 @@ from numpy.typing import NDArray
 from clients.teacher.query import ScoreQuery
 from protos.errors import Corrupt
 from protos.rows.codec import RowBlock
+from protos.rows.prompt_logprobs import block_of_head, rows_of_listed
 
 CHOSEN_IDS = "/inference/v1/generate"
 LIKELIEST = "/v1/completions"
-# A log-prob, or the sum of a head's probabilities, may exceed 0 or 1 by rounding.
-_ROUNDING = 1e-3
-# The tail mass is 1 minus a sum of float32 numbers: what is smaller is lost in their rounding.
-_LEAST_TAIL = 2.0**-24
 
 
 def ask_chosen_ids(query: ScoreQuery, model: str) -> dict[str, Any]:
@@ -56,7 +54,8 @@ def rows_of_chosen_ids(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock
     assert query.head_ids is not None
     k = query.k
     draws = None if query.draw_ids is None else found[:, k:-1]
-    return _block(query.head_ids, found[:, :k], found[:, -1], draws)
+    with _corrupt_if_refused():
+        return block_of_head(query.head_ids, found[:, :k], found[:, -1], draws)
 
 
 def ask_likeliest(query: ScoreQuery, model: str) -> dict[str, Any]:
@@ -71,10 +70,7 @@ def ask_likeliest(query: ScoreQuery, model: str) -> dict[str, Any]:
 
 
 def rows_of_likeliest(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
-    """Return the rows in the answer to `ask_likeliest`.
-
-    The sampled token is in a row's dict even if it is not among the k likeliest. It is not part of
-    the head: a head that depends on the sampled token makes the Top-k KL biased.
+    """Return the rows in the answer to `ask_likeliest`; see `rows_of_listed`.
 
     Raises Corrupt if the answer has other rows than asked for.
     """
@@ -82,27 +78,8 @@ def rows_of_likeliest(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
         listed: Sequence[Any] = answer["choices"][0]["prompt_logprobs"][query.start :]
     except (KeyError, IndexError, TypeError) as error:
         raise _corrupt("has no prompt_logprobs") from error
-    if len(listed) != query.rows:
-        raise _corrupt(f"has {len(listed)} rows in place of {query.rows}")
-    ids = np.empty((query.rows, query.k), np.int32)
-    head = np.empty((query.rows, query.k), np.float32)
-    tokens = np.empty(query.rows, np.float32)
-    for row, entries in enumerate(listed):
-        try:
-            tokens[row] = entries[str(query.token_ids[query.start + row])]["logprob"]
-            ranked = [
-                (one["rank"], int(name), one["logprob"])
-                for name, one in entries.items()
-                if one["rank"] <= query.k
-            ]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _corrupt(f"has a row that cannot be read: {error!r}") from error
-        if len(ranked) != query.k:
-            raise _corrupt(f"has a row of {len(ranked)} likeliest ids in place of {query.k}")
-        ranked.sort()
-        ids[row] = [name for _, name, _ in ranked]
-        head[row] = [logprob for _, _, logprob in ranked]
-    return _block(ids, head, tokens, None)
+    with _corrupt_if_refused():
+        return rows_of_listed(listed, query.token_ids[query.start :], query.k)
 
 
 def _columns(query: ScoreQuery) -> NDArray[np.int32]:
@@ -114,21 +91,13 @@ def _columns(query: ScoreQuery) -> NDArray[np.int32]:
     return np.concatenate(parts, axis=1)
 
 
-def _block(
-    ids: NDArray[np.int32],
-    head: NDArray[np.float32],
-    tokens: NDArray[np.float32],
-    draws: NDArray[np.float32] | None,
-) -> RowBlock:
-    given = [head, tokens[:, None], *([] if draws is None else [draws])]
-    mass = np.exp(head.astype(np.float64)).sum(axis=1)
-    if not all((one <= _ROUNDING).all() for one in given) or (mass > 1 + _ROUNDING).any():
-        raise _corrupt(
-            "has numbers that are no log-probs of a softmax; start its server with"
-            " --logprobs-mode raw_logprobs"
-        )
-    tail = np.log(np.maximum(1 - mass, _LEAST_TAIL)).astype(np.float32)
-    return RowBlock(ids, head, tail, tokens, draw_logprobs=draws)
+@contextmanager
+def _corrupt_if_refused() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        hint = "; start its server with --logprobs-mode raw_logprobs"
+        raise _corrupt(f"has {error}{hint if 'softmax' in str(error) else ''}") from error
 
 
 def _corrupt(problem: str) -> Corrupt:

@@ -72,6 +72,37 @@ def merge(
     settings_of(context).output.result(record, f"{out}: {sequences} sequences")
 
 
+@app.command(name="import")
+def import_(
+    context: typer.Context,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory of the store to write.")],
+    dump: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="A .jsonl file with one answer of vLLM a line: prompt_token_ids, prompt_logprobs.",
+        ),
+    ],
+    tokenizer: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory of the teacher's model or tokenizer.")
+    ],
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="The teacher's number of logits, if no config.json says it."),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Head ids to keep per row; default: all.")
+    ] = None,
+    teacher: Annotated[str, typer.Option(help="Name of the teacher, for people.")] = "",
+) -> None:
+    """Make a store from log-probs that you have dumped from vLLM; see docs/capture.md."""
+    from clients.store.import_dump import Dump, import_dump
+
+    sequences = import_dump(out, Dump(dump, tokenizer, vocab_size, top_k, teacher))
+    record = {"path": str(out), "sequences": sequences}
+    settings_of(context).output.result(record, f"{out}: {sequences} sequences")
+
+
 @app.command()
 def sample(
     context: typer.Context,

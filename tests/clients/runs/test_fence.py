@@ -122,7 +122,7 @@ def test_an_old_attempt_adds_no_file_to_a_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither one more, nor an older manifest."""
-    from teacher_service.capture.writer import StoreWriter
+    from clients.store.writer import StoreWriter
 
     none = np.zeros(2, np.float32)
     block = RowBlock(np.zeros((2, 1), np.int32), np.zeros((2, 1), np.float32), none, none)

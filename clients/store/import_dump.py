@@ -1,0 +1,189 @@
+"""Makes a store of rows from the `prompt_logprobs` that somebody dumped from vLLM.
+
+A dump is a .jsonl file with one sequence a line: an answer of vLLM's `/v1/completions`, asked with
+`prompt_logprobs` and `return_token_ids`, or an object with `prompt_token_ids` and
+`prompt_logprobs`, the fields of vLLM's RequestOutput. `start`, the first scored position, may stand
+beside them; default: 1. The log-probs must be those of the whole softmax at temperature 1 (vLLM's
+default, --logprobs-mode raw_logprobs).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clients.data.regular_file import open_regular, read_document
+from clients.data.tokenizer_file import tokens_in
+from clients.store.facts import PART, SEQUENCES, WHOLE, key_of
+from clients.store.shards import StoredRows
+from clients.store.writer import StoreWriter
+from clients.teacher.query import tokenizer_fingerprint
+from protos.errors import InvalidInput
+from protos.rows.codec import encode_rows
+from protos.rows.prompt_logprobs import rows_of_listed
+
+_SEQUENCES_A_FILE = 256
+
+
+@dataclass(frozen=True)
+class Dump:
+    """A dump, and what it does not say: the teacher's tokenizer and its number of logits.
+
+    `top_k`: head ids a row to keep; None: as many as the first line has. `teacher`: a name for
+    people.
+    """
+
+    path: Path
+    tokenizer: Path
+    vocab_size: int | None = None
+    top_k: int | None = None
+    teacher: str = ""
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    token_ids: NDArray[np.int32]
+    start: int
+    listed: Sequence[Mapping[str, Any]]
+
+
+def import_dump(out: Path, dump: Dump) -> int:
+    """Write the store `out`, and return the number of its sequences.
+
+    An interrupted import continues with the first missing file when it is called again.
+
+    Raises InvalidInput, naming the line, if the dump cannot be read, WrongState if `out` is the
+    store of something else.
+    """
+    digest, count = _digest_and_lines(dump.path)
+    lines = _lines(dump.path)
+    first = next(lines, None)
+    if first is None:
+        raise InvalidInput(f"{dump.path} has no line", field="--dump", hint="give a .jsonl file")
+    k = dump.top_k or _listed_ids(first)
+    counts = [min(_SEQUENCES_A_FILE, count - at) for at in range(0, count, _SEQUENCES_A_FILE)]
+    with StoreWriter(out, _facts(dump, digest, count, k), counts) as writer:
+        done = writer.files * _SEQUENCES_A_FILE
+        entries: list[StoredRows] = []
+        for number, sequence in enumerate(_lines(dump.path)):
+            if number < done:
+                continue
+            entries.append(_stored(dump.path, number, sequence, k))
+            if len(entries) == counts[writer.files]:
+                writer.append(entries)
+                entries = []
+    return count
+
+
+def _stored(path: Path, number: int, sequence: _Sequence, k: int) -> StoredRows:
+    tokens = sequence.token_ids[sequence.start :]
+    try:
+        rows = rows_of_listed(sequence.listed[sequence.start :], tokens, k)
+    except ValueError as error:
+        raise _bad_line(path, number, str(error)) from error
+    ids = sequence.token_ids.astype("<i4").tobytes()
+    return StoredRows(key_of(number), ids, sequence.start, encode_rows(rows))
+
+
+def _facts(dump: Dump, digest: str, count: int, k: int) -> dict[str, str]:
+    tokens = tokens_in(dump.tokenizer)
+    if tokens is None:
+        raise InvalidInput(
+            f"cannot read {dump.tokenizer / 'tokenizer.json'}",
+            field="--tokenizer",
+            hint="give the directory of the teacher's model or tokenizer",
+        )
+    facts = {
+        "teacher": dump.teacher,
+        "tokenizer": str(dump.tokenizer.absolute()),
+        "data": str(dump.path.absolute()),
+        # The dump does not say which weights it is of: its own bytes stand for them.
+        "teacher_fingerprint": digest,
+        "teacher_version": 0,
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokens),
+        "vocab_size": dump.vocab_size or _logits(dump.tokenizer) or len(tokens),
+        "top_k": k,
+        "temperature": 1.0,
+        "logprob_format": "f16",
+        "compress": "false",
+        "tail_samples": 0,
+        "seed": 0,
+        "form": "prompt_logprobs",
+        "data_fingerprint": digest,
+        "sequences_fingerprint": digest,
+        "too_long": 0,
+        "empty": 0,
+        PART: WHOLE,
+        SEQUENCES: count,
+    }
+    return {name: str(value) for name, value in facts.items()}
+
+
+def _logits(model: Path) -> int | None:
+    """Return the number of logits in the config.json beside the tokenizer; None without one."""
+    try:
+        config = read_document(model / "config.json")
+        found = config.get("text_config", config).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, int) else None
+
+
+def _digest_and_lines(path: Path) -> tuple[str, int]:
+    try:
+        with open_regular(path) as stream:
+            hasher, lines, last = hashlib.sha256(), 0, b"\n"
+            while part := stream.read(1 << 20):
+                hasher.update(part)
+                lines += part.count(b"\n")
+                last = part[-1:]
+    except OSError as error:
+        raise InvalidInput(
+            f"cannot read {path}: {error.strerror}", field="--dump", hint="give a .jsonl file"
+        ) from error
+    return hasher.hexdigest(), lines + (last != b"\n")
+
+
+def _lines(path: Path) -> Iterator[_Sequence]:
+    with open_regular(path) as stream:
+        for number, line in enumerate(stream):
+            try:
+                yield _sequence_of(json.loads(line))
+            except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+                raise _bad_line(path, number, f"it is no answer of vLLM: {error!r}") from error
+
+
+def _sequence_of(record: Any) -> _Sequence:
+    start = record.get("start", 1)
+    found = record["choices"][0] if "choices" in record else record
+    token_ids, listed = found["prompt_token_ids"], found["prompt_logprobs"]
+    if len(listed) != len(token_ids):
+        raise ValueError(f"{len(token_ids)} token ids and {len(listed)} prompt_logprobs")
+    if not 1 <= start < len(token_ids):
+        raise ValueError(f"start is {start}, and there are {len(token_ids)} tokens")
+    return _Sequence(np.array(token_ids, np.int32), start, listed)
+
+
+def _listed_ids(sequence: _Sequence) -> int:
+    """Return the number of likeliest ids that each position lists, beside the token."""
+    return min(_run_of_ranks(entries) for entries in sequence.listed[sequence.start :])
+
+
+def _run_of_ranks(entries: Mapping[str, Any]) -> int:
+    ranks = {one["rank"] for one in entries.values()}
+    return next(rank for rank in range(1, len(ranks) + 2) if rank not in ranks) - 1
+
+
+def _bad_line(path: Path, number: int, problem: str) -> InvalidInput:
+    return InvalidInput(
+        f"{path}, line {number + 1}: {problem}"[:300],
+        field="--dump",
+        hint="give lines with prompt_token_ids and prompt_logprobs, as vLLM answers",
+    )

@@ -1,0 +1,71 @@
+"""The rows in the `prompt_logprobs` of vLLM: one dict a position, of token ids and log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protos.rows.codec import RowBlock
+
+# A log-prob, or the sum of a head's probabilities, may exceed 0 or 1 by rounding.
+_ROUNDING = 1e-3
+# The tail mass is 1 minus a sum of float32 numbers: what is smaller is lost in their rounding.
+_LEAST_TAIL = 2.0**-24
+
+
+def rows_of_listed(
+    listed: Sequence[Mapping[str, Any]], token_ids: NDArray[np.int32], k: int
+) -> RowBlock:
+    """Return the rows of n positions with their k likeliest ids.
+
+    `listed`: for each position the dict of vLLM, {id: {"logprob", "rank"}}, with the k likeliest
+    ids and the token. `token_ids` [n]: the tokens at these positions.
+
+    The token is in a position's dict even if it is not among the k likeliest. It is not part of the
+    head: a head that depends on the token makes the Top-k KL biased.
+
+    Raises ValueError if a position has other ids, or numbers that are no log-probs.
+    """
+    n = len(token_ids)
+    if len(listed) != n:
+        raise ValueError(f"{len(listed)} rows in place of {n}")
+    ids, head = np.empty((n, k), np.int32), np.empty((n, k), np.float32)
+    tokens = np.empty(n, np.float32)
+    for row, entries in enumerate(listed):
+        try:
+            tokens[row] = entries[str(token_ids[row])]["logprob"]
+            ranked = [
+                (one["rank"], int(name), one["logprob"])
+                for name, one in entries.items()
+                if one["rank"] <= k
+            ]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"a row that cannot be read: {error!r}") from error
+        if len(ranked) != k:
+            raise ValueError(f"a row of {len(ranked)} likeliest ids in place of {k}")
+        ranked.sort()
+        ids[row] = [name for _, name, _ in ranked]
+        head[row] = [logprob for _, _, logprob in ranked]
+    return block_of_head(ids, head, tokens)
+
+
+def block_of_head(
+    ids: NDArray[np.int32],
+    head: NDArray[np.float32],
+    tokens: NDArray[np.float32],
+    draws: NDArray[np.float32] | None = None,
+) -> RowBlock:
+    """Return rows whose tail mass is one minus the head's: ids and head [n, k], tokens [n].
+
+    `draws` [n, M]: log-probs of ids that the student drew. Raises ValueError for numbers that are
+    no log-probs of a softmax.
+    """
+    given = [head, tokens[:, None], *([] if draws is None else [draws])]
+    mass = np.exp(head.astype(np.float64)).sum(axis=1)
+    if not all((one <= _ROUNDING).all() for one in given) or (mass > 1 + _ROUNDING).any():
+        raise ValueError("numbers that are no log-probs of a softmax")
+    tail = np.log(np.maximum(1 - mass, _LEAST_TAIL)).astype(np.float32)
+    return RowBlock(ids, head, tail, tokens, draw_logprobs=draws)

@@ -1,0 +1,193 @@
+"""Stores made of dumped prompt_logprobs: rows against numpy in float64; interrupted; refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from clients.store import import_dump as module
+from clients.store.dataset import LogitDataset
+from clients.store.import_dump import Dump, import_dump
+from protos.errors import InvalidInput, WrongState
+from tests.teacher_service.tiny_model import save_tokenizer
+
+VOCAB, K = 40, 5
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(path)
+    return path
+
+
+def softmax_of(number: int, length: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+    """Token ids [length] and log-probs [length, VOCAB] of their positions."""
+    rng = np.random.default_rng(number)
+    logits = 3 * rng.standard_normal((length, VOCAB))
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    return rng.integers(0, VOCAB, length).astype(np.int32), logprobs
+
+
+def answered(number: int, length: int, k: int = K) -> dict[str, Any]:
+    """As vLLM: the k likeliest, and the token with its rank, in any order; the first is null."""
+    tokens, logprobs = softmax_of(number, length)
+    listed: list[Any] = [None]
+    for token, row in zip(tokens[1:], logprobs[1:], strict=True):
+        ranks = np.empty(VOCAB, int)
+        ranks[np.argsort(-row)] = np.arange(1, VOCAB + 1)
+        names = {int(token), *map(int, np.argsort(-row)[:k])}
+        listed.append(
+            {str(i): {"logprob": float(row[i]), "rank": int(ranks[i])} for i in sorted(names)}
+        )
+    return {"prompt_token_ids": tokens.tolist(), "prompt_logprobs": listed}
+
+
+def written(path: Path, count: int, **changes: Any) -> Path:
+    lines = [json.dumps({**answered(n, 4 + n % 9), **changes}) for n in range(count)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def digests(store: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in store.iterdir()}
+
+
+def test_the_rows_are_those_of_the_softmax(tokenizer: Path, tmp_path: Path) -> None:
+    dump = written(tmp_path / "dump.jsonl", 20, start=2)
+    assert import_dump(tmp_path / "store", Dump(dump, tokenizer, VOCAB)) == 20
+    stored = LogitDataset(tmp_path / "store")
+    assert len(stored) == 20
+    for number in range(20):
+        item = stored[number]
+        tokens, logprobs = softmax_of(number, 4 + number % 9)
+        rows, likeliest = logprobs[2:], np.argsort(-logprobs[2:])[:, :K]
+        assert (item["start"], item["input_ids"].tolist()) == (2, tokens.tolist())
+        assert np.array_equal(item["head_ids"], likeliest)
+        head = np.take_along_axis(rows, likeliest, axis=1)
+        assert np.abs(item["head_logprobs"] - head).max() < 5e-3  # float16
+        assert np.abs(item["tail_logmass"] - np.log1p(-np.exp(head).sum(axis=1))).max() < 1e-5
+        assert np.abs(item["token_logprobs"] - rows[range(len(rows)), tokens[2:]]).max() < 1e-5
+
+
+def test_answers_of_completions_and_fewer_ids(tokenizer: Path, tmp_path: Path) -> None:
+    dump = tmp_path / "dump.jsonl"
+    dump.write_text("".join(json.dumps({"choices": [answered(n, 9)]}) + "\n" for n in range(3)))
+    import_dump(tmp_path / "store", Dump(dump, tokenizer, VOCAB, top_k=2))
+    item = LogitDataset(tmp_path / "store")[1]
+    assert np.array_equal(item["head_ids"], np.argsort(-softmax_of(1, 9)[1][1:])[:, :2])
+
+
+def test_a_token_of_the_next_rank_is_no_head_id(tokenizer: Path, tmp_path: Path) -> None:
+    """In the only line the token is the (k + 1)-th at one position, and in the head at another."""
+    _, logprobs = softmax_of(0, 4)
+    order = np.argsort(-logprobs)
+    tokens = [0, int(order[1, K]), int(order[2, 0]), int(order[3, K])]
+    listed: list[Any] = [None]
+    for place in (1, 2, 3):
+        names = dict.fromkeys([*map(int, order[place, :K]), tokens[place]])
+        ranks = {int(i): rank + 1 for rank, i in enumerate(order[place])}
+        row = logprobs[place]
+        listed.append({str(i): {"logprob": float(row[i]), "rank": ranks[i]} for i in names})
+    dump = tmp_path / "dump.jsonl"
+    dump.write_text(json.dumps({"prompt_token_ids": tokens, "prompt_logprobs": listed}))
+    import_dump(tmp_path / "store", Dump(dump, tokenizer, VOCAB))
+    assert np.array_equal(LogitDataset(tmp_path / "store")[0]["head_ids"], order[1:, :K])
+
+
+def test_an_interrupted_import_goes_on(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SEQUENCES_A_FILE", 4)
+    dump = Dump(written(tmp_path / "dump.jsonl", 10), tokenizer, VOCAB)
+    import_dump(tmp_path / "whole", dump)
+    encode, calls = module.encode_rows, iter(range(100))
+
+    def breaks(*arguments: Any) -> bytes:
+        if next(calls) == 6:
+            raise KeyboardInterrupt
+        return encode(*arguments)
+
+    monkeypatch.setattr(module, "encode_rows", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        import_dump(tmp_path / "store", dump)
+    assert len(list((tmp_path / "store").glob("*.arrow"))) == 1
+    assert import_dump(tmp_path / "store", dump) == 10
+    assert next(calls) == 13, "the first file was not made again"
+    assert digests(tmp_path / "store") == digests(tmp_path / "whole")
+
+
+def test_another_dump_is_refused(tokenizer: Path, tmp_path: Path) -> None:
+    import_dump(tmp_path / "store", Dump(written(tmp_path / "a.jsonl", 2), tokenizer, VOCAB))
+    other = Dump(written(tmp_path / "b.jsonl", 3), tokenizer, VOCAB)
+    with pytest.raises(WrongState, match="holds rows with"):
+        import_dump(tmp_path / "store", other)
+
+
+def _cut(record: dict[str, Any]) -> None:
+    record["prompt_logprobs"].pop()
+
+
+def _without_the_token(record: dict[str, Any]) -> None:
+    del record["prompt_logprobs"][2][str(record["prompt_token_ids"][2])]
+
+
+def _no_logprobs(record: dict[str, Any]) -> None:
+    for one in record["prompt_logprobs"][1].values():
+        one["logprob"] = 2.0
+
+
+def _empty(record: dict[str, Any]) -> None:
+    record.clear()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_cut, "token ids and"),
+        (_without_the_token, "a row that cannot be read"),
+        (_no_logprobs, "no log-probs of a softmax"),
+        (_empty, "it is no answer of vLLM: KeyError"),
+    ],
+)
+def test_a_bad_line_is_named(
+    change: Callable[[dict[str, Any]], None], said: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    bad = answered(1, 8)
+    change(bad)
+    dump = tmp_path / "dump.jsonl"
+    dump.write_text("".join(json.dumps(one) + "\n" for one in (answered(0, 8), bad)))
+    with pytest.raises(InvalidInput, match="line 2: ") as caught:
+        import_dump(tmp_path / "store", Dump(dump, tokenizer, VOCAB))
+    assert said in caught.value.message
+    assert caught.value.field == "--dump"
+
+
+def test_the_command(tokenizer: Path, tmp_path: Path) -> None:
+    dump = written(tmp_path / "dump.jsonl", 3)
+    command = [sys.executable, "-m", "clients", "store"]
+    options = ["--dump", str(dump), "--tokenizer", str(tokenizer), "--vocab-size", str(VOCAB)]
+    made = subprocess.run(
+        [*command, "import", str(tmp_path / "store"), *options], capture_output=True, text=True
+    )
+    assert (made.returncode, made.stdout) == (0, f"{tmp_path / 'store'}: 3 sequences\n")
+    sound = subprocess.run([*command, "verify", str(tmp_path / "store")], capture_output=True)
+    assert sound.returncode == 0
+    (tmp_path / "nothing").mkdir()
+    for changed, field in ((dump.with_name("no"), "--dump"), (tmp_path / "nothing", "--tokenizer")):
+        wrong = [*options, field, str(changed)]
+        done = subprocess.run(
+            [*command, "import", str(tmp_path / "other"), *wrong], capture_output=True, text=True
+        )
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"error: {field}: cannot read ")
+        assert done.stderr.count("\n") == 1
