@@ -13,6 +13,7 @@ from student_trainer.losses.advantages import (
     reward_at_last_token,
 )
 from student_trainer.losses.aggregate import Aggregate, sequence_weights, token_weights
+from student_trainer.losses.cross_tokenizer import controlled_topk_kl, cross_tokenizer_kl
 from student_trainer.losses.exact import exact_kl
 from student_trainer.losses.fused import (
     FusedLoss,
@@ -44,6 +45,8 @@ __all__ = [
     "Rows",
     "Tail",
     "clipped_surrogate",
+    "controlled_topk_kl",
+    "cross_tokenizer_kl",
     "draw_noise",
     "entropy_from_logits",
     "exact_kl",

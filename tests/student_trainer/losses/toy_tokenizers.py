@@ -1,0 +1,170 @@
+"""Every answer over the alphabet {a, b} of at most 5 bytes, with a student and teachers.
+
+Probabilities are tables: random logits for every prefix of tokens. So each expectation is a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+LONGEST = 5
+END = ""
+STUDENT = ("a", "b", "ab", "ba")
+TEXTS = ["".join(text) for n in range(LONGEST + 1) for text in product("ab", repeat=n)]
+
+Tokens = tuple[str, ...]
+Encode = Callable[[str], Tokens]
+
+
+def greedy(vocabulary: Sequence[str]) -> Encode:
+    """The longest token first."""
+
+    def encode(text: str) -> Tokens:
+        if not text:
+            return ()
+        token = max((one for one in vocabulary if text.startswith(one)), key=len)
+        return (token, *encode(text.removeprefix(token)))
+
+    return encode
+
+
+def bpe(*merges: tuple[str, str]) -> Encode:
+    """Byte-pair encoding: merges in the order of their rank, from the left."""
+
+    def encode(text: str) -> Tokens:
+        tokens = list(text)
+        for pair in merges:
+            at = 0
+            while at + 1 < len(tokens):
+                if (tokens[at], tokens[at + 1]) == pair:
+                    tokens[at : at + 2] = ["".join(pair)]
+                at += 1
+        return tuple(tokens)
+
+    return encode
+
+
+TEACHERS: dict[str, tuple[Tokens, Encode]] = {
+    "aa": (("a", "b", "aa"), greedy(("a", "b", "aa"))),
+    "aba": (("a", "b", "aba", "bb"), greedy(("a", "b", "aba", "bb"))),
+    "bpe": (("a", "b", "ba", "aa"), bpe(("b", "a"), ("a", "a"))),
+}
+
+
+def sequences(vocabulary: Tokens, before: Tokens = ()) -> Iterator[Tokens]:
+    """Every sequence of tokens of at most 5 bytes; those of a prefix come after it."""
+    yield before
+    for token in vocabulary:
+        if len("".join(before)) + len(token) <= LONGEST:
+            yield from sequences(vocabulary, (*before, token))
+
+
+class Table:
+    """Random probabilities of the next token after every prefix. `logits`: a leaf, [P, V]."""
+
+    def __init__(self, vocabulary: Tokens, seed: int) -> None:
+        self.vocabulary = (*vocabulary, END)
+        self.prefixes = list(sequences(vocabulary))
+        self._number = {prefix: number for number, prefix in enumerate(self.prefixes)}
+        generator = torch.Generator().manual_seed(seed)
+        shape = (len(self.prefixes), len(self.vocabulary))
+        self.logits = torch.randn(shape, dtype=torch.float64, generator=generator)
+        self.logits.requires_grad_()
+        lengths = torch.tensor([len(token) for token in self.vocabulary])
+        left = torch.tensor([LONGEST - len("".join(prefix)) for prefix in self.prefixes])
+        self._impossible = lengths > left[:, None]
+
+    def logprobs(self) -> Tensor:
+        """[P, V]: of the next token, -inf if it does not fit."""
+        return self.logits.masked_fill(self._impossible, -torch.inf).log_softmax(1)
+
+    def places(self, answer: Tokens) -> list[tuple[int, int]]:
+        """Row and column of each token of an answer, with its end."""
+        ended = (*answer, END)
+        return [
+            (self._number[answer[:i]], self.vocabulary.index(token))
+            for i, token in enumerate(ended)
+        ]
+
+    def of_answers(self, answers: Sequence[Tokens]) -> Tensor:
+        """log p [answers]."""
+        table = self.logprobs()
+        return torch.stack(
+            [table[tuple(zip(*self.places(one), strict=True))].sum() for one in answers]
+        )
+
+
+@dataclass(frozen=True)
+class Answers:
+    """All answers of the student, their tokens one after the other: N tokens of S answers."""
+
+    student: Table
+    teacher: Table
+    encode: Encode
+
+    @property
+    def all(self) -> list[Tokens]:
+        return self.student.prefixes
+
+    def encoded(self) -> list[Tokens]:
+        """The teacher's tokens of each answer, without its end."""
+        return [self.encode("".join(answer)) for answer in self.all]
+
+    def canonical(self) -> Tensor:
+        """Which answers the student's tokenizer writes, [S] bool."""
+        own = greedy(STUDENT)
+        return torch.tensor([own("".join(answer)) == answer for answer in self.all])
+
+    def of_tokens(self) -> tuple[Tensor, Tensor]:
+        """The student's log-probs [N], and the number of each token's answer [N]."""
+        table = self.student.logprobs()
+        places = [self.student.places(answer) for answer in self.all]
+        rows, columns = zip(*[place for of in places for place in of], strict=True)
+        lengths = torch.tensor([len(of) for of in places])
+        return table[rows, columns], torch.arange(len(places)).repeat_interleave(lengths)
+
+    def teacher_logprobs(self) -> list[Tensor]:
+        """The teacher's log-probs of its tokens of each answer, with its end."""
+        table = self.teacher.logprobs().detach()
+        return [
+            table[tuple(zip(*self.teacher.places(tokens), strict=True))]
+            for tokens in self.encoded()
+        ]
+
+    def settled(self, before: str) -> int:
+        """sigma: the teacher's tokens that every continuation of a text begins with."""
+        found = [(*self.encode(text), END) for text in TEXTS if text.startswith(before)]
+        same = zip(*found, strict=False)
+        return next((i for i, of in enumerate(same) if len(set(of)) > 1), min(map(len, found)))
+
+    def shares_to_the_end(self) -> Tensor:
+        """log q of the tokens from sigma_i up to sigma_(i+1), [N]."""
+        found = []
+        for answer, q in zip(self.all, self.teacher_logprobs(), strict=True):
+            bounds = [self.settled("".join(answer[:i])) for i in range(len(answer) + 1)]
+            pairs = zip(bounds, [*bounds[1:], len(q)], strict=True)
+            found += [q[first:last].sum() for first, last in pairs]
+        return torch.stack(found)
+
+    def chunks(self) -> tuple[Tensor, Tensor, list[int]]:
+        """The chunk of each token [N], log q of its chunk [N], and the tokens in it."""
+        number, chunks, of_chunk, size = -1, [], [], []
+        for answer, tokens, q in zip(
+            self.all, self.encoded(), self.teacher_logprobs(), strict=True
+        ):
+            ours = [len("".join(answer[: i + 1])) for i in range(len(answer))] + [LONGEST + 1]
+            theirs = [len("".join(tokens[: i + 1])) for i in range(len(tokens))] + [LONGEST + 1]
+            common = sorted({*ours} & {*theirs})
+            for first, last in zip([0, *common], common, strict=False):
+                number += 1
+                count = sum(first < end <= last for end in ours)
+                mass = sum(q[i] for i, end in enumerate(theirs) if first < end <= last)
+                chunks += [number] * count
+                of_chunk += [torch.as_tensor(mass)] * count
+                size += [count] * count
+        return torch.tensor(chunks), torch.stack(of_chunk), size
