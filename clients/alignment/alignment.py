@@ -2,6 +2,10 @@
 
 A chunk is a shortest run of student tokens that has the same bytes as a run of teacher tokens: it
 ends where both have a boundary. With equal tokenizers each token is a chunk.
+
+A word is a run of chunks from one beginning of white space to the next. No usual tokenizer has a
+token from one word into the next, so what follows a word does not change its tokens. Where one has,
+or where there is no white space, a word is longer.
 """
 
 from __future__ import annotations
@@ -16,33 +20,33 @@ from clients.alignment.byte_tokenizer import ByteTokenizer
 
 # The last tokens of a text's encoding can change when the text goes on.
 UNSETTLED = 2
-# Teacher tokens that are encoded again to find where the encoding of a prefix differs.
-_WINDOW = 4
+_SPACES = np.frombuffer(b" \t\n\r", np.uint8)
 
 
 @dataclass(frozen=True)
 class Alignment:
     """An answer of n student tokens and the teacher's T tokens of its text.
 
-    teacher_ids [T] int32: the teacher's encoding, with its end token if the student ended. chunk
-    [n], teacher_chunk [T] int64: the chunk of each token, ascending; student tokens after the last
-    common boundary have the next number, which no teacher token has. canonical [n] bool: tokens
-    that the student's tokenizer has at the same place for the whole text. read [n] bool: tokens of
-    the text that the teacher reads, and the end. settled [n] bool: tokens of chunks that stay the
-    same if a text without an end goes on. one_to_one [n] bool: tokens that are one teacher token.
-    text: without the end. complete: it is the whole answer, apart from a character that is cut
-    where the answer was truncated.
+    teacher_ids [T] int32: the teacher's encoding, with its end token if the student ended. word
+    [n], teacher_word [T] int64: the number of each token's word, ascending; an end is a word of its
+    own, and so are tokens that are not read. canonical [n] bool: tokens that the student's
+    tokenizer has at the same place for the whole text. read [n] bool: tokens of the text that the
+    teacher reads, and the end; the first tokens of the answer. settled [n], teacher_settled [T]
+    bool: tokens that stay the same if a text without an end goes on. one_to_one [n] bool: tokens
+    that are one teacher token. data: the bytes of the text. stopped: the next token after those
+    that are read is a special token, which ends the text but not the answer.
     """
 
     teacher_ids: NDArray[np.int32]
-    chunk: NDArray[np.int64]
-    teacher_chunk: NDArray[np.int64]
+    word: NDArray[np.int64]
+    teacher_word: NDArray[np.int64]
     canonical: NDArray[np.bool_]
     read: NDArray[np.bool_]
     settled: NDArray[np.bool_]
+    teacher_settled: NDArray[np.bool_]
     one_to_one: NDArray[np.bool_]
-    text: str
-    complete: bool
+    data: bytes
+    stopped: bool
 
 
 class Aligner:
@@ -58,30 +62,34 @@ class Aligner:
         """Return the alignment of an answer; None if no text of it can be aligned.
 
         `ids` [n]: its tokens; `ended`: the last one is the student's end token. The text stops
-        before a special token and before bytes that are no UTF-8. None: nothing is left then, or
-        the teacher's normalization changes the text (NFC).
+        before a special token, and before a character that is cut where an answer without an end
+        stops. None: nothing is left then, or the teacher's normalization changes the text (NFC).
         """
         written = len(ids) - ended
         special = np.flatnonzero(self.student.lengths[ids[:written]] == 0)
         last = int(special[0]) if len(special) else written
-        data = self.student.data(ids[:last])
-        text, cut = _decoded(data)
-        whole = last == written and cut == b""
+        text = _decoded(self.student.data(ids[:last]), whole=ended or last < written)
+        data = text.encode("utf-8", "surrogateescape")
         teacher_ids = self.teacher.encode(text)
-        if self.teacher.data(teacher_ids) != text.encode():
+        if self.teacher.data(teacher_ids) != data:
             return None
         ends, theirs = self.student.ends(ids[:last]), self.teacher.ends(teacher_ids)
         common = np.intersect1d(ends, theirs, assume_unique=True)
+        words = np.intersect1d(common, _word_starts(data), assume_unique=True)
         chunk = np.full(len(ids), len(common))
         chunk[:last] = np.searchsorted(common, ends)
+        word = np.full(len(ids), len(words) + 1)
+        word[:last] = np.searchsorted(words, ends)
         teacher_chunk = np.searchsorted(common, theirs)
+        teacher_word = np.searchsorted(words, theirs)
         canonical, read = np.zeros((2, len(ids)), np.bool_)
         canonical[:last] = self._canonical(ids[:last], ends, text)
-        read[:last] = ends <= len(text.encode())
-        if ended and whole:
+        read[:last] = ends <= len(data)
+        if ended and last == written:
             canonical[-1] = read[-1] = True
             teacher_ids = np.append(teacher_ids, np.int32(self._end))
             teacher_chunk = np.append(teacher_chunk, len(common))
+            teacher_word = np.append(teacher_word, len(words) + 1)
             settled = len(common) + 1
         else:
             settled = int(teacher_chunk[-UNSETTLED:].min(initial=len(common)))
@@ -91,14 +99,15 @@ class Aligner:
         single = np.logical_and(*(count == 1 for count in counts))
         return Alignment(
             teacher_ids,
-            chunk,
-            teacher_chunk,
+            word,
+            teacher_word,
             canonical,
             read,
             chunk < settled,
+            teacher_chunk < settled,
             single[chunk],
-            text,
-            complete=whole or (last == written and cut is not None and not ended),
+            data,
+            stopped=last < written,
         )
 
     def _canonical(
@@ -113,42 +122,17 @@ class Aligner:
         found: NDArray[np.bool_] = (theirs[at] == ends) & (canonical[at] == ids)
         return found
 
-    def fixed(self, ids: NDArray[np.int32], found: Alignment) -> NDArray[np.int64]:
-        """Return sigma [n]: how many teacher tokens the text before each student token fixes.
 
-        The common prefix of the encodings of that text and of the whole, minus UNSETTLED tokens.
-        Fewer tokens would be as right, with more variance. The encoding of a prefix is compared in
-        a window of a few tokens, because it does not differ earlier.
-        """
-        data, teacher = found.text.encode(), self.teacher
-        count = len(found.teacher_ids)
-        theirs = teacher.ends(found.teacher_ids)
-        starts = np.minimum(self.student.ends(ids) - self.student.lengths[ids], len(data))
-        inside = np.searchsorted(theirs, starts, side="right")
-        first = np.maximum(inside - _WINDOW, 0)
-        begins = np.concatenate([[0], theirs])[first]
-        windows = [
-            data[a:b].decode(errors="ignore")
-            for a, b in zip(begins.tolist(), starts.tolist(), strict=True)
-        ]
-        encoded = teacher.encode_each(windows)
-        same = np.zeros((len(ids), _WINDOW), np.bool_)
-        for row, (window, at) in enumerate(zip(encoded, first.tolist(), strict=True)):
-            both = min(len(window), _WINDOW, count - at)
-            same[row, :both] = window[:both] == found.teacher_ids[at : at + both]
-        common = first + same.cumprod(1).sum(1)
-        fixed = np.maximum(np.minimum(common, inside) - UNSETTLED, 0)
-        return np.minimum.accumulate(fixed[::-1])[::-1]
+def _word_starts(data: bytes) -> NDArray[np.int64]:
+    """Return the byte positions at which white space begins."""
+    space = np.isin(np.frombuffer(data, np.uint8), _SPACES)
+    return np.flatnonzero(space[1:] & ~space[:-1]) + 1
 
 
-def _decoded(data: bytes) -> tuple[str, bytes | None]:
-    """Return the text, and the bytes of a character that is cut at its end.
+def _decoded(data: bytes, *, whole: bool) -> str:
+    """Return the text, with bytes that are no UTF-8 as "surrogateescape" has them.
 
-    None in place of these bytes: the text ends before bytes that are no UTF-8.
+    `whole`: nothing was to follow; otherwise a character that is cut at the end is left out.
     """
-    decoder = getincrementaldecoder("utf-8")()
-    try:
-        text = decoder.decode(data)
-    except UnicodeDecodeError as error:
-        return data[: error.start].decode(), None
-    return text, decoder.getstate()[0]
+    decoder = getincrementaldecoder("utf-8")("surrogateescape")
+    return decoder.decode(data, final=whole)

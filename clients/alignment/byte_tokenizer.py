@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BROKEN = re.compile("([\udc80-\udcff]+)")  # bytes that are no UTF-8, as surrogateescape has them
 _SPACE = "\u2581"  # SentencePiece writes a space as this character
 # Parts of decoders under which a token stands for the same text wherever it is.
 _PLAIN = {"ByteLevel", "ByteFallback", "Fuse", "Replace", "Metaspace", "Strip", "Sequence"}
@@ -54,15 +55,27 @@ class ByteTokenizer:
         self.lengths = np.array([len(token) for token in tokens], np.int64)
         self._first = np.cumsum(self.lengths) - self.lengths
         self._bytes = np.frombuffer(b"".join(tokens), np.uint8)
+        single = np.flatnonzero(self.lengths == 1)
+        self._of_byte = np.full(256, -1, np.int32)  # the token of each byte; -1: none
+        self._of_byte[self._bytes[self._first[single]]] = single
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Return the token ids [T] of a text."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        """Return the token ids [T] of a text.
 
-    def encode_each(self, texts: list[str]) -> list[NDArray[np.int32]]:
-        """Return the token ids of each text."""
-        found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(one.ids, np.int32) for one in found]
+        Bytes that are no UTF-8, which `text` has as Python's "surrogateescape" does, become the
+        tokens of these bytes. Without such tokens they are left out.
+        """
+        if not _BROKEN.search(text):
+            return self._encode(text)
+        parts = []
+        for number, part in enumerate(_BROKEN.split(text)):
+            broken = np.frombuffer(part.encode("utf-8", "surrogateescape"), np.uint8)
+            parts.append(self._of_byte[broken] if number % 2 else self._encode(part))
+        ids = np.concatenate(parts)
+        return ids[ids >= 0]
+
+    def _encode(self, text: str) -> NDArray[np.int32]:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def ends(self, ids: NDArray[np.int32]) -> NDArray[np.int64]:
         """Return the byte position [T] at which each token ends."""

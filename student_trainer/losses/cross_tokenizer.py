@@ -6,37 +6,40 @@ kappa(x) = q(t(x)) / Q(x), where Q(x) is the probability of the bytes in any of 
 
     E[L] = KL(P||Q) - H(A|X) + E[-log kappa(X)]
 
-The entropy H(A|X) rewards spelling the same bytes in many ways. Cost 0 for answers that are not the
-student's canonical encoding of their bytes, the set C, removes it: the gradient is then that of
+The entropy H(A|X) rewards spelling the same bytes in many ways: the minimum is p(a) ~ q(t(d(a))). A
+constant c in the cost of an answer that is not the student's canonical encoding of its bytes makes
+the odds of such spellings e^-c at the minimum. With weight 0 for them the gradient would be that of
+the generalised KL, the sum over canonical a of p log(p/q) - p + q. Its minimum is p = q, but it is
+at most 1 nat where no answer is canonical: a student with a larger KL learns other spellings.
 
-    sum over a in C of p(a) log(p(a)/q(b)) - p(a) + q(b),
+A token's advantage is the part of the cost that the token can change:
 
-the generalised KL, which is 0 where p = q on C, and then p has no other spellings.
-
-A token's advantage is the part of the cost that the token can change. Two forms, in which a segment
-is the answer or the chunk:
-
-    answer  A_i = sum_{j >= i} log p_j - sum_{j >= sigma_i} log q_j
-    chunk   A_i = sum_{j >= i, same chunk} log p_j - log q(teacher tokens of the chunk)
+    A_i = sum_{j >= i} log p_j - sum_{j >= sigma_i} log q_j
 
 sigma_i is the number of teacher tokens that are the same for every continuation of the bytes before
-token i. The first form is unbiased for the gradient of E[L]. It is not without the tokens between
-sigma_i and i: a later student token may decide whether an earlier boundary of the teacher exists.
-So the sum over the chunks from that of token i on is biased, and so is an equal division of a
-chunk's log q among its student tokens. The second form ignores, like the KL of tokens with one
-tokenizer, that a token changes what comes after its chunk.
+token i. This is unbiased for the gradient of E[L]. It is not without the tokens between sigma_i and
+i: a later student token may decide whether an earlier boundary of the teacher exists. So sums over
+chunks are biased, from that of token i on or of that alone, and so is an equal division of a
+chunk's log q among its student tokens.
 
-Both are sums from token i to the end of its segment, if each token has a share of the teacher's
-log-probs: in the first log q of the tokens from sigma_i up to sigma_{i+1}, in the second log q of
-the chunk at its last token. A segment with another spelling has the cost 0 in all, so what is to
-come is minus what was: A_i is minus the sum before token i. Leaving such segments out instead is
-biased, because later tokens decide whether a spelling is canonical.
+Here sigma_i counts the tokens before the last word that has begun before token i. That is the word
+of token i, or the one before if token i begins a word: it has decided that the other ends. With
+K_w = log p - log q of all tokens of word w,
+
+    answer  A_i = sum of K_w from that word to the end of the answer
+    word    A_i = sum of K_w from that word to the word of token i
+
+The log p before token i that K_w contains do not change the mean. The second form ignores, like the
+KL of tokens with one tokenizer, that a token changes what comes later, and has less variance.
 
 `tests/student_trainer/losses/test_cross_tokenizer.py` enumerates all of this. A chunk is a shortest
-run of student tokens with the bytes of a run of teacher tokens: `clients/alignment/alignment.py`.
+run of student tokens with the bytes of a run of teacher tokens; `clients/alignment/alignment.py`
+has words too.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -45,42 +48,57 @@ from student_trainer.losses.advantages import gae
 from student_trainer.losses.rows import LOWEST_LOGPROB, Rows
 from student_trainer.losses.topk import topk_kl
 
+# How far the costs reach that a token answers for.
+Horizon = Literal["word", "answer"]
+
 
 def cross_tokenizer_kl(
     student_logprobs: Tensor,
     teacher_shares: Tensor,
-    segment: Tensor,
-    canonical: Tensor,
+    word: Tensor,
+    answer: Tensor,
+    learned: Tensor,
     *,
+    horizon: Horizon,
     importance: Tensor | None = None,
 ) -> Tensor:
     """Return the cost of each token, [N] in nats, with the gradient A_i grad log p_i.
 
     `student_logprobs` [N]: of the sampled tokens; the gradient flows through them. `teacher_shares`
-    [N]: the share of each token in the teacher's log-probs. `segment` [N] int64: the segment of
-    each token; the tokens of a segment are adjacent, in order, and all in the call. `canonical` [N]
-    bool: of the token's segment; a segment with another spelling has the cost 0. `importance` [N]:
-    the detached p/mu if another policy mu sampled the tokens; it multiplies the gradient. None: 1.
+    [N]: log q of the words, divided among their tokens in any way. `word`, `answer` [N] int64,
+    below N: the word of each token, another number in each answer, and its answer; the tokens of
+    both are adjacent, in order, and all in the call. `learned` [N] bool: other tokens have neither
+    cost nor gradient. `importance` [N]: the detached p/mu if another policy mu sampled the tokens;
+    it multiplies the gradient. None: 1.
 
-    The costs of a segment have the sum log p - log q. Their mean is no KL of a single token.
+    The costs of a word have the sum K_w. Their mean is no KL of a single token.
     """
     log_p = student_logprobs.clamp(min=LOWEST_LOGPROB)
-    costs = (log_p - teacher_shares).detach()
-    advantages = segment_advantages(costs, segment, canonical)
-    weights = advantages if importance is None else importance.detach() * advantages
-    value = torch.where(canonical, costs, torch.zeros_like(costs))
-    return value + weights * (log_p - log_p.detach())
+    none = torch.zeros_like(log_p.detach())
+    costs = torch.where(learned, (log_p - teacher_shares).detach(), none)
+    weights = advantages = word_advantages(costs, word, answer, horizon)
+    if importance is not None:
+        weights = importance.detach() * advantages
+    return costs + weights * torch.where(learned, log_p - log_p.detach(), none)
 
 
-def segment_advantages(costs: Tensor, segment: Tensor, canonical: Tensor) -> Tensor:
-    """Return A_i of each token, [N]: the costs to come in its segment; see the module docstring.
+def word_advantages(costs: Tensor, word: Tensor, answer: Tensor, horizon: Horizon) -> Tensor:
+    """Return A_i of each token, [N]. `costs` [N]: log p minus shares; the rest as above."""
+    of_words = torch.zeros_like(costs).index_add(0, word, costs)
+    found = of_words[word]
+    begins = (word[1:] != word[:-1]) & (answer[1:] == answer[:-1])
+    found[1:] += torch.where(begins, of_words[word[:-1]], torch.zeros_like(costs[1:]))
+    if horizon == "answer":
+        found += costs_to_come(costs, answer) - costs_to_come(costs, word)
+    return found
 
-    `costs` [N]: log p minus the teacher's share. `segment`, `canonical`: as above. No gradient.
+
+def costs_to_come(costs: Tensor, segment: Tensor) -> Tensor:
+    """Return the sum of the costs from each token to the end of its segment, [N]; no gradient.
+
+    `segment` [N] int64: the tokens of a segment are adjacent.
     """
-    none = torch.zeros_like(costs)
-    to_come = gae(costs, none, segment, gamma=1.0, lam=1.0)[0]
-    before = none.index_add(0, segment, costs)[segment] - to_come
-    return torch.where(canonical, to_come, -before)
+    return gae(costs, torch.zeros_like(costs), segment, gamma=1.0, lam=1.0)[0]
 
 
 def controlled_topk_kl(

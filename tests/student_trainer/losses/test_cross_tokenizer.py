@@ -7,8 +7,17 @@ import torch
 from torch import Tensor
 
 from student_trainer.losses import Rows, controlled_topk_kl, cross_tokenizer_kl, topk_kl
-from student_trainer.losses.cross_tokenizer import segment_advantages
-from tests.student_trainer.losses.toy_tokenizers import END, STUDENT, TEACHERS, Answers, Table
+from student_trainer.losses.cross_tokenizer import costs_to_come, word_advantages
+from tests.student_trainer.losses.toy_tokenizers import (
+    END,
+    STUDENT,
+    STUDENT_OF_WORDS,
+    TEACHER_OF_WORDS,
+    TEACHERS,
+    Answers,
+    Table,
+    greedy,
+)
 
 EXACT = 1e-12
 
@@ -46,6 +55,12 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
+def plain(of_tokens: Tensor, shares: Tensor, segment: Tensor) -> Tensor:
+    """A_i grad log p_i with A_i the costs from token i to the end of its segment, [N]."""
+    costs = (of_tokens - shares).detach()
+    return costs + costs_to_come(costs, segment) * (of_tokens - of_tokens.detach())
+
+
 def everything(log_p: Tensor) -> Tensor:
     return torch.ones_like(log_p, dtype=torch.bool)
 
@@ -75,26 +90,36 @@ def test_the_cost_is_the_kl_of_strings_and_two_terms(toy: Answers) -> None:
     )
 
 
-def test_the_minimum_divides_a_text_among_its_spellings(toy: Answers) -> None:
-    """At p(a) ~ q(t(d(a))) the gradient of E[L] is 0, although spellings have H(A|X) > 0."""
-    q = torch.stack([one.sum() for one in toy.teacher_logprobs()]).exp()
+def set_student(toy: Answers, of_answers: Tensor) -> None:
+    """Give the student probabilities proportional to those of the answers, [S]."""
     mass = {prefix: torch.zeros((), dtype=torch.float64) for prefix in toy.all}
-    for answer, of_answer in zip(toy.all, q, strict=True):
+    for answer, of_answer in zip(toy.all, of_answers, strict=True):
         for length in range(len(answer) + 1):
             mass[answer[:length]] = mass[answer[:length]] + of_answer
-    best = torch.full_like(toy.student.logits, -torch.inf).detach()
+    logits = torch.full_like(toy.student.logits, -torch.inf).detach()
     for row, prefix in enumerate(toy.all):
         for column, token in enumerate(toy.student.vocabulary):
             if token == END:
-                best[row, column] = q[row].log()
+                logits[row, column] = of_answers[row].log()
             elif (*prefix, token) in mass:
-                best[row, column] = mass[(*prefix, token)].log()
+                logits[row, column] = mass[(*prefix, token)].log()
     with torch.no_grad():
-        toy.student.logits.copy_(best.clamp(min=-1e3))
-    assert float(exact_gradient(toy).abs().max()) < EXACT
+        toy.student.logits.copy_(logits.clamp(min=-1e3))
 
 
-def test_cost_0_for_other_spellings_is_the_generalised_kl(toy: Answers) -> None:
+@pytest.mark.parametrize("constant", [0.0, 5.0])
+def test_the_minimum_divides_a_text_among_its_spellings(toy: Answers, constant: float) -> None:
+    """At p(a) ~ q(t(d(a))) the gradient of E[L] is 0; a constant for other spellings: e^-c."""
+    q = torch.stack([one.sum() for one in toy.teacher_logprobs()]).exp()
+    more = torch.where(toy.canonical(), 0.0, constant).double()
+    set_student(toy, q * torch.exp(-more))
+    log_p, cost = costs(toy)
+    found = gradient((log_p.exp() * (cost + more)).sum(), toy)
+    assert float(found.abs().max()) < EXACT
+
+
+def test_weight_0_for_other_spellings_is_the_generalised_kl(toy: Answers) -> None:
+    """Which is at most 1 where no answer is canonical, however far the student is."""
     log_p, cost = costs(toy)
     kept, q = toy.canonical(), (log_p - cost).detach()
     p = log_p.exp()[kept]
@@ -102,13 +127,16 @@ def test_cost_0_for_other_spellings_is_the_generalised_kl(toy: Answers) -> None:
     of_tokens, answer = toy.of_tokens()
     whole = torch.where(kept, cost, 0.0).detach()[answer] * of_tokens
     assert error(gradient(expected(whole, toy, answer), toy), wanted) < EXACT
+    # Of canonical answers, only what is to come: another spelling later depends on the future.
     shares = toy.shares_to_the_end()
-    loss = cross_tokenizer_kl(of_tokens, shares, answer, kept[answer])
-    assert error(gradient(expected(loss, toy, answer), toy), wanted) < EXACT
-    left_out = torch.where(kept[answer], loss, 0.0)
-    bias = error(gradient(expected(left_out, toy, answer), toy), wanted)
+    part = plain(of_tokens, shares, answer) * kept[answer]
+    bias = error(gradient(expected(part, toy, answer), toy), wanted)
     print(f"other spellings left out: {bias:.0%}")
     assert bias > 0.03
+    set_student(toy, torch.where(kept, 1e-12, 1.0).double())
+    p = costs(toy)[0].exp()[kept]
+    value = (p * (p.log() - q[kept]) - p + q[kept].exp()).sum()
+    assert 0.9 * float(q[kept].exp().sum()) < float(value.detach()) < 1
 
 
 def test_the_cost_of_the_answer_at_every_token_is_unbiased(toy: Answers) -> None:
@@ -120,10 +148,9 @@ def test_the_cost_of_the_answer_at_every_token_is_unbiased(toy: Answers) -> None
 
 def test_the_answer_form_is_unbiased(toy: Answers) -> None:
     of_tokens, answer = toy.of_tokens()
-    loss = cross_tokenizer_kl(of_tokens, toy.shares_to_the_end(), answer, everything(of_tokens))
+    loss = plain(of_tokens, toy.shares_to_the_end(), answer)
     assert error(gradient(expected(loss, toy, answer), toy), exact_gradient(toy)) < EXACT
     log_p, cost = costs(toy)
-    # Tokens that all continuations share cost the same whatever the student does.
     value = float(expected(loss, toy, answer).detach())
     assert value == pytest.approx(float((log_p.exp() * cost).sum().detach()), abs=EXACT)
 
@@ -134,9 +161,7 @@ def test_chunk_sums_to_the_end_are_biased(toy: Answers) -> None:
     chunk, of_chunk, _ = toy.chunks()
     last = torch.ones_like(chunk, dtype=torch.bool)
     last[:-1] = chunk[1:] != chunk[:-1]
-    loss = cross_tokenizer_kl(
-        of_tokens, torch.where(last, of_chunk, 0.0), answer, everything(of_tokens)
-    )
+    loss = plain(of_tokens, torch.where(last, of_chunk, 0.0), answer)
     bias = error(gradient(expected(loss, toy, answer), toy), exact_gradient(toy))
     print(f"chunk sums to the end: {bias:.0%}")
     assert bias > 0.03
@@ -146,32 +171,57 @@ def test_equal_division_of_a_chunk_is_biased(toy: Answers) -> None:
     of_tokens, answer = toy.of_tokens()
     _, of_chunk, size = toy.chunks()
     shares = of_chunk / torch.tensor(size)
-    loss = cross_tokenizer_kl(of_tokens, shares, answer, everything(of_tokens))
+    loss = plain(of_tokens, shares, answer)
     bias = error(gradient(expected(loss, toy, answer), toy), exact_gradient(toy))
     print(f"equal division: {bias:.0%}")
     assert bias > 0.03
 
 
-def test_chunks_of_equal_tokenizers_are_tokens() -> None:
-    """The chunk form is then r sg(log p - log q) of each token: k4."""
-    encode = TEACHERS["aa"][1]
-    words = ("a", "b", "aa")
-    same = Answers(Table(words, 1), Table(words, 2), encode)
-    of_tokens, _ = same.of_tokens()
-    chunk, of_chunk, size = same.chunks()
-    canonical = torch.tensor([encode("".join(one)) == one for one in same.all])
-    kept = canonical[same.of_tokens()[1]]
-    assert {one for one, its in zip(size, kept.tolist(), strict=True) if its} == {1}
-    loss = cross_tokenizer_kl(of_tokens, of_chunk, chunk, everything(of_tokens))
-    cost = (of_tokens - of_chunk).detach()
-    loss, wanted = loss[kept], (cost * of_tokens)[kept].sum()
-    assert (
-        error(
-            torch.autograd.grad(loss.sum(), same.student.logits, retain_graph=True)[0],
-            torch.autograd.grad(wanted, same.student.logits)[0],
-        )
-        < EXACT
-    )
+def test_costs_of_chunks_alone_are_biased(toy: Answers) -> None:
+    """Even where nothing but the next chunk matters: the minimum is another one."""
+    of_tokens, answer = toy.of_tokens()
+    chunk, of_chunk, _ = toy.chunks()
+    last = torch.ones_like(chunk, dtype=torch.bool)
+    last[:-1] = chunk[1:] != chunk[:-1]
+    loss = plain(of_tokens, torch.where(last, of_chunk, 0.0), chunk)
+    bias = error(gradient(expected(loss, toy, answer), toy), exact_gradient(toy))
+    print(f"costs of chunks alone: {bias:.0%}")
+    assert bias > 0.03
+
+
+@pytest.fixture
+def wordy() -> Answers:
+    student, teacher = Table(STUDENT_OF_WORDS, 1), Table(TEACHER_OF_WORDS, 2)
+    return Answers(student, teacher, greedy(TEACHER_OF_WORDS))
+
+
+def test_words_to_the_end_are_unbiased(wordy: Answers) -> None:
+    of_tokens, answer = wordy.of_tokens()
+    word, shares = wordy.words()
+    of = (of_tokens, shares, word, answer, everything(of_tokens))
+    loss = cross_tokenizer_kl(*of, horizon="answer")
+    wanted = exact_gradient(wordy)
+    assert error(gradient(expected(loss, wordy, answer), wordy), wanted) < EXACT
+    log_p, cost = costs(wordy)
+    value = float(expected(loss, wordy, answer).detach())
+    assert value == pytest.approx(float((log_p.exp() * cost).sum().detach()), abs=EXACT)
+    # A token that begins a word has ended the one before: without the cost of that it is biased.
+    advantages = costs_to_come((of_tokens - shares).detach(), answer)
+    without = expected(advantages * of_tokens, wordy, answer)
+    assert error(gradient(without, wordy), wanted) > 0.03
+
+
+def test_a_word_is_all_that_changes_if_nothing_else_does(wordy: Answers) -> None:
+    """The word form is the answer form without the words after that of the token."""
+    of_tokens, answer = wordy.of_tokens()
+    word, shares = wordy.words()
+    cost = (of_tokens - shares).detach()
+    found = word_advantages(cost, word, answer, "word")
+    for i in range(0, len(cost), 7):
+        mine = word == word[i]
+        if i and word[i - 1] != word[i] and answer[i - 1] == answer[i]:
+            mine |= word == word[i - 1]
+        assert float(found[i]) == pytest.approx(float(cost[mine].sum()), abs=EXACT)
 
 
 def rows_of_matches(toy: Answers) -> tuple[Rows, Rows, Tensor, Tensor]:
@@ -220,9 +270,7 @@ def rows_of_matches(toy: Answers) -> tuple[Rows, Rows, Tensor, Tensor]:
 
 def test_the_control_variate_is_unbiased(toy: Answers) -> None:
     of_tokens, answer = toy.of_tokens()
-    advantages = segment_advantages(
-        (of_tokens - toy.shares_to_the_end()).detach(), answer, everything(of_tokens)
-    )
+    advantages = costs_to_come((of_tokens - toy.shares_to_the_end()).detach(), answer)
     student, teacher, in_head, on_path = rows_of_matches(toy)
     loss = controlled_topk_kl(student, teacher, in_head, advantages)
     wanted = exact_gradient(toy)

@@ -1,4 +1,6 @@
-"""Every answer over the alphabet {a, b} of at most 5 bytes, with a student and teachers.
+"""Every answer over an alphabet of two, of at most 5 bytes, with a student and teachers.
+
+The alphabet is {a, b}, or {a, " "} for words.
 
 Probabilities are tables: random logits for every prefix of tokens. So each expectation is a sum.
 """
@@ -15,7 +17,9 @@ from torch import Tensor
 LONGEST = 5
 END = ""
 STUDENT = ("a", "b", "ab", "ba")
-TEXTS = ["".join(text) for n in range(LONGEST + 1) for text in product("ab", repeat=n)]
+# Of words: no token goes on from one word into the next.
+STUDENT_OF_WORDS = ("a", " ", "aa", " a")
+TEACHER_OF_WORDS = ("a", " ", "aaa", " aa")
 
 Tokens = tuple[str, ...]
 Encode = Callable[[str], Tokens]
@@ -117,7 +121,7 @@ class Answers:
 
     def canonical(self) -> Tensor:
         """Which answers the student's tokenizer writes, [S] bool."""
-        own = greedy(STUDENT)
+        own = greedy([token for token in self.student.vocabulary if token])
         return torch.tensor([own("".join(answer)) == answer for answer in self.all])
 
     def of_tokens(self) -> tuple[Tensor, Tensor]:
@@ -138,7 +142,9 @@ class Answers:
 
     def settled(self, before: str) -> int:
         """sigma: the teacher's tokens that every continuation of a text begins with."""
-        found = [(*self.encode(text), END) for text in TEXTS if text.startswith(before)]
+        letters = [token for token in self.student.vocabulary if len(token) == 1]
+        texts = ["".join(of) for n in range(LONGEST + 1) for of in product(letters, repeat=n)]
+        found = [(*self.encode(text), END) for text in texts if text.startswith(before)]
         same = zip(*found, strict=False)
         return next((i for i, of in enumerate(same) if len(set(of)) > 1), min(map(len, found)))
 
@@ -168,3 +174,27 @@ class Answers:
                 of_chunk += [torch.as_tensor(mass)] * count
                 size += [count] * count
         return torch.tensor(chunks), torch.stack(of_chunk), size
+
+    def words(self) -> tuple[Tensor, Tensor]:
+        """The word of each token [N], and a share of its log q at its first token [N]."""
+        number, words, shares = -1, [], []
+        for answer, tokens, q in zip(
+            self.all, self.encoded(), self.teacher_logprobs(), strict=True
+        ):
+            text = "".join(answer)
+            begins = [0, *(i for i in range(1, len(text)) if text[i - 1 : i + 1] == "a ")]
+            begins = [*begins, len(text)] if text else [0]
+            ours = [
+                sum(len("".join(answer[:i])) >= one for one in begins) for i in range(len(answer))
+            ]
+            theirs = [
+                sum(len("".join(tokens[:i])) >= one for one in begins) for i in range(len(tokens))
+            ]
+            ours, theirs = [*ours, len(begins)], [*theirs, len(begins)]
+            words += [number + one for one in ours]
+            number += len(begins)
+            for i, one in enumerate(ours):
+                first = i == 0 or ours[i - 1] != one
+                mass = sum(q[j] for j, other in enumerate(theirs) if other == one)
+                shares.append(torch.as_tensor(mass if first else 0.0, dtype=torch.float64))
+        return torch.tensor(words), torch.stack(shares)
