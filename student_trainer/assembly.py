@@ -72,7 +72,7 @@ from student_trainer.run.model_checks import (
 )
 from student_trainer.run.provenance import write_environment
 from student_trainer.teachers.connections import Connection
-from student_trainer.teachers.tokenizer_pair import tokenizer_pair
+from student_trainer.teachers.tokenizer_pair import TokenizerPair, tokenizer_pair
 
 log = logging.getLogger(__name__)
 
@@ -218,8 +218,8 @@ def _prepared(
     refuse_indivisible_heads(shape.to_dict(), config.train.context_parallel)
     most = getattr(shape, "max_position_embeddings", None)
     pair = None
-    if isinstance(config, OnPolicyJob) and config.teacher.tokenizer != "same":
-        pair = tokenizer_pair(config, teachers[""], tokenizer)
+    if isinstance(config, OnPolicyJob):
+        pair = tokenizer_pair(config, teachers, tokenizer)
     same = teachers if pair is None else {}
     vocab_size = _vocab_size(same, stores, vocabulary(tokenizer), shape.vocab_size)
     if isinstance(config, OfflineJob):
@@ -255,12 +255,22 @@ def _prepared(
         return vocab_size, lambda accelerator, student, engine: rl_method(
             config, material, accelerator, student, engine
         )
+    return vocab_size, _on_policy(config, teachers, tokenizer, vocab_size, pair)
+
+
+def _on_policy(
+    config: OnPolicyJob,
+    teachers: Mapping[str, Connection],
+    tokenizer: Any,
+    vocab_size: int,
+    pair: TokenizerPair | None,
+) -> MakeMethod:
     prompts = _prompts(config, tokenizer)
     if pair is None:
         check_top_k(config.top_k, vocab_size, "teacher.top_k")
     else:
         pair.log_shares(prompts[1])
-    return vocab_size, lambda accelerator, student, engine: on_policy_method(
+    return lambda accelerator, student, engine: on_policy_method(
         config, prompts, teachers, accelerator, student, tokenizer, engine, pair
     )
 

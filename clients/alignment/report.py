@@ -11,7 +11,7 @@ from clients.alignment.alignment import Aligner
 # The first that fits is the kind of a text; the numbers are shares of its characters.
 _OTHER_LETTERS = re.compile(r"[^\W\d_\u0000-\u024f]")
 _FIGURES = re.compile(r"[0-9+*/=^$\\%]")
-_BRACKETS = re.compile(r"[{}()\[\];=<>_#]")
+_BRACKETS = re.compile(r"[{}()\[\];<>_#]")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from clients.cli.commands import config as config_commands
 from clients.cli.commands import (
     doctor,
     logs_and_files,
-    pair,
     plan,
     plot,
     report,
@@ -75,7 +74,7 @@ app.command("eval")(exam.exam)
 app.add_typer(store_commands.app, name="store")
 app.add_typer(config_commands.app, name="config")
 app.add_typer(teacher_commands.app, name="teacher")
-app.command("pair")(pair.pair)
+app.command("pair")(plan.pair)
 app.command("plan")(plan.plan)
 app.command("doctor")(doctor.doctor)
 app.command("token")(token.token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,15 +62,21 @@ class TokenizerPair:
         )
 
 
-def tokenizer_pair(config: OnPolicyJob, teacher: Connection, ours: Any) -> TokenizerPair | None:
-    """Return the tokenizers of a job's student and teacher; None if they are the same.
+def tokenizer_pair(
+    config: OnPolicyJob, teachers: Mapping[str, Connection], ours: Any
+) -> TokenizerPair | None:
+    """Return the tokenizers of a job's student and teacher; None if they are, or must be, the same.
 
-    `ours`: the student's. Raises InvalidInput or WrongState, naming `teacher.tokenizer`, if the
-    teacher's tokenizer is not found, is not the teacher's, or cannot be aligned.
+    `ours`: the student's. `teachers`: only one if it may have another tokenizer. Raises
+    InvalidInput or WrongState, naming `teacher.tokenizer`, if the teacher's tokenizer is not found,
+    is not the teacher's, or cannot be aligned.
     """
     wanted = config.teacher.tokenizer
+    if wanted == "same":
+        return None
+    [teacher] = teachers.values()
     theirs_known_by = teacher.info.tokenizer_fingerprint
-    if wanted == "same" or tokenizer_fingerprint(vocabulary(ours)) == theirs_known_by:
+    if tokenizer_fingerprint(vocabulary(ours)) == theirs_known_by:
         return None
     name = teacher.info.model if wanted == "auto" else wanted
     try:

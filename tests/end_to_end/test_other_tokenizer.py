@@ -16,6 +16,7 @@ import pytest
 from tests.end_to_end.forked_teacher import ForkedTeacher
 from tests.end_to_end.forked_trainer import attempt, finish
 from tests.end_to_end.processes import metrics_of, new_run
+from tests.real_tokenizers import fetch_tokenizer
 
 PROMPT = "say: "
 NOUNS = ["cat", "dog", "bird", "horse"]
@@ -168,3 +169,34 @@ def test_a_tokenizer_that_is_not_the_teachers(root: Path, teacher: str, tmp_path
     status = run.read_status()
     assert status is not None
     assert "is not that of the teacher" in status.reason
+
+
+@pytest.mark.slow
+def test_real_tokenizers_and_their_chat_templates(tmp_path: Path) -> None:
+    """Random models with the tokenizers of Qwen3 and Llama 3.2; the prompts are conversations."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from student_trainer.tools.pretrain import make_model
+    from tests.student_trainer import tiny
+
+    for name, source in (("teacher", "qwen3"), ("student", "llama3_2")):
+        torch.manual_seed(0)
+        words = AutoTokenizer.from_pretrained(fetch_tokenizer(source, tmp_path / source))
+        words.pad_token = words.pad_token or words.eos_token
+        tiny.save(make_model(len(words), words, 1, 32), words, tmp_path / name)
+    talk = [{"role": "user", "content": "How many apples are 12 + 34 apples?"}]
+    (tmp_path / "prompts.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 24)
+    arguments = ["--model", str(tmp_path / "teacher"), "--no-cache", "--device", "cpu"]
+    process = ForkedTeacher(arguments, log=tmp_path / "teacher.log")
+    options = {"data__messages_column": "messages", "method__max_prompt_tokens": 64}
+    steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 3)
+    try:
+        run = finish(new_run(tmp_path / "run", job(tmp_path, process.address, **options, **steps)))
+    finally:
+        process.close()
+    first, *_, last = (line for line in metrics_of(run) if "kl/teacher" in line)
+    assert (first["pair/left_out"], last["pair/left_out"]) == (0, 0)
+    # Tokens of random models: most of them are tokens of both, or bytes.
+    assert 0.1 < first["pair/one_to_one"] < 1
+    assert all(abs(line["kl/teacher"]) < 50 for line in (first, last))
