@@ -220,8 +220,10 @@ def _prepared(
     pair = None
     if isinstance(config, OnPolicyJob):
         pair = tokenizer_pair(config, teachers, tokenizer)
-    same = teachers if pair is None else {}
-    vocab_size = _vocab_size(same, stores, vocabulary(tokenizer), shape.vocab_size)
+    if pair is None:
+        vocab_size = _vocab_size(teachers, stores, vocabulary(tokenizer), shape.vocab_size)
+    else:
+        vocab_size = min(shape.vocab_size, pair.tokens)  # the ids beyond stand for no text
     if isinstance(config, OfflineJob):
         assert stores is not None
         store = stores.training

@@ -41,6 +41,11 @@ class TokenizerPair:
     tokenizer: Any
     form: PromptFormat
 
+    @property
+    def tokens(self) -> int:
+        """Number of ids of the student's tokenizer; its model may have more logits."""
+        return len(self.aligner.student.lengths)
+
     def prompt(self, rollout: Rollout) -> NDArray[np.int32]:
         """Return the prompt ids [P] that the teacher reads for a rollout, in its own template."""
         form = self.form

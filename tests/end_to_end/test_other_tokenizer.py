@@ -150,6 +150,43 @@ def test_the_student_learns_what_the_teacher_likes(
     assert "are one token of it" in run.log_file(1).read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("horizon", ["word", "answer"])
+def test_two_processes_and_small_batches_change_nothing(
+    root: Path, teacher: str, tmp_path: Path, horizon: str
+) -> None:
+    found = []
+    for processes, tokens in ((1, 4000), (2, 4000), (1, 60)):
+        steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 1)
+        changes: dict[str, Any] = {
+            **steps,
+            "method__horizon": horizon,
+            "train__processes": processes,
+            "train__tokens_per_micro_batch": tokens,
+        }
+        path = tmp_path / f"{processes}-{tokens}"
+        run = finish(new_run(path, job(root, teacher, **changes)))
+        found.append(metrics_of(run)[-1])
+    for name in ("loss", "grad_norm", "kl/teacher", "pair/one_to_one", "pair/other_spelling"):
+        values = [line[name] for line in found]
+        assert values == pytest.approx([values[0]] * 3, rel=1e-4, abs=1e-6), name
+
+
+def test_logits_without_a_token_are_left_out(root: Path, teacher: str, tmp_path: Path) -> None:
+    """The random student would sample them in two of five cases."""
+    from transformers import PreTrainedTokenizerFast
+
+    from student_trainer.tools.pretrain import make_model
+    from tests.student_trainer import tiny
+
+    words = PreTrainedTokenizerFast.from_pretrained(root / "student")
+    wide = tiny.save(make_model(len(words) + 200, words, 1, 32), words, tmp_path / "wide")
+    steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 2)
+    changes: dict[str, Any] = {"student__model": str(wide), **steps}
+    run = finish(new_run(tmp_path / "run", job(root, teacher, **changes)))
+    assert all(line.get("pair/left_out", 0) == 0 for line in metrics_of(run))
+
+
 def test_by_default_another_tokenizer_is_refused(root: Path, teacher: str, tmp_path: Path) -> None:
     run = new_run(tmp_path / "run", job(root, teacher, teacher__tokenizer="same"))
     assert attempt(run, 1) != [0]
@@ -196,7 +233,8 @@ def test_real_tokenizers_and_their_chat_templates(tmp_path: Path) -> None:
     finally:
         process.close()
     first, *_, last = (line for line in metrics_of(run) if "kl/teacher" in line)
-    assert (first["pair/left_out"], last["pair/left_out"]) == (0, 0)
+    # Random text is seldom changed by Qwen's normalization.
+    assert first["pair/left_out"] + last["pair/left_out"] < 0.1
     # Tokens of random models: most of them are tokens of both, or bytes.
     assert 0.1 < first["pair/one_to_one"] < 1
     assert all(abs(line["kl/teacher"]) < 50 for line in (first, last))
