@@ -313,3 +313,35 @@ def test_with_one_tokenizer_the_control_variate_is_bucket_and_sampled() -> None:
     assert float(found.detach()) == pytest.approx(float(wanted.detach()), abs=EXACT)
     one, other = (torch.autograd.grad(value, p, retain_graph=True)[0] for value in (found, wanted))
     assert float((one - other).abs().max()) < EXACT
+
+
+def minimum(form: str) -> float:
+    """E[L] after Adam has followed the mean of the form's gradient."""
+    student, teacher = Table(STUDENT_OF_WORDS, 1), Table(TEACHER_OF_WORDS, 2)
+    toy = Answers(student, teacher, greedy(TEACHER_OF_WORDS))
+    word, of_words = toy.words()
+    chunk, of_chunk, _ = toy.chunks()
+    last = torch.ones_like(chunk, dtype=torch.bool)
+    last[:-1] = chunk[1:] != chunk[:-1]
+    adam = torch.optim.Adam([toy.student.logits], lr=0.1)
+    for _ in range(150):
+        of_tokens, answer = toy.of_tokens()
+        if form == "chunk":
+            loss = plain(of_tokens, torch.where(last, of_chunk, 0.0), chunk)
+        else:
+            of = (of_tokens, of_words, word, answer, everything(of_tokens))
+            loss = cross_tokenizer_kl(*of, horizon="word" if form == "word" else "answer")
+        adam.zero_grad()
+        expected(loss, toy, answer).backward()
+        adam.step()
+    log_p, cost = costs(toy)
+    return float((log_p.exp() * cost).sum().detach())
+
+
+@pytest.mark.slow
+def test_where_the_forms_lead() -> None:
+    """That of words nearly to the minimum, that of chunks elsewhere."""
+    found = {form: minimum(form) for form in ("answer", "word", "chunk")}
+    print({form: round(value, 3) for form, value in found.items()})
+    assert found["word"] - found["answer"] < 0.02
+    assert found["chunk"] - found["answer"] > 0.5
