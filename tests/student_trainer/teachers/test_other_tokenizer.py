@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from clients.alignment.alignment import Aligner
 from clients.data.answer_end import answer_end
 from clients.data.prompt_format import PromptFormat
-from clients.teacher.query import ScoreQuery
+from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
+from protos.errors import InvalidInput, WrongState
 from protos.rows.codec import RowBlock
 from student_trainer.data.aligned import AlignedRows, make_aligned_batch
 from student_trainer.data.batch import ScoredSequence
 from student_trainer.data.rollout import Rollout
 from student_trainer.losses.cross_tokenizer import word_advantages
+from student_trainer.model.loading import vocabulary
 from student_trainer.teachers.other_tokenizer import (
     IMPOSSIBLE,
     OTHER_SPELLING,
@@ -23,7 +28,7 @@ from student_trainer.teachers.other_tokenizer import (
     aligned_rows,
 )
 from student_trainer.teachers.source import resolved
-from student_trainer.teachers.tokenizer_pair import TokenizerPair
+from student_trainer.teachers.tokenizer_pair import TokenizerPair, tokenizer_pair
 from tests.clients.alignment import trained
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN
 from tests.student_trainer import tiny
@@ -187,3 +192,37 @@ def test_the_end_of_an_answer() -> None:
     words.add_special_tokens({"additional_special_tokens": ["|"]})
     words.chat_template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
     assert answer_end(words) == words.convert_tokens_to_ids("|")
+
+
+def connected(model: str, words: Any) -> dict[str, Any]:
+    info = SimpleNamespace(model=model, tokenizer_fingerprint=fingerprint_of(words))
+    return {"": SimpleNamespace(info=info, label="teacher")}
+
+
+def fingerprint_of(words: Any) -> str:
+    return tokenizer_fingerprint(vocabulary(words))
+
+
+def test_whether_the_tokenizer_is_another_one(tmp_path: Path) -> None:
+    ours, theirs = tiny.tokenizer(), tiny.tokenizer(CHARACTERS)
+    material = tiny.Material(tmp_path, tmp_path, tmp_path)
+    here = str(tmp_path / "theirs")
+    theirs.save_pretrained(here)
+
+    def pair(tokenizer: str, model: str, words: Any) -> TokenizerPair | None:
+        job = tiny.job(material, teacher__tokenizer=tokenizer)
+        return tokenizer_pair(job, connected(model, words), ours)
+
+    assert pair("same", here, theirs) is None
+    assert pair("auto", "nowhere", ours) is None
+    for tokenizer, model in (("auto", here), (here, "nowhere")):
+        found = pair(tokenizer, model, theirs)
+        assert found is not None
+        assert found.tokens == len(ours)
+        assert found.aligner.teacher.data(np.array(theirs("1+U")["input_ids"])) == b"1+U"
+    away = str(tmp_path / "away")
+    with pytest.raises(InvalidInput, match=f"none to load at '{away}'") as caught:
+        pair("auto", away, theirs)
+    assert caught.value.field == "teacher.tokenizer"
+    with pytest.raises(WrongState, match="is not that of the teacher"):
+        pair(here, "nowhere", tiny.tokenizer(CHARACTERS + "z"))
