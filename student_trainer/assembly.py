@@ -72,6 +72,7 @@ from student_trainer.run.model_checks import (
 )
 from student_trainer.run.provenance import write_environment
 from student_trainer.teachers.connections import Connection
+from student_trainer.teachers.tokenizer_pair import TokenizerPair, tokenizer_pair
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +217,13 @@ def _prepared(
     shape = load_config(config.student).get_text_config()
     refuse_indivisible_heads(shape.to_dict(), config.train.context_parallel)
     most = getattr(shape, "max_position_embeddings", None)
-    vocab_size = _vocab_size(teachers, stores, vocabulary(tokenizer), shape.vocab_size)
+    pair = None
+    if isinstance(config, OnPolicyJob):
+        pair = tokenizer_pair(config, teachers, tokenizer)
+    if pair is None:
+        vocab_size = _vocab_size(teachers, stores, vocabulary(tokenizer), shape.vocab_size)
+    else:
+        vocab_size = min(shape.vocab_size, pair.tokens)  # the ids beyond stand for no text
     if isinstance(config, OfflineJob):
         assert stores is not None
         store = stores.training
@@ -250,10 +257,23 @@ def _prepared(
         return vocab_size, lambda accelerator, student, engine: rl_method(
             config, material, accelerator, student, engine
         )
-    check_top_k(config.top_k, vocab_size, "teacher.top_k")
+    return vocab_size, _on_policy(config, teachers, tokenizer, vocab_size, pair)
+
+
+def _on_policy(
+    config: OnPolicyJob,
+    teachers: Mapping[str, Connection],
+    tokenizer: Any,
+    vocab_size: int,
+    pair: TokenizerPair | None,
+) -> MakeMethod:
     prompts = _prompts(config, tokenizer)
-    return vocab_size, lambda accelerator, student, engine: on_policy_method(
-        config, prompts, teachers, accelerator, student, tokenizer, engine
+    if pair is None:
+        check_top_k(config.top_k, vocab_size, "teacher.top_k")
+    else:
+        pair.log_shares(prompts[1])
+    return lambda accelerator, student, engine: on_policy_method(
+        config, prompts, teachers, accelerator, student, tokenizer, engine, pair
     )
 
 
@@ -308,6 +328,8 @@ def _prompts(config: OnPolicyJob, tokenizer: Any) -> tuple[ItemsOfSteps[Prompt],
         max_tokens=config.method.max_prompt_tokens,
         seed=config.seed,
         teachers=config.teachers,
+        # A teacher with another tokenizer renders the messages of a record in its own template.
+        with_fields=config.teacher.tokenizer != "same",
     )
     _check_shares(config, len(held_out))
     return prompts, held_out

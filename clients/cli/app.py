@@ -11,7 +11,16 @@ import typer
 
 from clients.cli.commands import capture as capture_commands
 from clients.cli.commands import config as config_commands
-from clients.cli.commands import doctor, logs_and_files, plan, plot, report, run, submit, token
+from clients.cli.commands import (
+    doctor,
+    logs_and_files,
+    plan,
+    plot,
+    report,
+    run,
+    submit,
+    token,
+)
 from clients.cli.commands import evaluate as exam
 from clients.cli.commands import jobs as job_commands
 from clients.cli.commands import store as store_commands
@@ -65,6 +74,7 @@ app.command("eval")(exam.exam)
 app.add_typer(store_commands.app, name="store")
 app.add_typer(config_commands.app, name="config")
 app.add_typer(teacher_commands.app, name="teacher")
+app.command("pair")(plan.pair)
 app.command("plan")(plan.plan)
 app.command("doctor")(doctor.doctor)
 app.command("token")(token.token)

@@ -84,6 +84,7 @@ FILE_KEYS: tuple[KeyPath, ...] = (
     ("data", "eval_prompts"),
     ("data", "tokenizer"),
     ("teacher", "model"),
+    ("teacher", "tokenizer"),
     ("reward", "file"),
     ("environment", "retriever"),
 )
@@ -116,7 +117,8 @@ def named_files(config: AnyJob) -> list[tuple[str, str]]:
     named = [(".".join(key), name) for key, name in said]
     mixed = getattr(getattr(config, "data", None), "mix", ())
     named += [(f"data.mix.{number}.path", other.path) for number, other in enumerate(mixed)]
-    return [(key, name) for key, name in named if name and "://" not in name]
+    none = ("", None, "same", "auto")  # the last two: of teacher.tokenizer
+    return [(key, name) for key, name in named if name not in none and "://" not in name]
 
 
 def parse_override(override: str) -> tuple[KeyPath, Any]:

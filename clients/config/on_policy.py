@@ -18,12 +18,19 @@ from clients.config.tables.common import (
 )
 from clients.config.tables.data import DataConfig, prompt_rules
 from clients.config.tables.rollouts import RolloutsConfig, rollout_rules
-from clients.config.unused import refuse_unused
+from clients.config.unused import refusal, refuse_unused
 
 # One literal: a union of two has two messages for one wrong value.
 OnPolicyTail = Literal[Tail, "bucket+teacher_samples"]
 # Head ids beside 48 ids from the tail, the best split of 64 (docs/draws.md), and without any.
 HEAD_BESIDE_DRAWS, HEAD_ALONE = 16, 64
+
+
+class OnPolicyTeacher(TeacherConfig):
+    """A teacher service, with the rows to ask for; its tokenizer may be another one."""
+
+    tokenizer: Name = "same"
+    """same: as the student's, or refused. auto: any. A directory or hub id: any, found there."""
 
 
 class OnPolicyConfig(Table):
@@ -35,6 +42,8 @@ class OnPolicyConfig(Table):
     """reverse_kl: KL(student||teacher). forward_kl: KL(teacher||student)."""
     tail: OnPolicyTail | None = None
     """Estimate of the KL over the tail. Default: bucket+draws; forward: bucket+teacher_samples."""
+    horizon: Literal["word", "answer"] = "word"
+    """With another tokenizer: what a token answers for, its word or all that follows (noisier)."""
     rollouts_per_prompt: Count = 1
     """Answers sampled per prompt."""
     max_prompt_tokens: Count = 512
@@ -64,11 +73,23 @@ class OnPolicyJob(TrainingJob):
     """An on-policy job. Three lines are enough: student.model, teacher.address, data.path."""
 
     data: DataConfig
-    teacher: TeacherConfig = TeacherConfig()
+    teacher: OnPolicyTeacher = OnPolicyTeacher()
     teachers: dict[Name, Address] = {}  # noqa: RUF012 (pydantic copies it)
     """Addresses of several teachers by name, instead of `teacher.address`."""
     method: OnPolicyConfig = OnPolicyConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
+
+    @model_validator(mode="after")
+    def _fits_tokenizers(self) -> Self:
+        if self.teacher.tokenizer == "same":
+            return self
+        if self.method.divergence == "forward_kl":
+            remedy = "needs the tokenizer of the student; use reverse_kl with another one"
+            raise refusal(self, "method.divergence", remedy)
+        if self.teachers:
+            remedy = "has no effect: the job has `teachers`; leave one of them out"
+            raise refusal(self, "teacher.tokenizer", remedy)
+        return self
 
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:
@@ -81,6 +102,11 @@ class OnPolicyJob(TrainingJob):
                     self.draws > 0 or self.tail_samples > 0,
                     "teacher.tail_draws",
                     f"method.tail = '{self.method.tail_mode}' reads none; leave one of them out",
+                ),
+                (
+                    self.teacher.tokenizer != "same",
+                    "method.horizon",
+                    "it is for a teacher with another tokenizer; set teacher.tokenizer",
                 ),
                 (named, "data.teacher_column", "the job has no `teachers`; name them there"),
                 (

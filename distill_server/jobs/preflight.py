@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from clients.config.kinds import AnyJob
+from clients.config.on_policy import OnPolicyJob
 from clients.config.tables.common import TrainingJob
 from clients.preflight.files import check_here
 from clients.preflight.rollouts import check_rollouts
@@ -99,6 +100,8 @@ class JobPreflight:
         check_teachers(config, infos)
         if not isinstance(config, TrainingJob):
             return
+        if isinstance(config, OnPolicyJob) and config.teacher.tokenizer != "same":
+            return  # any tokenizer will do
         student = Path(config.student.model)
         for name, addresses in services_of(config).items():
             vocabulary = partial(_vocabulary, addresses, field_of(name))

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from student_trainer.data.batch import Batch, make_batch
+from student_trainer.data.batch import Batch
 from student_trainer.data.metric_sums import sum_and_count
 from student_trainer.data.packing import micro_batches
 from student_trainer.data.prompts import Prompt
@@ -195,8 +195,9 @@ class Evaluation:
         objective = self._objective
         for group in micro_batches(self._held_out(), self._most, student.layout):
             scored = [item.wait() for item in group]
-            batch = make_batch(scored, self._accelerator.device, student.layout)
-            out = student(batch, objective.loss(batch), objective.temperature)
+            batch = objective.batch(scored, self._accelerator.device, student.layout)
+            loss = objective.loss(batch)
+            out = student(batch, loss, objective.temperature, objective.needs_all_rows)
             for name, values in objective.held_out(batch, out).items():
                 sums[_MEASURED.index(name)] += sum_and_count(values).double().cpu()
                 if name in _SELECTING:

@@ -13,6 +13,11 @@ from student_trainer.losses.advantages import (
     reward_at_last_token,
 )
 from student_trainer.losses.aggregate import Aggregate, sequence_weights, token_weights
+from student_trainer.losses.cross_tokenizer import (
+    Horizon,
+    controlled_topk_kl,
+    cross_tokenizer_kl,
+)
 from student_trainer.losses.exact import exact_kl
 from student_trainer.losses.fused import (
     FusedLoss,
@@ -38,12 +43,15 @@ __all__ = [
     "Aggregate",
     "Direction",
     "FusedLoss",
+    "Horizon",
     "Index",
     "LogitMap",
     "LossFunction",
     "Rows",
     "Tail",
     "clipped_surrogate",
+    "controlled_topk_kl",
+    "cross_tokenizer_kl",
     "draw_noise",
     "entropy_from_logits",
     "exact_kl",

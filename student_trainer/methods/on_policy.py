@@ -19,6 +19,9 @@ One step, in order:
 5. Loss. `DistillationObjective` (`objectives/distillation.py`) computes the Top-k KL of each token
    (`losses/topk.py`) from the teacher's rows and the student's (`model/student.py`, which calls
    `losses/fused.py`).
+   A teacher with another tokenizer (`teacher.tokenizer`) reads its own tokens of the prompt and the
+   completion (`teachers/other_tokenizer.py`), and the loss is the cost of words or answers
+   (`objectives/cross_tokenizer.py`, `losses/cross_tokenizer.py`).
 6. Update. The trainer averages over all tokens of all processes, clips the gradient and runs AdamW.
 
 `on_policy_method` connects these parts. `assembly.py` calls it once when an attempt starts.
@@ -41,13 +44,16 @@ from student_trainer.methods.method import (
     plain_rollouts,
     sampling_settings,
 )
+from student_trainer.objectives.cross_tokenizer import CrossTokenizerObjective
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.connections import Connection
+from student_trainer.teachers.other_tokenizer import OtherTokenizerTeacher
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.scored_rollouts import RolloutsOfSteps, ScoredRollouts
-from student_trainer.teachers.source import PendingRows, TeachersByName
+from student_trainer.teachers.source import PendingRows, TeachersByName, TeacherSource
+from student_trainer.teachers.tokenizer_pair import TokenizerPair
 
 
 class OnPolicySteps:
@@ -112,38 +118,34 @@ def on_policy_method(
     student: Replicated | Sharded,
     tokenizer: Any,
     engine: Engine | None,
+    pair: TokenizerPair | None = None,
 ) -> Method:
     """Build the method of an on-policy job. The module docstring lists the steps.
 
     `prompts`: the training prompts and the held-out ones. `teachers`: connections by teacher name;
     "" is the only teacher of a job without names. `engine`: samples the rollouts; None:
-    this process does. The head of a row is the student's top-k for
-    reverse KL and the teacher's top-k for forward KL.
+    this process does. `pair`: the tokenizers, if the teacher has another one than the student. The
+    head of a row is the student's top-k for reverse KL and the teacher's top-k for forward KL.
     """
+    objective: DistillationObjective | CrossTokenizerObjective
     objective = DistillationObjective.on_policy(config.method, tuple(config.teachers))
-    student_head = objective.direction == "reverse"
     sampling: dict[str, Any] = {
-        "top_k": config.top_k if student_head else 0,
+        "top_k": config.top_k if objective.direction == "reverse" else 0,
         "temperature": objective.temperature,
         "draws": config.draws,
         "vocab_size": student.full.vocab_size,
     }
+    teacher: TeacherSource
+    if pair is None:
+        teacher = TeachersByName(_remote_teachers(config, teachers, student.full.vocab_size))
+    else:
+        objective = CrossTokenizerObjective(config.method.horizon, objective.temperature)
+        sampling |= {"top_k": 1, "draws": 0}  # a row has a head, which nothing reads here
+        teacher = _other_tokenizer_teacher(config, teachers[""], pair)
     sampled = None
     if engine is not None:
         sampled = engine.rollouts(sampling_settings(config, **sampling))
     rollouts: Rollouts = sampled or plain_rollouts(config, student, tokenizer, **sampling)
-    remote = {
-        name: RemoteTeacher(
-            connection.client,
-            top_k=None if student_head else config.top_k,
-            temperature=objective.temperature,
-            f32=config.teacher.logprob_format == "f32",
-            tail_samples=config.tail_samples,
-            vocab_size=connection.narrowed(student.full.vocab_size),
-        )
-        for name, connection in teachers.items()
-    }
-    teacher = TeachersByName(remote)
     answers = ScoredRollouts(student, rollouts, teacher, config.seed)
     training, held_out = prompts
     ahead = engine.rollouts_ahead(config, teacher, sampled) if engine and sampled else None
@@ -153,3 +155,33 @@ def on_policy_method(
         config, accelerator, objective, steps.held_out, examined, tokenizer, rollouts
     )
     return Method(objective, steps.of_step, evaluation, ahead=ahead)
+
+
+def _remote_teachers(
+    config: OnPolicyJob, teachers: Mapping[str, Connection], vocab_size: int
+) -> dict[str, TeacherSource]:
+    """Return the teacher services by name. `vocab_size`: number of ids that rows are about."""
+    student_head = config.method.divergence == "reverse_kl"
+    return {
+        name: RemoteTeacher(
+            connection.client,
+            top_k=None if student_head else config.top_k,
+            temperature=config.method.temperature,
+            f32=config.teacher.logprob_format == "f32",
+            tail_samples=config.tail_samples,
+            vocab_size=connection.narrowed(vocab_size),
+        )
+        for name, connection in teachers.items()
+    }
+
+
+def _other_tokenizer_teacher(
+    config: OnPolicyJob, connection: Connection, pair: TokenizerPair
+) -> TeacherSource:
+    return OtherTokenizerTeacher(
+        connection.client,
+        pair.aligner,
+        pair.prompt,
+        temperature=config.method.temperature,
+        max_length=connection.info.max_length,
+    )

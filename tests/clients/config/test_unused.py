@@ -28,6 +28,8 @@ REFUSED = [
     (ON_POLICY, "data.answer_column = 'a'", "eval.metric = 'exact_match'"),
     (ON_POLICY + "teachers.maths = 't:1'\n", "teacher.address = 't:2'", "leave one of them out"),
     (ON_POLICY + COIN, "teacher.tail_draws = 4", "leave one of them out"),
+    (ON_POLICY, "method.horizon = 'answer'", "set teacher.tokenizer"),
+    (ON_POLICY + "teachers.maths = 't:1'\n", "teacher.tokenizer = 'auto'", "leave one of them out"),
     (RL + COIN, "method.tail_draws = 4", "the loss reads no draws"),
     (RL + FORWARD, "method.tail_draws = 4", "the loss reads no draws"),
     (RL + "method.beta = 0.0\n", "method.tail_draws = 4", "needs a KL"),
@@ -108,6 +110,7 @@ USED = [
     ON_POLICY.replace("d.jsonl", "org/data") + "data.name = 'main'\ndata.split = 'test'\n",
     ON_POLICY + "data.eval_path = 'org/data'\ndata.split = 'test'\n",
     ON_POLICY + "teacher.tail_draws = 4\n",
+    ON_POLICY + "teacher.tokenizer = 'auto'\nmethod.horizon = 'answer'\n",
     ON_POLICY + FORWARD + "teacher.tail_draws = 4\n",
     RL + "method.tail_draws = 4\n",
     KL + "method.kl_in = 'reward'\nmethod.tail_draws = 4\n",
@@ -163,3 +166,10 @@ def test_a_default_that_is_written_down_is_accepted() -> None:
     """A resolved job lists every key, so the server sees all defaults."""
     job = parse_job('{"student": {"model": "s"}, "data": {"path": "d.jsonl"}}')
     assert parse_job(job.model_dump_json(), strict=True) == job
+
+
+def test_forward_kl_needs_the_students_tokenizer(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(ON_POLICY + FORWARD + "teacher.tokenizer = 'auto'\n")
+    with pytest.raises(InvalidInput, match=r"method.divergence: needs the tokenizer of the stud"):
+        load_job(path)

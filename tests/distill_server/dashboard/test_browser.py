@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from clients.config.on_policy import OnPolicyJob
-from clients.config.tables.common import StudentConfig, TeacherConfig
+from clients.config.on_policy import OnPolicyJob, OnPolicyTeacher
+from clients.config.tables.common import StudentConfig
 from clients.config.tables.data import DataConfig
 from clients.jobs.client import DistillClient
 from tests.distill_server.dashboard.browser import IN_BROWSER, Browser, eventually
@@ -146,7 +146,7 @@ def test_nothing_sticks_out_at_400_pixels(site: Site, browser: Browser) -> None:
     config = OnPolicyJob(
         student=StudentConfig(model="tiny"),
         data=DataConfig(path="prompts.jsonl"),
-        teacher=TeacherConfig(address="a-very-long-name-of-a-teacher.example.invalid:50052"),
+        teacher=OnPolicyTeacher(address="a-very-long-name-of-a-teacher.example.invalid:50052"),
         name="a-name-without-any-place-to-break-it-which-is-wider-than-a-phone-is pause=0.1",
         max_steps=1000,
     )

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from clients.config.on_policy import OnPolicyJob
-from clients.config.tables.common import StudentConfig, TeacherConfig
+from clients.config.on_policy import OnPolicyJob, OnPolicyTeacher
+from clients.config.tables.common import StudentConfig
 from clients.config.tables.data import DataConfig
 from distill_server.jobs.database import open_database
 from distill_server.jobs.store import JobStore
@@ -205,7 +205,7 @@ def test_a_dead_teacher_is_told_and_holds_up_nobody(site: Site, tmp_path: Path) 
             config = OnPolicyJob(
                 student=StudentConfig(model="tiny"),
                 data=DataConfig(path="prompts.jsonl"),
-                teacher=TeacherConfig(address=address),
+                teacher=OnPolicyTeacher(address=address),
                 name="pause=0.1",
                 max_steps=1000,
             )

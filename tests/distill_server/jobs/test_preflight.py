@@ -202,6 +202,13 @@ def test_widths_that_differ_by_padding(
     assert "use a teacher of this version" in caught.value.hint
 
 
+def test_any_tokenizer_will_do_if_the_job_says_so(address: str, tmp_path: Path) -> None:
+    other = write_student(tmp_path / "other", tokens=["<end>", *"*0123456789+="], width=14)
+    asked = job(tmp_path, address, student__model=str(other), teacher__tokenizer="auto")
+    with checking(tmp_path) as server:
+        assert server.submit(asked) is JobState.QUEUED
+
+
 def test_many_submits_ask_a_teacher_once(
     teacher: Teacher, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,118 @@
+"""What a teacher and a student can do together, from their directories. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from clients.alignment.alignment import Aligner
+from clients.alignment.byte_tokenizer import tokenizer_in
+from clients.alignment.report import Shares, kind_of, measured
+from clients.data.records import DataSet
+from clients.data.regular_file import read_document
+from clients.data.tokenization import first_difference
+from clients.data.tokenizer_file import tokens_in
+from clients.preflight.vocabulary import common_ids
+from protos.errors import DistillError, InvalidInput
+
+ALL = "all"  # the kind of the row of all texts
+
+
+@dataclass(frozen=True)
+class PairReport:
+    """The report of a pair.
+
+    same: whether it has one tokenizer; None if that is unknown. difference: the first one between
+    the tokenizers. shares: by kind of text, if they differ. refusals: why the pair cannot be
+    trained. loss: what a job would minimise. lines: for the job file.
+    """
+
+    same: bool | None
+    difference: str
+    shares: Mapping[str, Shares]
+    refusals: Sequence[str]
+    loss: str
+    lines: Sequence[str]
+
+
+def pair_report(teacher: Path, student: Path, texts: Iterable[str]) -> PairReport:
+    """Compare two Hugging Face directories, and align their tokens on texts if they differ."""
+    theirs, ours = tokens_in(teacher), tokens_in(student)
+    if theirs is None or ours is None:
+        name = "teacher" if theirs is None else "student"
+        problem = f"the tokenizer.json of the {name} cannot be read; name a directory that has one"
+        return PairReport(None, "", {}, [problem], "", [])
+    if theirs == ours:
+        return _of_one_tokenizer(teacher, student, ours)
+    difference = first_difference(theirs, ours)
+    try:
+        aligner = Aligner(
+            tokenizer_in(student, "student", "student.model"),
+            tokenizer_in(teacher, "teacher", "teacher.tokenizer"),
+            0,  # no text here has an end
+        )
+    except DistillError as error:
+        return PairReport(False, difference, {}, [str(error)], "", [])
+    by_kind: dict[str, list[str]] = {}
+    for text in texts:
+        by_kind.setdefault(kind_of(text), []).append(text)
+    shares = {kind: measured(aligner, of) for kind, of in sorted(by_kind.items())}
+    if len(shares) > 1:
+        shares[ALL] = measured(aligner, [text for of in by_kind.values() for text in of])
+    loss = (
+        "reverse KL of the teacher's log-probs of its own tokens, word by word"
+        ' (method.horizon = "answer": with all that follows); on_policy only'
+    )
+    return PairReport(False, difference, shares, [], loss, ['teacher.tokenizer = "auto"'])
+
+
+def texts_in(path: str, columns: Sequence[str], most: int) -> list[str]:
+    """Return the texts of the first `most` records of a data set, one for each record.
+
+    `columns`: those to read; empty: all that hold a text or messages. Raises InvalidInput if there
+    is no text.
+    """
+    records = islice(DataSet(path, field="--data").records(columns), most)
+    texts = ["\n".join(_texts_of(record, columns)) for record in records]
+    found = [text for text in texts if text]
+    if not found:
+        what = f"no column {', '.join(columns)} with text" if columns else "no column with text"
+        raise InvalidInput(f"there is {what} in {path}", field="--data", hint="name it: --column")
+    return found
+
+
+def _texts_of(record: Mapping[str, Any], columns: Sequence[str]) -> Iterator[str]:
+    for name, value in record.items():
+        if columns and name not in columns:
+            continue
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            yield from (
+                str(m["content"]) for m in value if isinstance(m, dict) and m.get("content")
+            )
+
+
+def _of_one_tokenizer(teacher: Path, student: Path, tokens: Sequence[str]) -> PairReport:
+    loss, refusals = "KL of the rows of every token (docs/methods.md)", []
+    widths = [_width(student), _width(teacher)]
+    if widths[0] and widths[1]:
+        try:
+            common = common_ids(widths[0], widths[1], "teacher", tokens)
+            loss += f", over {common} ids"
+        except DistillError as error:
+            refusals = [str(error)]
+    return PairReport(True, "", {}, refusals, "" if refusals else loss, [])
+
+
+def _width(model: Path) -> int | None:
+    """Return the number of logits, or None if the config does not contain it."""
+    try:
+        config = read_document(model / "config.json")
+        width = config.get("text_config", config)["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return width if isinstance(width, int) else None

@@ -1,0 +1,76 @@
+"""Batches of a teacher with another tokenizer: its log-probs as shares of the student's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from protos.rows.codec import RowBlock
+from student_trainer.data.batch import Batch, ScoredSequence, make_batch
+from student_trainer.data.packing import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignedRows(RowBlock):
+    """Rows of an answer of n tokens; `token_logprobs` are shares, and the head is a placeholder.
+
+    word [n] int64: the word of each token, from 0, without gaps. learned [n] bool: tokens with a
+    cost. one_to_one [n] bool: tokens that are one teacher token. spelled: the whole
+    answer is the student's canonical encoding of its bytes.
+    """
+
+    word: NDArray[np.int64]
+    learned: NDArray[np.bool_]
+    one_to_one: NDArray[np.bool_]
+    spelled: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignedBatch(Batch):
+    """A batch of S answers with AlignedRows; `teacher.token_logprobs` [N] are shares.
+
+    word [N] int64, below N: different in every answer. learned, one_to_one [N] bool: as in
+    AlignedRows. spelled [S] bool. left_out [S] bool: no token is learned.
+    """
+
+    word: Tensor
+    learned: Tensor
+    one_to_one: Tensor
+    spelled: Tensor
+    left_out: Tensor
+
+    def without_rows(self) -> AlignedBatch:
+        """Return a batch with one token to read and no rows; see `Batch.without_rows`."""
+        own = [one.name for one in fields(self) if one.name not in _PLAIN]
+        nothing: dict[str, Any] = {name: getattr(self, name)[:0] for name in own}
+        return AlignedBatch(**vars(super().without_rows()), **nothing)
+
+
+_PLAIN = {one.name for one in fields(Batch)}
+
+
+def make_aligned_batch(
+    scored: Sequence[ScoredSequence], device: torch.device, layout: Layout
+) -> AlignedBatch:
+    """Make the tensors of one micro-batch of sequences with AlignedRows; see `make_batch`."""
+    rows = [cast(AlignedRows, item.rows) for item in scored]
+    first = np.cumsum([0, *map(len, rows)])[:-1]
+
+    def joined(name: str) -> Tensor:
+        return torch.from_numpy(np.concatenate([getattr(one, name) for one in rows])).to(device)
+
+    words = [of.word + before for of, before in zip(rows, first, strict=True)]
+    return AlignedBatch(
+        **vars(make_batch(scored, device, layout)),
+        word=torch.from_numpy(np.concatenate(words)).to(device),
+        learned=joined("learned"),
+        one_to_one=joined("one_to_one"),
+        spelled=torch.tensor([of.spelled for of in rows], device=device),
+        left_out=torch.tensor([not of.learned.any() for of in rows], device=device),
+    )

@@ -1,0 +1,128 @@
+"""Losses between a student and a teacher of another tokenizer.
+
+An answer has the student tokens a, the bytes x = d(a), and the teacher's encoding b = t(x) of these
+bytes, all with the token that ends the answer. Its cost is L(a) = log p(a) - log q(b). With
+kappa(x) = q(t(x)) / Q(x), where Q(x) is the probability of the bytes in any of their encodings,
+
+    E[L] = KL(P||Q) - H(A|X) + E[-log kappa(X)]
+
+The entropy H(A|X) rewards spelling the same bytes in many ways: the minimum is p(a) ~ q(t(d(a))). A
+constant c in the cost of an answer that is not the student's canonical encoding of its bytes makes
+the odds of such spellings e^-c at the minimum. With weight 0 for them the gradient would be that of
+the generalised KL, the sum over canonical a of p log(p/q) - p + q. Its minimum is p = q, but it is
+at most 1 nat where no answer is canonical: a student with a larger KL learns other spellings.
+
+A token's advantage is the part of the cost that the token can change:
+
+    A_i = sum_{j >= i} log p_j - sum_{j >= sigma_i} log q_j
+
+sigma_i is the number of teacher tokens that are the same for every continuation of the bytes before
+token i. This is unbiased for the gradient of E[L]. It is not without the tokens between sigma_i and
+i: a later student token may decide whether an earlier boundary of the teacher exists. So sums over
+chunks are biased, from that of token i on or of that alone, and so is an equal division of a
+chunk's log q among its student tokens.
+
+Here sigma_i counts the tokens before the last word that has begun before token i. That is the word
+of token i, or the one before if token i begins a word: it has decided that the other ends. With
+K_w = log p - log q of all tokens of word w,
+
+    answer  A_i = sum of K_w from that word to the end of the answer
+    word    A_i = sum of K_w from that word to the word of token i
+
+The log p before token i that K_w contains do not change the mean. The second form ignores, like the
+KL of tokens with one tokenizer, that a token changes what comes later, and has less variance.
+
+`tests/student_trainer/losses/test_cross_tokenizer.py` enumerates all of this. A chunk is a shortest
+run of student tokens with the bytes of a run of teacher tokens; `clients/alignment/alignment.py`
+has words too.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from student_trainer.losses.advantages import gae
+from student_trainer.losses.rows import LOWEST_LOGPROB, Rows
+from student_trainer.losses.topk import topk_kl
+
+# How far the costs reach that a token answers for.
+Horizon = Literal["word", "answer"]
+
+
+def cross_tokenizer_kl(
+    student_logprobs: Tensor,
+    teacher_shares: Tensor,
+    word: Tensor,
+    answer: Tensor,
+    learned: Tensor,
+    *,
+    horizon: Horizon,
+    importance: Tensor | None = None,
+) -> Tensor:
+    """Return the cost of each token, [N] in nats, with the gradient A_i grad log p_i.
+
+    `student_logprobs` [N]: of the sampled tokens; the gradient flows through them. `teacher_shares`
+    [N]: log q of the words, divided among their tokens in any way. `word`, `answer` [N] int64,
+    below N: the word of each token, another number in each answer, and its answer; the tokens of
+    both are adjacent, in order, and all in the call. `learned` [N] bool: other tokens have neither
+    cost nor gradient. `importance` [N]: the detached p/mu if another policy mu sampled the tokens;
+    it multiplies the gradient. None: 1.
+
+    The costs of a word have the sum K_w. Their mean is no KL of a single token.
+    """
+    log_p = student_logprobs.clamp(min=LOWEST_LOGPROB)
+    none = torch.zeros_like(log_p.detach())
+    costs = torch.where(learned, (log_p - teacher_shares).detach(), none)
+    weights = advantages = word_advantages(costs, word, answer, horizon)
+    if importance is not None:
+        weights = importance.detach() * advantages
+    return costs + weights * torch.where(learned, log_p - log_p.detach(), none)
+
+
+def word_advantages(costs: Tensor, word: Tensor, answer: Tensor, horizon: Horizon) -> Tensor:
+    """Return A_i of each token, [N]. `costs` [N]: log p minus shares; the rest as above."""
+    of_words = torch.zeros_like(costs).index_add(0, word, costs)
+    found = of_words[word]
+    begins = (word[1:] != word[:-1]) & (answer[1:] == answer[:-1])
+    found[1:] += torch.where(begins, of_words[word[:-1]], torch.zeros_like(costs[1:]))
+    if horizon == "answer":
+        found += costs_to_come(costs, answer) - costs_to_come(costs, word)
+    return found
+
+
+def costs_to_come(costs: Tensor, segment: Tensor) -> Tensor:
+    """Return the sum of the costs from each token to the end of its segment, [N]; no gradient.
+
+    `segment` [N] int64: the tokens of a segment are adjacent.
+    """
+    return gae(costs, torch.zeros_like(costs), segment, gamma=1.0, lam=1.0)[0]
+
+
+def controlled_topk_kl(
+    student: Rows, teacher: Rows, token_in_head: Tensor, advantages: Tensor
+) -> Tensor:
+    """Return a loss [N] with the mean gradient of A_i grad log p_i, and less variance if q is near.
+
+        J_i = sum_{u in S} p(u) (log p(u) - sg log q(v(u))) + P_t log(P_t/Q_t)
+              + r_i sg(A_i - l(a_i))
+
+    S are ids u of the student whose bytes are one token v(u) of the teacher. l(a_i) is the log of
+    p/q if a_i is in S, otherwise log(P_t/Q_t); r_i = p_i / sg(p_i). The rows of the teacher, at the
+    ids v(u) and the token v(a_i), must be those after its encoding of the bytes before token i,
+    whether or not that is the beginning of its encoding of the answer: choosing the tokens by this
+    is biased. `token_in_head` [N] bool: whether a_i is in S. `advantages` [N]: A_i.
+
+    The first two terms alone, which match tokens by their text, are biased: that the student emits
+    u and that the teacher emits v(u) are different events. With one tokenizer and A_i the cost of
+    one token, J_i is `topk_kl` with the tail `bucket+sampled`.
+    """
+    matched = topk_kl(student, teacher, token_in_head, direction="reverse", tail="bucket")
+    log_p = student.token_logprobs.clamp(min=LOWEST_LOGPROB)
+    of_tail = student.tail_logmass.clamp(min=LOWEST_LOGPROB)
+    of_tail = of_tail - teacher.tail_logmass.clamp(min=LOWEST_LOGPROB)
+    of_token = log_p - teacher.token_logprobs.clamp(min=LOWEST_LOGPROB)
+    known = torch.where(token_in_head, of_token, of_tail).detach()
+    return matched + (log_p - log_p.detach()).exp() * (advantages.detach() - known)

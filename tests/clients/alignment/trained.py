@@ -1,0 +1,63 @@
+"""Tokenizers that the tests train, in the two ways that tokens can be bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from clients.alignment.byte_tokenizer import ByteTokenizer
+
+END = "<|end|>"
+TEXT = (
+    "the cat sat on the mat and the other cat sat there too. 12 + 34 = 46, so 46 - 12 = 34.\n"
+    "def add(one, other):\n    return one + other\n\n"
+    "na\u00efve caf\u00e9 \u4f60\u597d \U0001f600\n"
+) * 4
+
+
+def byte_level(size: int, text: str = TEXT) -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.train_from_iterator(
+        [text],
+        trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=[END],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return made
+
+
+def byte_fallback(size: int, text: str = TEXT, *, first_space: bool = False) -> Tokenizer:
+    """As SentencePiece: spaces are marked, and characters without a token are bytes.
+
+    `first_space`: as of Llama 2, a text gets a space in front.
+    """
+    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    marks: list[Any] = [normalizers.Replace(" ", "\u2581")]
+    if first_space:
+        marks.insert(0, normalizers.Prepend("\u2581"))
+    made.normalizer = normalizers.Sequence(marks)
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    special = ["<unk>", END, *(f"<0x{byte:02X}>" for byte in range(256))]
+    plain = text.encode("ascii", "ignore").decode()
+    made.train_from_iterator(
+        plain.split("\n"),
+        trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False),
+    )
+    document = json.loads(made.to_str())
+    for token in document["added_tokens"]:
+        token["special"] = token["content"] in ("<unk>", END)
+    document["added_tokens"] = [token for token in document["added_tokens"] if token["special"]]
+    return Tokenizer.from_str(json.dumps(document))
+
+
+def as_bytes(made: Tokenizer) -> ByteTokenizer:
+    return ByteTokenizer(json.loads(made.to_str()), "student", "student.model")

@@ -1,0 +1,240 @@
+"""A teacher with another tokenizer: the trainer and the teacher service, from end to end.
+
+The tokenizers are trained here, on the same texts with other sizes; the teacher learns the texts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.forked_teacher import ForkedTeacher
+from tests.end_to_end.forked_trainer import attempt, finish
+from tests.end_to_end.processes import metrics_of, new_run
+from tests.real_tokenizers import fetch_tokenizer
+
+PROMPT = "say: "
+NOUNS = ["cat", "dog", "bird", "horse"]
+VERBS = ["sat down", "ate it", "sang", "ran off"]
+# The teacher likes the first of both, the student the last.
+WEIGHTS = [0.6, 0.25, 0.1, 0.05]
+STEPS = 100
+
+
+def answers_of(name: str) -> list[str]:
+    """As many as are needed to learn how often each is given."""
+    random = Random(0)
+    weights = WEIGHTS if name == "teacher" else WEIGHTS[::-1]
+    nouns, verbs = (random.choices(of, weights, k=400) for of in (NOUNS, VERBS))
+    return [f"the {noun} {verb}" for noun, verb in zip(nouns, verbs, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+
+    from student_trainer.tools import pretrain
+
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("other")
+    for seed, (name, size) in enumerate([("teacher", 290), ("student", 274)]):
+        torch.manual_seed(seed)
+        texts = answers_of(name)
+        words = pretrain.make_tokenizer("bpe", texts, size)
+        model = pretrain.make_model(len(words), words, 2, 32)
+        asked = words(PROMPT)["input_ids"]
+        of_answers = [words(answer)["input_ids"] + [words.eos_token_id] for answer in texts]
+        told = [pretrain.Text(asked + answer, len(asked)) for answer in of_answers]
+        options = pretrain._parser().parse_args(
+            ["--data", "x", "--columns", "x", "--out", "x", "--steps", "150"]
+        )
+        options.learning_rate, options.batch = 1e-2, 16
+        pretrain.train(model, told, options)
+        model.save_pretrained(root / name)
+        words.save_pretrained(root / name)
+    line = json.dumps({"prompt": PROMPT, "answer": "the cat sat down"}) + "\n"
+    (root / "prompts.jsonl").write_text(line * 40)
+    return root
+
+
+@pytest.fixture
+def teacher(root: Path, tmp_path: Path) -> Iterator[str]:
+    arguments = ["--model", str(root / "teacher"), "--no-cache", "--device", "cpu"]
+    process = ForkedTeacher(arguments, log=tmp_path / "teacher.log")
+    yield process.address
+    process.close()
+
+
+def job(root: Path, address: str, **changes: Any) -> Any:
+    from tests.student_trainer import tiny
+
+    material = tiny.Material(root / "prompts.jsonl", root / "teacher", root / "student")
+    return tiny.job(
+        material,
+        address,
+        **{
+            "teacher__tokenizer": "auto",
+            "max_steps": STEPS,
+            "eval__every": STEPS,
+            "eval__prompts": 8,
+            "eval__metric": "none",
+            "checkpoint__every": STEPS,
+            "train__learning_rate": 1e-3,
+            "train__tokens_per_micro_batch": 4000,
+            "method__max_new_tokens": 20,
+            "method__rollouts_per_prompt": 16,
+            **changes,
+        },
+    )
+
+
+def string_cost(root: Path, student: Path) -> float:
+    """Mean of log p(a) - log q(t(x)) over answers that the student samples, by plain models."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(0)
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in (student, root / "teacher")]
+    words = [AutoTokenizer.from_pretrained(path) for path in (root / "student", root / "teacher")]
+    asked = torch.tensor([words[0](PROMPT)["input_ids"]]).repeat(200, 1)
+    sampled = models[0].generate(
+        asked,
+        attention_mask=torch.ones_like(asked),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=24,
+        pad_token_id=words[0].eos_token_id,
+    )[:, asked.shape[1] :]
+    costs = []
+    for row in sampled.tolist():
+        ids = row[: row.index(words[0].eos_token_id)] if words[0].eos_token_id in row else row
+        text = words[0].decode(ids)
+        own = [*ids, words[0].eos_token_id][: len(row)]
+        ended = len(own) > len(ids)
+        theirs = words[1](text)["input_ids"] + [words[1].eos_token_id] * ended
+        costs.append(logprob(models[0], words[0], own) - logprob(models[1], words[1], theirs))
+    return sum(costs) / len(costs)
+
+
+def logprob(model: Any, words: Any, answer: list[int]) -> float:
+    import torch
+
+    asked = words(PROMPT)["input_ids"]
+    with torch.no_grad():
+        logits = model(torch.tensor([asked + answer])).logits[0, len(asked) - 1 : -1]
+    return float(logits.log_softmax(1).gather(1, torch.tensor(answer)[:, None]).sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("horizon", ["word", "answer"])
+def test_the_student_learns_what_the_teacher_likes(
+    root: Path, teacher: str, tmp_path: Path, horizon: str
+) -> None:
+    run = finish(new_run(tmp_path / "run", job(root, teacher, method__horizon=horizon)))
+    before, after = string_cost(root, root / "student"), string_cost(root, run.export)
+    print(f"{horizon}: log p - log q of an answer {before:.2f} -> {after:.2f} nats")
+    assert after < 0.7 * before
+    lines = metrics_of(run)
+    costs = [line["kl/teacher"] for line in lines if "kl/teacher" in line]
+    assert sum(costs[-10:]) < 0.5 * sum(costs[:10])
+    assert lines[-1]["eval/kl"] < 0.6 * lines[0]["eval/kl"]
+    of_steps = [line for line in lines if "pair/one_to_one" in line]
+    assert 0 < of_steps[0]["pair/one_to_one"] < 1
+    assert all(line["pair/left_out"] == 0 for line in of_steps)
+    assert of_steps[-1]["pair/other_spelling"] < 0.1
+    assert "are one token of it" in run.log_file(1).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("horizon", ["word", "answer"])
+def test_two_processes_and_small_batches_change_nothing(
+    root: Path, teacher: str, tmp_path: Path, horizon: str
+) -> None:
+    found = []
+    for processes, tokens in ((1, 4000), (2, 4000), (1, 60)):
+        steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 1)
+        changes: dict[str, Any] = {
+            **steps,
+            "method__horizon": horizon,
+            "train__processes": processes,
+            "train__tokens_per_micro_batch": tokens,
+        }
+        path = tmp_path / f"{processes}-{tokens}"
+        run = finish(new_run(path, job(root, teacher, **changes)))
+        found.append(metrics_of(run)[-1])
+    for name in ("loss", "grad_norm", "kl/teacher", "pair/one_to_one", "pair/other_spelling"):
+        values = [line[name] for line in found]
+        assert values == pytest.approx([values[0]] * 3, rel=1e-4, abs=1e-6), name
+
+
+def test_logits_without_a_token_are_left_out(root: Path, teacher: str, tmp_path: Path) -> None:
+    """The random student would sample them in two of five cases."""
+    from transformers import PreTrainedTokenizerFast
+
+    from student_trainer.tools.pretrain import make_model
+    from tests.student_trainer import tiny
+
+    words = PreTrainedTokenizerFast.from_pretrained(root / "student")
+    wide = tiny.save(make_model(len(words) + 200, words, 1, 32), words, tmp_path / "wide")
+    steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 2)
+    changes: dict[str, Any] = {"student__model": str(wide), **steps}
+    run = finish(new_run(tmp_path / "run", job(root, teacher, **changes)))
+    assert all(line.get("pair/left_out", 0) == 0 for line in metrics_of(run))
+
+
+def test_by_default_another_tokenizer_is_refused(root: Path, teacher: str, tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", job(root, teacher, teacher__tokenizer="same"))
+    assert attempt(run, 1) != [0]
+    status = run.read_status()
+    assert status is not None
+    assert "the tokenizers differ: id" in status.reason
+
+
+def test_a_tokenizer_that_is_not_the_teachers(root: Path, teacher: str, tmp_path: Path) -> None:
+    other = root / "other"
+    if not other.exists():
+        from student_trainer.tools import pretrain
+
+        pretrain.make_tokenizer("bpe", ["another text"], 262).save_pretrained(other)
+    run = new_run(tmp_path / "run", job(root, teacher, teacher__tokenizer=str(other)))
+    assert attempt(run, 1) != [0]
+    status = run.read_status()
+    assert status is not None
+    assert "is not that of the teacher" in status.reason
+
+
+@pytest.mark.slow
+def test_real_tokenizers_and_their_chat_templates(tmp_path: Path) -> None:
+    """Random models with the tokenizers of Qwen3 and Llama 3.2; the prompts are conversations."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from student_trainer.tools.pretrain import make_model
+    from tests.student_trainer import tiny
+
+    for name, source in (("teacher", "qwen3"), ("student", "llama3_2")):
+        torch.manual_seed(0)
+        words = AutoTokenizer.from_pretrained(fetch_tokenizer(source, tmp_path / source))
+        words.pad_token = words.pad_token or words.eos_token
+        tiny.save(make_model(len(words), words, 1, 32), words, tmp_path / name)
+    talk = [{"role": "user", "content": "How many apples are 12 + 34 apples?"}]
+    (tmp_path / "prompts.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 24)
+    arguments = ["--model", str(tmp_path / "teacher"), "--no-cache", "--device", "cpu"]
+    process = ForkedTeacher(arguments, log=tmp_path / "teacher.log")
+    options = {"data__messages_column": "messages", "method__max_prompt_tokens": 64}
+    steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 3)
+    try:
+        run = finish(new_run(tmp_path / "run", job(tmp_path, process.address, **options, **steps)))
+    finally:
+        process.close()
+    first, *_, last = (line for line in metrics_of(run) if "kl/teacher" in line)
+    # Random text is seldom changed by Qwen's normalization.
+    assert first["pair/left_out"] + last["pair/left_out"] < 0.1
+    # Tokens of random models: most of them are tokens of both, or bytes.
+    assert 0.1 < first["pair/one_to_one"] < 1
+    assert all(abs(line["kl/teacher"]) < 50 for line in (first, last))

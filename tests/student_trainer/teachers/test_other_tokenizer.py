@@ -1,0 +1,228 @@
+"""Rows of a teacher with another tokenizer: what each word costs, and what is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clients.alignment.alignment import Aligner
+from clients.data.answer_end import answer_end
+from clients.data.prompt_format import PromptFormat
+from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
+from protos.errors import InvalidInput, WrongState
+from protos.rows.codec import RowBlock
+from student_trainer.data.aligned import AlignedRows, make_aligned_batch
+from student_trainer.data.batch import ScoredSequence
+from student_trainer.data.rollout import Rollout
+from student_trainer.losses.cross_tokenizer import word_advantages
+from student_trainer.model.loading import vocabulary
+from student_trainer.teachers.other_tokenizer import (
+    IMPOSSIBLE,
+    OTHER_SPELLING,
+    OtherTokenizerTeacher,
+    aligned_rows,
+)
+from student_trainer.teachers.source import resolved
+from student_trainer.teachers.tokenizer_pair import TokenizerPair, tokenizer_pair
+from tests.clients.alignment import trained
+from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN
+from tests.student_trainer import tiny
+
+STUDENT = trained.as_bytes(trained.byte_level(270))
+TEACHER = trained.as_bytes(trained.byte_level(340))
+ALIGNER = Aligner(STUDENT, TEACHER, 0)
+TEXT = "the cat sat there. 12 + 34"
+
+
+def rollout_of(ids: np.ndarray, *, ended: bool) -> Rollout:
+    tokens = torch.from_numpy(np.append(np.int32([5, 6]), ids)).long()
+    return Rollout(
+        token_ids=tokens,
+        start=2,
+        head_ids=torch.zeros(len(ids), 1, dtype=torch.int32),
+        token_logprobs=torch.zeros(len(ids)),
+        truncated=not ended,
+        answer="",
+    )
+
+
+def rows_of(teacher_ids: np.ndarray) -> RowBlock:
+    """Log-probs that say which token they are of: -1, -2, ..."""
+    count = len(teacher_ids)
+    logprobs = -np.arange(1, count + 1, dtype=np.float32)
+    none = np.zeros(count, np.float32)
+    return RowBlock(
+        np.zeros((count, 1), np.int32), np.zeros((count, 1), np.float16), none, logprobs
+    )
+
+
+def scored(ids: np.ndarray, *, ended: bool) -> AlignedRows:
+    found = ALIGNER.align(ids, ended=ended)
+    assert found is not None
+    return aligned_rows(rollout_of(ids, ended=ended), found, rows_of(found.teacher_ids))
+
+
+def encoded(text: str) -> np.ndarray:
+    return np.append(STUDENT.encode(text), np.int32(0))
+
+
+def costs_of_words(text: str) -> list[float]:
+    """-log q of each word and of the end, read one token at a time."""
+    teacher = TEACHER.encode(text)
+    sums, number = [], 0
+    for i, token in enumerate(teacher):
+        piece = TEACHER.data(np.array([token]))
+        if i == 0 or piece[:1] == b" ":
+            sums.append(0.0)
+        number += 1
+        sums[-1] += number
+    return [*sums, number + 1]
+
+
+def test_each_word_has_the_cost_of_its_tokens() -> None:
+    rows = scored(encoded(TEXT), ended=True)
+    assert rows.learned.all()
+    assert rows.spelled
+    assert 0 < rows.one_to_one.mean() < 1
+    found = np.bincount(rows.word, weights=-rows.token_logprobs)
+    assert found.tolist() == costs_of_words(TEXT)
+
+
+def test_another_spelling_costs_more() -> None:
+    ids = encoded(TEXT)
+    letters = np.concatenate([STUDENT.encode(one) for one in " sat"])
+    at = len(STUDENT.encode("the cat"))
+    other = np.concatenate([ids[:at], letters, ids[at + len(STUDENT.encode(" sat")) :]])
+    assert len(other) > len(ids)
+    rows, plain = scored(other, ended=True), scored(ids, ended=True)
+    assert not rows.spelled
+    assert rows.learned.all()
+    more = np.bincount(rows.word, weights=-rows.token_logprobs)
+    more -= np.bincount(plain.word, weights=-plain.token_logprobs)
+    assert more.tolist() == [0, 0, OTHER_SPELLING, 0, 0, 0, 0, 0]
+
+
+def test_the_last_tokens_of_a_truncated_answer_have_no_cost() -> None:
+    ids = STUDENT.encode(TEXT)
+    rows = scored(ids, ended=False)
+    found = ALIGNER.align(ids, ended=False)
+    assert found is not None
+    assert rows.learned.tolist() == found.settled.tolist()
+    assert not rows.learned[-1]
+    settled = TEACHER.data(found.teacher_ids[found.teacher_settled])
+    assert STUDENT.data(ids[rows.learned]) == settled
+    total = sum(i + 1 for i, kept in enumerate(found.teacher_settled) if kept)
+    assert -rows.token_logprobs[rows.learned].sum() == total
+
+
+def test_a_special_token_within_an_answer_is_nearly_impossible() -> None:
+    ids = np.concatenate([STUDENT.encode("the cat sat"), np.int32([0]), encoded(" on")])
+    rows = scored(ids, ended=True)
+    at = len(STUDENT.encode("the cat sat"))
+    assert rows.learned[at]
+    assert rows.token_logprobs[at] == IMPOSSIBLE
+    assert not rows.learned[at + 1 :].any()
+    word, costs = torch.from_numpy(rows.word), -torch.from_numpy(rows.token_logprobs).double()
+    costs = torch.where(torch.from_numpy(rows.learned), costs, 0.0)
+    none = torch.zeros(len(costs), dtype=torch.long)
+    before = word_advantages(costs, word, none, "answer")[:at]
+    assert bool((before >= -IMPOSSIBLE).all())
+
+
+class Answering:
+    """A client that answers at once, and keeps what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[ScoreQuery] = []
+
+    def submit(self, query: ScoreQuery) -> Any:
+        self.asked.append(query)
+        return resolved(rows_of(query.token_ids[query.start :]))
+
+
+def test_what_the_teacher_is_asked() -> None:
+    client: Any = Answering()
+    before = np.array([7, 8, 9], np.int32)
+    options: dict[str, Any] = {"temperature": 0.5, "max_length": 40}
+    teacher = OtherTokenizerTeacher(client, ALIGNER, lambda _: before, **options)
+    rows = teacher.score(rollout_of(encoded(TEXT), ended=True)).result()
+    [query] = client.asked
+    assert query.token_ids.tolist() == [7, 8, 9, *TEACHER.encode(TEXT), 0]
+    assert (query.start, query.top_k, query.head_ids, query.temperature) == (3, 1, None, 0.5)
+    assert isinstance(rows, AlignedRows)
+    assert rows.learned.all()
+    rows = teacher.score(rollout_of(encoded(TEXT * 9), ended=True)).result()
+    assert len(client.asked) == 1
+    assert isinstance(rows, AlignedRows)
+    assert not rows.learned.any()
+
+
+def test_words_of_several_answers_have_numbers_of_their_own() -> None:
+    answers = [encoded(TEXT), encoded("the dog"), encoded("a")]
+    items = [ScoredSequence(rollout_of(a, ended=True), scored(a, ended=True)) for a in answers]
+    batch = make_aligned_batch(items, torch.device("cpu"), "padded")
+    pairs = set(zip(batch.sequence.tolist(), batch.word.tolist(), strict=True))
+    assert len(pairs) == len({word for _, word in pairs})
+    assert int(batch.word.max()) < len(batch)
+    empty = batch.without_rows()
+    assert (len(empty), len(empty.word), len(empty.spelled)) == (0, 0, 0)
+
+
+def test_the_teacher_reads_its_own_template() -> None:
+    theirs = tiny.tokenizer(CHARACTERS)
+    theirs.chat_template = PLAIN
+    form = PromptFormat()
+    pair = TokenizerPair(ALIGNER, theirs, form)
+    rollout = rollout_of(encoded("a"), ended=True)
+    object.__setattr__(rollout, "text", "1+1=")
+    assert theirs.decode(pair.prompt(rollout)) == "U1+1=A"
+
+
+def test_the_end_of_an_answer() -> None:
+    words = tiny.tokenizer(CHARACTERS)
+    assert answer_end(words) == words.eos_token_id
+    words.chat_template = PLAIN
+    assert answer_end(words) == words.eos_token_id
+    words = tiny.tokenizer(CHARACTERS + "qz|")
+    words.add_special_tokens({"additional_special_tokens": ["|"]})
+    words.chat_template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
+    assert answer_end(words) == words.convert_tokens_to_ids("|")
+
+
+def connected(model: str, words: Any) -> dict[str, Any]:
+    info = SimpleNamespace(model=model, tokenizer_fingerprint=fingerprint_of(words))
+    return {"": SimpleNamespace(info=info, label="teacher")}
+
+
+def fingerprint_of(words: Any) -> str:
+    return tokenizer_fingerprint(vocabulary(words))
+
+
+def test_whether_the_tokenizer_is_another_one(tmp_path: Path) -> None:
+    ours, theirs = tiny.tokenizer(), tiny.tokenizer(CHARACTERS)
+    material = tiny.Material(tmp_path, tmp_path, tmp_path)
+    here = str(tmp_path / "theirs")
+    theirs.save_pretrained(here)
+
+    def pair(tokenizer: str, model: str, words: Any) -> TokenizerPair | None:
+        job = tiny.job(material, teacher__tokenizer=tokenizer)
+        return tokenizer_pair(job, connected(model, words), ours)
+
+    assert pair("same", here, theirs) is None
+    assert pair("auto", "nowhere", ours) is None
+    for tokenizer, model in (("auto", here), (here, "nowhere")):
+        found = pair(tokenizer, model, theirs)
+        assert found is not None
+        assert found.tokens == len(ours)
+        assert found.aligner.teacher.data(np.array(theirs("1+U")["input_ids"])) == b"1+U"
+    away = str(tmp_path / "away")
+    with pytest.raises(InvalidInput, match=f"none to load at '{away}'") as caught:
+        pair("auto", away, theirs)
+    assert caught.value.field == "teacher.tokenizer"
+    with pytest.raises(WrongState, match="is not that of the teacher"):
+        pair(here, "nowhere", tiny.tokenizer(CHARACTERS + "z"))
