@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from clients.config.kinds import processes_of
+from clients.config.kinds import AnyJob, processes_of
+from clients.config.tables.after import outputs_in
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import Control, RunDirectory, Status, replace_file
 from clients.runs.metrics_follower import MetricsTail
@@ -29,9 +29,11 @@ from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import ACTIVE, Attempt, Change, JobStore
 from distill_server.jobs.verdict import Died, Ended, verdict_of
 from distill_server.jobs.waiting import Waits, clock, given_up
+from distill_server.pipelines.linking import with_paths
+from distill_server.policy import Policy as Policy
 from distill_server.runners.interface import Runner, Running
-from distill_server.runners.machine import ONE_JOB, Machine, Share
-from protos.errors import InvalidInput, Unavailable
+from distill_server.runners.machine import Share
+from protos.errors import DistillError, InvalidInput, Unavailable
 from protos.rpc.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -42,33 +44,6 @@ _TROUBLE_SECONDS = 5.0
 _LAST_SECONDS = 3.0
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Limits and times of the scheduler. Times are in seconds.
-
-    `retries` is the number of automatic retries of a job whose trainer died, since it last made a
-    step that was new. `backoff` is the pause before the first retry; it doubles with each further
-    one, up to `longest_backoff`. `wait` is the pause before a teacher that was away is asked again;
-    it doubles up to `longest_wait`. A job that makes no new step for `give_up_after`, through no
-    fault of its own, is FAILED.
-    `cancel_grace` is the time from a cancel to the kill of the trainer, which writes a checkpoint
-    meanwhile; `cancel_now_grace` is the time without a checkpoint. `look_every` is the pause
-    between two polls.
-    """
-
-    machine: Machine = ONE_JOB
-    most_queued: int = 10_000
-    retries: int = 3
-    backoff: float = 10.0
-    longest_backoff: float = 360.0
-    cancel_grace: float = 60.0
-    cancel_now_grace: float = 5.0
-    look_every: float = 0.2
-    wait: float = 5.0
-    longest_wait: float = 30.0
-    give_up_after: float = 24 * 3600.0
 
 
 class Scheduler:
@@ -140,6 +115,7 @@ class Scheduler:
                 self._do(job, self._follow(job))
         await self._done()
         self.waits.look()
+        self._settle_dependents()
         queue = self._start_queued()
         await self._done()
         return queue or bool(active)
@@ -190,6 +166,14 @@ class Scheduler:
                 self._silent.discard(job.id)
         return future.result()
 
+    def _settle_dependents(self) -> None:
+        """Say what jobs wait for that come after others; cancel those that cannot start."""
+        for stale in self._store.dependencies.stale():
+            change = Change(phase=stale.phase)
+            if stale.reason:
+                change = Change(JobState.CANCELLED, reason=stale.reason, phase="")
+            self._store.change(stale.job_id, change)
+
     def _start_queued(self) -> bool:
         """Start jobs in the order of the queue; return False if the queue is empty.
 
@@ -200,7 +184,7 @@ class Scheduler:
         held = list(self._store.held())
         free = max(0, self._policy.machine.slots - len(held))
         # Read only as many jobs as can start: the queue may hold ten thousand.
-        queued = self._store.in_state(JobState.QUEUED, limit=free and free + self._passed_over())
+        queued = self._store.startable(limit=free and free + self._passed_over())
         for job in queued:
             if self.rest(job) or job.id in self._too_large or job.id in self._work:
                 continue
@@ -267,17 +251,24 @@ class Scheduler:
 
     async def _launch(self, job: Job, attempt: Attempt, share: Share) -> None:
         try:
-            await self._answer(job, partial(self._launch_now, job, attempt, share))
+            config = parse_config(job.config_json)
+            before = {output.job: self._store.job(output.job) for output in outputs_in(config)}
+            launch = partial(self._launch_now, job, attempt, share, config, before)
+            await self._answer(job, launch)
         except (OSError, ValueError) as error:
             # A full disk, no free processes, or a configuration written by an older version. Only
             # `strerror`: users should not see the server's paths.
             why = (isinstance(error, OSError) and error.strerror) or error
             self._died(job, Died(f"the trainer could not be started: {why}", blameless=False))
+        except DistillError as error:  # the output of another job is not there any more
+            self._end(job, Ended(JobState.FAILED, str(error)), job.step)
 
-    def _launch_now(self, job: Job, attempt: Attempt, share: Share) -> None:
+    def _launch_now(
+        self, job: Job, attempt: Attempt, share: Share, config: AnyJob, before: Mapping[str, Job]
+    ) -> None:
         """Write the files of an attempt and start it; blocking."""
         run = self._run(job)
-        config = parse_config(job.config_json)
+        config = with_paths(config, self._runs, before)
         if attempt.number == 1:
             # The directory is not made durably, so a power cut may have removed it.
             run.path.mkdir(mode=0o700, exist_ok=True)

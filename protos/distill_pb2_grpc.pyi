@@ -34,6 +34,8 @@ class DistillStub:
     SubmitJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.SubmitJobRequest, _distill_pb2.Job]
     CheckJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.CheckJobRequest, _distill_pb2.CheckJobResponse]
     """Fails with the same error as SubmitJob would, but queues no job."""
+    SubmitJobs: _grpc.UnaryUnaryMultiCallable[_distill_pb2.SubmitJobsRequest, _distill_pb2.SubmitJobsResponse]
+    """Queues all of the jobs in one transaction, or none. A job may come after one before it in the list, by its name."""
     GetJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.GetJobRequest, _distill_pb2.Job]
     ListJobs: _grpc.UnaryUnaryMultiCallable[_distill_pb2.ListJobsRequest, _distill_pb2.ListJobsResponse]
     WatchJob: _grpc.UnaryStreamMultiCallable[_distill_pb2.WatchJobRequest, _distill_pb2.JobEvent]
@@ -51,6 +53,8 @@ class DistillAsyncStub(DistillStub):
     SubmitJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.SubmitJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
     CheckJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.CheckJobRequest, _distill_pb2.CheckJobResponse]  # type: ignore[assignment]
     """Fails with the same error as SubmitJob would, but queues no job."""
+    SubmitJobs: _aio.UnaryUnaryMultiCallable[_distill_pb2.SubmitJobsRequest, _distill_pb2.SubmitJobsResponse]  # type: ignore[assignment]
+    """Queues all of the jobs in one transaction, or none. A job may come after one before it in the list, by its name."""
     GetJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.GetJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
     ListJobs: _aio.UnaryUnaryMultiCallable[_distill_pb2.ListJobsRequest, _distill_pb2.ListJobsResponse]  # type: ignore[assignment]
     WatchJob: _aio.UnaryStreamMultiCallable[_distill_pb2.WatchJobRequest, _distill_pb2.JobEvent]  # type: ignore[assignment]
@@ -77,6 +81,14 @@ class DistillServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_distill_pb2.CheckJobResponse, _abc.Awaitable[_distill_pb2.CheckJobResponse]]:
         """Fails with the same error as SubmitJob would, but queues no job."""
+
+    @_abc_1.abstractmethod
+    def SubmitJobs(
+        self,
+        request: _distill_pb2.SubmitJobsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_distill_pb2.SubmitJobsResponse, _abc.Awaitable[_distill_pb2.SubmitJobsResponse]]:
+        """Queues all of the jobs in one transaction, or none. A job may come after one before it in the list, by its name."""
 
     @_abc_1.abstractmethod
     def GetJob(

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from clients.config.tables.after import After, check_outputs
 from clients.config.tables.common import (
     Count,
     Name,
@@ -138,6 +139,13 @@ class CaptureJob(Table):
     resources: ResourcesConfig = ResourcesConfig()
     priority: Priority = 0
     """Priority in a server's queue: higher starts first, equal in order of submission."""
+    after: After = ()
+    """Jobs (name or id, or a list) that must succeed first; a server starts this one then."""
+
+    @model_validator(mode="after")
+    def _reads_outputs(self) -> Self:
+        check_outputs(self)
+        return self
 
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:

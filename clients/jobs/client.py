@@ -128,18 +128,29 @@ class DistillClient:
 
         Raises the errors of the server's checks of the job, such as InvalidInput or WrongState.
         """
-        request = pb.SubmitJobRequest(
-            config_json=config.model_dump_json(),
-            config_text=config_text,
-            # Made once per call, so that a retry of the call cannot queue a second job.
-            idempotency_key=idempotency_key or secrets.token_hex(16),
-        )
+        request = _submission(config, config_text, idempotency_key or secrets.token_hex(16))
         return _handle_of(self, self._connection.call(self._stub.SubmitJob, request))
 
-    def check(self, config: AnyJob) -> None:
-        """Raise the error that `submit` would raise for this job now. Queues nothing."""
-        request = pb.CheckJobRequest(config_json=config.model_dump_json())
-        self._connection.call(self._stub.CheckJob, request, again=False)
+    def submit_all(
+        self, configs: Sequence[AnyJob], *, config_text: str = "", idempotency_key: str = ""
+    ) -> Sequence[JobHandle]:
+        """Queue all of the jobs, or none, and return them in the same order.
+
+        A job may name those before it in `after` and in values such as `@NAME/store`. Arguments and
+        errors are those of `submit`.
+        """
+        # Made once per call, so that a retry of the call cannot queue other jobs.
+        key = idempotency_key or secrets.token_hex(16)
+        jobs = [_submission(one, config_text, f"{key}/{n}") for n, one in enumerate(configs)]
+        request = pb.SubmitJobsRequest(jobs=jobs)
+        queued = self._connection.call(self._stub.SubmitJobs, request).jobs
+        return [_handle_of(self, job) for job in queued]
+
+    def check(self, *configs: AnyJob) -> None:
+        """Raise the error that `submit_all` would raise for these jobs now. Queues nothing."""
+        jobs = [_submission(config, "", "") for config in configs]
+        request = pb.SubmitJobsRequest(jobs=jobs, check_only=True)
+        self._connection.call(self._stub.SubmitJobs, request, again=False)
 
     def get(self, job_id: str) -> JobHandle:
         """Return a job, including `config_json` and `checkpoints`."""
@@ -300,6 +311,12 @@ class DistillClient:
         for event in self._connection.lasting(open_stream, deadline):
             request.after_seq = event.seq
             yield _event_of(event)
+
+
+def _submission(config: AnyJob, text: str, key: str) -> pb.SubmitJobRequest:
+    return pb.SubmitJobRequest(
+        config_json=config.model_dump_json(), config_text=text, idempotency_key=key
+    )
 
 
 def _handle_of(client: DistillClient, job: pb.Job) -> JobHandle:

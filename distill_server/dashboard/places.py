@@ -62,7 +62,7 @@ class Places:
     def _why(self, job: Job) -> str:
         if self._scheduler.rest(job):
             return "it rests after a failure"
-        if self._scheduler.waits.holds(job):
+        if self._scheduler.waits.holds(job) or self._store.dependencies.unmet(job.id):
             return job.phase
         try:
             config = parse_config(job.config_json)
@@ -84,6 +84,8 @@ class Places:
 
     def _is_passed_over(self, job: Job) -> bool:
         if self._scheduler.rest(job) or self._scheduler.waits.holds(job):
+            return True
+        if self._store.dependencies.unmet(job.id):
             return True
         try:
             self._machine.require_room(parse_config(job.config_json))

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from clients.config.kinds import AnyJob
 from clients.jobs.job import TERMINAL, TRANSITIONS, Job, JobEvent, JobState
 from distill_server.jobs.database import transaction
 from distill_server.jobs.job_file import digest_of, is_same_job
-from distill_server.jobs.rows import having, job_of, share_of, typed
+from distill_server.jobs.rows import Attempt as Attempt
+from distill_server.jobs.rows import Change as Change
+from distill_server.jobs.rows import NewJob, having, job_of, share_of, typed
 from distill_server.jobs.steady_clock import steady_clock
+from distill_server.pipelines.dependencies import MET, Dependencies
 from distill_server.runners.machine import Share
 from protos.errors import InvalidInput, NotFound, WrongState
 
@@ -26,42 +28,6 @@ ACTIVE = (JobState.PREPARING, JobState.RUNNING, JobState.CANCELLING)
 # Limits, so that a page of jobs fits into one gRPC message.
 _REASON_CHARS, _PHASE_CHARS = 2000, 200
 _EVENT_FIELDS = "seq, time, state, reason, phase, attempt, step, max_steps, metrics"
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One run of the job's program.
-
-    `retries` counts the automatic retries since the last submit or resume by a user. `from_step` is
-    the step of the checkpoint to start from; None means the newest. `seen_step` is the newest step
-    whose metrics are among the job's events; -1 means no step.
-
-    `waiting_since` is the Unix time since which attempts end through no fault of the job and make
-    no new step; 0 if that is not so. `waits_for` names what was away, such as `teacher.address`:
-    the attempt starts when it is back.
-    """
-
-    number: int
-    retries: int = 0
-    from_step: int | None = None
-    seen_step: int = -1
-    waiting_since: float = 0.0
-    waits_for: str = ""
-
-
-@dataclass(frozen=True)
-class Change:
-    """New values of a job's fields, which also make one event. None keeps the old value.
-
-    `metrics` belong to `step`. `max_steps` is for a job whose configuration has no `max_steps`.
-    """
-
-    state: JobState | None = None
-    reason: str | None = None
-    phase: str | None = None
-    step: int | None = None
-    max_steps: int | None = None
-    metrics: Mapping[str, float] | None = None
 
 
 class JobStore:
@@ -81,6 +47,7 @@ class JobStore:
         self._db = connection
         self._on_change = on_change
         self._now = now or steady_clock()
+        self.dependencies = Dependencies(connection)
 
     def submitted(self, idempotency_key: str, config: AnyJob) -> Job | None:
         """Return the job that was submitted with this key, or None.
@@ -103,28 +70,38 @@ class JobStore:
 
     def add(self, job_id: str, config: AnyJob, idempotency_key: str) -> Job:
         """Add a job at the end of the queue. An empty `idempotency_key` means no key."""
-        config_json = config.model_dump_json()
+        return self.add_all([NewJob(job_id, config, config, idempotency_key)])[0]
+
+    def add_all(self, new: Sequence[NewJob]) -> list[Job]:
+        """Add jobs at the end of the queue, in one transaction."""
         with transaction(self._db):
-            now = self._now()
+            for one in new:
+                self._insert_job(one)
+        for one in new:
+            self._on_change(one.id)
+        return [self.job(one.id) for one in new]
+
+    def _insert_job(self, new: NewJob) -> None:
+        now, config = self._now(), new.config
+        self._db.execute(
+            "INSERT INTO jobs (id, name, kind, config_json, state, reason, phase, attempt,"
+            " step, max_steps, metrics, created_at, queued_at, started_at, ended_at, last_seq,"
+            " place, priority)"
+            " VALUES (?, ?, ?, ?, ?, '', '', 1, 0, ?, '{}', ?, ?, 0, 0, 0, ?, ?)",
+            (
+                *(new.id, config.name, config.method.type, config.model_dump_json()),
+                *(JobState.QUEUED, config.max_steps, now, now),
+                *(self._last_place(), config.priority),
+            ),
+        )
+        self._insert_attempt(new.id, Attempt(1))
+        self.dependencies.insert(new.id, new.before)
+        if new.key:
             self._db.execute(
-                "INSERT INTO jobs (id, name, kind, config_json, state, reason, phase, attempt,"
-                " step, max_steps, metrics, created_at, queued_at, started_at, ended_at, last_seq,"
-                " place, priority)"
-                " VALUES (?, ?, ?, ?, ?, '', '', 1, 0, ?, '{}', ?, ?, 0, 0, 0, ?, ?)",
-                (
-                    *(job_id, config.name, config.method.type, config_json, JobState.QUEUED),
-                    *(config.max_steps, now, now, self._last_place(), config.priority),
-                ),
+                "INSERT INTO submissions VALUES (?, ?, ?)",
+                (new.key, new.id, digest_of(new.submitted)),
             )
-            self._insert_attempt(job_id, Attempt(1))
-            if idempotency_key:
-                self._db.execute(
-                    "INSERT INTO submissions VALUES (?, ?, ?)",
-                    (idempotency_key, job_id, digest_of(config)),
-                )
-            self._write(job_id, Change())
-        self._on_change(job_id)
-        return self.job(job_id)
+        self._write(new.id, Change())
 
     def job(self, job_id: str) -> Job:
         """Return the job with exactly this id; raises NotFound if there is none."""
@@ -132,6 +109,15 @@ class JobStore:
         if row is None:
             raise NotFound(f"no job {job_id!r}", field="job_id", hint="distill ls shows all jobs")
         return job_of(row)
+
+    def find(self, text: str) -> Job:
+        """Return a job by its id, else the newest one with this name, else as `resolve` does."""
+        row = self._db.execute(
+            "SELECT * FROM jobs WHERE id = :text OR name = :text"
+            " ORDER BY id = :text DESC, number DESC LIMIT 1",
+            {"text": text},
+        ).fetchone()
+        return self.resolve(text) if row is None else job_of(row)
 
     def has(self, job_id: str) -> bool:
         """Return True if there is a job with exactly this id."""
@@ -206,6 +192,15 @@ class JobStore:
             f"SELECT * FROM jobs INDEXED BY jobs_by_state WHERE state IN ({marks})"
             " ORDER BY priority DESC, place LIMIT ?",
             (*states, limit),
+        )
+        return [job_of(row) for row in rows]
+
+    def startable(self, limit: int) -> Sequence[Job]:
+        """Return QUEUED jobs as `in_state` does, without those that come after unfinished jobs."""
+        rows = self._db.execute(
+            f"SELECT * FROM jobs INDEXED BY jobs_by_state WHERE state = ? AND {MET}"
+            " ORDER BY priority DESC, place LIMIT ?",
+            (JobState.QUEUED, limit),
         )
         return [job_of(row) for row in rows]
 

@@ -12,7 +12,7 @@ import grpc.aio
 
 from clients.jobs.artifacts import artifact_root
 from clients.runs.directory import NOTES, RunDirectory
-from distill_server.jobs.control import JobControl
+from distill_server.jobs.control import JobControl, Submission
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
 from distill_server.rpc.artifacts import notes_root, pieces_of
@@ -51,15 +51,22 @@ class DistillService(distill_pb2_grpc.DistillServicer):
 
     async def SubmitJob(self, request: pb.SubmitJobRequest, context: _Context) -> pb.Job:
         """Check and queue a job; a repeated idempotency key returns the job of its first use."""
-        job = await self._control.submit_checked(
-            request.config_json, request.config_text, request.idempotency_key
-        )
-        return encode_job(job)
+        return encode_job(await self._control.submit_checked(*_submission(request)))
 
     async def CheckJob(self, request: pb.CheckJobRequest, context: _Context) -> pb.CheckJobResponse:
         """Check a job as SubmitJob does, without queueing it."""
         await self._control.check(request.config_json)
         return pb.CheckJobResponse()
+
+    async def SubmitJobs(
+        self, request: pb.SubmitJobsRequest, context: _Context
+    ) -> pb.SubmitJobsResponse:
+        """Check and queue all of the jobs, or none; with `check_only`, queue none."""
+        if request.check_only:
+            await self._control.check(*(job.config_json for job in request.jobs))
+            return pb.SubmitJobsResponse()
+        jobs = await self._control.submit_all([_submission(job) for job in request.jobs])
+        return pb.SubmitJobsResponse(jobs=[encode_job(job) for job in jobs])
 
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.Job:
         """Return one job with its configuration and the steps of its checkpoints.
@@ -132,3 +139,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
                 last=piece.last,
                 sha256=piece.sha256,
             )
+
+
+def _submission(request: pb.SubmitJobRequest) -> Submission:
+    return request.config_json, request.config_text, request.idempotency_key

@@ -35,6 +35,7 @@ class Role(IntEnum):
 NEEDED: Mapping[str, Role | None] = {
     "/distill.v1.Distill/SubmitJob": Role.SUBMIT,
     "/distill.v1.Distill/CheckJob": Role.SUBMIT,
+    "/distill.v1.Distill/SubmitJobs": Role.SUBMIT,
     "/distill.v1.Distill/GetJob": Role.READ,
     "/distill.v1.Distill/ListJobs": Role.READ,
     "/distill.v1.Distill/WatchJob": Role.READ,

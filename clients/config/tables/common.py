@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from clients.config.tables.after import After, check_outputs
 from clients.config.unused import refusal
 
 # The upper end keeps every count within the integers of messages and of SQLite.
@@ -303,6 +304,13 @@ class TrainingJob(Table):
     resources: ResourcesConfig = ResourcesConfig()
     priority: Priority = 0
     """Priority in a server's queue: higher starts first, equal in order of submission."""
+    after: After = ()
+    """Jobs (name or id, or a list) that must succeed first; a server starts this one then."""
+
+    @model_validator(mode="after")
+    def _reads_outputs(self) -> Self:
+        check_outputs(self)
+        return self
 
     @model_validator(mode="after")
     def _divides_plain_layers(self) -> Self:
