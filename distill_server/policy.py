@@ -15,7 +15,8 @@ class Policy:
     step that was new. `backoff` is the pause before the first retry; it doubles with each further
     one, up to `longest_backoff`. `wait` is the pause before a teacher that was away is asked again;
     it doubles up to `longest_wait`. A job that makes no new step for `give_up_after`, through no
-    fault of its own, is FAILED.
+    fault of its own, is FAILED. `linger` is the time from the end of the last job of a teacher to
+    the teacher's end.
     `cancel_grace` is the time from a cancel to the kill of the trainer, which writes a checkpoint
     meanwhile; `cancel_now_grace` is the time without a checkpoint. `look_every` is the pause
     between two polls.
@@ -32,3 +33,4 @@ class Policy:
     wait: float = 5.0
     longest_wait: float = 30.0
     give_up_after: float = 24 * 3600.0
+    linger: float = 60.0

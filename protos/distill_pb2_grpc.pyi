@@ -44,6 +44,8 @@ class DistillStub:
     """Sends the log of one attempt from byte `after_offset`; with `follow`, until that attempt ends."""
     CancelJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.CancelJobRequest, _distill_pb2.Job]
     ResumeJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.ResumeJobRequest, _distill_pb2.Job]
+    ListTeachers: _grpc.UnaryUnaryMultiCallable[_distill_pb2.ListTeachersRequest, _distill_pb2.ListTeachersResponse]
+    """The teachers that the server runs for jobs with `teacher.model`."""
     GetArtifact: _grpc.UnaryStreamMultiCallable[_distill_pb2.GetArtifactRequest, _distill_pb2.ArtifactChunk]
     """Sends files of a job: its export (a Hugging Face directory, or the store of a capture), a checkpoint, or its notes."""
 
@@ -63,6 +65,8 @@ class DistillAsyncStub(DistillStub):
     """Sends the log of one attempt from byte `after_offset`; with `follow`, until that attempt ends."""
     CancelJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.CancelJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
     ResumeJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.ResumeJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
+    ListTeachers: _aio.UnaryUnaryMultiCallable[_distill_pb2.ListTeachersRequest, _distill_pb2.ListTeachersResponse]  # type: ignore[assignment]
+    """The teachers that the server runs for jobs with `teacher.model`."""
     GetArtifact: _aio.UnaryStreamMultiCallable[_distill_pb2.GetArtifactRequest, _distill_pb2.ArtifactChunk]  # type: ignore[assignment]
     """Sends files of a job: its export (a Hugging Face directory, or the store of a capture), a checkpoint, or its notes."""
 
@@ -133,6 +137,14 @@ class DistillServicer(metaclass=_abc_1.ABCMeta):
         request: _distill_pb2.ResumeJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_distill_pb2.Job, _abc.Awaitable[_distill_pb2.Job]]: ...
+
+    @_abc_1.abstractmethod
+    def ListTeachers(
+        self,
+        request: _distill_pb2.ListTeachersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_distill_pb2.ListTeachersResponse, _abc.Awaitable[_distill_pb2.ListTeachersResponse]]:
+        """The teachers that the server runs for jobs with `teacher.model`."""
 
     @_abc_1.abstractmethod
     def GetArtifact(

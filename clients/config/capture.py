@@ -30,14 +30,6 @@ class CaptureTeacher(TeacherConfig):
 
     model: str | None = None
     """Directory or hub id of a model to load; without it, the service at `address` scores."""
-    engine: Literal["hf", "vllm", "fake"] = "hf"
-    """Engine that runs `model`, as `distill-teacher --engine`."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the weights of `model`; auto: the dtype they were saved in."""
-    device: str = "auto"
-    """Device of `model`: auto, cpu, cuda, or a device such as cuda:1."""
-    max_batch_tokens: Count = 16384
-    """Padded tokens per forward pass of `model`."""
 
 
 class CaptureData(PromptKeys):
@@ -162,6 +154,11 @@ class CaptureJob(Table):
                     teacher.model is not None,
                     "teacher.engine teacher.dtype teacher.device teacher.max_batch_tokens",
                     "the service at teacher.address scores; leave it out, or set teacher.model",
+                ),
+                (
+                    False,
+                    "teacher.batch_invariant teacher.gpus",
+                    "the capture loads teacher.model in its own process; leave it out",
                 ),
                 (
                     teacher.model is not None,

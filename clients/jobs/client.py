@@ -24,7 +24,7 @@ from clients.config.kinds import AnyJob
 from clients.jobs.artifacts import Checkpoint, checkpoint_step
 from clients.jobs.connection import ServerConnection
 from clients.jobs.download import Download
-from clients.jobs.job import TERMINAL, Job, JobEvent, JobState
+from clients.jobs.job import TERMINAL, Job, JobEvent, JobState, StartedTeacher
 from clients.jobs.record import points_of
 from protos import distill_pb2 as pb
 from protos.distill_pb2_grpc import DistillStub
@@ -199,6 +199,17 @@ class DistillClient:
         # Not retried: if only the reply was lost, the job has already resumed, and a second call
         # would fail.
         return _handle_of(self, self._connection.call(self._stub.ResumeJob, request, again=False))
+
+    def teachers(self) -> Sequence[StartedTeacher]:
+        """Return the teachers that the server runs for jobs with `teacher.model`."""
+        found = self._connection.call(self._stub.ListTeachers, pb.ListTeachersRequest()).teachers
+        return [
+            StartedTeacher(
+                *(one.key, one.model, one.engine, one.state, one.address, tuple(one.jobs)),
+                *(tuple(one.gpus), one.since, one.attempt, one.reason),
+            )
+            for one in found
+        ]
 
     def watch(
         self, job_id: str, after_seq: int = 0, *, timeout: float | None = None

@@ -80,8 +80,11 @@ CREATE TABLE dependencies (
     PRIMARY KEY (job_id, before_id)
 ) WITHOUT ROWID;
 """
+_TEACHERS = """
+ALTER TABLE attempts ADD COLUMN teacher TEXT NOT NULL DEFAULT '';  -- key of a started teacher
+"""
 # Step n migrates schema n - 1 to schema n. Never change a released step: add a new one.
-_STEPS = (_FIRST_SCHEMA, _RESOURCES, _WAITS, _DEPENDENCIES)
+_STEPS = (_FIRST_SCHEMA, _RESOURCES, _WAITS, _DEPENDENCIES, _TEACHERS)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from clients.config.kinds import AnyJob
@@ -121,8 +121,7 @@ class JobStore:
 
     def has(self, job_id: str) -> bool:
         """Return True if there is a job with exactly this id."""
-        found = self._db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone()
-        return found is not None
+        return bool(self._db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone())
 
     def resolve(self, text: str) -> Job:
         """Return a job by its id, an unambiguous prefix of the id, or `@last` for the newest job.
@@ -182,14 +181,14 @@ class JobStore:
         row = self._db.execute("SELECT count(*), total(retries > 0) FROM attempts").fetchone()
         return row[0], int(row[1])
 
-    def in_state(self, *states: JobState, limit: int = -1) -> Sequence[Job]:
+    def in_state(self, *states: JobState, limit: int = -1, also: str = "1") -> Sequence[Job]:
         """Return jobs in the order of the queue: highest priority first, then the oldest place.
 
-        A `limit` of -1 means no limit.
+        A `limit` of -1 means no limit. `also` is a condition in SQL.
         """
         marks = ", ".join("?" * len(states))
         rows = self._db.execute(
-            f"SELECT * FROM jobs INDEXED BY jobs_by_state WHERE state IN ({marks})"
+            f"SELECT * FROM jobs INDEXED BY jobs_by_state WHERE state IN ({marks}) AND {also}"
             " ORDER BY priority DESC, place LIMIT ?",
             (*states, limit),
         )
@@ -197,12 +196,7 @@ class JobStore:
 
     def startable(self, limit: int) -> Sequence[Job]:
         """Return QUEUED jobs as `in_state` does, without those that come after unfinished jobs."""
-        rows = self._db.execute(
-            f"SELECT * FROM jobs INDEXED BY jobs_by_state WHERE state = ? AND {MET}"
-            " ORDER BY priority DESC, place LIMIT ?",
-            (JobState.QUEUED, limit),
-        )
-        return [job_of(row) for row in rows]
+        return self.in_state(JobState.QUEUED, limit=limit, also=MET)
 
     def oldest_wait(self) -> float:
         """Return for how many seconds the next job has been QUEUED; 0 if the queue is empty."""
@@ -224,29 +218,41 @@ class JobStore:
 
     def queue_length(self) -> int:
         """Return the number of QUEUED jobs."""
-        found = self._db.execute(
+        length: int = self._db.execute(
             "SELECT count(*) FROM jobs INDEXED BY jobs_by_state WHERE state = ?", (JobState.QUEUED,)
-        )
-        length: int = found.fetchone()[0]
+        ).fetchone()[0]
         return length
 
     def held(self) -> Sequence[Share]:
         """Return the CPU threads and GPUs that the active jobs hold, one Share per job."""
+        return [share_of(row) for row in self._active("cpus, gpus")]
+
+    def users_of_teachers(self) -> Mapping[str, Sequence[str]]:
+        """Return the ids of the active jobs by the key of the teacher that the server runs."""
+        users: dict[str, list[str]] = {}
+        for key, job_id in self._active("teacher, id"):
+            users.setdefault(key, []).append(job_id)
+        return {key: ids for key, ids in users.items() if key}
+
+    def _active(self, columns: str) -> sqlite3.Cursor:
         marks = ", ".join("?" * len(ACTIVE))
-        rows = self._db.execute(
-            "SELECT cpus, gpus FROM jobs INDEXED BY jobs_by_state JOIN attempts"
+        return self._db.execute(
+            f"SELECT {columns} FROM jobs INDEXED BY jobs_by_state JOIN attempts"
             f" ON job_id = id AND attempts.number = attempt WHERE state IN ({marks})",
             ACTIVE,
         )
-        return [share_of(row) for row in rows]
 
-    def begin(self, job: Job, share: Share, change: Change) -> Job:
-        """Record the share of the newest attempt and apply `change`, which makes the job active."""
+    def begin(self, job: Job, share: Share, change: Change, teacher: str = "") -> Job:
+        """Record the share of the newest attempt and apply `change`, which makes the job active.
+
+        `teacher` is the key of the teacher that the server runs for it.
+        """
         gpus = None if share.gpus is None else ",".join(share.gpus)
         with transaction(self._db):
             self._db.execute(
-                "UPDATE attempts SET cpus = ?, gpus = ? WHERE job_id = ? AND number = ?",
-                (share.cpus, gpus, job.id, job.attempt),
+                "UPDATE attempts SET cpus = ?, gpus = ?, teacher = ?"
+                " WHERE job_id = ? AND number = ?",
+                (share.cpus, gpus, teacher, job.id, job.attempt),
             )
             self._write(job.id, change)
         self._on_change(job.id)

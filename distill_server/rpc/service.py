@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,9 @@ from distill_server.jobs.control import JobControl, Submission
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
 from distill_server.rpc.artifacts import notes_root, pieces_of
-from distill_server.rpc.encode import decode_state, encode_event, encode_job
+from distill_server.rpc.encode import decode_state, encode_event, encode_job, encode_teacher
 from distill_server.rpc.streams import Streams
+from distill_server.teachers.started import Teacher
 from protos import distill_pb2 as pb
 from protos import distill_pb2_grpc
 from protos.rpc.transport import MAX_PAGE_JOBS, STREAM_OPEN
@@ -42,12 +43,14 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         control: JobControl,
         streams: Streams,
         files: RunFiles | None = None,
+        teachers: Iterable[Teacher] = (),
     ) -> None:
         self._store = store
         self._runs = runs
         self._control = control
         self._streams = streams
         self._files = files or RunFiles()
+        self._teachers = teachers
 
     async def SubmitJob(self, request: pb.SubmitJobRequest, context: _Context) -> pb.Job:
         """Check and queue a job; a repeated idempotency key returns the job of its first use."""
@@ -121,6 +124,14 @@ class DistillService(distill_pb2_grpc.DistillServicer):
             request.job_id, max_steps=request.max_steps, from_step=request.from_step
         )
         return encode_job(job)
+
+    async def ListTeachers(
+        self, request: pb.ListTeachersRequest, context: _Context
+    ) -> pb.ListTeachersResponse:
+        """Return the teachers that the server runs."""
+        users = self._store.users_of_teachers()
+        teachers = [encode_teacher(one, users.get(one.key, ())) for one in self._teachers]
+        return pb.ListTeachersResponse(teachers=teachers)
 
     async def GetArtifact(
         self, request: pb.GetArtifactRequest, context: _Context

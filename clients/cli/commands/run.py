@@ -65,9 +65,16 @@ def _attempted(
 ) -> ExitCode:
     from clients.cli.live.display import conclude
     from clients.cli.live.foreground_run import run_attempt
+    from clients.cli.live.foreground_teacher import foreground_teacher
 
     output.say(f"run directory {run.path}")
-    progress, code = run_attempt(run, attempt, output)
+    try:
+        with foreground_teacher(run.config(), run, output):
+            progress, code = run_attempt(run, attempt, output)
+    except InvalidInput:  # the teacher cannot be started
+        if remove_if_refused:
+            shutil.rmtree(run.path)
+        raise
     status = run.read_status()
     if remove_if_refused and status is not None and _refused(status):
         # The job was refused before its first step: there is nothing to resume.
