@@ -55,10 +55,11 @@ def teacher_command(teacher: TeacherLink, port: int, token_file: Path | None = N
     """
     assert teacher.model is not None
     command = [sys.executable, "-P", "-m", "teacher_service", "--port", str(port)]
-    command += ["--model", teacher.model, "--engine", teacher.engine, "--dtype", teacher.dtype]
-    command += ["--max-batch-tokens", str(teacher.max_batch_tokens)]
+    command += ["--engine", teacher.engine, "--dtype", teacher.dtype]
+    # With "=": a text that starts with "-" is no option.
+    command += [f"--model={teacher.model}", "--max-batch-tokens", str(teacher.max_batch_tokens)]
     if teacher.device != "auto":
-        command += ["--device", teacher.device]
+        command.append(f"--device={teacher.device}")
     if teacher.batch_invariant:
         command.append("--batch-invariant")
     if teacher.engine == "vllm":

@@ -39,7 +39,7 @@ def ls(
     now = time.time()
     rows = [_row(job, now) for job in jobs]
     if not settings.output.as_json:
-        rows = [{**row, KL_OR_LOSS: _kl_or_loss(row)} for row in rows]
+        rows = [{**row, KL_OR_LOSS: _kl_or_loss(row), "reason": _why(row)} for row in rows]
     settings.output.table("jobs", rows, COLUMNS)
 
 
@@ -140,6 +140,12 @@ def _row(job: Job, now: float) -> Mapping[str, Any]:
 def _kl_or_loss(row: Mapping[str, Any]) -> str:
     loss = row["metrics"].get("cross_entropy")
     return f"{loss:.4g} loss" if row["kl"] == "-" and loss is not None else str(row["kl"])
+
+
+def _why(row: Mapping[str, Any]) -> str:
+    """Return what a queued job waits for, or else the reason of its state."""
+    waits = row["state"] is JobState.QUEUED and row["phase"].startswith("WAITING ")
+    return str(row["phase"] if waits else row["reason"])
 
 
 def _described(job: Job) -> str:

@@ -11,7 +11,7 @@ from clients.cli.app import main
 from clients.jobs.client import DistillClient
 from clients.jobs.job import JobState
 from clients.runs.directory import RunDirectory
-from tests.distill_server.conftest import Server
+from tests.distill_server.conftest import Server, eventually
 
 FILE = """\
 [[job]]
@@ -62,6 +62,9 @@ def test_several_are_cancelled_and_resumed(
     path.write_text(FILE.format(words=" pause=1"))
     assert run(server, "submit", str(path)) == 0
     ids = [job["id"] for job in json.loads(capsys.readouterr().out)["jobs"]]
+    eventually(lambda: client.get(ids[1]).phase)
+    assert main(["--server", server.address, "ls"]) == 0
+    assert f"WAITING for {ids[0]}" in capsys.readouterr().out
     assert run(server, "cancel", "--now", *ids[::-1]) == 0
     assert [job["id"] for job in json.loads(capsys.readouterr().out)["jobs"]] == ids[::-1]
     assert {client.wait(job_id, timeout=60).state for job_id in ids} == {JobState.CANCELLED}
