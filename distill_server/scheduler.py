@@ -176,11 +176,16 @@ class Scheduler:
 
     def _settle_dependents(self) -> None:
         """Say what jobs wait for that come after others; cancel those that cannot start."""
-        for stale in self._store.dependencies.stale():
+        if not self._store.dependencies.changed:
+            return
+        stale_jobs = self._store.dependencies.stale()
+        for stale in stale_jobs:
             change = Change(phase=stale.phase)
             if stale.reason:
                 change = Change(JobState.CANCELLED, reason=stale.reason, phase="")
             self._store.change(stale.job_id, change)
+        # One that was cancelled may have others behind it.
+        self._store.dependencies.changed = any(stale.reason for stale in stale_jobs)
 
     def _start_queued(self) -> bool:
         """Start the jobs whose turn it is; return False if the queue was empty."""

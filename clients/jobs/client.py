@@ -147,7 +147,11 @@ class DistillClient:
         return [_handle_of(self, job) for job in queued]
 
     def check(self, *configs: AnyJob) -> None:
-        """Raise the error that `submit_all` would raise for these jobs now. Queues nothing."""
+        """Raise the error that `submit`, or `submit_all`, would raise now. Queues nothing."""
+        if len(configs) == 1:
+            one = pb.CheckJobRequest(config_json=configs[0].model_dump_json())
+            self._connection.call(self._stub.CheckJob, one, again=False)
+            return
         jobs = [_submission(config, "", "") for config in configs]
         request = pb.SubmitJobsRequest(jobs=jobs, check_only=True)
         self._connection.call(self._stub.SubmitJobs, request, again=False)

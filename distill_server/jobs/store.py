@@ -301,8 +301,7 @@ class JobStore:
     def change(self, job_id: str, *changes: Change) -> Job:
         """Apply the changes in order in one transaction, each with its event.
 
-        Raises WrongState if a transition is not in clients.jobs.job.TRANSITIONS; then no change is
-        applied.
+        Raises WrongState if a transition is not in TRANSITIONS; then no change is applied.
         """
         with transaction(self._db):
             for change in changes:
@@ -344,6 +343,7 @@ class JobStore:
         state = change.state or job.state
         if change.state is not None and (job.state, state) not in TRANSITIONS:
             raise WrongState(f"job {job_id} is {job.state} and cannot become {state}")
+        self.dependencies.changed |= job.last_seq == 0 or state is not job.state
         now = max(self._now(), self._newest_time(job))
         values: dict[str, Any] = {
             "state": state,

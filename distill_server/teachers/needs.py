@@ -23,6 +23,9 @@ from protos.errors import DistillError, InvalidInput
 
 log = logging.getLogger(__name__)
 
+# The pause before a model is looked at again that could not be read.
+_TROUBLE_SECONDS = 5.0
+
 
 @dataclass(frozen=True)
 class Ready:
@@ -136,7 +139,10 @@ class TeacherNeeds:
             before = {output.job: self._store.job(output.job) for output in outputs_in(config)}
             look = partial(_identified, config, self._runs, before)
             self._found[attempt] = await self._files.start(look)
-        except (DistillError, OSError) as error:
+        except OSError:  # also Unavailable: the disk does not answer
+            log.exception("job %s: cannot read its model; retrying", job.id)
+            await asyncio.sleep(_TROUBLE_SECONDS)
+        except DistillError as error:
             self._found[attempt] = _Identified(problem=str(error))
         finally:
             del self._looks[attempt]

@@ -30,6 +30,8 @@ from protos.errors import ExitCode
 log = logging.getLogger(__name__)
 
 _LAST_SECONDS = 3.0
+# The pause after an error of this server, such as a full disk.
+_TROUBLE_SECONDS = 5.0
 
 
 @dataclass
@@ -126,7 +128,7 @@ class StartedTeachers:
         for key, teacher in list(self._teachers.items()):
             if key in used:
                 teacher.used_at = now
-            if teacher.told or (not teacher.runs and self._is_idle(teacher)):
+            if teacher.told or (not teacher.runs and (teacher.stops or self._is_idle(teacher))):
                 del self._teachers[key]
             elif teacher.work is None:
                 self._do(teacher, self._follow(teacher))
@@ -185,8 +187,11 @@ class StartedTeachers:
             try:
                 await work
             except Exception as error:  # a full disk, for example
-                log.exception("teacher %s: retrying", teacher.key)
-                self._died(teacher, f"it could not be started: {error}")
+                log.exception("teacher %s: retrying in %g s", teacher.key, _TROUBLE_SECONDS)
+                if not teacher.runs:
+                    why = (isinstance(error, OSError) and error.strerror) or error
+                    self._died(teacher, f"it could not be started: {why}")
+                teacher.rests_until = time.monotonic() + _TROUBLE_SECONDS
             finally:
                 teacher.work = None
                 self._wake()
@@ -194,10 +199,10 @@ class StartedTeachers:
         teacher.work = asyncio.create_task(guarded())
 
     async def _follow(self, teacher: Teacher) -> None:
-        now = time.monotonic()
+        if time.monotonic() < teacher.rests_until or teacher.failure:
+            return
         if not teacher.runs:
-            if not (teacher.stops or teacher.failure) and now >= teacher.rests_until:
-                await self._begin(teacher)
+            await self._begin(teacher)
             return
         outcome, address, port, complaint = await self._files.start(partial(self._see, teacher))
         if isinstance(outcome, Running):
@@ -221,11 +226,12 @@ class StartedTeachers:
         return outcome, address, port, complaint
 
     async def _listens(self, teacher: Teacher, address: str, port: int) -> None:
-        teacher.record = replace(teacher.record, port=port)
         # The next attempt listens on the same port, so that trainers find it.
-        await self._files.start(partial(homes.write_record, teacher.home, teacher.record))
+        teacher.record = replace(teacher.record, port=port)
         teacher.address, teacher.deaths, teacher.trouble = address, 0, ""
         log.info("teacher %s: listening on %s", teacher.key, address)
+        # For the next server.
+        await self._files.start(partial(homes.write_record, teacher.home, teacher.record))
 
     def _ended(self, teacher: Teacher, outcome: Outcome, complaint: str, *, listened: bool) -> None:
         """Judge the end of a teacher that nobody stopped."""

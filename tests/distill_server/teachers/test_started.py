@@ -169,6 +169,28 @@ def test_gpus_are_counted_and_none_waits_for_ever(make_server: MakeServer) -> No
         assert one.refresh().ended_at <= two.refresh().started_at
 
 
+def test_a_job_whose_teacher_loads_keeps_its_turn(make_server: MakeServer) -> None:
+    """One slot, which the job behind it does not take; an idle teacher makes room for the next."""
+    server = make_server(slots=1)
+    with DistillClient(server.address) as client:
+        jobs = [client.submit(taught("1")), client.submit(job_config("2"))]
+        jobs += [client.submit(taught("3", "vocab=60"))]
+        ended = [job.wait(60) for job in jobs]
+        assert {job.state for job in ended} == {JobState.SUCCEEDED}
+        assert sorted(job.started_at for job in ended) == [job.started_at for job in ended]
+        assert only(client).model == "vocab=60"
+
+
+def test_a_teacher_of_the_output_of_a_job(make_server: MakeServer) -> None:
+    server = make_server(slots=2)
+    with DistillClient(server.address) as client:
+        first, second = client.submit_all([job_config("warm"), taught("x", "@warm/export")])
+        assert first.wait(60).state is JobState.SUCCEEDED
+        told = second.wait(60)
+        assert told.state is JobState.FAILED, "the fake engine reads no directory"
+        assert f"'{server.runs / first.id / 'export'}' is not a setting" in told.reason
+
+
 def test_machines_without_teachers_or_room() -> None:
     job = taught("x", teacher_gpus=1)
     with pytest.raises(InvalidInput, match="a server of a Ray cluster starts no teachers"):
