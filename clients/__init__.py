@@ -15,7 +15,7 @@ import protos  # noqa: F401  # before any of its users imports gRPC
 
 if TYPE_CHECKING:
     from clients.config.capture import CaptureJob
-    from clients.config.file import load_job
+    from clients.config.file import load_job, load_jobs
     from clients.config.offline import OfflineJob
     from clients.config.on_policy import OnPolicyJob
     from clients.config.rl import RLJob
@@ -54,6 +54,7 @@ _MODULES = {
     "TeacherClient": "clients.teacher.client",
     "TeacherInfo": "clients.teacher.info",
     "load_job": "clients.config.file",
+    "load_jobs": "clients.config.file",
     "points_of": "clients.jobs.record",
     "pull_run": "clients.jobs.artifacts",
     "record_of_run": "clients.jobs.record",
@@ -80,6 +81,7 @@ __all__ = [
     "TeacherClient",
     "TeacherInfo",
     "load_job",
+    "load_jobs",
     "points_of",
     "pull_run",
     "record_of_run",

@@ -111,6 +111,7 @@ def _machine(
         cpus_per_job=threads_per_job or max(1, (cpus or here) // slots),
         cpus=cpus or (UNCOUNTED if on_ray else 0),
         gpus=None if gpus is None else names(gpus),
+        has_teachers=not on_ray,
     )
 
 

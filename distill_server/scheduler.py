@@ -11,16 +11,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from clients.config.kinds import processes_of
+from clients.config.kinds import AnyJob, processes_of
+from clients.config.tables.after import outputs_in
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import Control, RunDirectory, Status, replace_file
 from clients.runs.metrics_follower import MetricsTail
+from clients.runs.started_teacher import write_address
 from distill_server.jobs.job_file import parse_config
 from distill_server.jobs.observation import observe
 from distill_server.jobs.preflight import Preflight, unchecked
@@ -29,9 +30,13 @@ from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import ACTIVE, Attempt, Change, JobStore
 from distill_server.jobs.verdict import Died, Ended, verdict_of
 from distill_server.jobs.waiting import Waits, clock, given_up
+from distill_server.pipelines.linking import with_paths
+from distill_server.policy import Policy as Policy
 from distill_server.runners.interface import Runner, Running
-from distill_server.runners.machine import ONE_JOB, Machine, Share
-from protos.errors import InvalidInput, Unavailable
+from distill_server.start_order import Due, StartOrder
+from distill_server.teachers.needs import TeacherNeeds
+from distill_server.teachers.started import StartedTeachers
+from protos.errors import DistillError, Unavailable
 from protos.rpc.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -42,33 +47,6 @@ _TROUBLE_SECONDS = 5.0
 _LAST_SECONDS = 3.0
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Limits and times of the scheduler. Times are in seconds.
-
-    `retries` is the number of automatic retries of a job whose trainer died, since it last made a
-    step that was new. `backoff` is the pause before the first retry; it doubles with each further
-    one, up to `longest_backoff`. `wait` is the pause before a teacher that was away is asked again;
-    it doubles up to `longest_wait`. A job that makes no new step for `give_up_after`, through no
-    fault of its own, is FAILED.
-    `cancel_grace` is the time from a cancel to the kill of the trainer, which writes a checkpoint
-    meanwhile; `cancel_now_grace` is the time without a checkpoint. `look_every` is the pause
-    between two polls.
-    """
-
-    machine: Machine = ONE_JOB
-    most_queued: int = 10_000
-    retries: int = 3
-    backoff: float = 10.0
-    longest_backoff: float = 360.0
-    cancel_grace: float = 60.0
-    cancel_now_grace: float = 5.0
-    look_every: float = 0.2
-    wait: float = 5.0
-    longest_wait: float = 30.0
-    give_up_after: float = 24 * 3600.0
 
 
 class Scheduler:
@@ -99,6 +77,11 @@ class Scheduler:
             longest_pause=policy.longest_wait,
             give_up_after=policy.give_up_after,
         )
+        self.teachers = StartedTeachers(runs, policy, self._files, self.wake)
+        needs = TeacherNeeds(store, runs, self.teachers, self._files, self.wake)
+        self.order = StartOrder(
+            *(store, policy.machine, self.waits, needs, self._is_left_alone, self._boundary)
+        )
         # By job: one task at a time reads or writes its run directory.
         self._work: dict[str, asyncio.Task[None]] = {}
         # Jobs whose run directories do not answer.
@@ -107,8 +90,6 @@ class Scheduler:
         # The monotonic time until which an attempt waits for its retry. Not stored: a restarted
         # server retries at once.
         self._resting: dict[tuple[str, int], float] = {}
-        # Queued jobs that request more than this server has.
-        self._too_large: set[str] = set()
         # The monotonic time at which a cancelled attempt is killed.
         self._kill_at: dict[tuple[str, int, str], float] = {}
 
@@ -139,10 +120,12 @@ class Scheduler:
             if job.id not in self._work and not self.rest(job):
                 self._do(job, self._follow(job))
         await self._done()
+        await self.teachers.look(self._store.users_of_teachers())
         self.waits.look()
+        self._settle_dependents()
         queue = self._start_queued()
         await self._done()
-        return queue or bool(active)
+        return queue or bool(active) or len(self.teachers) > 0
 
     def _do(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:
@@ -162,6 +145,7 @@ class Scheduler:
 
     async def _close(self) -> None:
         self.waits.close()
+        await self.teachers.close()
         await self._done()
         tasks = list(self._work.values())
         if set(self._work) - self._silent:
@@ -190,58 +174,33 @@ class Scheduler:
                 self._silent.discard(job.id)
         return future.result()
 
+    def _settle_dependents(self) -> None:
+        """Say what jobs wait for that come after others; cancel those that cannot start."""
+        if not self._store.dependencies.changed:
+            return
+        stale_jobs = self._store.dependencies.stale()
+        for stale in stale_jobs:
+            change = Change(phase=stale.phase)
+            if stale.reason:
+                change = Change(JobState.CANCELLED, reason=stale.reason, phase="")
+            self._store.change(stale.job_id, change)
+        # One that was cancelled may have others behind it.
+        self._store.dependencies.changed = any(stale.reason for stale in stale_jobs)
+
     def _start_queued(self) -> bool:
-        """Start jobs in the order of the queue; return False if the queue is empty.
-
-        A job that waits for its share blocks the jobs behind it, because otherwise small jobs could
-        delay a large one for ever. Jobs that wait for a retry, or that request more than a
-        restarted server has, block no other job.
-        """
-        held = list(self._store.held())
-        free = max(0, self._policy.machine.slots - len(held))
-        # Read only as many jobs as can start: the queue may hold ten thousand.
-        queued = self._store.in_state(JobState.QUEUED, limit=free and free + self._passed_over())
-        for job in queued:
-            if self.rest(job) or job.id in self._too_large or job.id in self._work:
-                continue
-            with self._boundary(job):
-                if self.waits.holds(job):
-                    continue
-                share = self._share(job, held)
-                if share is None:
-                    if job.id in self._too_large:
-                        continue
-                    break
-                held.append(share)
-                self._start(job, share)
-        return bool(queued) or self._store.queue_length() > 0
-
-    def _passed_over(self) -> int:
-        now = time.monotonic()
-        self._resting = {key: until for key, until in self._resting.items() if now < until}
-        return len(self._resting) + len(self._too_large) + len(self.waits)
-
-    def _share(self, job: Job, held: Sequence[Share]) -> Share | None:
-        """Return the job's share, or None if the job must wait.
-
-        A job that is too large for this server waits until a server with more resources runs it.
-        """
-        try:
-            config = parse_config(job.config_json)
-        except InvalidInput:  # written by an older version; _start reports the error
-            return Share(0, ()) if len(held) < self._policy.machine.slots else None
-        try:
-            self._policy.machine.require_room(config)
-        except InvalidInput as error:
-            self._too_large.add(job.id)
-            if job.phase != str(error):
-                self._store.change(job.id, Change(phase=str(error)))
-            return None
-        return self._policy.machine.share(config, held)
+        """Start the jobs whose turn it is; return False if the queue was empty."""
+        queued = self._store.queue_length() > 0
+        for due in self.order.due():
+            with self._boundary(due.job):
+                self._start(due)
+        return queued
 
     def rest(self, job: Job) -> float:
         """Return for how many seconds a job is left alone after a failure; 0 if it is not."""
         return max(0.0, self._resting.get((job.id, job.attempt), 0.0) - time.monotonic())
+
+    def _is_left_alone(self, job: Job) -> bool:
+        return bool(self.rest(job)) or job.id in self._work
 
     @contextlib.contextmanager
     def _boundary(self, job: Job) -> Iterator[None]:
@@ -256,40 +215,49 @@ class Scheduler:
             self._resting[job.id, job.attempt] = time.monotonic() + _TROUBLE_SECONDS
             self._tails.pop((job.id, job.attempt), None)
 
-    def _start(self, job: Job, share: Share) -> None:
+    def _start(self, due: Due) -> None:
         # Write the record before starting the process. A server that dies between the two leaves a
         # job that never started, and the next server queues it again. In the other order, the next
         # server would start the job a second time.
         change = Change(JobState.PREPARING, reason="", phase="starting the trainer")
-        job = self._store.begin(job, share, change)
+        job = self._store.begin(due.job, due.share, change, due.teacher)
         failpoint("start-stored")
-        self._do(job, self._launch(job, self._store.attempt(job), share))
+        self._do(job, self._launch(job, self._store.attempt(job), due))
 
-    async def _launch(self, job: Job, attempt: Attempt, share: Share) -> None:
+    async def _launch(self, job: Job, attempt: Attempt, due: Due) -> None:
         try:
-            await self._answer(job, partial(self._launch_now, job, attempt, share))
+            config = parse_config(job.config_json)
+            before = {output.job: self._store.job(output.job) for output in outputs_in(config)}
+            launch = partial(self._launch_now, job, attempt, due, config, before)
+            await self._answer(job, launch)
         except (OSError, ValueError) as error:
             # A full disk, no free processes, or a configuration written by an older version. Only
             # `strerror`: users should not see the server's paths.
             why = (isinstance(error, OSError) and error.strerror) or error
             self._died(job, Died(f"the trainer could not be started: {why}", blameless=False))
+        except DistillError as error:  # the output of another job is not there any more
+            self._end(job, Ended(JobState.FAILED, str(error)), job.step)
 
-    def _launch_now(self, job: Job, attempt: Attempt, share: Share) -> None:
+    def _launch_now(
+        self, job: Job, attempt: Attempt, due: Due, config: AnyJob, before: Mapping[str, Job]
+    ) -> None:
         """Write the files of an attempt and start it; blocking."""
         run = self._run(job)
-        config = parse_config(job.config_json)
+        config = with_paths(config, self._runs, before)
         if attempt.number == 1:
             # The directory is not made durably, so a power cut may have removed it.
             run.path.mkdir(mode=0o700, exist_ok=True)
         run.write_control(Control())
         replace_file(run.job_json, config.model_dump_json(indent=2) + "\n")
+        if due.address:
+            write_address(run.path, due.address)
         failpoint("job-written")
         self._runner.start(
             run,
             attempt=attempt.number,
             processes=processes_of(config),
             from_step=attempt.from_step,
-            share=share,
+            share=due.share,
         )
         failpoint("trainer-started")
 

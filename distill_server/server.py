@@ -66,7 +66,7 @@ async def run_server(
             partial(runner.stop, now=False),
         )
         streams = Streams(store, runs, bells, files)
-        service = DistillService(store, runs, control, streams, files)
+        service = DistillService(store, runs, control, streams, files, scheduler.teachers)
         pages: contextlib.AbstractAsyncContextManager[Callable[[int], None]]
         pages = contextlib.nullcontext(lambda bound: None)
         if dashboard is not None:

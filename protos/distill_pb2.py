@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/distill.proto\x12\ndistill.v1\"\xf8\x02\n\x03Job\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12#\n\x05state\x18\x04 \x01(\x0e\x32\x14.distill.v1.JobState\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\r\n\x05phase\x18\x06 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x07 \x01(\r\x12\x0c\n\x04step\x18\x08 \x01(\x04\x12\x11\n\tmax_steps\x18\t \x01(\x04\x12-\n\x07metrics\x18\n \x03(\x0b\x32\x1c.distill.v1.Job.MetricsEntry\x12\x12\n\ncreated_at\x18\x0b \x01(\x01\x12\x12\n\nstarted_at\x18\x0c \x01(\x01\x12\x10\n\x08\x65nded_at\x18\r \x01(\x01\x12\x13\n\x0b\x63onfig_json\x18\x0e \x01(\t\x12\x10\n\x08last_seq\x18\x0f \x01(\x04\x12\x13\n\x0b\x63heckpoints\x18\x10 \x03(\x04\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"U\n\x10SubmitJobRequest\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_text\x18\x02 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x03 \x01(\t\"&\n\x0f\x43heckJobRequest\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\"\x12\n\x10\x43heckJobResponse\"\x1f\n\rGetJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"X\n\x0fListJobsRequest\x12#\n\x05state\x18\x01 \x01(\x0e\x32\x14.distill.v1.JobState\x12\r\n\x05limit\x18\x02 \x01(\r\x12\x11\n\tbefore_id\x18\x03 \x01(\t\"1\n\x10ListJobsResponse\x12\x1d\n\x04jobs\x18\x01 \x03(\x0b\x32\x0f.distill.v1.Job\"4\n\x0fWatchJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tafter_seq\x18\x02 \x01(\x04\"\xff\x01\n\x08JobEvent\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x0c\n\x04time\x18\x02 \x01(\x01\x12#\n\x05state\x18\x03 \x01(\x0e\x32\x14.distill.v1.JobState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05phase\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\r\x12\x0c\n\x04step\x18\x07 \x01(\x04\x12\x11\n\tmax_steps\x18\x08 \x01(\x04\x12\x32\n\x07metrics\x18\t \x03(\x0b\x32!.distill.v1.JobEvent.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"n\n\x11StreamLogsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x14\n\x0c\x61\x66ter_offset\x18\x03 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\x12\x12\n\ntail_lines\x18\x05 \x01(\r\">\n\x08LogChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"/\n\x10\x43\x61ncelJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0b\n\x03now\x18\x02 \x01(\x08\"H\n\x10ResumeJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tmax_steps\x18\x02 \x01(\x04\x12\x11\n\tfrom_step\x18\x03 \x01(\x04\"L\n\x12GetArtifactRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63heckpoint_step\x18\x02 \x01(\x04\x12\r\n\x05notes\x18\x03 \x01(\x08\"Y\n\rArtifactChunk\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x0e\n\x06sha256\x18\x05 \x01(\t*\x87\x01\n\x08JobState\x12\x19\n\x15JOB_STATE_UNSPECIFIED\x10\x00\x12\n\n\x06QUEUED\x10\x01\x12\r\n\tPREPARING\x10\x02\x12\x0b\n\x07RUNNING\x10\x03\x12\r\n\tSUCCEEDED\x10\x04\x12\n\n\x06\x46\x41ILED\x10\x05\x12\x0e\n\nCANCELLING\x10\x06\x12\r\n\tCANCELLED\x10\x07\x32\xd3\x04\n\x07\x44istill\x12:\n\tSubmitJob\x12\x1c.distill.v1.SubmitJobRequest\x1a\x0f.distill.v1.Job\x12\x45\n\x08\x43heckJob\x12\x1b.distill.v1.CheckJobRequest\x1a\x1c.distill.v1.CheckJobResponse\x12\x34\n\x06GetJob\x12\x19.distill.v1.GetJobRequest\x1a\x0f.distill.v1.Job\x12\x45\n\x08ListJobs\x12\x1b.distill.v1.ListJobsRequest\x1a\x1c.distill.v1.ListJobsResponse\x12?\n\x08WatchJob\x12\x1b.distill.v1.WatchJobRequest\x1a\x14.distill.v1.JobEvent0\x01\x12\x43\n\nStreamLogs\x12\x1d.distill.v1.StreamLogsRequest\x1a\x14.distill.v1.LogChunk0\x01\x12:\n\tCancelJob\x12\x1c.distill.v1.CancelJobRequest\x1a\x0f.distill.v1.Job\x12:\n\tResumeJob\x12\x1c.distill.v1.ResumeJobRequest\x1a\x0f.distill.v1.Job\x12J\n\x0bGetArtifact\x12\x1e.distill.v1.GetArtifactRequest\x1a\x19.distill.v1.ArtifactChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/distill.proto\x12\ndistill.v1\"\xf8\x02\n\x03Job\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12#\n\x05state\x18\x04 \x01(\x0e\x32\x14.distill.v1.JobState\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\r\n\x05phase\x18\x06 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x07 \x01(\r\x12\x0c\n\x04step\x18\x08 \x01(\x04\x12\x11\n\tmax_steps\x18\t \x01(\x04\x12-\n\x07metrics\x18\n \x03(\x0b\x32\x1c.distill.v1.Job.MetricsEntry\x12\x12\n\ncreated_at\x18\x0b \x01(\x01\x12\x12\n\nstarted_at\x18\x0c \x01(\x01\x12\x10\n\x08\x65nded_at\x18\r \x01(\x01\x12\x13\n\x0b\x63onfig_json\x18\x0e \x01(\t\x12\x10\n\x08last_seq\x18\x0f \x01(\x04\x12\x13\n\x0b\x63heckpoints\x18\x10 \x03(\x04\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"U\n\x10SubmitJobRequest\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_text\x18\x02 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x03 \x01(\t\"&\n\x0f\x43heckJobRequest\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\"\x12\n\x10\x43heckJobResponse\"S\n\x11SubmitJobsRequest\x12*\n\x04jobs\x18\x01 \x03(\x0b\x32\x1c.distill.v1.SubmitJobRequest\x12\x12\n\ncheck_only\x18\x02 \x01(\x08\"3\n\x12SubmitJobsResponse\x12\x1d\n\x04jobs\x18\x01 \x03(\x0b\x32\x0f.distill.v1.Job\"\x1f\n\rGetJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"X\n\x0fListJobsRequest\x12#\n\x05state\x18\x01 \x01(\x0e\x32\x14.distill.v1.JobState\x12\r\n\x05limit\x18\x02 \x01(\r\x12\x11\n\tbefore_id\x18\x03 \x01(\t\"1\n\x10ListJobsResponse\x12\x1d\n\x04jobs\x18\x01 \x03(\x0b\x32\x0f.distill.v1.Job\"4\n\x0fWatchJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tafter_seq\x18\x02 \x01(\x04\"\xff\x01\n\x08JobEvent\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x0c\n\x04time\x18\x02 \x01(\x01\x12#\n\x05state\x18\x03 \x01(\x0e\x32\x14.distill.v1.JobState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05phase\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\r\x12\x0c\n\x04step\x18\x07 \x01(\x04\x12\x11\n\tmax_steps\x18\x08 \x01(\x04\x12\x32\n\x07metrics\x18\t \x03(\x0b\x32!.distill.v1.JobEvent.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"n\n\x11StreamLogsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x14\n\x0c\x61\x66ter_offset\x18\x03 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\x12\x12\n\ntail_lines\x18\x05 \x01(\r\">\n\x08LogChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"/\n\x10\x43\x61ncelJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0b\n\x03now\x18\x02 \x01(\x08\"H\n\x10ResumeJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tmax_steps\x18\x02 \x01(\x04\x12\x11\n\tfrom_step\x18\x03 \x01(\x04\"\x15\n\x13ListTeachersRequest\"D\n\x14ListTeachersResponse\x12,\n\x08teachers\x18\x01 \x03(\x0b\x32\x1a.distill.v1.StartedTeacher\"\xa8\x01\n\x0eStartedTeacher\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x0c\n\x04jobs\x18\x06 \x03(\t\x12\x0c\n\x04gpus\x18\x07 \x03(\t\x12\r\n\x05since\x18\x08 \x01(\x01\x12\x0f\n\x07\x61ttempt\x18\t \x01(\r\x12\x0e\n\x06reason\x18\n \x01(\t\"L\n\x12GetArtifactRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63heckpoint_step\x18\x02 \x01(\x04\x12\r\n\x05notes\x18\x03 \x01(\x08\"Y\n\rArtifactChunk\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x0e\n\x06sha256\x18\x05 \x01(\t*\x87\x01\n\x08JobState\x12\x19\n\x15JOB_STATE_UNSPECIFIED\x10\x00\x12\n\n\x06QUEUED\x10\x01\x12\r\n\tPREPARING\x10\x02\x12\x0b\n\x07RUNNING\x10\x03\x12\r\n\tSUCCEEDED\x10\x04\x12\n\n\x06\x46\x41ILED\x10\x05\x12\x0e\n\nCANCELLING\x10\x06\x12\r\n\tCANCELLED\x10\x07\x32\xf3\x05\n\x07\x44istill\x12:\n\tSubmitJob\x12\x1c.distill.v1.SubmitJobRequest\x1a\x0f.distill.v1.Job\x12\x45\n\x08\x43heckJob\x12\x1b.distill.v1.CheckJobRequest\x1a\x1c.distill.v1.CheckJobResponse\x12K\n\nSubmitJobs\x12\x1d.distill.v1.SubmitJobsRequest\x1a\x1e.distill.v1.SubmitJobsResponse\x12\x34\n\x06GetJob\x12\x19.distill.v1.GetJobRequest\x1a\x0f.distill.v1.Job\x12\x45\n\x08ListJobs\x12\x1b.distill.v1.ListJobsRequest\x1a\x1c.distill.v1.ListJobsResponse\x12?\n\x08WatchJob\x12\x1b.distill.v1.WatchJobRequest\x1a\x14.distill.v1.JobEvent0\x01\x12\x43\n\nStreamLogs\x12\x1d.distill.v1.StreamLogsRequest\x1a\x14.distill.v1.LogChunk0\x01\x12:\n\tCancelJob\x12\x1c.distill.v1.CancelJobRequest\x1a\x0f.distill.v1.Job\x12:\n\tResumeJob\x12\x1c.distill.v1.ResumeJobRequest\x1a\x0f.distill.v1.Job\x12Q\n\x0cListTeachers\x12\x1f.distill.v1.ListTeachersRequest\x1a .distill.v1.ListTeachersResponse\x12J\n\x0bGetArtifact\x12\x1e.distill.v1.GetArtifactRequest\x1a\x19.distill.v1.ArtifactChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOB_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_JOBEVENT_METRICSENTRY']._loaded_options = None
   _globals['_JOBEVENT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_JOBSTATE']._serialized_start=1517
-  _globals['_JOBSTATE']._serialized_end=1652
+  _globals['_JOBSTATE']._serialized_start=1919
+  _globals['_JOBSTATE']._serialized_end=2054
   _globals['_JOB']._serialized_start=37
   _globals['_JOB']._serialized_end=413
   _globals['_JOB_METRICSENTRY']._serialized_start=367
@@ -47,30 +47,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHECKJOBREQUEST']._serialized_end=540
   _globals['_CHECKJOBRESPONSE']._serialized_start=542
   _globals['_CHECKJOBRESPONSE']._serialized_end=560
-  _globals['_GETJOBREQUEST']._serialized_start=562
-  _globals['_GETJOBREQUEST']._serialized_end=593
-  _globals['_LISTJOBSREQUEST']._serialized_start=595
-  _globals['_LISTJOBSREQUEST']._serialized_end=683
-  _globals['_LISTJOBSRESPONSE']._serialized_start=685
-  _globals['_LISTJOBSRESPONSE']._serialized_end=734
-  _globals['_WATCHJOBREQUEST']._serialized_start=736
-  _globals['_WATCHJOBREQUEST']._serialized_end=788
-  _globals['_JOBEVENT']._serialized_start=791
-  _globals['_JOBEVENT']._serialized_end=1046
+  _globals['_SUBMITJOBSREQUEST']._serialized_start=562
+  _globals['_SUBMITJOBSREQUEST']._serialized_end=645
+  _globals['_SUBMITJOBSRESPONSE']._serialized_start=647
+  _globals['_SUBMITJOBSRESPONSE']._serialized_end=698
+  _globals['_GETJOBREQUEST']._serialized_start=700
+  _globals['_GETJOBREQUEST']._serialized_end=731
+  _globals['_LISTJOBSREQUEST']._serialized_start=733
+  _globals['_LISTJOBSREQUEST']._serialized_end=821
+  _globals['_LISTJOBSRESPONSE']._serialized_start=823
+  _globals['_LISTJOBSRESPONSE']._serialized_end=872
+  _globals['_WATCHJOBREQUEST']._serialized_start=874
+  _globals['_WATCHJOBREQUEST']._serialized_end=926
+  _globals['_JOBEVENT']._serialized_start=929
+  _globals['_JOBEVENT']._serialized_end=1184
   _globals['_JOBEVENT_METRICSENTRY']._serialized_start=367
   _globals['_JOBEVENT_METRICSENTRY']._serialized_end=413
-  _globals['_STREAMLOGSREQUEST']._serialized_start=1048
-  _globals['_STREAMLOGSREQUEST']._serialized_end=1158
-  _globals['_LOGCHUNK']._serialized_start=1160
-  _globals['_LOGCHUNK']._serialized_end=1222
-  _globals['_CANCELJOBREQUEST']._serialized_start=1224
-  _globals['_CANCELJOBREQUEST']._serialized_end=1271
-  _globals['_RESUMEJOBREQUEST']._serialized_start=1273
-  _globals['_RESUMEJOBREQUEST']._serialized_end=1345
-  _globals['_GETARTIFACTREQUEST']._serialized_start=1347
-  _globals['_GETARTIFACTREQUEST']._serialized_end=1423
-  _globals['_ARTIFACTCHUNK']._serialized_start=1425
-  _globals['_ARTIFACTCHUNK']._serialized_end=1514
-  _globals['_DISTILL']._serialized_start=1655
-  _globals['_DISTILL']._serialized_end=2250
+  _globals['_STREAMLOGSREQUEST']._serialized_start=1186
+  _globals['_STREAMLOGSREQUEST']._serialized_end=1296
+  _globals['_LOGCHUNK']._serialized_start=1298
+  _globals['_LOGCHUNK']._serialized_end=1360
+  _globals['_CANCELJOBREQUEST']._serialized_start=1362
+  _globals['_CANCELJOBREQUEST']._serialized_end=1409
+  _globals['_RESUMEJOBREQUEST']._serialized_start=1411
+  _globals['_RESUMEJOBREQUEST']._serialized_end=1483
+  _globals['_LISTTEACHERSREQUEST']._serialized_start=1485
+  _globals['_LISTTEACHERSREQUEST']._serialized_end=1506
+  _globals['_LISTTEACHERSRESPONSE']._serialized_start=1508
+  _globals['_LISTTEACHERSRESPONSE']._serialized_end=1576
+  _globals['_STARTEDTEACHER']._serialized_start=1579
+  _globals['_STARTEDTEACHER']._serialized_end=1747
+  _globals['_GETARTIFACTREQUEST']._serialized_start=1749
+  _globals['_GETARTIFACTREQUEST']._serialized_end=1825
+  _globals['_ARTIFACTCHUNK']._serialized_start=1827
+  _globals['_ARTIFACTCHUNK']._serialized_end=1916
+  _globals['_DISTILL']._serialized_start=2057
+  _globals['_DISTILL']._serialized_end=2812
 # @@protoc_insertion_point(module_scope)

@@ -207,6 +207,52 @@ class CheckJobResponse(_message.Message):
 Global___CheckJobResponse: _TypeAlias = CheckJobResponse  # noqa: Y015
 
 @_typing.final
+class SubmitJobsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: _builtins.int
+    CHECK_ONLY_FIELD_NUMBER: _builtins.int
+    check_only: _builtins.bool
+    """fail with the same error, but queue no job"""
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubmitJobRequest]: ...
+    def __init__(
+        self,
+        *,
+        jobs: _abc.Iterable[Global___SubmitJobRequest] | None = ...,
+        check_only: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_only", b"check_only", "jobs", b"jobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubmitJobsRequest: _TypeAlias = SubmitJobsRequest  # noqa: Y015
+
+@_typing.final
+class SubmitJobsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Job]:
+        """in the order of the request; none if check_only"""
+
+    def __init__(
+        self,
+        *,
+        jobs: _abc.Iterable[Global___Job] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubmitJobsResponse: _TypeAlias = SubmitJobsResponse  # noqa: Y015
+
+@_typing.final
 class GetJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -475,6 +521,97 @@ class ResumeJobRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResumeJobRequest: _TypeAlias = ResumeJobRequest  # noqa: Y015
+
+@_typing.final
+class ListTeachersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTeachersRequest: _TypeAlias = ListTeachersRequest  # noqa: Y015
+
+@_typing.final
+class ListTeachersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEACHERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def teachers(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartedTeacher]: ...
+    def __init__(
+        self,
+        *,
+        teachers: _abc.Iterable[Global___StartedTeacher] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["teachers", b"teachers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTeachersResponse: _TypeAlias = ListTeachersResponse  # noqa: Y015
+
+@_typing.final
+class StartedTeacher(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    JOBS_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """names its directory in the server's .teachers"""
+    model: _builtins.str
+    engine: _builtins.str
+    state: _builtins.str
+    """LOADING, READY, RESTING (it died and starts again), STOPPING or FAILED"""
+    address: _builtins.str
+    """HOST:PORT on the server's machine; empty before it listens"""
+    since: _builtins.float
+    """Unix seconds of its newest start"""
+    attempt: _builtins.int
+    """number of its newest start, from 1"""
+    reason: _builtins.str
+    """why it ended last"""
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """ids of the active jobs that use it"""
+
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        model: _builtins.str = ...,
+        engine: _builtins.str = ...,
+        state: _builtins.str = ...,
+        address: _builtins.str = ...,
+        jobs: _abc.Iterable[_builtins.str] | None = ...,
+        gpus: _abc.Iterable[_builtins.str] | None = ...,
+        since: _builtins.float = ...,
+        attempt: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "engine", b"engine", "gpus", b"gpus", "jobs", b"jobs", "key", b"key", "model", b"model", "reason", b"reason", "since", b"since", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartedTeacher: _TypeAlias = StartedTeacher  # noqa: Y015
 
 @_typing.final
 class GetArtifactRequest(_message.Message):

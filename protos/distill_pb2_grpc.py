@@ -44,6 +44,11 @@ class DistillStub(object):
                 request_serializer=protos_dot_distill__pb2.CheckJobRequest.SerializeToString,
                 response_deserializer=protos_dot_distill__pb2.CheckJobResponse.FromString,
                 _registered_method=True)
+        self.SubmitJobs = channel.unary_unary(
+                '/distill.v1.Distill/SubmitJobs',
+                request_serializer=protos_dot_distill__pb2.SubmitJobsRequest.SerializeToString,
+                response_deserializer=protos_dot_distill__pb2.SubmitJobsResponse.FromString,
+                _registered_method=True)
         self.GetJob = channel.unary_unary(
                 '/distill.v1.Distill/GetJob',
                 request_serializer=protos_dot_distill__pb2.GetJobRequest.SerializeToString,
@@ -74,6 +79,11 @@ class DistillStub(object):
                 request_serializer=protos_dot_distill__pb2.ResumeJobRequest.SerializeToString,
                 response_deserializer=protos_dot_distill__pb2.Job.FromString,
                 _registered_method=True)
+        self.ListTeachers = channel.unary_unary(
+                '/distill.v1.Distill/ListTeachers',
+                request_serializer=protos_dot_distill__pb2.ListTeachersRequest.SerializeToString,
+                response_deserializer=protos_dot_distill__pb2.ListTeachersResponse.FromString,
+                _registered_method=True)
         self.GetArtifact = channel.unary_stream(
                 '/distill.v1.Distill/GetArtifact',
                 request_serializer=protos_dot_distill__pb2.GetArtifactRequest.SerializeToString,
@@ -92,6 +102,13 @@ class DistillServicer(object):
 
     def CheckJob(self, request, context):
         """Fails with the same error as SubmitJob would, but queues no job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SubmitJobs(self, request, context):
+        """Queues all of the jobs in one transaction, or none. A job may come after one before it in the list, by its name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,6 +152,13 @@ class DistillServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListTeachers(self, request, context):
+        """The teachers that the server runs for jobs with `teacher.model`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetArtifact(self, request, context):
         """Sends files of a job: its export (a Hugging Face directory, or the store of a capture), a checkpoint, or its notes.
         """
@@ -154,6 +178,11 @@ def add_DistillServicer_to_server(servicer, server):
                     servicer.CheckJob,
                     request_deserializer=protos_dot_distill__pb2.CheckJobRequest.FromString,
                     response_serializer=protos_dot_distill__pb2.CheckJobResponse.SerializeToString,
+            ),
+            'SubmitJobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.SubmitJobs,
+                    request_deserializer=protos_dot_distill__pb2.SubmitJobsRequest.FromString,
+                    response_serializer=protos_dot_distill__pb2.SubmitJobsResponse.SerializeToString,
             ),
             'GetJob': grpc.unary_unary_rpc_method_handler(
                     servicer.GetJob,
@@ -184,6 +213,11 @@ def add_DistillServicer_to_server(servicer, server):
                     servicer.ResumeJob,
                     request_deserializer=protos_dot_distill__pb2.ResumeJobRequest.FromString,
                     response_serializer=protos_dot_distill__pb2.Job.SerializeToString,
+            ),
+            'ListTeachers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTeachers,
+                    request_deserializer=protos_dot_distill__pb2.ListTeachersRequest.FromString,
+                    response_serializer=protos_dot_distill__pb2.ListTeachersResponse.SerializeToString,
             ),
             'GetArtifact': grpc.unary_stream_rpc_method_handler(
                     servicer.GetArtifact,
@@ -245,6 +279,33 @@ class Distill(object):
             '/distill.v1.Distill/CheckJob',
             protos_dot_distill__pb2.CheckJobRequest.SerializeToString,
             protos_dot_distill__pb2.CheckJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubmitJobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/distill.v1.Distill/SubmitJobs',
+            protos_dot_distill__pb2.SubmitJobsRequest.SerializeToString,
+            protos_dot_distill__pb2.SubmitJobsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -407,6 +468,33 @@ class Distill(object):
             '/distill.v1.Distill/ResumeJob',
             protos_dot_distill__pb2.ResumeJobRequest.SerializeToString,
             protos_dot_distill__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTeachers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/distill.v1.Distill/ListTeachers',
+            protos_dot_distill__pb2.ListTeachersRequest.SerializeToString,
+            protos_dot_distill__pb2.ListTeachersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,6 +34,8 @@ class DistillStub:
     SubmitJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.SubmitJobRequest, _distill_pb2.Job]
     CheckJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.CheckJobRequest, _distill_pb2.CheckJobResponse]
     """Fails with the same error as SubmitJob would, but queues no job."""
+    SubmitJobs: _grpc.UnaryUnaryMultiCallable[_distill_pb2.SubmitJobsRequest, _distill_pb2.SubmitJobsResponse]
+    """Queues all of the jobs in one transaction, or none. A job may come after one before it in the list, by its name."""
     GetJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.GetJobRequest, _distill_pb2.Job]
     ListJobs: _grpc.UnaryUnaryMultiCallable[_distill_pb2.ListJobsRequest, _distill_pb2.ListJobsResponse]
     WatchJob: _grpc.UnaryStreamMultiCallable[_distill_pb2.WatchJobRequest, _distill_pb2.JobEvent]
@@ -42,6 +44,8 @@ class DistillStub:
     """Sends the log of one attempt from byte `after_offset`; with `follow`, until that attempt ends."""
     CancelJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.CancelJobRequest, _distill_pb2.Job]
     ResumeJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.ResumeJobRequest, _distill_pb2.Job]
+    ListTeachers: _grpc.UnaryUnaryMultiCallable[_distill_pb2.ListTeachersRequest, _distill_pb2.ListTeachersResponse]
+    """The teachers that the server runs for jobs with `teacher.model`."""
     GetArtifact: _grpc.UnaryStreamMultiCallable[_distill_pb2.GetArtifactRequest, _distill_pb2.ArtifactChunk]
     """Sends files of a job: its export (a Hugging Face directory, or the store of a capture), a checkpoint, or its notes."""
 
@@ -51,6 +55,8 @@ class DistillAsyncStub(DistillStub):
     SubmitJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.SubmitJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
     CheckJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.CheckJobRequest, _distill_pb2.CheckJobResponse]  # type: ignore[assignment]
     """Fails with the same error as SubmitJob would, but queues no job."""
+    SubmitJobs: _aio.UnaryUnaryMultiCallable[_distill_pb2.SubmitJobsRequest, _distill_pb2.SubmitJobsResponse]  # type: ignore[assignment]
+    """Queues all of the jobs in one transaction, or none. A job may come after one before it in the list, by its name."""
     GetJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.GetJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
     ListJobs: _aio.UnaryUnaryMultiCallable[_distill_pb2.ListJobsRequest, _distill_pb2.ListJobsResponse]  # type: ignore[assignment]
     WatchJob: _aio.UnaryStreamMultiCallable[_distill_pb2.WatchJobRequest, _distill_pb2.JobEvent]  # type: ignore[assignment]
@@ -59,6 +65,8 @@ class DistillAsyncStub(DistillStub):
     """Sends the log of one attempt from byte `after_offset`; with `follow`, until that attempt ends."""
     CancelJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.CancelJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
     ResumeJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.ResumeJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
+    ListTeachers: _aio.UnaryUnaryMultiCallable[_distill_pb2.ListTeachersRequest, _distill_pb2.ListTeachersResponse]  # type: ignore[assignment]
+    """The teachers that the server runs for jobs with `teacher.model`."""
     GetArtifact: _aio.UnaryStreamMultiCallable[_distill_pb2.GetArtifactRequest, _distill_pb2.ArtifactChunk]  # type: ignore[assignment]
     """Sends files of a job: its export (a Hugging Face directory, or the store of a capture), a checkpoint, or its notes."""
 
@@ -77,6 +85,14 @@ class DistillServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_distill_pb2.CheckJobResponse, _abc.Awaitable[_distill_pb2.CheckJobResponse]]:
         """Fails with the same error as SubmitJob would, but queues no job."""
+
+    @_abc_1.abstractmethod
+    def SubmitJobs(
+        self,
+        request: _distill_pb2.SubmitJobsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_distill_pb2.SubmitJobsResponse, _abc.Awaitable[_distill_pb2.SubmitJobsResponse]]:
+        """Queues all of the jobs in one transaction, or none. A job may come after one before it in the list, by its name."""
 
     @_abc_1.abstractmethod
     def GetJob(
@@ -121,6 +137,14 @@ class DistillServicer(metaclass=_abc_1.ABCMeta):
         request: _distill_pb2.ResumeJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_distill_pb2.Job, _abc.Awaitable[_distill_pb2.Job]]: ...
+
+    @_abc_1.abstractmethod
+    def ListTeachers(
+        self,
+        request: _distill_pb2.ListTeachersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_distill_pb2.ListTeachersResponse, _abc.Awaitable[_distill_pb2.ListTeachersResponse]]:
+        """The teachers that the server runs for jobs with `teacher.model`."""
 
     @_abc_1.abstractmethod
     def GetArtifact(

@@ -20,6 +20,7 @@ from clients.preflight.files import check_here
 from clients.preflight.teachers import check_length, check_teachers
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.progress import Progress, run_to_verdict
+from clients.runs.started_teacher import connected
 from protos.errors import WrongState
 from student_trainer.data.captured_stores import open_stores
 from student_trainer.parallel.launcher import end_with_launcher, is_main_process
@@ -89,6 +90,7 @@ def _attempt(
     """Run the checks, cheapest first, connect to the teachers, and train; return the verdict."""
     progress.say("preflight", 0)
     check_here(config, run.path)
+    config = connected(config, run.path)
     stores = open_stores(config) if isinstance(config, OfflineJob) else None
     check_hub(config)
     with connect(config) as teachers:

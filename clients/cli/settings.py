@@ -24,6 +24,14 @@ JobArgument = Annotated[
         autocompletion=complete_job,
     ),
 ]
+JobsArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="JOB...",
+        help="Jobs, one after the other: id, an unambiguous prefix of it, or @last.",
+        autocompletion=complete_job,
+    ),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(

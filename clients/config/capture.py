@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from clients.config.tables.after import After, check_outputs
 from clients.config.tables.common import (
     Count,
     Name,
@@ -29,14 +30,6 @@ class CaptureTeacher(TeacherConfig):
 
     model: str | None = None
     """Directory or hub id of a model to load; without it, the service at `address` scores."""
-    engine: Literal["hf", "vllm", "fake"] = "hf"
-    """Engine that runs `model`, as `distill-teacher --engine`."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the weights of `model`; auto: the dtype they were saved in."""
-    device: str = "auto"
-    """Device of `model`: auto, cpu, cuda, or a device such as cuda:1."""
-    max_batch_tokens: Count = 16384
-    """Padded tokens per forward pass of `model`."""
 
 
 class CaptureData(PromptKeys):
@@ -138,6 +131,13 @@ class CaptureJob(Table):
     resources: ResourcesConfig = ResourcesConfig()
     priority: Priority = 0
     """Priority in a server's queue: higher starts first, equal in order of submission."""
+    after: After = ()
+    """Jobs (name or id, or a list) that must succeed first; a server starts this one then."""
+
+    @model_validator(mode="after")
+    def _reads_outputs(self) -> Self:
+        check_outputs(self)
+        return self
 
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:
@@ -154,6 +154,11 @@ class CaptureJob(Table):
                     teacher.model is not None,
                     "teacher.engine teacher.dtype teacher.device teacher.max_batch_tokens",
                     "the service at teacher.address scores; leave it out, or set teacher.model",
+                ),
+                (
+                    False,
+                    "teacher.batch_invariant teacher.gpus",
+                    "the capture loads teacher.model in its own process; leave it out",
                 ),
                 (
                     teacher.model is not None,

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from clients.config.kinds import AnyJob, kind_of
 from clients.config.lines import KeyPath, Parsed, SyntaxFault, parse
 from clients.config.problems import describe, fields, holds_text
+from clients.config.tables.after import FILE_KEYS, is_output
 from protos.errors import InvalidInput
 
 MAX_BYTES = 64 << 10
@@ -46,7 +47,7 @@ class _Draft:
     def source(self, path: KeyPath) -> str:
         if any(path[: len(key)] == key for key in self.overridden):
             return "--set"
-        line = self.parsed.line_of(path)
+        line = self.parsed.line_of(path) or self.parsed.lines.get((), 0)
         if not line and any(key[: len(path)] == path for key in self.overridden):
             return "--set"  # the override made a table where a value belongs
         return f"{self.name}:{line}" if line else self.name
@@ -55,7 +56,23 @@ class _Draft:
 def load_job(path: Path | str, overrides: Sequence[str] = ()) -> JobFile:
     """Read a job file, apply `KEY=VALUE` overrides, and validate the job.
 
-    Raises InvalidInput that lists all problems, each with the line of its key.
+    Raises InvalidInput that lists all problems, each with the line of its key, or if the file has
+    several jobs.
+    """
+    files = load_jobs(path, overrides)
+    if len(files) > 1:
+        raise InvalidInput(
+            f"{path}: has {len(files)} jobs, and this command takes one",
+            hint="distill submit queues them all",
+        )
+    return files[0]
+
+
+def load_jobs(path: Path | str, overrides: Sequence[str] = ()) -> list[JobFile]:
+    """Read a file of one job, or of several in `[[job]]` tables, and validate every job.
+
+    Overrides are for a file of one job. Raises InvalidInput as `load_job` does, and if two jobs of
+    the file have one name.
     """
     path = Path(path)
     text = _read(path)
@@ -64,30 +81,53 @@ def load_job(path: Path | str, overrides: Sequence[str] = ()) -> JobFile:
     except SyntaxFault as fault:
         where = f"{path}:{fault.line}" if fault.line else str(path)
         raise InvalidInput(f"{where}: {fault.message}") from None
+    drafts = [_Draft(str(path), one, _copied(one.values)) for one in _divided(path, parsed)]
+    if "job" in parsed.values and overrides:
+        raise InvalidInput(
+            f"{path}: has [[job]] tables, and --set and --name change one job",
+            hint="write the values into the file",
+        )
     try:
-        draft = _Draft(str(path), parsed, _copied(parsed.values))
         for override in overrides:
-            _apply(override, draft)
-        config = _validated(draft)
+            _apply(override, drafts[0])
+        configs = [_validated(draft) for draft in drafts]
     except RecursionError:
         raise InvalidInput(f"{path}: nested too deeply") from None
-    if config is None or draft.problems:
-        raise InvalidInput(_rendered(draft))
-    return JobFile(path, text, config, _sources(draft, config))
+    _require_names(drafts, configs)
+    problems = [problem for draft in drafts for problem in draft.problems]
+    if problems:
+        raise InvalidInput(_rendered(str(path), problems))
+    made = [(draft, config) for draft, config in zip(drafts, configs, strict=True) if config]
+    return [JobFile(path, text, config, _sources(draft, config)) for draft, config in made]
 
 
-# Keys that may name a file on this machine.
-FILE_KEYS: tuple[KeyPath, ...] = (
-    ("student", "model"),
-    ("data", "path"),
-    ("data", "eval_path"),
-    ("data", "eval_prompts"),
-    ("data", "tokenizer"),
-    ("teacher", "model"),
-    ("teacher", "tokenizer"),
-    ("reward", "file"),
-    ("environment", "retriever"),
-)
+def _divided(path: Path, parsed: Parsed) -> list[Parsed]:
+    """Return one part of the file for each of its jobs."""
+    tables = parsed.values.get("job")
+    if tables is None:
+        return [parsed]
+    listed = tables if isinstance(tables, list) else []
+    if not listed or not all(isinstance(one, dict) for one in listed):
+        raise InvalidInput(f"{path}:{parsed.line_of(('job',))}: job: must be [[job]] tables")
+    if others := [key for key in parsed.values if key != "job"]:
+        where = f"{path}:{parsed.line_of((others[0],))}"
+        raise InvalidInput(f"{where}: {others[0]}: a file with [[job]] tables has nothing else")
+    found = []
+    for number, values in enumerate(listed):
+        here = ("job", str(number))
+        lines = {key[2:]: line for key, line in parsed.lines.items() if key[:2] == here}
+        found.append(Parsed(values, lines))
+    return found
+
+
+def _require_names(drafts: Sequence[_Draft], configs: Sequence[AnyJob | None]) -> None:
+    """Add a problem to each job that has the name of a job above it."""
+    names: set[str] = set()
+    for draft, config in zip(drafts, configs, strict=True):
+        if config is not None and config.name in names:
+            where = draft.source(("name",))
+            draft.problems.append(f"{where}: name: another job of the file is {config.name!r}")
+        names |= set() if config is None else {config.name}
 
 
 def localized(config: AnyJob) -> AnyJob:
@@ -97,28 +137,32 @@ def localized(config: AnyJob) -> AnyJob:
     """
     for dotted, name in named_files(config):
         if Path(name).exists():
-            config = _replaced(config, tuple(dotted.split(".")), str(Path(name).absolute()))
+            config = replaced(config, dotted, str(Path(name).absolute()))
     return config
 
 
-def _replaced(of: Any, path: KeyPath, value: str) -> Any:
-    """Return a copy of a job, a table or a tuple of tables with another value at `path`."""
-    key, *rest = path
+def replaced(of: Any, dotted: str, value: str) -> Any:
+    """Return a copy of a job, a table or a tuple of tables with another value at a key."""
+    key, _, rest = dotted.partition(".")
     if isinstance(of, tuple):
-        changed = _replaced(of[int(key)], tuple(rest), value)
+        changed = replaced(of[int(key)], rest, value)
         return (*of[: int(key)], changed, *of[int(key) + 1 :])
-    new = _replaced(getattr(of, key), tuple(rest), value) if rest else value
+    new = replaced(getattr(of, key), rest, value) if rest else value
     return of.model_copy(update={key: new})
 
 
 def named_files(config: AnyJob) -> list[tuple[str, str]]:
-    """Return (key, value) of each key that may name a file or directory; URLs are left out."""
+    """Return (key, value) of each key that may name a file or directory.
+
+    URLs and the outputs of other jobs are left out.
+    """
     said = [(key, getattr(getattr(config, key[0], None), key[1], None)) for key in FILE_KEYS]
     named = [(".".join(key), name) for key, name in said]
     mixed = getattr(getattr(config, "data", None), "mix", ())
     named += [(f"data.mix.{number}.path", other.path) for number, other in enumerate(mixed)]
-    none = ("", None, "same", "auto")  # the last two: of teacher.tokenizer
-    return [(key, name) for key, name in named if name not in none and "://" not in name]
+    return [
+        (key, name) for key, name in named if name and "://" not in name and not is_output(name)
+    ]
 
 
 def parse_override(override: str) -> tuple[KeyPath, Any]:
@@ -203,11 +247,11 @@ def _validated(draft: _Draft) -> AnyJob | None:
         return None
 
 
-def _rendered(draft: _Draft) -> str:
-    if len(draft.problems) == 1:
-        return draft.problems[0]
-    lines = "".join(f"\n  {problem}" for problem in draft.problems)
-    return f"{draft.name}: {len(draft.problems)} problems{lines}"
+def _rendered(name: str, problems: Sequence[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    return f"{name}: {len(problems)} problems{lines}"
 
 
 def _sources(draft: _Draft, config: AnyJob) -> Mapping[str, str]:

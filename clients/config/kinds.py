@@ -12,7 +12,7 @@ from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
-from clients.config.tables.common import TrainingJob
+from clients.config.tables.common import TeacherLink, TrainingJob
 
 AnyTraining: TypeAlias = OnPolicyJob | OfflineJob | RLJob | SFTJob
 AnyJob: TypeAlias = AnyTraining | CaptureJob
@@ -39,6 +39,16 @@ def gpus_of(job: AnyJob) -> int:
     """Return the number of GPUs of the job: one per process, and those of its rollout engines."""
     engines = job.rollouts.gpus if isinstance(job, SamplingJob) else 0
     return processes_of(job) + engines
+
+
+def started_teacher(job: AnyJob) -> TeacherLink | None:
+    """Return the teacher that is started for the job; None if the job needs none.
+
+    A capture loads its model itself.
+    """
+    if isinstance(job, CaptureJob | SFTJob) or job.teacher is None or job.teacher.model is None:
+        return None
+    return job.teacher
 
 
 def kind_of(values: Any) -> Kind:

@@ -75,20 +75,32 @@ def _parse_toml(text: str) -> Parsed:
 def _toml_lines(text: str) -> Mapping[KeyPath, int]:
     # A simple scan: a multi-line string can look like a key, which only yields a wrong line number.
     lines: dict[KeyPath, int] = {}
+    lengths: dict[KeyPath, int] = {}
     table: KeyPath = ()
     for number, line in enumerate(text.splitlines(), start=1):
         if header := _TOML_HEADER.match(line):
-            table = _toml_path(header[1])
+            table = _numbered(_toml_path(header[1]), lengths)
             lines.setdefault(table, number)
         elif header := _TOML_LIST_HEADER.match(line):
-            listed = _toml_path(header[1])
+            *parents, name = _toml_path(header[1])
+            listed = (*_numbered(tuple(parents), lengths), name)
             lines.setdefault(listed, number)
-            count = sum(key[:-1] == listed and key[-1].isdigit() for key in lines)
-            table = (*listed, str(count))
+            lengths[listed] = lengths.get(listed, 0) + 1
+            table = (*listed, str(lengths[listed] - 1))
             lines[table] = number
         elif "=" in line and _TOML_KEY.fullmatch(key := line.partition("=")[0]):
             lines.setdefault(table + _toml_path(key), number)
     return lines
+
+
+def _numbered(path: KeyPath, lengths: Mapping[KeyPath, int]) -> KeyPath:
+    """Insert behind each list of tables the number of its last table, which a header goes on."""
+    found: KeyPath = ()
+    for part in path:
+        found = (*found, part)
+        if length := lengths.get(found):
+            found = (*found, str(length - 1))
+    return found
 
 
 def _toml_path(dotted: str) -> KeyPath:
@@ -162,3 +174,8 @@ def _yaml_lines(node: yaml.MappingNode, table: KeyPath = ()) -> Iterator[tuple[K
         yield path, key.start_mark.line + 1
         if isinstance(value, yaml.MappingNode):
             yield from _yaml_lines(value, path)
+        elif isinstance(value, yaml.SequenceNode):
+            for number, one in enumerate(value.value):
+                if isinstance(one, yaml.MappingNode):
+                    yield (*path, str(number)), one.start_mark.line + 1
+                    yield from _yaml_lines(one, (*path, str(number)))

@@ -6,7 +6,14 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.tables.common import Count, Name, Table, TeacherLink, TrainingJob
+from clients.config.tables.common import (
+    Count,
+    Name,
+    Table,
+    TeacherLink,
+    TrainingJob,
+    started_rules,
+)
 from clients.config.tables.data import PromptKeys, prompt_rules
 from clients.config.tables.rollouts import RolloutsConfig, rollout_rules
 from clients.config.unused import Rule, refuse_unused
@@ -76,7 +83,7 @@ class OfflineJob(TrainingJob):
         method = info.data.get("method")
         if method is not None and (method.on_policy_fraction > 0) != (teacher is not None):
             needed = "needs" if teacher is None else "is 0, so leave out"
-            raise ValueError(f"method.on_policy_fraction {needed} teacher.address")
+            raise ValueError(f"method.on_policy_fraction {needed} teacher.address or teacher.model")
         return teacher
 
     @field_validator("data")
@@ -112,6 +119,7 @@ class OfflineJob(TrainingJob):
                     "method.on_policy_fraction or eval.metric",
                 ),
                 *prompt_rules(self.data),
+                *started_rules(self.teacher),
                 *self._rules_of_rollouts(),
             ],
         )

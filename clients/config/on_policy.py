@@ -15,6 +15,7 @@ from clients.config.tables.common import (
     TeacherConfig,
     TrainingJob,
     check_tail,
+    started_rules,
 )
 from clients.config.tables.data import DataConfig, prompt_rules
 from clients.config.tables.rollouts import RolloutsConfig, rollout_rules
@@ -97,7 +98,12 @@ class OnPolicyJob(TrainingJob):
         return refuse_unused(
             self,
             [
-                (not named, "teacher.address", "the job has `teachers`; leave one of them out"),
+                (
+                    not named,
+                    "teacher.address teacher.model",
+                    "the job has `teachers`; leave one of them out",
+                ),
+                *started_rules(self.teacher),
                 (
                     self.draws > 0 or self.tail_samples > 0,
                     "teacher.tail_draws",

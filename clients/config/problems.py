@@ -53,7 +53,7 @@ def holds_text(path: KeyPath) -> bool:
     kinds = [(info.annotation, *get_args(info.annotation)) for info in found if info]
     others = (bool, int, float)
     return any(
-        str in one and not any(kind in others or get_origin(kind) is list for kind in one)
+        str in one and not any(kind in others or get_origin(kind) in (list, tuple) for kind in one)
         for one in kinds
     )
 

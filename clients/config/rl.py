@@ -15,6 +15,7 @@ from clients.config.tables.common import (
     SampledEvalConfig,
     TeacherLink,
     TrainingJob,
+    started_rules,
 )
 from clients.config.tables.data import DataConfig, prompt_rules
 from clients.config.tables.environment import SearchConfig
@@ -138,6 +139,7 @@ class RLJob(TrainingJob):
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:
         rules = [*self._rules_of_rewards(), *self._rules_of_kls(), *prompt_rules(self.data)]
+        rules += started_rules(self.teacher)
         return refuse_unused(self, [*rules, *rollout_rules(self.rollouts)])
 
     def _rules_of_rewards(self) -> list[Rule]:

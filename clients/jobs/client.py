@@ -24,7 +24,7 @@ from clients.config.kinds import AnyJob
 from clients.jobs.artifacts import Checkpoint, checkpoint_step
 from clients.jobs.connection import ServerConnection
 from clients.jobs.download import Download
-from clients.jobs.job import TERMINAL, Job, JobEvent, JobState
+from clients.jobs.job import TERMINAL, Job, JobEvent, JobState, StartedTeacher
 from clients.jobs.record import points_of
 from protos import distill_pb2 as pb
 from protos.distill_pb2_grpc import DistillStub
@@ -128,18 +128,33 @@ class DistillClient:
 
         Raises the errors of the server's checks of the job, such as InvalidInput or WrongState.
         """
-        request = pb.SubmitJobRequest(
-            config_json=config.model_dump_json(),
-            config_text=config_text,
-            # Made once per call, so that a retry of the call cannot queue a second job.
-            idempotency_key=idempotency_key or secrets.token_hex(16),
-        )
+        request = _submission(config, config_text, idempotency_key or secrets.token_hex(16))
         return _handle_of(self, self._connection.call(self._stub.SubmitJob, request))
 
-    def check(self, config: AnyJob) -> None:
-        """Raise the error that `submit` would raise for this job now. Queues nothing."""
-        request = pb.CheckJobRequest(config_json=config.model_dump_json())
-        self._connection.call(self._stub.CheckJob, request, again=False)
+    def submit_all(
+        self, configs: Sequence[AnyJob], *, config_text: str = "", idempotency_key: str = ""
+    ) -> Sequence[JobHandle]:
+        """Queue all of the jobs, or none, and return them in the same order.
+
+        A job may name those before it in `after` and in values such as `@NAME/store`. Arguments and
+        errors are those of `submit`.
+        """
+        # Made once per call, so that a retry of the call cannot queue other jobs.
+        key = idempotency_key or secrets.token_hex(16)
+        jobs = [_submission(one, config_text, f"{key}/{n}") for n, one in enumerate(configs)]
+        request = pb.SubmitJobsRequest(jobs=jobs)
+        queued = self._connection.call(self._stub.SubmitJobs, request).jobs
+        return [_handle_of(self, job) for job in queued]
+
+    def check(self, *configs: AnyJob) -> None:
+        """Raise the error that `submit`, or `submit_all`, would raise now. Queues nothing."""
+        if len(configs) == 1:
+            one = pb.CheckJobRequest(config_json=configs[0].model_dump_json())
+            self._connection.call(self._stub.CheckJob, one, again=False)
+            return
+        jobs = [_submission(config, "", "") for config in configs]
+        request = pb.SubmitJobsRequest(jobs=jobs, check_only=True)
+        self._connection.call(self._stub.SubmitJobs, request, again=False)
 
     def get(self, job_id: str) -> JobHandle:
         """Return a job, including `config_json` and `checkpoints`."""
@@ -188,6 +203,17 @@ class DistillClient:
         # Not retried: if only the reply was lost, the job has already resumed, and a second call
         # would fail.
         return _handle_of(self, self._connection.call(self._stub.ResumeJob, request, again=False))
+
+    def teachers(self) -> Sequence[StartedTeacher]:
+        """Return the teachers that the server runs for jobs with `teacher.model`."""
+        found = self._connection.call(self._stub.ListTeachers, pb.ListTeachersRequest()).teachers
+        return [
+            StartedTeacher(
+                *(one.key, one.model, one.engine, one.state, one.address, tuple(one.jobs)),
+                *(tuple(one.gpus), one.since, one.attempt, one.reason),
+            )
+            for one in found
+        ]
 
     def watch(
         self, job_id: str, after_seq: int = 0, *, timeout: float | None = None
@@ -300,6 +326,12 @@ class DistillClient:
         for event in self._connection.lasting(open_stream, deadline):
             request.after_seq = event.seq
             yield _event_of(event)
+
+
+def _submission(config: AnyJob, text: str, key: str) -> pb.SubmitJobRequest:
+    return pb.SubmitJobRequest(
+        config_json=config.model_dump_json(), config_text=text, idempotency_key=key
+    )
 
 
 def _handle_of(client: DistillClient, job: pb.Job) -> JobHandle:

@@ -92,3 +92,25 @@ class JobEvent:
     step: int
     max_steps: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StartedTeacher:
+    """A teacher that a server runs for its jobs.
+
+    `state` is LOADING, READY, RESTING (it died and starts again), STOPPING or FAILED; `reason` is
+    why it ended last. `address` is HOST:PORT on the server's machine, "" before it listens. `jobs`
+    are the ids of the active jobs that use it. `since` is the Unix time of its newest start, and
+    `attempt` the number of that start, from 1.
+    """
+
+    key: str
+    model: str
+    engine: str
+    state: str
+    address: str
+    jobs: tuple[str, ...]
+    gpus: tuple[str, ...]
+    since: float
+    attempt: int
+    reason: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from clients.config.capture import CaptureJob
-from clients.config.kinds import AnyJob, SamplingJob
+from clients.config.kinds import AnyJob, SamplingJob, started_teacher
 from clients.config.rl import RLJob
 from clients.config.tables.common import StudentConfig, TrainingJob
 from clients.config.tables.reward import GENERATED, RewardConfig
@@ -35,6 +35,10 @@ def check_packages(config: AnyJob) -> None:
         # There are builds of vLLM under other names than that of the extra.
         if rollouts.engine == "vllm" and rollouts.replicas and find_spec("vllm") is None:
             require_extra("vllm", "the engine vllm", field="rollouts.engine")
+    if (teacher := started_teacher(config)) is not None:
+        require_extra("teacher", "a teacher", field="teacher.model")
+        if teacher.engine == "vllm" and find_spec("vllm") is None:
+            require_extra("vllm", "the engine vllm", field="teacher.engine")
     if isinstance(config, RLJob):
         check_reward(config.reward)
         if config.environment is not None:

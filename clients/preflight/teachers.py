@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from clients.config.capture import CaptureJob
-from clients.config.kinds import AnyJob
+from clients.config.kinds import AnyJob, started_teacher
 from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
@@ -42,8 +42,11 @@ class TeacherLimits(Protocol):
 def services_of(config: AnyJob) -> Mapping[str, str | list[str]]:
     """Return the addresses of the teacher services that the job needs, by name.
 
-    A single teacher has the name "". The result is empty if the job needs no service.
+    A single teacher has the name "". The result is empty if the job needs no service, or one that
+    is started for it: `started_teacher.connected` returns the job with its address.
     """
+    if started_teacher(config) is not None:
+        return {}
     if not isinstance(config, CaptureJob):
         return config.teacher_addresses
     loads_its_own = config.teacher.model is not None or config.method.ray is not None

@@ -6,6 +6,7 @@ The owner is the server or the CLI that started the program.
     job.json        the resolved job
     status.json     written by the program: phase, step, and finally the verdict
     control.json    written by the owner: a request to stop
+    teacher.json    written by the owner: the address of the teacher that it started for the job
     environment.json, code.diff  software, hardware and code of the newest attempt
     metrics.jsonl   one JSON object per step; no step occurs twice, even after a resume
     logs/attempt-N/ rank-0.log, and the files of the attempt's shim

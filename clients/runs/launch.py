@@ -14,6 +14,7 @@ from pathlib import Path
 
 from clients.config.capture import CaptureJob
 from clients.config.kinds import AnyTraining
+from clients.config.tables.common import TeacherLink
 from clients.config.tables.rollouts import RolloutsConfig
 from clients.runs.directory import RunDirectory
 
@@ -45,6 +46,27 @@ def trainer_command(
     launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     # --no_python: the launcher itself would start the ranks without -P.
     return [*launcher, "--main_process_port", "0", "--no_python", *trainer]
+
+
+def teacher_command(teacher: TeacherLink, port: int, token_file: Path | None = None) -> list[str]:
+    """Return the command line of the teacher that is started for `teacher.model`.
+
+    It listens on loopback, on any free port if `port` is 0, and accepts the tokens in `token_file`.
+    """
+    assert teacher.model is not None
+    command = [sys.executable, "-P", "-m", "teacher_service", "--port", str(port)]
+    command += ["--engine", teacher.engine, "--dtype", teacher.dtype]
+    # With "=": a text that starts with "-" is no option.
+    command += [f"--model={teacher.model}", "--max-batch-tokens", str(teacher.max_batch_tokens)]
+    if teacher.device != "auto":
+        command.append(f"--device={teacher.device}")
+    if teacher.batch_invariant:
+        command.append("--batch-invariant")
+    if teacher.engine == "vllm":
+        command += ["--tensor-parallel-size", str(max(1, teacher.gpus_of_model))]
+    if token_file is not None:
+        command += ["--token-file", str(token_file)]
+    return command
 
 
 def adapter_rank(config: AnyTraining) -> int:

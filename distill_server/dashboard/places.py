@@ -27,7 +27,7 @@ class Places:
         self._machine = machine
         self._queue = store.queue()
         self._place = {job_id: place for place, job_id in enumerate(self._queue, 1)}
-        self._held: Sequence[Share] = store.held()
+        self._held: Sequence[Share] = scheduler.order.held()
 
     def capacity(self) -> dict[str, Any]:
         """Return the numbers of `slots`, `cpus` and `gpus`, each as [used, all], and of `queued`.
@@ -38,7 +38,7 @@ class Places:
         cpus = [sum(share.cpus for share in held), machine.all_cpus]
         gpus = [sum(len(share.gpus or ()) for share in held), len(machine.gpus or ())]
         return {
-            "slots": [len(held), machine.slots],
+            "slots": [sum(share.slots for share in held), machine.slots],
             "cpus": cpus if machine.all_cpus < UNCOUNTED else None,
             "gpus": gpus if machine.gpus is not None else None,
             "queued": len(self._queue),
@@ -62,7 +62,7 @@ class Places:
     def _why(self, job: Job) -> str:
         if self._scheduler.rest(job):
             return "it rests after a failure"
-        if self._scheduler.waits.holds(job):
+        if job.phase.startswith("WAITING "):
             return job.phase
         try:
             config = parse_config(job.config_json)
@@ -84,6 +84,8 @@ class Places:
 
     def _is_passed_over(self, job: Job) -> bool:
         if self._scheduler.rest(job) or self._scheduler.waits.holds(job):
+            return True
+        if self._store.dependencies.unmet(job.id):
             return True
         try:
             self._machine.require_room(parse_config(job.config_json))

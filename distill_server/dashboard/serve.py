@@ -64,7 +64,7 @@ class Dashboard:
             bells=bells,
             control=control,
             streams=streams,
-            teachers=Teachers(store),
+            teachers=Teachers(store, scheduler.teachers),
             scheduler=scheduler,
             machine=machine,
             endpoint=endpoint,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -19,6 +19,7 @@ from clients.jobs.job import Job, JobState
 from clients.teacher.info import info_of, load_of
 from distill_server.dashboard.responses import fault_record
 from distill_server.jobs.store import JobStore
+from distill_server.teachers.started import Teacher
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import DistillError
 from protos.rpc.channel import TEACHER_TOKEN, open_channel
@@ -34,8 +35,10 @@ _ACTIVE = (JobState.PREPARING, JobState.RUNNING, JobState.CANCELLING)
 class Teachers:
     """Requests info from each teacher and shares the result among all viewers for two seconds."""
 
-    def __init__(self, store: JobStore) -> None:
+    def __init__(self, store: JobStore, started: Iterable[Teacher]) -> None:
+        """`started` are the teachers that the server runs."""
         self._store = store
+        self._started = started
         self._lock = asyncio.Lock()
         # A pool of its own: the event loop's few default threads read files for clients and must
         # not wait for teachers that do not answer.
@@ -52,6 +55,9 @@ class Teachers:
         async with self._lock:
             if time.monotonic() - self._seen_at >= _FRESH_SECONDS:
                 jobs = addresses(self._store.in_state(*_ACTIVE))
+                users = self._store.users_of_teachers()
+                jobs |= {one.address: list(users.get(one.key, ())) for one in self._started}
+                jobs.pop("", None)  # of those that do not listen yet
                 shown = sorted(jobs)[:_MOST_TEACHERS]
                 loop = asyncio.get_running_loop()
                 asked = (loop.run_in_executor(self._threads, _ask, one) for one in shown)
@@ -75,8 +81,8 @@ def addresses(jobs: Sequence[Job]) -> dict[str, list[str]]:
 
 def _addresses(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the teacher addresses of a job: `teacher.address`, or those of all `teachers`."""
-    several = config.get("teachers") or {}
-    alone = (config.get("teacher") or {}).get("address")
+    several, teacher = config.get("teachers") or {}, config.get("teacher") or {}
+    alone = None if teacher.get("model") else teacher.get("address")
     for given in several.values() if several else [alone]:
         yield from [given] if isinstance(given, str) else given or ()
 

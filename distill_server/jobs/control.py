@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 from clients.config.kinds import AnyJob
+from clients.config.tables.after import outputs_in
 from clients.jobs.artifacts import checkpoint_root, require_files
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import RunDirectory
@@ -19,18 +21,24 @@ from clients.runs.run_id import run_ids
 from distill_server.jobs.job_file import parse_config
 from distill_server.jobs.observation import request_stop
 from distill_server.jobs.preflight import Preflight, unchecked
+from distill_server.jobs.rows import NewJob
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import Attempt, Change, JobStore
+from distill_server.pipelines.linking import Linked, linked
 from distill_server.runners.machine import ONE_JOB, Machine
-from protos.errors import InvalidInput, Overloaded, Unavailable, WrongState
+from protos.errors import DistillError, InvalidInput, Overloaded, Unavailable, WrongState
 from protos.rpc.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
 _KEY_CHARS = 200
+# Of one submission.
+_MOST_AT_ONCE = 100
 # Far more than any job file needs. The limit keeps parsing and storing short on the event loop.
 _TEXT_CHARS = 256 << 10
 
+# The configuration as JSON, the text of the job file, and the idempotency key.
+Submission: TypeAlias = tuple[str, str, str]
 # Sends SIGTERM to the trainer of an attempt; blocking.
 StopTrainer: TypeAlias = Callable[[RunDirectory, int], None]
 
@@ -71,24 +79,27 @@ class JobControl:
         self._files = files or RunFiles()
         self._stop_trainer = stop_trainer
 
-    async def check(self, config_json: str) -> None:
-        """Raise the errors that `submit_checked` would raise, without queueing the job."""
-        await self._require_sound(self._read(config_json, "", ""))
+    async def check(self, *config_json: str) -> None:
+        """Raise the errors that `submit_checked` would raise, without queueing the jobs."""
+        await self._require_sound([self._read(one, "", "") for one in config_json])
 
     async def submit_checked(self, config_json: str, config_text: str, idempotency_key: str) -> Job:
-        """Run the preflight, then `submit`.
+        """Run the preflight, then `submit`; for the errors see `submit_all`."""
+        return (await self.submit_all([(config_json, config_text, idempotency_key)]))[0]
 
-        A key that was used before returns its job without a preflight. Raises InvalidInput,
-        Overloaded or the preflight's DistillError; then nothing is queued.
+    async def submit_all(self, requests: Sequence[Submission]) -> list[Job]:
+        """Run the preflight of all jobs, then queue all of them, or none.
+
+        Keys that were used before return their jobs without a preflight. A job may come after those
+        before it in `requests`. Raises InvalidInput, WrongState, NotFound, Overloaded or the
+        preflight's DistillError; then nothing is queued.
         """
-        config = self._read(config_json, config_text, idempotency_key)
-        if known := self._known(config, idempotency_key):
+        configs = [self._read(*request) for request in requests]
+        if known := self._known(configs, requests):
             return known
-        await self._require_sound(config)
+        await self._require_sound(configs)
         # The preflight awaits: another request may have used the key or filled the queue meanwhile.
-        return self._known(config, idempotency_key) or self._queue(
-            config, config_text, idempotency_key
-        )
+        return self._known(configs, requests) or self._queue(configs, requests)
 
     def submit(self, config_json: str, config_text: str, idempotency_key: str) -> Job:
         """Queue a job without a preflight; a key that was used before returns its job.
@@ -97,10 +108,9 @@ class JobControl:
         not valid or needs more than the machine has, Overloaded if the queue is full, and
         Unavailable if the disk refuses the write.
         """
-        config = self._read(config_json, config_text, idempotency_key)
-        return self._known(config, idempotency_key) or self._queue(
-            config, config_text, idempotency_key
-        )
+        requests = [(config_json, config_text, idempotency_key)]
+        configs = [self._read(*request) for request in requests]
+        return (self._known(configs, requests) or self._queue(configs, requests))[0]
 
     async def cancel(self, text: str, *, now: bool) -> Job:
         """Cancel a job. The trainer first writes a checkpoint, unless `now`.
@@ -135,7 +145,9 @@ class JobControl:
         """Run the preflight, then `resume`. Also raises the preflight's DistillError."""
         job, config = self._resumable(text, max_steps)
         await self._files.within(partial(self._require_files, job, from_step))
-        await self._preflight(config or parse_config(job.config_json), self._runs / job.id)
+        config = config or parse_config(job.config_json)
+        if not outputs_in(config):
+            await self._preflight(config, self._runs / job.id)
         return self._resume(text, max_steps, from_step)
 
     def resume(self, text: str, *, max_steps: int, from_step: int) -> Job:
@@ -172,29 +184,65 @@ class JobControl:
             raise InvalidInput(f"longer than {_KEY_CHARS} characters", field="idempotency_key")
         return config
 
-    async def _require_sound(self, config: AnyJob) -> None:
-        self._require_place(config)
-        await self._preflight(config, self._runs)
+    async def _require_sound(self, configs: Sequence[AnyJob]) -> None:
+        if len(configs) > _MOST_AT_ONCE:
+            raise InvalidInput(
+                f"{len(configs)} jobs at once; a server takes {_MOST_AT_ONCE}",
+                field="jobs",
+                hint="divide the file",
+            )
+        self._linked(configs)
+        await asyncio.gather(*(self._require_one_sound(one, configs) for one in configs))
 
-    def _known(self, config: AnyJob, idempotency_key: str) -> Job | None:
-        if not idempotency_key:
-            return None
-        return self._store.submitted(idempotency_key, config)
+    async def _require_one_sound(self, config: AnyJob, configs: Sequence[AnyJob]) -> None:
+        with _of_one(config, configs):
+            self._require_place(config)
+            # What other jobs will have written is checked when the job starts.
+            if not outputs_in(config):
+                await self._preflight(config, self._runs)
 
-    def _queue(self, config: AnyJob, config_text: str, idempotency_key: str) -> Job:
-        self._require_place(config)
-        job_id = self._new_id(config.method.type, config.name)
+    def _linked(self, configs: Sequence[AnyJob]) -> list[tuple[str, Linked]]:
+        """Return new ids, and the jobs with ids in place of the names of other jobs."""
+        ids: list[str] = []
+        for config in configs:
+            ids.append(self._new_id(config.method.type, config.name, ids))
+        return list(zip(ids, linked(configs, ids, self._store.find), strict=True))
+
+    def _known(self, configs: Sequence[AnyJob], requests: Sequence[Submission]) -> list[Job]:
+        """Return the jobs of keys that were used before; empty if they are new."""
+        keys = [key for _, _, key in requests]
+        known = [self._store.submitted(*one) for one in zip(keys, configs, strict=True) if one[0]]
+        found = [job for job in known if job is not None]
+        if found and len(found) < len(configs):
+            raise InvalidInput(
+                f"this key was already used to submit other jobs, {found[0].id} among them",
+                field="idempotency_key",
+                hint="use a new key for each file",
+            )
+        return found
+
+    def _queue(self, configs: Sequence[AnyJob], requests: Sequence[Submission]) -> list[Job]:
+        for config in configs:
+            self._require_place(config, len(configs))
+        new = [
+            NewJob(job_id, one.config, config, key, one.before)
+            for (job_id, one), config, (_, _, key) in zip(
+                self._linked(configs), configs, requests, strict=True
+            )
+        ]
         try:
             # The directory first: a job that was acknowledged always has one.
-            self._make_run(job_id, config, config_text)
+            for one, (_, text, _) in zip(new, requests, strict=True):
+                self._make_run(one.id, one.config, text)
             failpoint("run-made")
-            job = self._store.add(job_id, config, idempotency_key)
+            jobs = self._store.add_all(new)
         except Exception:
-            shutil.rmtree(self._runs / job_id, ignore_errors=True)
+            for one in new:
+                shutil.rmtree(self._runs / one.id, ignore_errors=True)
             raise
         failpoint("job-stored")
         self._wake()
-        return job
+        return jobs
 
     def _resumable(self, text: str, max_steps: int) -> tuple[Job, AnyJob | None]:
         """Return the job and its new configuration, or None if the configuration stays the same."""
@@ -209,6 +257,8 @@ class JobControl:
                 field="max_steps",
                 hint=f"resume it with max_steps above {job.max_steps}",
             )
+        if reason := self._store.dependencies.failed(job.id):
+            raise WrongState(reason, field="job_id", hint="resume that job first")
         config = self._extended(job, max_steps) if max_steps else None
         self._require_place()
         return job, config
@@ -220,13 +270,13 @@ class JobControl:
         if from_step:
             checkpoint_root(job, run, from_step)
 
-    def _require_place(self, config: AnyJob | None = None) -> None:
-        """Raise if the queue is full, or if `config` needs more than the machine has."""
+    def _require_place(self, config: AnyJob | None = None, places: int = 1) -> None:
+        """Raise if the queue has too few places, or if `config` needs more than the machine has."""
         if config is not None:
             self._machine.require_room(config)
-        if self._store.queue_length() >= self._most_queued:
+        if (queued := self._store.queue_length()) + places > self._most_queued:
             raise Overloaded(
-                f"the queue is full: {self._most_queued} jobs are queued",
+                f"the queue is full: {queued} jobs are queued",
                 hint="wait until some have started, cancel some, or start the server with a larger"
                 " --most-queued",
             )
@@ -263,12 +313,23 @@ class JobControl:
             )
         return parse_config(json.dumps({**json.loads(job.config_json), "max_steps": max_steps}))
 
-    def _new_id(self, kind: str, name: str) -> str:
+    def _new_id(self, kind: str, name: str, taken: Sequence[str]) -> str:
         return next(
             job_id
             for job_id in run_ids(kind, name)
-            if not self._store.has(job_id) and not (self._runs / job_id).exists()
+            if not (job_id in taken or self._store.has(job_id) or (self._runs / job_id).exists())
         )
+
+
+@contextmanager
+def _of_one(config: AnyJob, configs: Sequence[AnyJob]) -> Iterator[None]:
+    """Name the job in an error, if it is one of several."""
+    try:
+        yield
+    except DistillError as error:
+        if len(configs) > 1:
+            error.message = f"job {config.name!r}: {error.message}"
+        raise
 
 
 @contextmanager

@@ -73,8 +73,18 @@ ALTER TABLE attempts ADD COLUMN waits_for TEXT NOT NULL DEFAULT '';  -- what was
 ALTER TABLE jobs ADD COLUMN queued_at REAL NOT NULL DEFAULT 0;  -- the last time
 UPDATE jobs SET queued_at = created_at;
 """
+_DEPENDENCIES = """
+CREATE TABLE dependencies (
+    job_id TEXT NOT NULL REFERENCES jobs (id),
+    before_id TEXT NOT NULL REFERENCES jobs (id),  -- must succeed before job_id starts
+    PRIMARY KEY (job_id, before_id)
+) WITHOUT ROWID;
+"""
+_TEACHERS = """
+ALTER TABLE attempts ADD COLUMN teacher TEXT NOT NULL DEFAULT '';  -- key of a started teacher
+"""
 # Step n migrates schema n - 1 to schema n. Never change a released step: add a new one.
-_STEPS = (_FIRST_SCHEMA, _RESOURCES, _WAITS)
+_STEPS = (_FIRST_SCHEMA, _RESOURCES, _WAITS, _DEPENDENCIES, _TEACHERS)
 
 
 @contextmanager

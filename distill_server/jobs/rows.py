@@ -1,13 +1,67 @@
-"""Conversion of the rows of the database, and the condition of a search."""
+"""What the database holds of a job besides `Job`, conversion of rows, the condition of a search."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from clients.config.kinds import AnyJob
 from clients.jobs.job import Job, JobState
 from distill_server.runners.machine import Share
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One run of the job's program.
+
+    `retries` counts the automatic retries since the last submit or resume by a user. `from_step` is
+    the step of the checkpoint to start from; None means the newest. `seen_step` is the newest step
+    whose metrics are among the job's events; -1 means no step.
+
+    `waiting_since` is the Unix time since which attempts end through no fault of the job and make
+    no new step; 0 if that is not so. `waits_for` names what was away, such as `teacher.address`:
+    the attempt starts when it is back.
+    """
+
+    number: int
+    retries: int = 0
+    from_step: int | None = None
+    seen_step: int = -1
+    waiting_since: float = 0.0
+    waits_for: str = ""
+
+
+@dataclass(frozen=True)
+class Change:
+    """New values of a job's fields, which also make one event. None keeps the old value.
+
+    `metrics` belong to `step`. `max_steps` is for a job whose configuration has no `max_steps`.
+    """
+
+    state: JobState | None = None
+    reason: str | None = None
+    phase: str | None = None
+    step: int | None = None
+    max_steps: int | None = None
+    metrics: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class NewJob:
+    """A job to add.
+
+    `submitted` is the configuration as its client sent it, before names of jobs became ids. An
+    empty `key` means no idempotency key. `before` are the jobs that must succeed before it starts.
+    """
+
+    id: str
+    config: AnyJob
+    submitted: AnyJob
+    key: str = ""
+    before: Sequence[str] = ()
 
 
 def having(search: str) -> tuple[str, dict[str, str]]:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from clients.config.kinds import AnyJob
 from clients.jobs.job import TERMINAL, TRANSITIONS, Job, JobEvent, JobState
 from distill_server.jobs.database import transaction
 from distill_server.jobs.job_file import digest_of, is_same_job
-from distill_server.jobs.rows import having, job_of, share_of, typed
+from distill_server.jobs.rows import Attempt as Attempt
+from distill_server.jobs.rows import Change as Change
+from distill_server.jobs.rows import NewJob, having, job_of, share_of, typed
 from distill_server.jobs.steady_clock import steady_clock
+from distill_server.pipelines.dependencies import MET, Dependencies
 from distill_server.runners.machine import Share
 from protos.errors import InvalidInput, NotFound, WrongState
 
@@ -26,42 +28,6 @@ ACTIVE = (JobState.PREPARING, JobState.RUNNING, JobState.CANCELLING)
 # Limits, so that a page of jobs fits into one gRPC message.
 _REASON_CHARS, _PHASE_CHARS = 2000, 200
 _EVENT_FIELDS = "seq, time, state, reason, phase, attempt, step, max_steps, metrics"
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One run of the job's program.
-
-    `retries` counts the automatic retries since the last submit or resume by a user. `from_step` is
-    the step of the checkpoint to start from; None means the newest. `seen_step` is the newest step
-    whose metrics are among the job's events; -1 means no step.
-
-    `waiting_since` is the Unix time since which attempts end through no fault of the job and make
-    no new step; 0 if that is not so. `waits_for` names what was away, such as `teacher.address`:
-    the attempt starts when it is back.
-    """
-
-    number: int
-    retries: int = 0
-    from_step: int | None = None
-    seen_step: int = -1
-    waiting_since: float = 0.0
-    waits_for: str = ""
-
-
-@dataclass(frozen=True)
-class Change:
-    """New values of a job's fields, which also make one event. None keeps the old value.
-
-    `metrics` belong to `step`. `max_steps` is for a job whose configuration has no `max_steps`.
-    """
-
-    state: JobState | None = None
-    reason: str | None = None
-    phase: str | None = None
-    step: int | None = None
-    max_steps: int | None = None
-    metrics: Mapping[str, float] | None = None
 
 
 class JobStore:
@@ -81,6 +47,7 @@ class JobStore:
         self._db = connection
         self._on_change = on_change
         self._now = now or steady_clock()
+        self.dependencies = Dependencies(connection)
 
     def submitted(self, idempotency_key: str, config: AnyJob) -> Job | None:
         """Return the job that was submitted with this key, or None.
@@ -103,28 +70,38 @@ class JobStore:
 
     def add(self, job_id: str, config: AnyJob, idempotency_key: str) -> Job:
         """Add a job at the end of the queue. An empty `idempotency_key` means no key."""
-        config_json = config.model_dump_json()
+        return self.add_all([NewJob(job_id, config, config, idempotency_key)])[0]
+
+    def add_all(self, new: Sequence[NewJob]) -> list[Job]:
+        """Add jobs at the end of the queue, in one transaction."""
         with transaction(self._db):
-            now = self._now()
+            for one in new:
+                self._insert_job(one)
+        for one in new:
+            self._on_change(one.id)
+        return [self.job(one.id) for one in new]
+
+    def _insert_job(self, new: NewJob) -> None:
+        now, config = self._now(), new.config
+        self._db.execute(
+            "INSERT INTO jobs (id, name, kind, config_json, state, reason, phase, attempt,"
+            " step, max_steps, metrics, created_at, queued_at, started_at, ended_at, last_seq,"
+            " place, priority)"
+            " VALUES (?, ?, ?, ?, ?, '', '', 1, 0, ?, '{}', ?, ?, 0, 0, 0, ?, ?)",
+            (
+                *(new.id, config.name, config.method.type, config.model_dump_json()),
+                *(JobState.QUEUED, config.max_steps, now, now),
+                *(self._last_place(), config.priority),
+            ),
+        )
+        self._insert_attempt(new.id, Attempt(1))
+        self.dependencies.insert(new.id, new.before)
+        if new.key:
             self._db.execute(
-                "INSERT INTO jobs (id, name, kind, config_json, state, reason, phase, attempt,"
-                " step, max_steps, metrics, created_at, queued_at, started_at, ended_at, last_seq,"
-                " place, priority)"
-                " VALUES (?, ?, ?, ?, ?, '', '', 1, 0, ?, '{}', ?, ?, 0, 0, 0, ?, ?)",
-                (
-                    *(job_id, config.name, config.method.type, config_json, JobState.QUEUED),
-                    *(config.max_steps, now, now, self._last_place(), config.priority),
-                ),
+                "INSERT INTO submissions VALUES (?, ?, ?)",
+                (new.key, new.id, digest_of(new.submitted)),
             )
-            self._insert_attempt(job_id, Attempt(1))
-            if idempotency_key:
-                self._db.execute(
-                    "INSERT INTO submissions VALUES (?, ?, ?)",
-                    (idempotency_key, job_id, digest_of(config)),
-                )
-            self._write(job_id, Change())
-        self._on_change(job_id)
-        return self.job(job_id)
+        self._write(new.id, Change())
 
     def job(self, job_id: str) -> Job:
         """Return the job with exactly this id; raises NotFound if there is none."""
@@ -133,10 +110,18 @@ class JobStore:
             raise NotFound(f"no job {job_id!r}", field="job_id", hint="distill ls shows all jobs")
         return job_of(row)
 
+    def find(self, text: str) -> Job:
+        """Return a job by its id, else the newest one with this name, else as `resolve` does."""
+        row = self._db.execute(
+            "SELECT * FROM jobs WHERE id = :text OR name = :text"
+            " ORDER BY id = :text DESC, number DESC LIMIT 1",
+            {"text": text},
+        ).fetchone()
+        return self.resolve(text) if row is None else job_of(row)
+
     def has(self, job_id: str) -> bool:
         """Return True if there is a job with exactly this id."""
-        found = self._db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone()
-        return found is not None
+        return bool(self._db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone())
 
     def resolve(self, text: str) -> Job:
         """Return a job by its id, an unambiguous prefix of the id, or `@last` for the newest job.
@@ -196,18 +181,22 @@ class JobStore:
         row = self._db.execute("SELECT count(*), total(retries > 0) FROM attempts").fetchone()
         return row[0], int(row[1])
 
-    def in_state(self, *states: JobState, limit: int = -1) -> Sequence[Job]:
+    def in_state(self, *states: JobState, limit: int = -1, also: str = "1") -> Sequence[Job]:
         """Return jobs in the order of the queue: highest priority first, then the oldest place.
 
-        A `limit` of -1 means no limit.
+        A `limit` of -1 means no limit. `also` is a condition in SQL.
         """
         marks = ", ".join("?" * len(states))
         rows = self._db.execute(
-            f"SELECT * FROM jobs INDEXED BY jobs_by_state WHERE state IN ({marks})"
+            f"SELECT * FROM jobs INDEXED BY jobs_by_state WHERE state IN ({marks}) AND {also}"
             " ORDER BY priority DESC, place LIMIT ?",
             (*states, limit),
         )
         return [job_of(row) for row in rows]
+
+    def startable(self, limit: int) -> Sequence[Job]:
+        """Return QUEUED jobs as `in_state` does, without those that come after unfinished jobs."""
+        return self.in_state(JobState.QUEUED, limit=limit, also=MET)
 
     def oldest_wait(self) -> float:
         """Return for how many seconds the next job has been QUEUED; 0 if the queue is empty."""
@@ -229,29 +218,41 @@ class JobStore:
 
     def queue_length(self) -> int:
         """Return the number of QUEUED jobs."""
-        found = self._db.execute(
+        length: int = self._db.execute(
             "SELECT count(*) FROM jobs INDEXED BY jobs_by_state WHERE state = ?", (JobState.QUEUED,)
-        )
-        length: int = found.fetchone()[0]
+        ).fetchone()[0]
         return length
 
     def held(self) -> Sequence[Share]:
         """Return the CPU threads and GPUs that the active jobs hold, one Share per job."""
+        return [share_of(row) for row in self._active("cpus, gpus")]
+
+    def users_of_teachers(self) -> Mapping[str, Sequence[str]]:
+        """Return the ids of the active jobs by the key of the teacher that the server runs."""
+        users: dict[str, list[str]] = {}
+        for key, job_id in self._active("teacher, id"):
+            users.setdefault(key, []).append(job_id)
+        return {key: ids for key, ids in users.items() if key}
+
+    def _active(self, columns: str) -> sqlite3.Cursor:
         marks = ", ".join("?" * len(ACTIVE))
-        rows = self._db.execute(
-            "SELECT cpus, gpus FROM jobs INDEXED BY jobs_by_state JOIN attempts"
+        return self._db.execute(
+            f"SELECT {columns} FROM jobs INDEXED BY jobs_by_state JOIN attempts"
             f" ON job_id = id AND attempts.number = attempt WHERE state IN ({marks})",
             ACTIVE,
         )
-        return [share_of(row) for row in rows]
 
-    def begin(self, job: Job, share: Share, change: Change) -> Job:
-        """Record the share of the newest attempt and apply `change`, which makes the job active."""
+    def begin(self, job: Job, share: Share, change: Change, teacher: str = "") -> Job:
+        """Record the share of the newest attempt and apply `change`, which makes the job active.
+
+        `teacher` is the key of the teacher that the server runs for it.
+        """
         gpus = None if share.gpus is None else ",".join(share.gpus)
         with transaction(self._db):
             self._db.execute(
-                "UPDATE attempts SET cpus = ?, gpus = ? WHERE job_id = ? AND number = ?",
-                (share.cpus, gpus, job.id, job.attempt),
+                "UPDATE attempts SET cpus = ?, gpus = ?, teacher = ?"
+                " WHERE job_id = ? AND number = ?",
+                (share.cpus, gpus, teacher, job.id, job.attempt),
             )
             self._write(job.id, change)
         self._on_change(job.id)
@@ -300,8 +301,7 @@ class JobStore:
     def change(self, job_id: str, *changes: Change) -> Job:
         """Apply the changes in order in one transaction, each with its event.
 
-        Raises WrongState if a transition is not in clients.jobs.job.TRANSITIONS; then no change is
-        applied.
+        Raises WrongState if a transition is not in TRANSITIONS; then no change is applied.
         """
         with transaction(self._db):
             for change in changes:
@@ -343,6 +343,7 @@ class JobStore:
         state = change.state or job.state
         if change.state is not None and (job.state, state) not in TRANSITIONS:
             raise WrongState(f"job {job_id} is {job.state} and cannot become {state}")
+        self.dependencies.changed |= job.last_seq == 0 or state is not job.state
         now = max(self._now(), self._newest_time(job))
         values: dict[str, Any] = {
             "state": state,

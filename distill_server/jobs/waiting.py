@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from clients.config.tables.after import outputs_in
 from clients.jobs.job import Job, JobState
 from distill_server.jobs.job_file import parse_config
 from distill_server.jobs.preflight import Preflight
 from distill_server.jobs.store import Attempt, Change, JobStore
+from distill_server.pipelines.linking import with_paths
 from protos.errors import DistillError, is_infrastructure
 
 log = logging.getLogger(__name__)
@@ -128,7 +130,10 @@ class Waits:
     async def _trouble(self, job: Job) -> DistillError | None:
         """Return why the job cannot start yet; None if it can, or if its trainer is to tell why."""
         try:
-            await self._preflight(parse_config(job.config_json), self._runs / job.id)
+            config = parse_config(job.config_json)
+            before = {output.job: self._store.job(output.job) for output in outputs_in(config)}
+            config = await asyncio.to_thread(with_paths, config, self._runs, before)
+            await self._preflight(config, self._runs / job.id)
         except DistillError as error:
             return error if is_infrastructure(type(error).__name__) else None
         except Exception:

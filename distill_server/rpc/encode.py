@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from clients.jobs.job import Job, JobEvent, JobState
+from distill_server.teachers.started import Teacher
 from protos import distill_pb2 as pb
 from protos.errors import InvalidInput
 
@@ -43,6 +44,23 @@ def encode_event(event: JobEvent) -> pb.JobEvent:
         step=event.step,
         max_steps=event.max_steps,
         metrics=event.metrics,
+    )
+
+
+def encode_teacher(teacher: Teacher, jobs: Sequence[str]) -> pb.StartedTeacher:
+    """Convert a teacher that the server runs; `jobs` are the active ones that use it."""
+    known = teacher.record.link
+    return pb.StartedTeacher(
+        key=teacher.key,
+        model=known.model or "",
+        engine=known.engine,
+        state=teacher.state,
+        address=teacher.address,
+        jobs=jobs,
+        gpus=teacher.record.gpus or (),
+        since=teacher.since,
+        attempt=teacher.record.attempt,
+        reason=teacher.failure or teacher.trouble,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,13 @@ import grpc.aio
 
 from clients.jobs.artifacts import artifact_root
 from clients.runs.directory import NOTES, RunDirectory
-from distill_server.jobs.control import JobControl
+from distill_server.jobs.control import JobControl, Submission
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore
 from distill_server.rpc.artifacts import notes_root, pieces_of
-from distill_server.rpc.encode import decode_state, encode_event, encode_job
+from distill_server.rpc.encode import decode_state, encode_event, encode_job, encode_teacher
 from distill_server.rpc.streams import Streams
+from distill_server.teachers.started import Teacher
 from protos import distill_pb2 as pb
 from protos import distill_pb2_grpc
 from protos.rpc.transport import MAX_PAGE_JOBS, STREAM_OPEN
@@ -42,24 +43,33 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         control: JobControl,
         streams: Streams,
         files: RunFiles | None = None,
+        teachers: Iterable[Teacher] = (),
     ) -> None:
         self._store = store
         self._runs = runs
         self._control = control
         self._streams = streams
         self._files = files or RunFiles()
+        self._teachers = teachers
 
     async def SubmitJob(self, request: pb.SubmitJobRequest, context: _Context) -> pb.Job:
         """Check and queue a job; a repeated idempotency key returns the job of its first use."""
-        job = await self._control.submit_checked(
-            request.config_json, request.config_text, request.idempotency_key
-        )
-        return encode_job(job)
+        return encode_job(await self._control.submit_checked(*_submission(request)))
 
     async def CheckJob(self, request: pb.CheckJobRequest, context: _Context) -> pb.CheckJobResponse:
         """Check a job as SubmitJob does, without queueing it."""
         await self._control.check(request.config_json)
         return pb.CheckJobResponse()
+
+    async def SubmitJobs(
+        self, request: pb.SubmitJobsRequest, context: _Context
+    ) -> pb.SubmitJobsResponse:
+        """Check and queue all of the jobs, or none; with `check_only`, queue none."""
+        if request.check_only:
+            await self._control.check(*(job.config_json for job in request.jobs))
+            return pb.SubmitJobsResponse()
+        jobs = await self._control.submit_all([_submission(job) for job in request.jobs])
+        return pb.SubmitJobsResponse(jobs=[encode_job(job) for job in jobs])
 
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.Job:
         """Return one job with its configuration and the steps of its checkpoints.
@@ -115,6 +125,14 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         )
         return encode_job(job)
 
+    async def ListTeachers(
+        self, request: pb.ListTeachersRequest, context: _Context
+    ) -> pb.ListTeachersResponse:
+        """Return the teachers that the server runs."""
+        users = self._store.users_of_teachers()
+        teachers = [encode_teacher(one, users.get(one.key, ())) for one in self._teachers]
+        return pb.ListTeachersResponse(teachers=teachers)
+
     async def GetArtifact(
         self, request: pb.GetArtifactRequest, context: _Context
     ) -> AsyncIterator[pb.ArtifactChunk]:
@@ -132,3 +150,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
                 last=piece.last,
                 sha256=piece.sha256,
             )
+
+
+def _submission(request: pb.SubmitJobRequest) -> Submission:
+    return request.config_json, request.config_text, request.idempotency_key

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from clients.config.kinds import AnyJob, gpus_of, processes_of
+from clients.config.kinds import AnyJob, gpus_of, processes_of, started_teacher
+from clients.config.tables.common import TeacherLink
 from protos.errors import InvalidInput
 
 
@@ -15,11 +16,13 @@ from protos.errors import InvalidInput
 class Share:
     """The CPU threads and GPUs that one job holds while it runs.
 
-    `gpus` None means that GPUs are not divided among jobs: the job sees all of them.
+    `gpus` None means that GPUs are not divided among jobs: the job sees all of them. `slots` is 0
+    for a teacher that the server runs.
     """
 
     cpus: int
     gpus: tuple[str, ...] | None = None
+    slots: int = 1
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,15 @@ class Machine:
     `slots` is the number of jobs that run at once. `cpus_per_job` is the number of CPU threads of a
     job that requests none; a job has at least one for each of its processes. `cpus` is the number
     of all jobs together; 0 means slots * cpus_per_job. `gpus` are names as in CUDA_VISIBLE_DEVICES;
-    None means that GPUs are not divided among jobs.
+    None means that GPUs are not divided among jobs. `has_teachers`: the server starts the teachers
+    of `teacher.model`, which take GPUs of `gpus`; as many at once as there are slots.
     """
 
     slots: int = 1
     cpus_per_job: int = 1
     cpus: int = 0
     gpus: tuple[str, ...] | None = None
+    has_teachers: bool = True
 
     @property
     def all_cpus(self) -> int:
@@ -66,12 +71,45 @@ class Machine:
                 field="resources.gpus",
                 hint="leave it out, or lower rollouts.gpus",
             )
+        self._require_room_for_teacher(job)
         if (gpus := self._gpus_of(job)) > len(self.gpus or ()):
             raise InvalidInput(
                 f"the job asks for {gpus} GPUs, the server has {len(self.gpus or ())} for jobs",
                 field="resources.gpus",
                 hint="request fewer, or start the server with a larger --gpus",
             )
+
+    def _require_room_for_teacher(self, job: AnyJob) -> None:
+        teacher = started_teacher(job)
+        if teacher is None:
+            return
+        if not self.has_teachers:
+            raise InvalidInput(
+                "a server of a Ray cluster starts no teachers",
+                field="teacher.model",
+                hint="start a distill-teacher, and give its teacher.address",
+            )
+        gpus, more = self._gpus_of(job), teacher.gpus_of_model
+        if self.gpus is not None and more and gpus + more > len(self.gpus):
+            raise InvalidInput(
+                f"the job needs {_counted(gpus, 'GPU')} and its teacher {more} more, the server has"
+                f" {len(self.gpus)} for jobs",
+                field="teacher.model",
+                hint="start the server with a larger --gpus, or set teacher.device = 'cpu'",
+            )
+
+    def gpus_for(self, teacher: TeacherLink, held: Sequence[Share]) -> tuple[str, ...] | None:
+        """Return the GPUs of a teacher beside the shares already held.
+
+        None means that GPUs are not divided. Raises LookupError, with what the teacher must wait
+        for, if too few are free.
+        """
+        if self.gpus is None:
+            return None
+        count, free = teacher.gpus_of_model, self._free_gpus(held)
+        if count > len(free):
+            raise LookupError(f"{_counted(count, 'GPU')}; {len(free)} are free")
+        return tuple(free[:count])
 
     def share(self, job: AnyJob, held: Sequence[Share]) -> Share | None:
         """Return the job's share beside the shares already held; None if too little is free."""
@@ -84,7 +122,7 @@ class Machine:
 
     def lack(self, job: AnyJob, held: Sequence[Share]) -> str:
         """Return what the job must wait for beside the shares already held; "" if for nothing."""
-        if len(held) >= self.slots:
+        if sum(other.slots for other in held) >= self.slots:
             slots = f"all {self.slots} slots are" if self.slots > 1 else "the only slot is"
             return f"{slots} in use"
         cpus, free = self._cpus_of(job), self.all_cpus - sum(other.cpus for other in held)

@@ -80,8 +80,9 @@ class Server:
     def clean_up(self) -> None:
         if self.process is not None:
             self.kill()
-        for directory in self.runs.glob("*/logs/attempt-*"):
-            end_attempt(directory)
+        for kind in ("*", ".teachers/*"):
+            for directory in self.runs.glob(f"{kind}/logs/attempt-*"):
+                end_attempt(directory)
 
     def card(self, job_id: str, attempt: int = 1) -> dict[str, int]:
         """The attempt's shim.json, once it is there."""

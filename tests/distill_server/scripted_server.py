@@ -2,7 +2,8 @@
 
 OPTIONS are JSON: `gpus`, how many to divide; `threads`, of a job; `retries`; `clock`, "jumps" or
 "fast": what becomes of time.time; `ranks`, a program of which torch's launcher runs two, with the
-number of the attempt; `ray`, the address of a cluster that runs the jobs, with no launcher.
+number of the attempt; `ray`, the address of a cluster that runs the jobs, with no launcher;
+`linger`, the seconds that a teacher stays without jobs.
 """
 
 from __future__ import annotations
@@ -84,7 +85,10 @@ def main() -> int:
                 runs,
                 endpoint=ServerEndpoint(host, port),
                 runner=runner_of(options),
-                policy=Policy(machine, retries=options.get("retries", 1), **POLICY),
+                policy=Policy(
+                    *(machine, 10_000, options.get("retries", 1)),
+                    **{**POLICY, "linger": options.get("linger", 60.0)},
+                ),
                 preflight=unchecked,
                 on_ready=lambda bound: print(f"server listening on {host}:{bound}", flush=True),
             )

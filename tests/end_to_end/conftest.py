@@ -75,8 +75,8 @@ def undisturbed(material: Material, teacher: str, once: Once) -> RunDirectory:
 def make_server(tmp_path: Path) -> Iterator[MakeServer]:
     servers: list[RealServer] = []
 
-    def make(slots: int = 1) -> RealServer:
-        servers.append(RealServer(tmp_path / "runs", slots))
+    def make(slots: int = 1, runs: Path = tmp_path / "runs") -> RealServer:
+        servers.append(RealServer(runs, slots))
         servers[-1].start()
         return servers[-1]
 

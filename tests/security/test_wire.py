@@ -125,6 +125,9 @@ def request_of(method: str) -> bytes:
     if method.endswith(("SubmitJob", "CheckJob")):
         config = CONFIG.model_dump_json()
         return distill_pb2.SubmitJobRequest(config_json=config).SerializeToString()
+    if method.endswith("SubmitJobs"):
+        one = distill_pb2.SubmitJobRequest(config_json=CONFIG.model_dump_json())
+        return distill_pb2.SubmitJobsRequest(jobs=[one]).SerializeToString()
     if method.endswith("ListJobs"):
         return b""
     # The job's id is the first field of all the others.

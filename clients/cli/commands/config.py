@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,18 +32,18 @@ app = typer.Typer(help="Check job files and show their values.", no_args_is_help
 @app.command()
 def check(context: typer.Context, job: JobFileArgument, sets: SetOption = None) -> None:
     """Check a job file and report all problems at once."""
-    from clients.config.file import load_job
+    from clients.config.file import load_jobs
 
-    load_job(job, sets or [])
+    load_jobs(job, sets or [])
     settings_of(context).output.result({"file": job, "ok": True}, f"{job}: ok")
 
 
 @app.command()
 def show(context: typer.Context, job: JobFileArgument, sets: SetOption = None) -> None:
     """Print every value of a job, and its source: default, file and line, or --set."""
-    from clients.config.file import load_job
+    from clients.config.file import load_jobs
 
-    print_values(settings_of(context).output, load_job(job, sets or []))
+    print_values(settings_of(context).output, load_jobs(job, sets or []))
 
 
 @app.command()
@@ -60,17 +61,26 @@ def schema(
     print(json.dumps(TypeAdapter(kind).json_schema(), indent=2))
 
 
-def print_values(output: Output, file: JobFile) -> None:
-    """Print each key of a job file with its value and the source of the value."""
+def print_values(output: Output, files: Sequence[JobFile]) -> None:
+    """Print each key of the jobs of a file with its value and the source of the value.
+
+    If the file has several jobs, a column `job` has the name of each.
+    """
+    rows: list[Mapping[str, Any]] = []
+    for file in files:
+        name = {} if len(files) == 1 else {"job": file.config.name}
+        rows += [{**name, **row} for row in _rows(file, as_json=output.as_json)]
+    output.table("values", rows, tuple(rows[0]))
+
+
+def _rows(file: JobFile, *, as_json: bool) -> Iterator[Mapping[str, Any]]:
     from pydantic import BaseModel
 
-    rows = []
     for key, source in file.sources.items():
         value: Any = file.config
         for part in key.split("."):
             value = None if value is None else getattr(value, part)  # None: the table is absent
         if isinstance(value, tuple):
             value = [one.model_dump() if isinstance(one, BaseModel) else one for one in value]
-        shown = value if output.as_json else "-" if value is None else json.dumps(value)
-        rows.append({"key": key, "value": shown, "source": source})
-    output.table("values", rows, ("key", "value", "source"))
+        shown = value if as_json else "-" if value is None else json.dumps(value)
+        yield {"key": key, "value": shown, "source": source}

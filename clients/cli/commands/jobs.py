@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
-from clients.cli.output import plain
-from clients.cli.settings import JobArgument, SetOption, settings_of
+from clients.cli.output import Output, plain
+from clients.cli.settings import JobArgument, JobsArgument, SetOption, settings_of
 from clients.jobs.job import Job, JobState
 from clients.jobs.view import duration, kl_of
 from protos.errors import InvalidInput
@@ -39,7 +39,7 @@ def ls(
     now = time.time()
     rows = [_row(job, now) for job in jobs]
     if not settings.output.as_json:
-        rows = [{**row, KL_OR_LOSS: _kl_or_loss(row)} for row in rows]
+        rows = [{**row, KL_OR_LOSS: _kl_or_loss(row), "reason": _why(row)} for row in rows]
     settings.output.table("jobs", rows, COLUMNS)
 
 
@@ -53,19 +53,19 @@ def show(context: typer.Context, job: JobArgument) -> None:
 
 def cancel(
     context: typer.Context,
-    job: JobArgument,
+    jobs: JobsArgument,
     now: Annotated[bool, typer.Option("--now", help="Do not write a last checkpoint.")] = False,
 ) -> None:
-    """Write a checkpoint and stop a job. It is safe to repeat."""
+    """Write a checkpoint and stop jobs. It is safe to repeat."""
     settings = settings_of(context)
     with settings.client() as client:
-        found = client.cancel(job, now=now)
-    settings.output.result(facts_of(found), f"{found.id} {found.state}")
+        found = [client.cancel(job, now=now) for job in jobs]
+    print_jobs(settings.output, found, [f"{job.id} {job.state}" for job in found])
 
 
 def resume(
     context: typer.Context,
-    job: JobArgument,
+    jobs: JobsArgument,
     sets: SetOption = None,
     from_step: Annotated[
         int | None,
@@ -77,12 +77,13 @@ def resume(
         ),
     ] = None,
 ) -> None:
-    """Resume a job from a checkpoint, as a new attempt. --set max_steps=N extends the job."""
+    """Resume jobs from a checkpoint, as new attempts. --set max_steps=N extends a job."""
     settings = settings_of(context)
     max_steps = max_steps_of(sets or [])
     with settings.client() as client:
-        found = client.resume(job, max_steps=max_steps, from_step=from_step)
-    settings.output.result(facts_of(found), f"{found.id} {found.state} attempt {found.attempt}")
+        found = [client.resume(job, max_steps=max_steps, from_step=from_step) for job in jobs]
+    lines = [f"{job.id} {job.state} attempt {job.attempt}" for job in found]
+    print_jobs(settings.output, found, lines)
 
 
 def max_steps_of(sets: list[str]) -> int | None:
@@ -106,6 +107,12 @@ def max_steps_of(sets: list[str]) -> int | None:
             raise InvalidInput(message, field="max_steps")
         chosen = value
     return chosen
+
+
+def print_jobs(output: Output, jobs: Sequence[Job], lines: Sequence[str]) -> None:
+    """Print one job as `Output.result` does, and several under the key `jobs`."""
+    facts = [facts_of(job) for job in jobs]
+    output.result(facts[0] if len(facts) == 1 else {"jobs": facts}, "\n".join(lines))
 
 
 def facts_of(job: Job) -> Mapping[str, Any]:
@@ -133,6 +140,12 @@ def _row(job: Job, now: float) -> Mapping[str, Any]:
 def _kl_or_loss(row: Mapping[str, Any]) -> str:
     loss = row["metrics"].get("cross_entropy")
     return f"{loss:.4g} loss" if row["kl"] == "-" and loss is not None else str(row["kl"])
+
+
+def _why(row: Mapping[str, Any]) -> str:
+    """Return what a queued job waits for, or else the reason of its state."""
+    waits = row["state"] is JobState.QUEUED and row["phase"].startswith("WAITING ")
+    return str(row["phase"] if waits else row["reason"])
 
 
 def _described(job: Job) -> str:

@@ -65,9 +65,16 @@ def _attempted(
 ) -> ExitCode:
     from clients.cli.live.display import conclude
     from clients.cli.live.foreground_run import run_attempt
+    from clients.cli.live.foreground_teacher import foreground_teacher
 
     output.say(f"run directory {run.path}")
-    progress, code = run_attempt(run, attempt, output)
+    try:
+        with foreground_teacher(run.config(), run, output):
+            progress, code = run_attempt(run, attempt, output)
+    except InvalidInput:  # the teacher cannot be started
+        if remove_if_refused:
+            shutil.rmtree(run.path)
+        raise
     status = run.read_status()
     if remove_if_refused and status is not None and _refused(status):
         # The job was refused before its first step: there is nothing to resume.
@@ -93,6 +100,7 @@ def _made_by(run: RunDirectory) -> dict[str, Path]:
 
 def _made(job: str, chosen: list[str], runs: Path) -> RunDirectory:
     from clients.config.file import load_job, localized
+    from clients.config.tables.after import outputs_in
     from clients.preflight.data_files import check_data
     from clients.preflight.files import check_files
     from clients.preflight.packages import check_packages
@@ -101,6 +109,12 @@ def _made(job: str, chosen: list[str], runs: Path) -> RunDirectory:
     from clients.runs.run_id import run_ids
 
     file = load_job(job, chosen)
+    if file.config.after or outputs_in(file.config):
+        raise InvalidInput(
+            "only a server starts a job after others",
+            field="after" if file.config.after else outputs_in(file.config)[0].key,
+            hint="use distill submit, or name the files that the other job wrote",
+        )
     config = _stored_absolute(localized(judged_beside(file.path, file.config)))
     check_packages(config)
     check_gpus(config)

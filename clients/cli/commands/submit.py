@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from clients.cli.commands.config import print_values
-from clients.cli.commands.jobs import facts_of
+from clients.cli.commands.jobs import print_jobs
 from clients.cli.live.display import conclude, display
 from clients.cli.output import Output
 from clients.cli.settings import (
@@ -53,40 +54,46 @@ def submit(
         ),
     ] = False,
 ) -> ExitCode:
-    """Submit a job to the server and return at once."""
-    from clients.config.file import load_job, localized
+    """Submit a job, or all jobs of a file with [[job]] tables, to the server; return at once."""
+    from clients.config.file import load_jobs, localized
 
     settings = settings_of(context)
     output = settings.output
-    file = load_job(job, overrides(sets, name))
+    files = load_jobs(job, overrides(sets, name))
+    configs = [localized(file.config) for file in files]
     if dry_run:
-        print_values(output, file)
-        _ask_server(settings, localized(file.config))
+        print_values(output, files)
+        _ask_server(settings, configs)
         return ExitCode.OK
     with settings.client() as client:
-        made = client.submit(
-            localized(file.config), config_text=file.text, idempotency_key=key or None
-        )
-        output.result(facts_of(made), made.id)
+        text = files[0].text
+        if len(configs) == 1:  # as older servers know it, too
+            made = [client.submit(configs[0], config_text=text, idempotency_key=key or None)]
+        else:
+            made = [*client.submit_all(configs, config_text=text, idempotency_key=key)]
+        print_jobs(output, made, [one.id for one in made])
         if follow:
-            return watch_job(client, made.id, output, timeout)
-    output.say(f"  distill watch {made.id}    show its progress")
-    output.say(f"  distill logs -f {made.id}  show its log")
-    output.say(f"  distill cancel {made.id}   stop it after a checkpoint")
+            codes = [watch_job(client, one.id, output, timeout) for one in made]
+            return next((code for code in codes if code is not ExitCode.OK), ExitCode.OK)
+    for one in made:
+        output.say(f"  distill watch {one.id}    show its progress")
+        output.say(f"  distill logs -f {one.id}  show its log")
+        output.say(f"  distill cancel {one.id}   stop it after a checkpoint")
     return ExitCode.OK
 
 
-def _ask_server(settings: ClientSettings, config: AnyJob) -> None:
+def _ask_server(settings: ClientSettings, configs: Sequence[AnyJob]) -> None:
     """Raises the error that a submit would raise, except that the server may be unreachable."""
     try:
         with settings.client() as client:
-            client.check(config)
+            client.check(*configs)
     except Unavailable as error:
         if error.field:  # the server did answer: the job's teacher is unreachable
             raise
         settings.output.say(f"checked the job file only: {error}")
     else:
-        settings.output.say("the server would accept the job")
+        what = "the job" if len(configs) == 1 else f"the {len(configs)} jobs"
+        settings.output.say(f"the server would accept {what}")
 
 
 def watch(context: typer.Context, job: JobArgument, timeout: TimeoutOption = None) -> ExitCode:

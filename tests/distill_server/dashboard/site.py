@@ -136,6 +136,7 @@ class Site:
     def clean_up(self) -> None:
         if self.process.poll() is None:
             self.stop(signal.SIGKILL)
-        for directory in self.runs.glob("*/logs/attempt-*"):
-            end_attempt(directory)
+        for kind in ("*", ".teachers/*"):
+            for directory in self.runs.glob(f"{kind}/logs/attempt-*"):
+                end_attempt(directory)
         assert "Traceback" not in self.log.read_text()

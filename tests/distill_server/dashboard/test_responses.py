@@ -225,6 +225,27 @@ def test_a_dead_teacher_is_told_and_holds_up_nobody(site: Site, tmp_path: Path) 
     assert site.ask("/api/jobs").status == 200
 
 
+def test_a_teacher_that_the_server_runs_is_told(make_site: Callable[..., Site]) -> None:
+    site = make_site()
+    job_id = site.submit(
+        OnPolicyJob(
+            student=StudentConfig(model="tiny"),
+            data=DataConfig(path="prompts.jsonl"),
+            teacher=TeacherConfig(model="vocab=50", engine="fake"),
+            name="pause=0.1",
+            max_steps=1000,
+        )
+    )
+    seen: list[dict[str, object]] = []
+
+    def reached() -> bool:
+        seen[:] = site.ask("/api/teachers").json()["teachers"]
+        return len(seen) == 1 and "load" in seen[0]
+
+    eventually(reached)
+    assert seen[0]["jobs"] == [job_id]
+
+
 def test_prometheus_reads_what_the_database_holds(make_site: Callable[..., Site]) -> None:
     site = make_site()
     done = site.submit(max_steps=1)

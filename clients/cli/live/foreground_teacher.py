@@ -1,0 +1,82 @@
+"""The teacher that `distill run` starts for a job with `teacher.model`, and stops with it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from clients.cli.output import Output
+from clients.config.kinds import AnyJob, started_teacher
+from clients.runs.directory import RunDirectory
+from clients.runs.launch import teacher_command
+from clients.runs.started_teacher import write_address
+from protos.errors import InternalFault, InvalidInput
+
+_LISTENS = re.compile(r"^teacher listening on (\S+)$", re.MULTILINE)
+_SECONDS_BETWEEN_POLLS = 0.1
+_SECONDS_TO_STOP = 20.0
+
+
+@contextmanager
+def foreground_teacher(config: AnyJob, run: RunDirectory, output: Output) -> Iterator[None]:
+    """Run the teacher of the job, if it needs one to be started, while the block runs.
+
+    Its log is teacher.log in the run directory. Inside, SIGTERM and SIGHUP raise KeyboardInterrupt,
+    as SIGINT does; use it in the main thread. Raises InvalidInput with its reason if it cannot
+    start.
+    """
+    teacher = started_teacher(config)
+    if teacher is None:
+        yield
+        return
+    file = run.path / "teacher.log"
+    # A closed terminal or a `kill` must not leave the teacher behind.
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    with file.open("wb") as log:
+        process = subprocess.Popen(
+            teacher_command(teacher, port=0),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            # A session of its own: after a Ctrl-C the trainer still needs its teacher.
+            start_new_session=True,
+        )
+    try:
+        with output.stage(f"starting a teacher for {teacher.model}"):
+            write_address(run.path, _address(process, file))
+        yield
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_SECONDS_TO_STOP)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _address(process: subprocess.Popen[bytes], file: Path) -> str:
+    """Wait until the teacher listens, however long its model takes to load."""
+    while True:
+        over = process.poll() is not None
+        said = file.read_text(errors="replace")
+        if found := _LISTENS.search(said):
+            return found[1]
+        if over:
+            break
+        time.sleep(_SECONDS_BETWEEN_POLLS)
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    if errors:
+        raise InvalidInput(errors[-1].removeprefix("error: "), field="teacher.model")
+    raise InternalFault(
+        f"the teacher ended with exit code {process.returncode}", hint=f"read {file}"
+    )

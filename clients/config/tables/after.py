@@ -1,0 +1,97 @@
+"""The key `after` of every job, and the outputs of other jobs as values: `@JOB/store`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, WithJsonSchema
+
+from clients.config.unused import refusal
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    listed = (value,) if isinstance(value, str) else value
+    if not isinstance(listed, list | tuple) or not all(isinstance(n, str) and n for n in listed):
+        raise ValueError("must be the name or the id of a job, or a list of them")
+    return tuple(dict.fromkeys(listed))
+
+
+_TEXT = {"type": "string", "minLength": 1}
+After = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_names),
+    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}),
+]
+
+# Keys that may name a file or directory, and so may name the output of a job.
+FILE_KEYS: tuple[tuple[str, ...], ...] = (
+    ("student", "model"),
+    ("data", "path"),
+    ("data", "eval_path"),
+    ("data", "eval_prompts"),
+    ("data", "tokenizer"),
+    ("teacher", "model"),
+    ("teacher", "tokenizer"),
+    ("reward", "file"),
+    ("environment", "retriever"),
+)
+_OUTPUT = re.compile(r"@(.+)/(store|export)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Output:
+    """The output of another job: `key` of this job has the value `@JOB/KIND`.
+
+    `kind` is "store" for the rows of a capture, and "export" for the model of a training job.
+    """
+
+    key: str
+    job: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"@{self.job}/{self.kind}"
+
+
+def is_output(value: str) -> bool:
+    """Return True if a value names the output of a job instead of a file."""
+    return value.startswith("@")
+
+
+def outputs_in(job: BaseModel) -> list[Output]:
+    """Return the outputs of other jobs that a valid job reads."""
+    matches = ((key, _OUTPUT.fullmatch(value)) for key, value in _values(job))
+    return [Output(key, found[1], found[2]) for key, found in matches if found]
+
+
+def check_outputs(job: BaseModel) -> None:
+    """Raise ValidationError at a key whose value starts with "@" and is no output that it reads."""
+    for key, value in _values(job):
+        kind = _kind_of(job, key)
+        if not kind:
+            problem = f"reads no output of a job, and {value!r} is one; name a file"
+            raise refusal(job, key, problem)
+        found = _OUTPUT.fullmatch(value)
+        if not found or found[2] != kind:
+            raise refusal(job, key, f"got {value!r}, expected '@JOB/{kind}', the {kind} of a job")
+
+
+def _kind_of(job: Any, key: str) -> str:
+    """Return the kind of output that the key reads; "" if it reads none."""
+    if key in ("student.model", "teacher.model"):
+        return "export"
+    offline = job.method.type == "offline"
+    return "store" if offline and key in ("data.path", "data.eval_path") else ""
+
+
+def _values(job: Any) -> Iterator[tuple[str, str]]:
+    for table, name in FILE_KEYS:
+        value = getattr(getattr(job, table, None), name, None)
+        if isinstance(value, str) and is_output(value):
+            yield f"{table}.{name}", value
+    for number, other in enumerate(getattr(getattr(job, "data", None), "mix", ())):
+        if is_output(other.path):
+            yield f"data.mix.{number}.path", other.path

@@ -1,0 +1,1 @@
+"""Teachers that the server runs for jobs that name `teacher.model`."""

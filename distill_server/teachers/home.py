@@ -1,0 +1,131 @@
+"""The directory of a teacher that the server runs: its record, its command, and what its log says.
+
+.teachers/KEY/teacher.json       model and options, newest attempt, port, GPUs
+              tokens             the token that it accepts, if the server has one for teachers
+              logs/attempt-N/    rank-0.log, and the files of the attempt's shim
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from clients.config.tables.common import TeacherLink
+from clients.data.regular_file import open_regular
+from clients.runs.directory import RunDirectory, replace_file
+from clients.runs.launch import teacher_command
+from protos.rpc.channel import TEACHER_TOKEN, token_of
+
+_NAME = ".teachers"
+# The keys of a job that say how its teacher is started; jobs that agree on them share one.
+OPTIONS = frozenset(
+    {"model", "engine", "dtype", "device", "max_batch_tokens", "batch_invariant", "gpus"}
+)
+_LISTENS = re.compile(rb"^teacher listening on (\S+:(\d+))$", re.MULTILINE)
+# A teacher prints its address after what the engine prints while it loads.
+_MOST_BYTES = 8 << 20
+_LINE_CHARS = 500
+
+
+@dataclass(frozen=True)
+class Record:
+    """The content of teacher.json. port: of its newest attempt, 0 before it listens."""
+
+    teacher: Mapping[str, str | int | bool | None]
+    attempt: int
+    port: int
+    gpus: tuple[str, ...] | None
+
+    @property
+    def link(self) -> TeacherLink:
+        """Model and options, as a job has them."""
+        return TeacherLink.model_validate(dict(self.teacher))
+
+
+_RECORD = TypeAdapter(Record)
+
+
+def options_of(teacher: TeacherLink) -> TeacherLink:
+    """Return the teacher with the options of its start alone."""
+    return TeacherLink.model_validate(teacher.model_dump(include=set(OPTIONS)))
+
+
+def key_of(teacher: TeacherLink) -> str:
+    """Return the key of a model and its options; it changes with the files of a local model."""
+    assert teacher.model is not None
+    known = [teacher.model_dump_json(include=set(OPTIONS)), *_files_in(Path(teacher.model))]
+    return sha256(json.dumps(known).encode()).hexdigest()[:16]
+
+
+def _files_in(path: Path) -> list[tuple[str, int, int]]:
+    if not path.is_dir():
+        return []
+    found = ((entry.name, entry.stat()) for entry in os.scandir(path) if entry.is_file())
+    return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+def home_of(runs: Path, key: str) -> RunDirectory:
+    """Return the directory of a teacher, which has the logs of a run directory."""
+    return RunDirectory(runs / _NAME / key)
+
+
+def homes_in(runs: Path) -> list[RunDirectory]:
+    """Return the directories of all teachers that the server has run."""
+    return [RunDirectory(path.parent) for path in (runs / _NAME).glob("*/teacher.json")]
+
+
+def read_record(home: RunDirectory) -> Record | None:
+    """Read teacher.json; None if it is missing or not valid."""
+    try:
+        with open_regular(home.path / "teacher.json") as file:
+            return _RECORD.validate_json(file.read())
+    except (OSError, ValueError):
+        return None
+
+
+def write_record(home: RunDirectory, record: Record) -> None:
+    """Replace teacher.json, and write the tokens that the teacher accepts."""
+    home.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    replace_file(home.path / "teacher.json", _RECORD.dump_json(record).decode() + "\n")
+    tokens = home.path / "tokens"
+    tokens.unlink(missing_ok=True)
+    if token := token_of(TEACHER_TOKEN):
+        with os.fdopen(os.open(tokens, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(f"read {token}\n")
+
+
+def command(run: Path, *, attempt: int, processes: int, from_step: int | None = None) -> list[str]:
+    """Return the command line of an attempt of the teacher in `run`."""
+    record = read_record(RunDirectory(run))
+    assert record is not None, "written before the attempt starts"
+    tokens = run / "tokens"
+    return teacher_command(record.link, record.port, tokens if tokens.exists() else None)
+
+
+def address_in(log: Path) -> tuple[str, int]:
+    """Return HOST:PORT and port of a teacher that listens, by its log; ("", 0) before it does."""
+    found = _LISTENS.search(_head(log))
+    return ("", 0) if found is None else (found[1].decode(), int(found[2]))
+
+
+def complaint_in(log: Path) -> str:
+    """Return the last error that a teacher printed, or else its last line."""
+    lines = [line.strip() for line in _head(log).decode(errors="replace").splitlines()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    said = errors or [line for line in lines if line] or ["it printed nothing"]
+    return said[-1][:_LINE_CHARS]
+
+
+def _head(log: Path) -> bytes:
+    try:
+        with open_regular(log) as file:
+            return file.read(_MOST_BYTES)
+    except OSError:
+        return b""

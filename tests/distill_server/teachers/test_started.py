@@ -1,0 +1,227 @@
+"""Teachers that a real server runs: real processes of the fake engine, for scripted trainers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from clients.cli.app import main
+from clients.config.on_policy import OnPolicyJob
+from clients.config.tables.common import TeacherConfig
+from clients.jobs.client import DistillClient, JobHandle
+from clients.jobs.job import JobState, StartedTeacher
+from clients.teacher.client import TeacherClient
+from distill_server.runners.local.process import identity_of
+from distill_server.runners.machine import Machine, Share
+from protos.errors import InvalidInput
+from tests.distill_server.conftest import Server, eventually, job_config
+
+MakeServer = Callable[..., Server]
+
+
+def taught(words: str, model: str = "vocab=50", **changes: Any) -> OnPolicyJob:
+    teacher = TeacherConfig(model=model, engine="fake", gpus=changes.pop("teacher_gpus", None))
+    change = {"teacher": teacher, "max_steps": changes.pop("max_steps", 5)}
+    values = {**job_config(words).model_dump(), **changes}
+    return OnPolicyJob.model_validate(values).model_copy(update=change)
+
+
+def only(client: DistillClient) -> StartedTeacher:
+    (teacher,) = client.teachers()
+    return teacher
+
+
+def running(client: DistillClient, job: JobHandle, step: int = 1) -> None:
+    eventually(lambda: client.get(job.id).step >= step)
+
+
+def process_of(server: Server, teacher: StartedTeacher) -> psutil.Process:
+    card = server.runs / ".teachers" / teacher.key / "logs" / f"attempt-{teacher.attempt}"
+    return psutil.Process(json.loads((card / "shim.json").read_text())["child_pid"])
+
+
+def test_two_jobs_share_one_and_it_goes_after_the_last(
+    make_server: MakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = make_server(slots=2, linger=0.5)
+    with DistillClient(server.address) as client:
+        jobs = [client.submit(taught(f"{n} pause=0.3")) for n in "ab"]
+        phases = {event.phase for job in jobs for event in job.watch() if event.phase}
+        assert any(phase.startswith("WAITING teacher.model: it loads since") for phase in phases)
+        addresses = [
+            json.loads((server.runs / job.id / "teacher.json").read_text()) for job in jobs
+        ]
+        assert addresses[0] == addresses[1]
+        for job in jobs:
+            assert job.refresh().state is JobState.SUCCEEDED
+            assert job.refresh().attempt == 1
+        eventually(lambda: not client.teachers())
+        homes = list((server.runs / ".teachers").iterdir())
+        assert len(homes) == 1
+        assert len(list(homes[0].glob("logs/*"))) == 1
+        assert main(["--server", server.address, "teacher", "ls"]) == 0
+        assert "the server runs no teacher" in capsys.readouterr().err
+        third = client.submit(taught("c"))
+        assert third.wait(60).state is JobState.SUCCEEDED, "it is started again"
+        assert only(client).attempt == 2
+
+
+def test_what_is_listed_answers(
+    make_server: MakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = make_server()
+    with DistillClient(server.address) as client:
+        job = client.submit(taught("pause=0.2", max_steps=1000))
+        running(client, job)
+        found = only(client)
+        assert (found.state, found.engine, found.jobs) == ("READY", "fake", (job.id,))
+        with TeacherClient(found.address) as teacher:
+            assert teacher.info().vocab_size == 50
+        assert main(["--server", server.address, "teacher", "ls"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].split()[:5] == ["KEY", "STATE", "MODEL", "ENGINE", "ADDRESS"]
+        assert lines[1].split()[:5] == [found.key, "READY", "vocab=50", "fake", found.address]
+        client.cancel(job.id, now=True)
+
+
+def test_a_model_that_cannot_be_loaded_fails_the_job(server: Server, client: DistillClient) -> None:
+    job = client.submit(taught("x", model="nonsense"))
+    ended = job.wait(60)
+    assert ended.state is JobState.FAILED
+    assert ended.reason.startswith("teacher.model: its teacher cannot be started: --model: 'nonse")
+    again = job.resume().wait(60)
+    assert (again.state, again.attempt) == (JobState.FAILED, 2), "it was tried once more"
+    eventually(lambda: not client.teachers())
+
+
+@pytest.mark.parametrize("victim", ["teacher", "shim"])
+def test_a_killed_teacher_comes_back_where_it_was(make_server: MakeServer, victim: str) -> None:
+    server = make_server(slots=2)
+    with DistillClient(server.address) as client:
+        job = client.submit(taught("pause=0.2", max_steps=1000))
+        running(client, job)
+        first = only(client)
+        process = process_of(server, first)
+        os.kill(process.pid if victim == "teacher" else process.ppid(), signal.SIGKILL)
+        eventually(lambda: only(client).attempt == 2 and only(client).state == "READY")
+        assert only(client).address == first.address
+        assert identity_of(process.pid) is None
+        assert client.get(job.id).attempt == 1
+        other = client.submit(taught("other"))
+        assert other.wait(60).state is JobState.SUCCEEDED
+        client.cancel(job.id, now=True)
+
+
+def test_the_next_server_finds_it(make_server: MakeServer) -> None:
+    server = make_server(linger=0.5)
+    with DistillClient(server.address) as client:
+        job = client.submit(taught("pause=0.2", max_steps=1000))
+        running(client, job)
+        first = only(client)
+        pid = process_of(server, first).pid
+        server.kill()
+        server.start()
+        running(client, job, step=client.get(job.id).step + 2)
+        eventually(lambda: only(client).state == "READY")
+        assert (only(client).attempt, only(client).jobs) == (1, (job.id,))
+        assert process_of(server, only(client)).pid == pid
+        server.kill()
+        os.kill(pid, signal.SIGKILL)
+        server.start()
+        eventually(lambda: client.teachers() and only(client).state == "READY")
+        assert (only(client).attempt, only(client).address) == (2, first.address)
+        client.cancel(job.id, now=True)
+        eventually(lambda: not client.teachers())
+
+
+def test_a_server_killed_while_it_loads(make_server: MakeServer) -> None:
+    server = make_server()
+    with DistillClient(server.address) as client:
+        job = client.submit(taught("x"))
+        eventually(lambda: client.teachers())
+        server.kill()
+        server.start()
+        assert job.wait(60).state is JobState.SUCCEEDED
+        assert len(client.teachers()) == 1
+
+
+def test_gpus_are_counted_and_none_waits_for_ever(make_server: MakeServer) -> None:
+    """Two GPUs: each job needs one, and one for its teacher; the second takes the first's place."""
+    server = make_server(slots=2, gpus=2)
+    with DistillClient(server.address) as client:
+        with pytest.raises(InvalidInput, match="its teacher 1 more, the server has 2"):
+            client.submit(taught("x", teacher_gpus=1, resources={"gpus": 2}))
+        one = client.submit(taught("1 tells_gpus=1 pause=0.2", "vocab=50", teacher_gpus=1))
+        two = client.submit(taught("2 tells_gpus=1", "vocab=60", teacher_gpus=1))
+        running(client, one)
+        teacher = process_of(server, only(client)).environ()["CUDA_VISIBLE_DEVICES"]
+        told = b"".join(client.logs(one.id)).splitlines()[0].decode()
+        assert {teacher, told.removeprefix("GPUs: ")} == {"0", "1"}
+        assert two.refresh().state is JobState.QUEUED
+        assert two.wait(60).state is JobState.SUCCEEDED
+        assert one.refresh().ended_at <= two.refresh().started_at
+
+
+def test_a_job_whose_teacher_loads_keeps_its_turn(make_server: MakeServer) -> None:
+    """One slot, which the job behind it does not take; an idle teacher makes room for the next."""
+    server = make_server(slots=1)
+    with DistillClient(server.address) as client:
+        jobs = [client.submit(taught("1")), client.submit(job_config("2"))]
+        jobs += [client.submit(taught("3", "vocab=60"))]
+        ended = [job.wait(60) for job in jobs]
+        assert {job.state for job in ended} == {JobState.SUCCEEDED}
+        assert sorted(job.started_at for job in ended) == [job.started_at for job in ended]
+        assert only(client).model == "vocab=60"
+
+
+def test_a_teacher_of_the_output_of_a_job(make_server: MakeServer) -> None:
+    server = make_server(slots=2)
+    with DistillClient(server.address) as client:
+        first, second = client.submit_all([job_config("warm"), taught("x", "@warm/export")])
+        assert first.wait(60).state is JobState.SUCCEEDED
+        told = second.wait(60)
+        assert told.state is JobState.FAILED, "the fake engine reads no directory"
+        assert f"'{server.runs / first.id / 'export'}' is not a setting" in told.reason
+
+
+def test_machines_without_teachers_or_room() -> None:
+    job = taught("x", teacher_gpus=1)
+    with pytest.raises(InvalidInput, match="a server of a Ray cluster starts no teachers"):
+        Machine(has_teachers=False).require_room(job)
+    machine = Machine(slots=2, gpus=("0", "1"))
+    machine.require_room(job)
+    assert machine.gpus_for(job.teacher, [Share(0, ("0",))]) == ("1",)
+    with pytest.raises(LookupError, match="1 GPU; 0 are free"):
+        machine.gpus_for(job.teacher, [Share(0, ("0", "1"))])
+    assert Machine().gpus_for(job.teacher, []) is None
+
+
+def test_a_token_of_the_server_is_the_teachers(
+    make_server: MakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = "t" * 43
+    monkeypatch.setenv("DISTILL_TEACHER_TOKEN", token)
+    server = make_server()
+    monkeypatch.delenv("DISTILL_TEACHER_TOKEN")
+    with DistillClient(server.address) as client:
+        job = client.submit(taught("pause=0.2", max_steps=1000))
+        running(client, job)
+        found = only(client)
+        tokens = server.runs / ".teachers" / found.key / "tokens"
+        assert tokens.stat().st_mode & 0o777 == 0o600
+        from protos.errors import Unauthenticated
+
+        with TeacherClient(found.address) as teacher, pytest.raises(Unauthenticated):
+            teacher.info()
+        monkeypatch.setenv("DISTILL_TEACHER_TOKEN", token)
+        with TeacherClient(found.address) as teacher:
+            assert teacher.info().vocab_size == 50
+        assert token not in " ".join(process_of(server, found).cmdline())
+        client.cancel(job.id, now=True)

@@ -1,0 +1,57 @@
+"""`distill run` of a job with teacher.model: it starts the teacher, and leaves none behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from clients.runs.directory import RunDirectory
+from tests.end_to_end.processes import ENVIRONMENT, metrics_of, weights
+
+if TYPE_CHECKING:
+    from tests.student_trainer.tiny import Material
+
+
+def distill_run(job: Path, *sets: str) -> subprocess.CompletedProcess[str]:
+    options = [part for one in sets for part in ("--set", one)]
+    return subprocess.run(
+        [sys.executable, "-m", "clients", "run", str(job), *options, "--runs", "runs"],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        cwd=job.parent,
+    )
+
+
+@pytest.mark.slow
+def test_the_same_bits_as_with_an_address(
+    material: Material, undisturbed: RunDirectory, tmp_path: Path
+) -> None:
+    from tests.student_trainer.tiny import curve, job
+
+    text = job(material).model_dump_json(exclude={"teacher": {"address"}}, exclude_none=True)
+    file = tmp_path / "job.yaml"
+    file.write_text(text)  # JSON is YAML
+    started = ["teacher.model=" + str(material.teacher), "teacher.batch_invariant=true"]
+    done = distill_run(file, *started)
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "runs").iterdir()
+    run = RunDirectory(path)
+    assert curve(metrics_of(run)) == curve(metrics_of(undisturbed))
+    assert weights(run) == weights(undisturbed)
+    assert "teacher listening on" in (path / "teacher.log").read_text()
+
+    refused = distill_run(file, "teacher.model=/nowhere/at-all")
+    assert refused.returncode == 2
+    assert "teacher.model: no such file: /nowhere/at-all" in refused.stderr
+    refused = distill_run(file, f"teacher.model={tmp_path}")
+    assert refused.returncode == 2, refused.stderr
+    assert "error: teacher.model: " in refused.stderr
+    assert len(list((tmp_path / "runs").iterdir())) == 1, "a job that is refused leaves nothing"
+    lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+    assert not any(str(tmp_path) in line and "teacher_service" in line for line in lines)
