@@ -231,7 +231,7 @@ def test_a_teacher_that_the_server_runs_is_told(make_site: Callable[..., Site]) 
         OnPolicyJob(
             student=StudentConfig(model="tiny"),
             data=DataConfig(path="prompts.jsonl"),
-            teacher=TeacherConfig(model="vocab=50", engine="fake"),
+            teacher=OnPolicyTeacher(model="vocab=50", engine="fake"),
             name="pause=0.1",
             max_steps=1000,
         )
