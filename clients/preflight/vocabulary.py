@@ -45,6 +45,16 @@ def common_ids(ours: int, theirs: int, label: str, tokens: Sequence[str]) -> int
     return common
 
 
+def other_tokenizer(difference: str, label: str) -> WrongState:
+    """Return the error for a teacher with another tokenizer than the student, to raise."""
+    return WrongState(
+        difference,
+        field="student.model",
+        hint=f"use a student with the {label}'s tokenizer, or set teacher.tokenizer = 'auto' in an"
+        " on_policy job",
+    )
+
+
 def require_narrowing(teacher: TeacherWidth, common: int, label: str, field: str) -> None:
     """Raise WrongState if a teacher cannot leave out its logits from id `common` on."""
     if common < teacher.vocab_size and not teacher.takes_vocab_size:

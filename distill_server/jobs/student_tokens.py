@@ -13,10 +13,9 @@ from pathlib import Path
 from clients.data.regular_file import read_document
 from clients.data.tokenization import first_difference
 from clients.data.tokenizer_file import tokens_in
-from clients.preflight.vocabulary import common_ids, require_narrowing
+from clients.preflight.vocabulary import common_ids, other_tokenizer, require_narrowing
 from clients.teacher.info import TeacherInfo
 from clients.teacher.query import tokenizer_fingerprint
-from protos.errors import WrongState
 
 _MOST_SEEN = 256
 
@@ -43,11 +42,7 @@ class StudentTokens:
         """
         difference = self._difference(model, info.tokenizer_fingerprint, vocabulary)
         if difference:
-            raise WrongState(
-                difference,
-                field="student.model",
-                hint=f"distillation by token id needs a student with the {label}'s tokenizer",
-            )
+            raise other_tokenizer(difference, label)
         width = _width(model)
         if width is not None and width != info.vocab_size:
             with self._lock:

@@ -12,7 +12,7 @@ from clients.config.kinds import AnyTraining
 from clients.data.hub import use_caches_if_away
 from clients.data.records import FILE_SUFFIXES
 from clients.data.tokenization import first_difference
-from clients.preflight.vocabulary import common_ids, require_narrowing
+from clients.preflight.vocabulary import common_ids, other_tokenizer, require_narrowing
 from clients.teacher.query import tokenizer_fingerprint
 from protos.errors import InvalidInput, WrongState
 from student_trainer.data.captured_stores import TrainingStore
@@ -72,11 +72,8 @@ def check_vocabulary(teacher: Connection, tokens: Sequence[str], width: int) -> 
     """
     info = teacher.info
     if tokenizer_fingerprint(tokens) != info.tokenizer_fingerprint:
-        raise WrongState(
-            first_difference(teacher.client.vocabulary(), tokens),
-            field="student.model",
-            hint=f"distillation by token id needs a student with the {teacher.label}'s tokenizer",
-        )
+        difference = first_difference(teacher.client.vocabulary(), tokens)
+        raise other_tokenizer(difference, teacher.label)
     common = common_ids(width, info.vocab_size, teacher.label, tokens)
     require_narrowing(info, common, teacher.label, "student.model")
     return common

@@ -113,7 +113,7 @@ CASES = {
         {},
         (
             "student.model: the tokenizers differ: id 1 is '*' to the student and '0' to",
-            "needs a student with the teacher's tokenizer",
+            "use a student with the teacher's tokenizer, or set teacher.tokenizer = 'auto'",
         ),
         WrongState,
         {"tokens": ["<end>", *"*0123456789+="], "width": 14},
