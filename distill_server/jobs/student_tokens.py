@@ -46,7 +46,8 @@ class StudentTokens:
             raise WrongState(
                 difference,
                 field="student.model",
-                hint=f"distillation by token id needs a student with the {label}'s tokenizer",
+                hint=f"distillation by token id needs a student with the {label}'s tokenizer; an"
+                " on_policy job takes another one with teacher.tokenizer = 'auto'",
             )
         width = _width(model)
         if width is not None and width != info.vocab_size:

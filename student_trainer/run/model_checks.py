@@ -75,7 +75,8 @@ def check_vocabulary(teacher: Connection, tokens: Sequence[str], width: int) -> 
         raise WrongState(
             first_difference(teacher.client.vocabulary(), tokens),
             field="student.model",
-            hint=f"distillation by token id needs a student with the {teacher.label}'s tokenizer",
+            hint=f"distillation by token id needs a student with the {teacher.label}'s tokenizer;"
+            " an on_policy job takes another one with teacher.tokenizer = 'auto'",
         )
     common = common_ids(width, info.vocab_size, teacher.label, tokens)
     require_narrowing(info, common, teacher.label, "student.model")
