@@ -160,8 +160,11 @@ def named_files(config: AnyJob) -> list[tuple[str, str]]:
     named = [(".".join(key), name) for key, name in said]
     mixed = getattr(getattr(config, "data", None), "mix", ())
     named += [(f"data.mix.{number}.path", other.path) for number, other in enumerate(mixed)]
+    none = ("", None, "same", "auto")  # the last two: of teacher.tokenizer
     return [
-        (key, name) for key, name in named if name and "://" not in name and not is_output(name)
+        (key, name)
+        for key, name in named
+        if name not in none and "://" not in name and not is_output(name)
     ]
 
 

@@ -64,7 +64,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def teacher(root: Path, tmp_path: Path) -> Iterator[str]:
-    arguments = ["--model", str(root / "teacher"), "--no-cache", "--device", "cpu"]
+    arguments = [
+        "--model",
+        str(root / "teacher"),
+        "--no-cache",
+        "--device",
+        "cpu",
+        "--batch-invariant",
+    ]
     process = ForkedTeacher(arguments, log=tmp_path / "teacher.log")
     yield process.address
     process.close()
@@ -224,7 +231,14 @@ def test_real_tokenizers_and_their_chat_templates(tmp_path: Path) -> None:
         tiny.save(make_model(len(words), words, 1, 32), words, tmp_path / name)
     talk = [{"role": "user", "content": "How many apples are 12 + 34 apples?"}]
     (tmp_path / "prompts.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 24)
-    arguments = ["--model", str(tmp_path / "teacher"), "--no-cache", "--device", "cpu"]
+    arguments = [
+        "--model",
+        str(tmp_path / "teacher"),
+        "--no-cache",
+        "--device",
+        "cpu",
+        "--batch-invariant",
+    ]
     process = ForkedTeacher(arguments, log=tmp_path / "teacher.log")
     options = {"data__messages_column": "messages", "method__max_prompt_tokens": 64}
     steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 3)

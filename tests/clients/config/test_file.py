@@ -293,3 +293,17 @@ def test_the_problems_on_the_page_of_job_files(
     (command,) = block.commands
     assert main(command.split()[1:]) == ExitCode.USAGE
     assert block.body == f"$ {command}\n{capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize(("value", "kept"), [("auto", True), ("tokens", False)])
+def test_only_a_name_of_a_tokenizer_is_a_directory(
+    value: str, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("auto", "tokens"):
+        Path(name).mkdir()
+    text = f"student.model = 's'\ndata.path = 'd'\nteacher.tokenizer = '{value}'\n"
+    Path("job.toml").write_text(text)
+    job = localized(load_job("job.toml").config)
+    assert isinstance(job, OnPolicyJob)
+    assert job.teacher.tokenizer == (value if kept else str(tmp_path / value))
