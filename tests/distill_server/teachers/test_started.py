@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from clients.cli.app import main
-from clients.config.on_policy import OnPolicyJob
-from clients.config.tables.common import TeacherConfig
+from clients.config.on_policy import OnPolicyJob, OnPolicyTeacher
 from clients.jobs.client import DistillClient, JobHandle
 from clients.jobs.job import JobState, StartedTeacher
 from clients.teacher.client import TeacherClient
@@ -27,7 +26,7 @@ MakeServer = Callable[..., Server]
 
 
 def taught(words: str, model: str = "vocab=50", **changes: Any) -> OnPolicyJob:
-    teacher = TeacherConfig(model=model, engine="fake", gpus=changes.pop("teacher_gpus", None))
+    teacher = OnPolicyTeacher(model=model, engine="fake", gpus=changes.pop("teacher_gpus", None))
     change = {"teacher": teacher, "max_steps": changes.pop("max_steps", 5)}
     values = {**job_config(words).model_dump(), **changes}
     return OnPolicyJob.model_validate(values).model_copy(update=change)
