@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 import grpc.aio
 
 from protos import teacher_pb2_grpc
-from protos.errors import InvalidInput
+from protos.errors import ExitCode, InvalidInput
 from protos.rpc.logs import fields
 from protos.rpc.metrics_page import metrics_page
 from protos.rpc.server import ServerEndpoint, serve
@@ -95,7 +96,7 @@ def run(settings: TeacherSettings) -> None:
     """Load the engine and serve until SIGTERM or SIGINT.
 
     The port is bound before the engine is loaded: who calls meanwhile learns how far it is. A
-    signal during the load ends this process at once, with exit code 0.
+    signal during the load ends this process at once, with exit code 0, or 130 for SIGINT.
 
     Raises SystemExit with code 1 if the engine fails every query; see Dispatcher. Raises
     InvalidInput if the settings cannot work, and WrongState if the self-test of the engine fails.
@@ -210,7 +211,7 @@ class _Program:
             return "distill.v1.Teacher"
 
         async with AsyncExitStack() as stack:
-            await serve(
+            ended_by = await serve(
                 register,
                 self._settings.endpoint,
                 grace_seconds=GRACE_SECONDS,
@@ -221,9 +222,8 @@ class _Program:
             )
         if self._dispatcher is None:
             # The thread that loads cannot be ended in another way, and may hold a device.
-            log.info("stopped while loading")
             logging.shutdown()
-            os._exit(0)
+            os._exit(ExitCode.INTERRUPTED if ended_by is signal.SIGINT else ExitCode.OK)
         if self._dispatcher.broken:
             raise SystemExit(1)
 

@@ -104,10 +104,10 @@ async def serve(
     on_stop: Callable[[], None] = lambda: None,
     stop: asyncio.Event | None = None,
     prepare: Callable[[], Awaitable[None]] | None = None,
-) -> None:
+) -> signal.Signals | None:
     """Serve until SIGTERM or SIGINT, then give running calls `grace_seconds` seconds to finish.
 
-    Setting `stop` ends the server as a signal does.
+    Setting `stop` ends the server as a signal does. Returns the first signal; None without one.
 
     `register` adds the service to the server and returns its full name for health checks.
     `prepare` is awaited while the server listens and health checks say NOT_SERVING; it should end
@@ -121,8 +121,14 @@ async def serve(
     endpoint.require_usable()
     stop = stop or asyncio.Event()
     loop = asyncio.get_running_loop()
+    signals: list[signal.Signals] = []
+
+    def end(signum: signal.Signals) -> None:
+        signals.append(signum)
+        stop.set()
+
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
+        loop.add_signal_handler(signum, end, signum)
 
     interceptors = [ErrorBoundary(), AccessControl(endpoint.tokens)]
     server = grpc.aio.server(
@@ -145,6 +151,7 @@ async def serve(
         health.stop()
         on_stop()
         await server.stop(grace_seconds)
+    return signals[0] if signals else None
 
 
 def _bind(server: grpc.aio.Server, endpoint: ServerEndpoint) -> int:

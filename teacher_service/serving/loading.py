@@ -63,7 +63,7 @@ class LoadingServicer(teacher_pb2_grpc.TeacherServicer):
 
 
 async def in_thread(work: Callable[[], _T], stop: asyncio.Event) -> _T | None:
-    """Run `work` in a thread and return its result; None if `stop` is set before it ends.
+    """Run `work` in a thread and return its result; None if `stop` is set before or as it ends.
 
     The thread is a daemon: a program that is stopped does not wait for it. An error of `work` is
     raised here.
@@ -92,7 +92,8 @@ async def in_thread(work: Callable[[], _T], stop: asyncio.Event) -> _T | None:
     either: list[asyncio.Future[Any]] = [found, stopped]
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
-    if found.done():
-        return found.result()
-    found.cancel()
-    return None
+    await asyncio.sleep(0)  # a signal that came first is handled one step of the loop later
+    if stop.is_set():
+        found.cancel()
+        return None
+    return found.result()
