@@ -48,6 +48,21 @@ The same for a toy of 1,000 ids with random logits, whose head holds less:
 
 {toy}
 {cost}{training}
+## Where it matters
+
+- **The tail is most of the loss of the real pair.** Its 64 head ids leave 16% of the mass outside,
+  and `none` and `bucket`, which are biased, end farthest from the exact loss. `published` is biased
+  less, and noisy.
+- **16 ids a row are enough there.** With `bucket+draws` every k and M from 8 + 8 on ends within
+  0.05 nats of the exact loss, and they differ from each other by no more than seeds do. 8 + 8 do as
+  well as 512 head ids with the sampled token alone, in a thirtieth of the bytes.
+- **On the toy pair the noise that is left matters.** Larger steps (learning rate 0.005) turn it
+  into 0.13 to 0.25 nats, and draws are worth more than head ids: 16 + 48 against 32 + 16.
+- **Equal steps are equal seconds**: the number of ids changes neither the time of the loss nor that
+  of sampling; see Cost.
+
+The runs of the real pair were made on two machines. Rounding decides single tokens of sampled
+answers, so the KL of the same student at step 0 is 4.095 on one and 4.123 on the other.
 """
 
 COST = """
