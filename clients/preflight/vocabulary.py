@@ -47,12 +47,10 @@ def common_ids(ours: int, theirs: int, label: str, tokens: Sequence[str]) -> int
 
 def other_tokenizer(difference: str, label: str) -> WrongState:
     """Return the error for a teacher with another tokenizer than the student, to raise."""
-    return WrongState(
-        difference,
-        field="student.model",
-        hint=f"use a student with the {label}'s tokenizer, or set teacher.tokenizer = 'auto' in an"
-        " on_policy job",
-    )
+    hint = f"use a student with the {label}'s tokenizer"
+    if label == "teacher":  # one of several, which have names, cannot have another
+        hint += ", or set teacher.tokenizer = 'auto' in an on_policy job"
+    return WrongState(difference, field="student.model", hint=hint)
 
 
 def require_narrowing(teacher: TeacherWidth, common: int, label: str, field: str) -> None:

@@ -115,7 +115,7 @@ def test_every_teacher_is_checked(routed: Material, teacher: str, tmp_path: Path
     status = run.read_status()
     assert status is not None
     assert "the tokenizers differ" in status.reason
-    assert "needs a student with the teacher rest's tokenizer" in status.reason
+    assert "use a student with the teacher rest's tokenizer" in status.reason
 
 
 def test_a_name_without_a_teacher(routed: Material, teacher: str, tmp_path: Path) -> None:
