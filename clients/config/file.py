@@ -82,9 +82,9 @@ def load_jobs(path: Path | str, overrides: Sequence[str] = ()) -> list[JobFile]:
         where = f"{path}:{fault.line}" if fault.line else str(path)
         raise InvalidInput(f"{where}: {fault.message}") from None
     drafts = [_Draft(str(path), one, _copied(one.values)) for one in _divided(path, parsed)]
-    if "job" in parsed.values and overrides:
+    if len(drafts) > 1 and overrides:
         raise InvalidInput(
-            f"{path}: has [[job]] tables, and --set and --name change one job",
+            f"{path}: has {len(drafts)} jobs, and --set, --name and other options change one",
             hint="write the values into the file",
         )
     try:

@@ -141,7 +141,9 @@ class DistillClient:
         """
         # Made once per call, so that a retry of the call cannot queue other jobs.
         key = idempotency_key or secrets.token_hex(16)
-        jobs = [_submission(one, config_text, f"{key}/{n}") for n, one in enumerate(configs)]
+        # Once: a hundred times the text of a file is more than a message holds.
+        texts = [config_text] + [""] * len(configs)
+        jobs = [_submission(one, texts[n], f"{key}/{n}") for n, one in enumerate(configs)]
         request = pb.SubmitJobsRequest(jobs=jobs)
         queued = self._connection.call(self._stub.SubmitJobs, request).jobs
         return [_handle_of(self, job) for job in queued]

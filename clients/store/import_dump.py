@@ -30,6 +30,8 @@ from protos.rows.codec import encode_rows
 from protos.rows.prompt_logprobs import rows_of_listed
 
 _SEQUENCES_A_FILE = 256
+# What reading a line of another form raises.
+_UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -67,27 +69,41 @@ def import_dump(out: Path, dump: Dump) -> int:
     first = next(lines, None)
     if first is None:
         raise InvalidInput(f"{dump.path} has no line", field="--dump", hint="give a .jsonl file")
-    k = dump.top_k or _listed_ids(first)
+    try:
+        listed = _listed_ids(first)
+    except _UNREADABLE as error:
+        raise _bad_line(dump.path, 0, f"it is no answer of vLLM: {error!r}") from error
+    if listed < (dump.top_k or 1):
+        raise _bad_line(dump.path, 0, f"a position lists {listed} likeliest ids")
+    k = dump.top_k or listed
+    facts = _facts(dump, digest, count, k)
+    ids = int(facts["vocab_size"])
     counts = [min(_SEQUENCES_A_FILE, count - at) for at in range(0, count, _SEQUENCES_A_FILE)]
-    with StoreWriter(out, _facts(dump, digest, count, k), counts) as writer:
+    with StoreWriter(out, facts, counts) as writer:
         done = writer.files * _SEQUENCES_A_FILE
         entries: list[StoredRows] = []
         for number, sequence in enumerate(_lines(dump.path)):
             if number < done:
                 continue
-            entries.append(_stored(dump.path, number, sequence, k))
+            entries.append(_stored(dump.path, number, sequence, k, ids))
             if len(entries) == counts[writer.files]:
                 writer.append(entries)
                 entries = []
     return count
 
 
-def _stored(path: Path, number: int, sequence: _Sequence, k: int) -> StoredRows:
+def _stored(path: Path, number: int, sequence: _Sequence, k: int, vocabulary: int) -> StoredRows:
     tokens = sequence.token_ids[sequence.start :]
     try:
         rows = rows_of_listed(sequence.listed[sequence.start :], tokens, k)
     except ValueError as error:
         raise _bad_line(path, number, str(error)) from error
+    assert rows.head_ids is not None
+    for known in (sequence.token_ids, rows.head_ids):
+        if known.min() < 0 or known.max() >= vocabulary:
+            worst = known.min() if known.min() < 0 else known.max()
+            problem = f"id {worst} is none of the {vocabulary} ids of the vocabulary"
+            raise _bad_line(path, number, problem, "check --tokenizer and --vocab-size")
     ids = sequence.token_ids.astype("<i4").tobytes()
     return StoredRows(key_of(number), ids, sequence.start, encode_rows(rows))
 
@@ -156,7 +172,7 @@ def _lines(path: Path) -> Iterator[_Sequence]:
         for number, line in enumerate(stream):
             try:
                 yield _sequence_of(json.loads(line))
-            except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            except (*_UNREADABLE, OverflowError) as error:
                 raise _bad_line(path, number, f"it is no answer of vLLM: {error!r}") from error
 
 
@@ -166,7 +182,7 @@ def _sequence_of(record: Any) -> _Sequence:
     token_ids, listed = found["prompt_token_ids"], found["prompt_logprobs"]
     if len(listed) != len(token_ids):
         raise ValueError(f"{len(token_ids)} token ids and {len(listed)} prompt_logprobs")
-    if not 1 <= start < len(token_ids):
+    if type(start) is not int or not 1 <= start < len(token_ids):
         raise ValueError(f"start is {start}, and there are {len(token_ids)} tokens")
     return _Sequence(np.array(token_ids, np.int32), start, listed)
 
@@ -181,9 +197,11 @@ def _run_of_ranks(entries: Mapping[str, Any]) -> int:
     return next(rank for rank in range(1, len(ranks) + 2) if rank not in ranks) - 1
 
 
-def _bad_line(path: Path, number: int, problem: str) -> InvalidInput:
-    return InvalidInput(
-        f"{path}, line {number + 1}: {problem}"[:300],
-        field="--dump",
-        hint="give lines with prompt_token_ids and prompt_logprobs, as vLLM answers",
-    )
+def _bad_line(
+    path: Path,
+    number: int,
+    problem: str,
+    hint: str = "give lines with prompt_token_ids and prompt_logprobs, as vLLM answers if it is"
+    " asked for them",
+) -> InvalidInput:
+    return InvalidInput(f"{path}, line {number + 1}: {problem}"[:300], field="--dump", hint=hint)

@@ -206,7 +206,11 @@ class JobControl:
         ids: list[str] = []
         for config in configs:
             ids.append(self._new_id(config.method.type, config.name, ids))
-        return list(zip(ids, linked(configs, ids, self._store.find), strict=True))
+        found = []
+        for number, config in enumerate(configs):
+            with _of_one(config, configs):
+                found.append((ids[number], linked(configs, ids, number, self._store.find)))
+        return found
 
     def _known(self, configs: Sequence[AnyJob], requests: Sequence[Submission]) -> list[Job]:
         """Return the jobs of keys that were used before; empty if they are new."""
@@ -233,7 +237,8 @@ class JobControl:
         try:
             # The directory first: a job that was acknowledged always has one.
             for one, (_, text, _) in zip(new, requests, strict=True):
-                self._make_run(one.id, one.config, text)
+                # Jobs of one file come with its text once.
+                self._make_run(one.id, one.config, text or requests[0][1])
             failpoint("run-made")
             jobs = self._store.add_all(new)
         except Exception:

@@ -12,6 +12,8 @@ from clients.config.kinds import AnyJob
 from clients.jobs.job import Job, JobState
 from distill_server.runners.machine import Share
 
+PHASE_CHARS = 200  # as many as are kept
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -47,6 +49,13 @@ class Change:
     step: int | None = None
     max_steps: int | None = None
     metrics: Mapping[str, float] | None = None
+
+    def is_phase_of(self, job: Job) -> bool:
+        """Return True if all that the change says is the phase that the job has."""
+        phase = self.phase
+        return (
+            phase is not None and self == Change(phase=phase) and phase[:PHASE_CHARS] == job.phase
+        )
 
 
 @dataclass(frozen=True)

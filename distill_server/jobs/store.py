@@ -15,18 +15,17 @@ from clients.config.kinds import AnyJob
 from clients.jobs.job import TERMINAL, TRANSITIONS, Job, JobEvent, JobState
 from distill_server.jobs.database import transaction
 from distill_server.jobs.job_file import digest_of, is_same_job
+from distill_server.jobs.rows import PHASE_CHARS, NewJob, having, job_of, share_of, typed
 from distill_server.jobs.rows import Attempt as Attempt
 from distill_server.jobs.rows import Change as Change
-from distill_server.jobs.rows import NewJob, having, job_of, share_of, typed
 from distill_server.jobs.steady_clock import steady_clock
 from distill_server.pipelines.dependencies import MET, Dependencies
 from distill_server.runners.machine import Share
 from protos.errors import InvalidInput, NotFound, WrongState
 
-_CANDIDATES_SHOWN = 10
 ACTIVE = (JobState.PREPARING, JobState.RUNNING, JobState.CANCELLING)
 # Limits, so that a page of jobs fits into one gRPC message.
-_REASON_CHARS, _PHASE_CHARS = 2000, 200
+_REASON_CHARS, _CANDIDATES_SHOWN = 2000, 10
 _EVENT_FIELDS = "seq, time, state, reason, phase, attempt, step, max_steps, metrics"
 
 
@@ -301,11 +300,12 @@ class JobStore:
     def change(self, job_id: str, *changes: Change) -> Job:
         """Apply the changes in order in one transaction, each with its event.
 
-        Raises WrongState if a transition is not in TRANSITIONS; then no change is applied.
+        A phase that the job has makes no event. WrongState for a bad transition undoes all of them.
         """
         with transaction(self._db):
             for change in changes:
-                self._write(job_id, change)
+                if not change.is_phase_of(self.job(job_id)):
+                    self._write(job_id, change)
         self._on_change(job_id)
         return self.job(job_id)
 
@@ -348,7 +348,7 @@ class JobStore:
         values: dict[str, Any] = {
             "state": state,
             "reason": job.reason if change.reason is None else change.reason[:_REASON_CHARS],
-            "phase": job.phase if change.phase is None else change.phase[:_PHASE_CHARS],
+            "phase": job.phase if change.phase is None else change.phase[:PHASE_CHARS],
             "step": job.step if change.step is None else change.step,
             "max_steps": job.max_steps if change.max_steps is None else change.max_steps,
             "metrics": json.dumps(dict(job.metrics if change.metrics is None else change.metrics)),

@@ -15,7 +15,7 @@ from clients.jobs.artifacts import artifact_root
 from clients.jobs.job import Job, JobState
 from clients.runs.directory import RunDirectory
 from distill_server.pipelines.dependencies import ended_badly
-from protos.errors import InvalidInput, WrongState
+from protos.errors import InvalidInput, NotFound, WrongState
 
 # Returns the job that a user means by a name or an id; raises NotFound or InvalidInput.
 Find: TypeAlias = Callable[[str], Job]
@@ -29,17 +29,13 @@ class Linked:
     before: Sequence[str]
 
 
-def linked(configs: Sequence[AnyJob], ids: Sequence[str], find: Find) -> list[Linked]:
-    """Link jobs that are submitted together under `ids` with each other and with older jobs.
+def linked(configs: Sequence[AnyJob], ids: Sequence[str], number: int, find: Find) -> Linked:
+    """Link job `number` of those submitted together under `ids` with the others and older jobs.
 
-    A name means a job above in `configs`, else the job that `find` returns. Raises NotFound if
-    there is no such job, InvalidInput if it is below, or has no such output, and WrongState if it
-    has failed or was cancelled.
+    A name means a job above in `configs`, else the job that `find` returns: a job's own name means
+    an older job. Raises NotFound if there is no such job, InvalidInput if it is below, or has no
+    such output, and WrongState if it has failed or was cancelled.
     """
-    return [_linked(configs, ids, number, find) for number in range(len(configs))]
-
-
-def _linked(configs: Sequence[AnyJob], ids: Sequence[str], number: int, find: Find) -> Linked:
     config = configs[number]
 
     def meant(name: str, key: str) -> tuple[str, str]:
@@ -47,13 +43,17 @@ def _linked(configs: Sequence[AnyJob], ids: Sequence[str], number: int, find: Fi
         for other, job_id in zip(configs[:number], ids, strict=False):
             if other.name == name:
                 return job_id, other.method.type
-        if any(other.name == name for other in configs[number:]):
+        if any(other.name == name for other in configs[number + 1 :]):
             raise InvalidInput(
                 f"job {name!r} is not above {config.name!r} in the file",
                 field=key,
                 hint="put a job below the jobs that it comes after",
             )
-        job = find(name)
+        try:
+            job = find(name)
+        except (NotFound, InvalidInput) as error:
+            error.field = key
+            raise
         if job.state in (JobState.FAILED, JobState.CANCELLED):
             raise WrongState(
                 ended_badly(job.id, job.state), field=key, hint=f"first: distill resume {job.id}"

@@ -183,7 +183,11 @@ class StartedTeachers:
         self._files.start(end)
 
     def _do(self, teacher: Teacher, work: Coroutine[Any, Any, None]) -> None:
+        def facts() -> tuple[object, ...]:
+            return teacher.state, teacher.address, teacher.runs, teacher.key in self._teachers
+
         async def guarded() -> None:
+            before = facts()
             try:
                 await work
             except Exception as error:  # a full disk, for example
@@ -194,7 +198,9 @@ class StartedTeachers:
                 teacher.rests_until = time.monotonic() + _TROUBLE_SECONDS
             finally:
                 teacher.work = None
-                self._wake()
+                # Not after each poll: the scheduler polls, and would go on without a pause.
+                if facts() != before:
+                    self._wake()
 
         teacher.work = asyncio.create_task(guarded())
 

@@ -85,7 +85,7 @@ def test_commands_that_take_one_job(
     path = written(tmp_path, TOML)
     with pytest.raises(InvalidInput, match=r"has 2 jobs.*distill submit"):
         load_job(path)
-    with pytest.raises(InvalidInput, match="--set and --name change one job"):
+    with pytest.raises(InvalidInput, match="has 2 jobs, and --set, --name"):
         load_jobs(path, ["seed=1"])
     assert main(["config", "check", str(path)]) == 0
     assert main(["config", "show", str(path)]) == 0

@@ -150,6 +150,20 @@ def _empty(record: dict[str, Any]) -> None:
     record.clear()
 
 
+def _out_of_the_vocabulary(record: dict[str, Any]) -> None:
+    [entries] = record["prompt_logprobs"][1:2]
+    other = next(i for i in entries if int(i) != record["prompt_token_ids"][1])
+    entries["77777"] = entries.pop(other)
+
+
+def _half_a_start(record: dict[str, Any]) -> None:
+    record["start"] = 1.5
+
+
+def _huge(record: dict[str, Any]) -> None:
+    record["prompt_token_ids"][3] = 3_000_000_000
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -157,6 +171,9 @@ def _empty(record: dict[str, Any]) -> None:
         (_without_the_token, "a row that cannot be read"),
         (_no_logprobs, "no log-probs of a softmax"),
         (_empty, "it is no answer of vLLM: KeyError"),
+        (_out_of_the_vocabulary, "id 77777 is none of the 40 ids of the vocabulary"),
+        (_half_a_start, "start is 1.5"),
+        (_huge, "OverflowError"),
     ],
 )
 def test_a_bad_line_is_named(
@@ -170,6 +187,36 @@ def test_a_bad_line_is_named(
         import_dump(tmp_path / "store", Dump(dump, tokenizer, VOCAB))
     assert said in caught.value.message
     assert caught.value.field == "--dump"
+
+
+def _null(entries: dict[str, Any]) -> None:
+    return None
+
+
+def _without_ranks(entries: dict[str, Any]) -> dict[str, Any]:
+    return {i: {"logprob": one["logprob"]} for i, one in entries.items()}
+
+
+def _floats(entries: dict[str, Any]) -> dict[str, Any]:
+    return {i: one["logprob"] for i, one in entries.items()}
+
+
+def _unlikely(entries: dict[str, Any]) -> dict[str, Any]:
+    """As of prompt_logprobs = 0: the token alone."""
+    return {i: {**one, "rank": 9} for i, one in list(entries.items())[:1]}
+
+
+@pytest.mark.parametrize("change", [_null, _without_ranks, _floats, _unlikely])
+def test_a_bad_first_line_is_named(
+    change: Callable[[dict[str, Any]], Any], tokenizer: Path, tmp_path: Path
+) -> None:
+    """The number of head ids is found there."""
+    record = answered(0, 8)
+    record["prompt_logprobs"][1] = change(record["prompt_logprobs"][1])
+    (dump := tmp_path / "dump.jsonl").write_text(json.dumps(record))
+    with pytest.raises(InvalidInput, match="line 1: "):
+        import_dump(tmp_path / "store", Dump(dump, tokenizer, VOCAB))
+    assert not (tmp_path / "store").exists()
 
 
 def test_the_command(tokenizer: Path, tmp_path: Path) -> None:

@@ -90,10 +90,19 @@ def test_full_disk_is_unavailable_and_changes_nothing(tmp_path: Path) -> None:
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {pages}")
         with pytest.raises(Unavailable, match="full"):
-            store.change("a", *(Change(phase="x" * 1000) for _ in range(100)))
+            store.change("a", *(Change(phase="xy"[n % 2] * 1000) for n in range(100)))
         assert store.job("a").last_seq == 1
         connection.execute("PRAGMA max_page_count = 100000")
         assert store.change("a", Change(phase="again")).last_seq == 2
+
+
+def test_a_phase_that_is_told_again_is_no_event(store: JobStore) -> None:
+    """However long it is: what waits says so several times a second."""
+    store.add("a", job_config(), "")
+    for _ in range(3):
+        assert store.change("a", Change(phase="x" * 1000)).last_seq == 2
+    assert store.change("a", Change(phase="y" * 1000)).last_seq == 3
+    assert store.change("a", Change(phase="y" * 1000, step=1)).last_seq == 4
 
 
 def test_resolve(store: JobStore) -> None:

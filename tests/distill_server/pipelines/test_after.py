@@ -148,12 +148,12 @@ def test_an_output_that_was_removed_fails_the_job(server: SmallServer) -> None:
     ("job", "error", "text"),
     [
         (made("x", after=["nobody"]), NotFound, "no job 'nobody'"),
-        (made("x", after=["x"]), InvalidInput, "after: job 'x' is not above 'x' in the file"),
+        (made("x", after=["x"]), NotFound, "after: job 'x': no job 'x'"),
         (made("x", after=["below"]), InvalidInput, "job 'below' is not above 'x'"),
         (
             made("x", student={"model": "@rows/export"}),
             InvalidInput,
-            r"student.model: job capture-rows-\w+ is of method capture: it has a store",
+            r"student.model: job 'x': job capture-rows-\w+ is of method capture: it has a store",
         ),
         (offline("x", "@warm/store"), InvalidInput, "it has an export, and no store"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,19 @@ def test_two_jobs_share_one_and_it_goes_after_the_last(
         third = client.submit(taught("c"))
         assert third.wait(60).state is JobState.SUCCEEDED, "it is started again"
         assert only(client).attempt == 2
+
+
+def test_a_teacher_that_is_there_costs_the_server_nothing(make_server: MakeServer) -> None:
+    server = make_server()
+    with DistillClient(server.address) as client:
+        assert client.submit(taught("x")).wait(60).state is JobState.SUCCEEDED
+        assert only(client).state == "READY"
+        assert server.process
+        process = psutil.Process(server.process.pid)
+        before = sum(process.cpu_times()[:2])
+        time.sleep(4)
+        assert only(client).state == "READY"
+        assert sum(process.cpu_times()[:2]) - before < 0.8, "a fifth of a core, at any load"
 
 
 def test_what_is_listed_answers(
