@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from clients.runs.directory import RunDirectory
+from tests.distill_server.conftest import eventually
 from tests.end_to_end.processes import ENVIRONMENT, metrics_of, weights
 
 if TYPE_CHECKING:
@@ -53,5 +55,40 @@ def test_the_same_bits_as_with_an_address(
     assert refused.returncode == 2, refused.stderr
     assert "error: teacher.model: " in refused.stderr
     assert len(list((tmp_path / "runs").iterdir())) == 1, "a job that is refused leaves nothing"
+    assert not teachers_of(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["teacher.log", "metrics.jsonl"])
+def test_a_killed_run_leaves_no_teacher(material: Material, tmp_path: Path, moment: str) -> None:
+    """Killed while its teacher loads, or in a step: then the trainer first ends its job."""
+    from tests.student_trainer.tiny import job
+
+    model = tmp_path / "teacher"
+    shutil.copytree(material.teacher, model)
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        job(material).model_dump_json(exclude={"teacher": {"address"}}, exclude_none=True)
+    )
+    command = [sys.executable, "-m", "clients", "run", str(file), "--runs", "runs"]
+    with subprocess.Popen(
+        [*command, "--set", f"teacher.model={model}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=ENVIRONMENT,
+        cwd=tmp_path,
+    ) as process:
+        eventually(lambda: list(tmp_path.glob(f"runs/*/{moment}")))
+        process.kill()
+    eventually(lambda: not teachers_of(tmp_path))
+    if moment == "metrics.jsonl":
+        (path,) = (tmp_path / "runs").iterdir()
+        status = RunDirectory(path).read_status()
+        assert status is not None
+        assert status.verdict == "succeeded"
+
+
+def teachers_of(path: Path) -> list[str]:
+    """The command lines of teachers of models below a directory."""
     lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
-    assert not any(str(tmp_path) in line and "teacher_service" in line for line in lines)
+    return [line for line in lines if str(path) in line and "teacher_service" in line]

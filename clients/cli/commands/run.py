@@ -69,8 +69,8 @@ def _attempted(
 
     output.say(f"run directory {run.path}")
     try:
-        with foreground_teacher(run.config(), run, output):
-            progress, code = run_attempt(run, attempt, output)
+        with foreground_teacher(run.config(), run, output) as inherited:
+            progress, code = run_attempt(run, attempt, output, inherited)
     except InvalidInput:  # the teacher cannot be started
         if remove_if_refused:
             shutil.rmtree(run.path)

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -28,17 +28,20 @@ SECONDS_TO_STOP = 60.0
 _ERROR = "error: "
 
 
-def run_attempt(run: RunDirectory, attempt: int, output: Output) -> tuple[JobView, ExitCode]:
+def run_attempt(
+    run: RunDirectory, attempt: int, output: Output, inherited: Sequence[int] = ()
+) -> tuple[JobView, ExitCode]:
     """Run one attempt to its end and show its progress.
 
     Returns the job's final view, and the trainer's exit code: INTERRUPTED if the user killed it,
-    JOB_FAILED if it is not one of ExitCode. Use it in the main thread, for its signal handlers.
+    JOB_FAILED if it is not one of ExitCode. `inherited`: file descriptors for the trainer. Use it
+    in the main thread, for its signal handlers.
     """
     config = run.config()
     progress = JobView(run.path.name, attempt=attempt, max_steps=config.max_steps)
     follower = RunFollower(run, attempt, config.max_steps)
     with (
-        _trainer(run, attempt, processes_of(config)) as trainer,
+        _trainer(run, attempt, processes_of(config), inherited) as trainer,
         _Wishes(run, output) as wishes,
         display(output, progress) as shown,
     ):
@@ -96,7 +99,9 @@ class _Wishes:
 
 
 @contextmanager
-def _trainer(run: RunDirectory, attempt: int, processes: int) -> Iterator[subprocess.Popen[bytes]]:
+def _trainer(
+    run: RunDirectory, attempt: int, processes: int, inherited: Sequence[int]
+) -> Iterator[subprocess.Popen[bytes]]:
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     with run.log_file(attempt).open("ab") as log:
         process = subprocess.Popen(
@@ -105,6 +110,7 @@ def _trainer(run: RunDirectory, attempt: int, processes: int) -> Iterator[subpro
             stdout=log,
             stderr=log,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            pass_fds=inherited,
             # A session of its own, so that the terminal does not send Ctrl-C to the trainer too.
             start_new_session=True,
         )

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,19 +21,25 @@ from protos.errors import InternalFault, InvalidInput
 _LISTENS = re.compile(r"^teacher listening on (\S+)$", re.MULTILINE)
 _SECONDS_BETWEEN_POLLS = 0.1
 _SECONDS_TO_STOP = 20.0
+# Ends the process group $0 when the standard input ends: when all processes that hold its other end
+# have ended, in whatever way.
+_GUARD = 'cat > /dev/null; kill -s TERM -- "-$0"; sleep 20; kill -s KILL -- "-$0"'
 
 
 @contextmanager
-def foreground_teacher(config: AnyJob, run: RunDirectory, output: Output) -> Iterator[None]:
+def foreground_teacher(
+    config: AnyJob, run: RunDirectory, output: Output
+) -> Iterator[Sequence[int]]:
     """Run the teacher of the job, if it needs one to be started, while the block runs.
 
-    Its log is teacher.log in the run directory. Inside, SIGTERM and SIGHUP raise KeyboardInterrupt,
-    as SIGINT does; use it in the main thread. Raises InvalidInput with its reason if it cannot
-    start.
+    Yields the file descriptors that the trainer must inherit: if this process is killed, the
+    teacher ends with the trainer. Its log is teacher.log in the run directory. Inside, SIGTERM and
+    SIGHUP raise KeyboardInterrupt, as SIGINT does; use it in the main thread. Raises InvalidInput
+    with its reason if it cannot start.
     """
     teacher = started_teacher(config)
     if teacher is None:
-        yield
+        yield ()
         return
     file = run.path / "teacher.log"
     # A closed terminal or a `kill` must not leave the teacher behind.
@@ -49,11 +55,24 @@ def foreground_teacher(config: AnyJob, run: RunDirectory, output: Output) -> Ite
             # A session of its own: after a Ctrl-C the trainer still needs its teacher.
             start_new_session=True,
         )
+    end, held = os.pipe()
+    guard = subprocess.Popen(
+        ["/bin/sh", "-c", _GUARD, str(process.pid)],
+        stdin=end,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(end)
     try:
         with output.stage(f"starting a teacher for {teacher.model}"):
             write_address(run.path, _address(process, file))
-        yield
+        yield (held,)
     finally:
+        with suppress(ProcessLookupError):
+            os.killpg(guard.pid, signal.SIGKILL)
+        guard.wait()
+        os.close(held)
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_SECONDS_TO_STOP)
