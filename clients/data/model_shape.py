@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clients.data.hub import use_caches_if_away
+from clients.data.regular_file import read_document
 from protos.errors import InvalidInput
 
 FIELD = "student.model"
@@ -134,6 +135,16 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
     if size is None or size < 1:
         raise ValueError(f"{name} is {value}")
     return size
+
+
+def logits_in(model: Path) -> int | None:
+    """Return the number of logits in the config.json of a directory; None if it does not tell."""
+    try:
+        config = read_document(model / "config.json")
+        found = config.get("text_config", config)["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return found if isinstance(found, int) else None
 
 
 def config_file(model: str, revision: str | None = None) -> Path:

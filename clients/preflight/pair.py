@@ -11,8 +11,8 @@ from typing import Any
 from clients.alignment.alignment import Aligner
 from clients.alignment.byte_tokenizer import tokenizer_in
 from clients.alignment.report import Shares, kind_of, measured
+from clients.data.model_shape import logits_in
 from clients.data.records import DataSet
-from clients.data.regular_file import read_document
 from clients.data.tokenization import first_difference
 from clients.data.tokenizer_file import tokens_in
 from clients.preflight.vocabulary import common_ids
@@ -98,7 +98,7 @@ def _texts_of(record: Mapping[str, Any], columns: Sequence[str]) -> Iterator[str
 
 def _of_one_tokenizer(teacher: Path, student: Path, tokens: Sequence[str]) -> PairReport:
     loss, refusals = "KL of the rows of every token (docs/methods.md)", []
-    widths = [_width(student), _width(teacher)]
+    widths = [logits_in(student), logits_in(teacher)]
     if widths[0] and widths[1]:
         try:
             common = common_ids(widths[0], widths[1], "teacher", tokens)
@@ -106,13 +106,3 @@ def _of_one_tokenizer(teacher: Path, student: Path, tokens: Sequence[str]) -> Pa
         except DistillError as error:
             refusals = [str(error)]
     return PairReport(True, "", {}, refusals, "" if refusals else loss, [])
-
-
-def _width(model: Path) -> int | None:
-    """Return the number of logits, or None if the config does not contain it."""
-    try:
-        config = read_document(model / "config.json")
-        width = config.get("text_config", config)["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return width if isinstance(width, int) else None

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.data.regular_file import open_regular, read_document
+from clients.data.model_shape import logits_in
+from clients.data.regular_file import open_regular
 from clients.data.tokenizer_file import tokens_in
 from clients.store.facts import PART, SEQUENCES, WHOLE, key_of
 from clients.store.shards import StoredRows
@@ -124,7 +125,7 @@ def _facts(dump: Dump, digest: str, count: int, k: int) -> dict[str, str]:
         "teacher_fingerprint": digest,
         "teacher_version": 0,
         "tokenizer_fingerprint": tokenizer_fingerprint(tokens),
-        "vocab_size": dump.vocab_size or _logits(dump.tokenizer) or len(tokens),
+        "vocab_size": dump.vocab_size or logits_in(dump.tokenizer) or len(tokens),
         "top_k": k,
         "temperature": 1.0,
         "logprob_format": "f16",
@@ -140,16 +141,6 @@ def _facts(dump: Dump, digest: str, count: int, k: int) -> dict[str, str]:
         SEQUENCES: count,
     }
     return {name: str(value) for name, value in facts.items()}
-
-
-def _logits(model: Path) -> int | None:
-    """Return the number of logits in the config.json beside the tokenizer; None without one."""
-    try:
-        config = read_document(model / "config.json")
-        found = config.get("text_config", config).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return found if isinstance(found, int) else None
 
 
 def _digest_and_lines(path: Path) -> tuple[str, int]:

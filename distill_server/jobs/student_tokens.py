@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from clients.data.regular_file import read_document
+from clients.data.model_shape import logits_in
 from clients.data.tokenization import first_difference
 from clients.data.tokenizer_file import tokens_in
 from clients.preflight.vocabulary import common_ids, other_tokenizer, require_narrowing
@@ -43,7 +43,7 @@ class StudentTokens:
         difference = self._difference(model, info.tokenizer_fingerprint, vocabulary)
         if difference:
             raise other_tokenizer(difference, label)
-        width = _width(model)
+        width = logits_in(model)
         if width is not None and width != info.vocab_size:
             with self._lock:
                 tokens = tokens_in(model) or []
@@ -83,13 +83,3 @@ def _compared(tokens: Sequence[str], theirs: Sequence[str]) -> str:
     # difference: only an id with two different tokens is.
     named = [ours or other for ours, other in zip(tokens, theirs, strict=False)]
     return "" if named == [*theirs[: len(named)]] else first_difference(theirs, named)
-
-
-def _width(model: Path) -> int | None:
-    """Return the number of the student's logits, or None if its config does not contain it."""
-    try:
-        config = read_document(model / "config.json")
-        width = config.get("text_config", config)["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    return width if isinstance(width, int) else None

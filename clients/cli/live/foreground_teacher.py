@@ -55,6 +55,25 @@ def foreground_teacher(
             # A session of its own: after a Ctrl-C the trainer still needs its teacher.
             start_new_session=True,
         )
+    try:
+        with _guarded(process) as held:
+            with output.stage(f"starting a teacher for {teacher.model}"):
+                write_address(run.path, _address(process, file))
+            yield (held,)
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_SECONDS_TO_STOP)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _guarded(process: subprocess.Popen[bytes]) -> Iterator[int]:
+    """Yield a file descriptor: if this process is killed, `process` ends with all that hold it."""
     end, held = os.pipe()
     guard = subprocess.Popen(
         ["/bin/sh", "-c", _GUARD, str(process.pid)],
@@ -65,22 +84,12 @@ def foreground_teacher(
     )
     os.close(end)
     try:
-        with output.stage(f"starting a teacher for {teacher.model}"):
-            write_address(run.path, _address(process, file))
-        yield (held,)
+        yield held
     finally:
         with suppress(ProcessLookupError):
             os.killpg(guard.pid, signal.SIGKILL)
         guard.wait()
         os.close(held)
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_SECONDS_TO_STOP)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _address(process: subprocess.Popen[bytes], file: Path) -> str:
