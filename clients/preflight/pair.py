@@ -17,6 +17,7 @@ from clients.data.tokenization import first_difference
 from clients.data.tokenizer_file import tokens_in
 from clients.preflight.vocabulary import common_ids
 from protos.errors import DistillError, InvalidInput
+from protos.extras import require_extra
 
 ALL = "all"  # the kind of the row of all texts
 
@@ -39,7 +40,10 @@ class PairReport:
 
 
 def pair_report(teacher: Path, student: Path, texts: Iterable[str]) -> PairReport:
-    """Compare two Hugging Face directories, and align their tokens on texts if they differ."""
+    """Compare two Hugging Face directories, and align their tokens on texts if they differ.
+
+    Raises InvalidInput if that needs a package that is not installed.
+    """
     theirs, ours = tokens_in(teacher), tokens_in(student)
     if theirs is None or ours is None:
         name = "teacher" if theirs is None else "student"
@@ -48,6 +52,7 @@ def pair_report(teacher: Path, student: Path, texts: Iterable[str]) -> PairRepor
     if theirs == ours:
         return _of_one_tokenizer(teacher, student, ours)
     difference = first_difference(theirs, ours)
+    require_extra("train", "distill pair", only={"transformers"})  # no fault of the pair
     try:
         aligner = Aligner(
             tokenizer_in(student, "student", "student.model"),

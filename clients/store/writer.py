@@ -23,6 +23,7 @@ from clients.store.shards import (
     ShardFacts,
     StoredRows,
     encode_shard,
+    require_arrow,
     write_synced,
 )
 from protos.rpc.failpoints import failpoint
@@ -37,7 +38,7 @@ class StoreWriter:
     resumed. A damaged file is written again, with all files after it.
 
     Raises WrongState if another process writes to the store, if the store has other metadata, or if
-    a newer attempt of the job has started.
+    a newer attempt of the job has started. Raises InvalidInput if pyarrow is not installed.
     """
 
     def __init__(self, path: Path, metadata: Mapping[str, str], counts: Sequence[int]) -> None:
@@ -45,6 +46,7 @@ class StoreWriter:
 
         `counts` has the number of sequences of each file of the plan.
         """
+        require_arrow()
         self.path = path
         self._lock: int | None = lock_store(path)
         try:

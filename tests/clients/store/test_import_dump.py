@@ -126,6 +126,16 @@ def test_an_interrupted_import_goes_on(
     assert digests(tmp_path / "store") == digests(tmp_path / "whole")
 
 
+def test_without_pyarrow_nothing_is_written(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dump = Dump(written(tmp_path / "dump.jsonl", 2), tokenizer, VOCAB)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(InvalidInput, match="pyarrow"):
+        import_dump(tmp_path / "store", dump)
+    assert not (tmp_path / "store").exists()
+
+
 def test_another_dump_is_refused(tokenizer: Path, tmp_path: Path) -> None:
     import_dump(tmp_path / "store", Dump(written(tmp_path / "a.jsonl", 2), tokenizer, VOCAB))
     other = Dump(written(tmp_path / "b.jsonl", 3), tokenizer, VOCAB)
