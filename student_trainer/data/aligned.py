@@ -20,9 +20,9 @@ from student_trainer.data.packing import Layout
 class AlignedRows(RowBlock):
     """Rows of an answer of n tokens; `token_logprobs` are shares, and the head is a placeholder.
 
-    word [n] int64: the word of each token, from 0, without gaps. learned [n] bool: tokens with a
-    cost. one_to_one [n] bool: tokens that are one teacher token. spelled: the whole
-    answer is the student's canonical encoding of its bytes.
+    word [n] int64: the word of each token (of a store: its unit, maybe a chunk), from 0, without
+    gaps. learned [n] bool: tokens with a cost. one_to_one [n] bool: tokens that are one teacher
+    token. spelled: the whole answer is the student's canonical encoding of its bytes.
     """
 
     word: NDArray[np.int64]

@@ -15,6 +15,8 @@ from student_trainer.losses.advantages import (
 from student_trainer.losses.aggregate import Aggregate, sequence_weights, token_weights
 from student_trainer.losses.cross_tokenizer import (
     Horizon,
+    Unit,
+    chunk_divergence,
     controlled_topk_kl,
     cross_tokenizer_kl,
 )
@@ -49,6 +51,8 @@ __all__ = [
     "LossFunction",
     "Rows",
     "Tail",
+    "Unit",
+    "chunk_divergence",
     "clipped_surrogate",
     "controlled_topk_kl",
     "cross_tokenizer_kl",

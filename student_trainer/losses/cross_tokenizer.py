@@ -32,9 +32,13 @@ K_w = log p - log q of all tokens of word w,
 The log p before token i that K_w contains do not change the mean. The second form ignores, like the
 KL of tokens with one tokenizer, that a token changes what comes later, and has less variance.
 
-`tests/student_trainer/losses/test_cross_tokenizer.py` enumerates all of this. A chunk is a shortest
-run of student tokens with the bytes of a run of teacher tokens; `clients/alignment/alignment.py`
-has words too.
+Of a store, the teacher has written the answers: tokens b, bytes x, and a = s(x) is the encoding of
+the student. The gradient of the mean of -log p(a) is that of the forward KL, and needs no log q.
+`chunk_divergence` compares the likelihoods of the runs of both, as ALM does (arXiv 2503.20083).
+
+`tests/student_trainer/losses/test_cross_tokenizer.py` enumerates all of this, and
+`test_chunk_divergence.py` beside it the last part. A chunk is a shortest run of student tokens with
+the bytes of a run of teacher tokens; `clients/alignment/alignment.py` has words too.
 """
 
 from __future__ import annotations
@@ -50,6 +54,12 @@ from student_trainer.losses.topk import topk_kl
 
 # How far the costs reach that a token answers for.
 Horizon = Literal["word", "answer"]
+# The runs of tokens whose likelihoods `chunk_divergence` compares.
+Unit = Literal["chunk", "word"]
+# ALM's temperature.
+UNIT_TEMPERATURE = 100.0
+# The least -log of a likelihood: below it, float32 does not tell a probability from 1.
+_SURE = 1e-6
 
 
 def cross_tokenizer_kl(
@@ -99,6 +109,43 @@ def costs_to_come(costs: Tensor, segment: Tensor) -> Tensor:
     `segment` [N] int64: the tokens of a segment are adjacent.
     """
     return gae(costs, torch.zeros_like(costs), segment, gamma=1.0, lam=1.0)[0]
+
+
+def chunk_divergence(
+    student_logprobs: Tensor,
+    teacher_shares: Tensor,
+    unit: Tensor,
+    learned: Tensor,
+    *,
+    temperature: float = UNIT_TEMPERATURE,
+) -> Tensor:
+    """Return the divergence of each run of tokens, [N] in nats, at its first token; 0 at others.
+
+    With p and q the student's and the teacher's probability of a run given what is before it, and t
+    the `temperature`, it is ALM's binarised KL (arXiv 2503.20083, section 3), times t:
+
+        t (a log(a/b) + (1 - a) log((1 - a)/(1 - b))),    a = q^(1/t), b = p^(1/t)
+
+    It is 0 at p = q only. For a large t it tends to l_p - l_q - l_q log(l_p/l_q), with l = -log: to
+    the gradient of the cross-entropy times 1 - l_q/l_p, so that a run which the teacher finds as
+    unlikely as the student does is not made likelier.
+
+    `student_logprobs` [N]: the gradient flows through them. `teacher_shares` [N]: log q of the
+    runs, divided among their tokens in any way. `unit` [N] int64, below N: the run of each token,
+    another number in each answer; the tokens of a run are adjacent, and all in the call. `learned`
+    [N] bool: the same for all tokens of a run; others have neither divergence nor gradient.
+    """
+    none = torch.zeros_like(student_logprobs)
+    log_p, log_q = (
+        none.index_add(0, unit, torch.where(learned, of.clamp(min=LOWEST_LOGPROB), none))
+        for of in (student_logprobs, teacher_shares)
+    )
+    log_b, log_a = (of.clamp(max=-_SURE) / temperature for of in (log_p, log_q))
+    a, other_a = log_a.exp(), -log_a.expm1()
+    of_units = a * (log_a - log_b) + other_a * (other_a.log() - (-log_b.expm1()).log())
+    first = torch.ones_like(learned)
+    first[1:] = unit[1:] != unit[:-1]
+    return temperature * torch.where(first & learned, of_units[unit], none)
 
 
 def controlled_topk_kl(
