@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -79,13 +81,13 @@ class Material:
     stored: Sequence[Stored]
     sizes: Sizes
 
-    @property
+    @cached_property
     def reads_student(self) -> Aligner:
         """Aligns what the student writes with the teacher's tokens."""
         ours, theirs = self._bytes()
         return Aligner(ours, theirs, self.teacher_words.eos_token_id)
 
-    @property
+    @cached_property
     def reads_teacher(self) -> Aligner:
         """Aligns what the teacher has written with the student's tokens."""
         ours, theirs = self._bytes()
@@ -132,7 +134,7 @@ def make_material(data: Path, work: Path, models: Path, sizes: Sizes) -> Materia
 def prompts(words: Any, questions: Sequence[str]) -> list[Prompt]:
     """Return questions as prompts in the tokens of one side."""
     texts = [f"{question}\n" for question in questions]
-    return [Prompt(np.array(words(text)["input_ids"], np.int32), "") for text in texts]
+    return [Prompt(_ids(words, text), "") for text in texts]
 
 
 def rollouts(model: Any, words: Any, tokens: int) -> HuggingFaceRollouts:
@@ -140,6 +142,10 @@ def rollouts(model: Any, words: Any, tokens: int) -> HuggingFaceRollouts:
     return HuggingFaceRollouts(
         model.eval(), words, top_k=1, temperature=1.0, max_new_tokens=tokens, batch_tokens=1 << 20
     )
+
+
+def _ids(words: Any, text: str) -> NDArray[np.int32]:
+    return np.array(words(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
 def _begin(lines: Sequence[str], work: Path, out: Path, sizes: Sizes) -> None:
@@ -160,7 +166,7 @@ def _begin(lines: Sequence[str], work: Path, out: Path, sizes: Sizes) -> None:
 
 def _questions(lines: Sequence[str], words: Any, count: int) -> list[str]:
     asked = (json.loads(line)["question"] for line in lines)
-    found = [one for one in asked if len(words(f"{one}\n")["input_ids"]) <= LONGEST_PROMPT]
+    found = [one for one in asked if len(_ids(words, f"{one}\n")) <= LONGEST_PROMPT]
     if len(found) < count:
         raise SystemExit(f"the data have {len(found)} short questions, not {count}")
     return found[:count]
