@@ -49,7 +49,7 @@ from benchmarks.cross_tokenizer_material import (
 )
 from benchmarks.cross_tokenizer_page import draw, table
 from student_trainer.data.aligned import make_aligned_batch
-from student_trainer.losses import Unit
+from student_trainer.teachers.other_tokenizer_store import Match
 
 RATES = (5e-4, 2e-3)
 HELD_OUT_SEED = 10_000
@@ -59,11 +59,11 @@ Kind = Literal["word", "gold", "even gold", "stored", "cross-entropy", "uld"]
 
 @dataclass(frozen=True)
 class Way:
-    """A loss. unit, cross_entropy: of the kind "stored"."""
+    """A loss. match, cross_entropy: of the kind "stored", as in a job."""
 
     name: str
     kind: Kind
-    unit: Unit = "chunk"
+    match: Match = "row"
     cross_entropy: float = 0.0
 
     @property
@@ -81,10 +81,10 @@ WAYS = (
     Way("on-policy, words", "word"),
     Way("GOLD, on-policy", "gold"),
     Way("GOLD, on-policy, weights 1 and 1", "even gold"),
-    Way("offline, chunks", "stored"),
-    Way("offline, words", "stored", unit="word"),
-    Way("offline, chunks + cross-entropy", "stored", cross_entropy=1.0),
-    Way("offline, words + cross-entropy", "stored", unit="word", cross_entropy=1.0),
+    Way("offline, rows", "stored"),
+    Way("offline, chunks (ALM)", "stored", "chunk"),
+    Way("offline, words (ALM)", "stored", "word"),
+    Way("offline, chunks + cross-entropy", "stored", "chunk", 1.0),
     Way("cross-entropy of the teacher's text", "cross-entropy"),
     Way("ULD", "uld"),
 )
@@ -170,9 +170,9 @@ class Teaching:
         self._on_policy = OnPolicy(material)
         self._asked = prompts(material.student_words, material.questions)
         numbers = range(len(material.questions))
-        units: tuple[Unit, Unit] = ("chunk", "word")
+        matches: tuple[Match, ...] = ("row", "chunk", "word")
         self._encoded = {
-            unit: [encoded(material, number, unit) for number in numbers] for unit in units
+            match: [encoded(material, number, match) for number in numbers] for match in matches
         }
 
     def train(self, way: Way, rate: float, seed: int) -> dict[str, float]:
@@ -220,10 +220,11 @@ class Teaching:
                 return self._on_policy.word(student, written, numbers)
             even = way.kind == "even gold"
             return self._on_policy.gold(student, written, numbers, even=even)
-        scored = [self._encoded[way.unit][number] for number in numbers]
+        scored = [self._encoded[way.match][number] for number in numbers]
         if way.kind == "uld":
             return uld_loss(student, scored, [self._material.stored[number] for number in numbers])
-        return stored_loss(student, scored, way.kind == "stored", way.cross_entropy)
+        match = way.match if way.kind == "stored" else None
+        return stored_loss(student, scored, match, way.cross_entropy)
 
     def _written(self, student: Any, numbers: Sequence[int], seed: int) -> list[Any]:
         asked = [self._asked[number] for number in numbers]

@@ -1,6 +1,6 @@
 """The losses that `benchmarks.cross_tokenizer` compares, of a student and answers.
 
-word, chunk     the objectives of the jobs (`student_trainer/objectives`)
+ours            the objectives of the jobs (`student_trainer/objectives`)
 cross-entropy   of the teacher's text in the student's tokens
 ULD             arXiv 2402.12030: the cross-entropy, and 1.5 times the L1 distance between the
                 sorted probabilities of both at the same position of the answer. Of the teacher's
@@ -32,22 +32,26 @@ from student_trainer.data.aligned import AlignedBatch, make_aligned_batch
 from student_trainer.data.batch import ScoredSequence
 from student_trainer.data.rollout import Rollout
 from student_trainer.data.sequence import TokenSequence
-from student_trainer.losses import Rows, Unit
-from student_trainer.objectives.chunk_divergence import ChunkObjective
+from student_trainer.losses import Rows
 from student_trainer.objectives.cross_tokenizer import CrossTokenizerObjective
+from student_trainer.objectives.stored_answers import StoredAnswersObjective
 from student_trainer.teachers.other_tokenizer import aligned_rows
-from student_trainer.teachers.other_tokenizer_store import unit_rows
+from student_trainer.teachers.other_tokenizer_store import Match, mapped_rows, unit_rows
 
 ULD_WEIGHT = 1.5
 SMALLEST = 1e-8  # of the probabilities whose logarithm GOLD takes
 
 
-def encoded(material: Material, number: int, unit: Unit = "chunk") -> ScoredSequence:
-    """Return a stored answer in the student's tokens, with the shares of its units."""
+def encoded(material: Material, number: int, match: Match) -> ScoredSequence:
+    """Return a stored answer in the student's tokens, with the rows of an offline job."""
     stored = material.stored[number]
-    found = material.reads_teacher.align(stored.ids.numpy().astype(np.int32), ended=stored.ended)
+    written = stored.ids.numpy().astype(np.int32)
+    found = material.reads_teacher.align(written, ended=stored.ended)
     assert found is not None, "no tokenizer here normalizes"
-    rows = unit_rows(found, stored.logprobs.numpy(), unit)
+    if match == "row":
+        rows = mapped_rows(found, written, stored.rows, material.token_map)
+    else:
+        rows = unit_rows(found, stored.rows.token_logprobs, match)
     (asked,) = prompts(material.student_words, [material.questions[number]])
     ids = np.concatenate([asked.ids, found.reader_ids]).astype(np.int64)
     return ScoredSequence(TokenSequence(torch.from_numpy(ids), len(asked.ids)), rows)
@@ -62,18 +66,20 @@ def logprobs(student: Any, batch: AlignedBatch) -> Tensor:
 
 def rows_of(table: Tensor, batch: AlignedBatch) -> Rows:
     own = table.gather(1, batch.token_ids[:, None])[:, 0]
-    return Rows(table[:, :0], torch.zeros_like(own), own)
+    ids = batch.sample_ids
+    samples = None if ids is None else table.gather(1, ids)
+    return Rows(table[:, :0], torch.zeros_like(own), own, samples)
 
 
 def stored_loss(
-    student: Any, scored: Sequence[ScoredSequence], chunks: bool, cross_entropy: float
+    student: Any, scored: Sequence[ScoredSequence], match: Match | None, cross_entropy: float
 ) -> Tensor:
-    """Return the mean over tokens of the loss of an offline job, or of the cross-entropy alone."""
+    """Return the mean over tokens of the loss of an offline job; None: the cross-entropy."""
     batch = make_aligned_batch(scored, torch.device("cpu"), "padded")
     rows = rows_of(logprobs(student, batch), batch)
-    if not chunks:
+    if match is None:
         return -rows.token_logprobs.mean()
-    objective = ChunkObjective(1.0, cross_entropy)
+    objective = StoredAnswersObjective(match != "row", 1.0, cross_entropy)
     return objective.loss(batch)(rows, slice(0, len(batch))).mean()
 
 

@@ -24,13 +24,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.draw_material import LONGEST_PROMPT, make_pair
 from benchmarks.draw_training import hidden, logits
 from clients.alignment.alignment import Aligner
+from protos.rows.codec import RowBlock
 from student_trainer.data.prompts import Prompt
 from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.teachers.other_tokenizer_store import TokenMap
 from student_trainer.teachers.tokenizer_pair import bytes_of
 from student_trainer.tools.pretrain import main as pretrain
 
 POOL = 2000  # of the questions, those that are asked; the student begins on the others
 BATCH = 16
+HEAD = 64  # the default of a capture
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,23 @@ QUICK = Sizes(
 class Stored:
     """An answer of the teacher: its ids [n], log-probs [n], and whether it has ended.
 
-    likeliest [n, V] float16: the V largest probabilities of each token, V of the student's ids.
+    head_ids, head_logprobs [n, HEAD]: of its likeliest ids, as a capture has them. likeliest [n, V]
+    float16: the V largest probabilities of each token, V being the number of the student's ids.
     """
 
     ids: Tensor
     logprobs: Tensor
     ended: bool
+    head_ids: Tensor
+    head_logprobs: Tensor
     likeliest: Tensor
+
+    @property
+    def rows(self) -> RowBlock:
+        """The rows of a capture, without the tail, which no loss here reads."""
+        none = np.zeros(len(self.ids), np.float32)
+        head = self.head_ids.numpy(), self.head_logprobs.numpy()
+        return RowBlock(*head, none, self.logprobs.numpy())
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,11 @@ class Material:
         """Aligns what the student writes with the teacher's tokens."""
         ours, theirs = self._bytes()
         return Aligner(ours, theirs, self.teacher_words.eos_token_id)
+
+    @cached_property
+    def token_map(self) -> TokenMap:
+        """The teacher's ids as tokens of the student."""
+        return TokenMap.of(self.reads_teacher, np.array([self.teacher_words.eos_token_id]))
 
     @cached_property
     def reads_teacher(self) -> Aligner:
@@ -180,10 +198,16 @@ def _answers(material: Material) -> Iterator[Stored]:
     for first in range(0, len(asked), BATCH):
         part = asked[first : first + BATCH]
         (written,) = sampler.generate(part, range(first, first + len(part)), seed=0)
-        table = logits(material.teacher, hidden(material.teacher, written)).softmax(1)
-        of_answer = table.topk(width).values.half().split([len(one.completion) for one in written])
-        for one, likeliest in zip(written, of_answer, strict=True):
+        table = logits(material.teacher, hidden(material.teacher, written)).log_softmax(1)
+        top = table.topk(width)
+        counts = [len(one.completion) for one in written]
+        of_answers = zip(written, top.values.split(counts), top.indices.split(counts), strict=True)
+        for one, logprobs, ids in of_answers:
             yield Stored(
-                one.completion.clone(), one.token_logprobs.clone(), not one.truncated,
-                likeliest.clone(),
-            )  # fmt: skip
+                ids=one.completion.clone(),
+                logprobs=one.token_logprobs.clone(),
+                ended=not one.truncated,
+                head_ids=ids[:, :HEAD].int(),
+                head_logprobs=logprobs[:, :HEAD].half(),
+                likeliest=logprobs.exp().half(),
+            )

@@ -63,7 +63,7 @@ class Aligner:
         """`reader_end`: the id with which the reader ends an answer."""
         self.writer = writer
         self.reader = reader
-        self._end = reader_end
+        self.reader_end = reader_end
 
     def align(self, ids: NDArray[np.int32], *, ended: bool) -> Alignment | None:
         """Return the alignment of an answer; None if no text of it can be aligned.
@@ -94,7 +94,7 @@ class Aligner:
         read[:last] = ends <= len(data)
         if ended and last == written:
             canonical[-1] = read[-1] = True
-            reader_ids = np.append(reader_ids, np.int32(self._end))
+            reader_ids = np.append(reader_ids, np.int32(self.reader_end))
             reader_chunk = np.append(reader_chunk, len(common))
             reader_word = np.append(reader_word, len(words) + 1)
             settled = len(common) + 1

@@ -60,8 +60,8 @@ class OfflineConfig(Table):
     """As for `on_policy`. Default: bucket+teacher_samples, or bucket without stored samples."""
     cross_entropy: Annotated[float, Field(ge=0)] = 0.0
     """Weight w of the cross-entropy of the stored tokens: loss = KL + w * cross-entropy."""
-    unit: Literal["chunk", "word"] = "chunk"
-    """With another tokenizer: compares words, or the shortest runs of tokens with equal bytes."""
+    match: Literal["row", "chunk", "word"] = "row"
+    """With another tokenizer: row: head ids where words begin. chunk, word: likelihoods (ALM)."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Required number of head ids per stored row; other stores are refused. Default: any."""
     temperature: Annotated[float, Field(ge=1e-3)] | None = None
@@ -145,11 +145,11 @@ class OfflineJob(TrainingJob):
             ),
             (examined, "data.answer_column", stored),
             (examined or other, "data.system data.chat_template", stored),
-            (other, "data.prompts method.unit", same),
+            (other, "data.prompts method.match", same),
             (
                 not other,
                 "method.tail",
-                "head and tail of a row are not read with another tokenizer; leave it out",
+                "the tail of a row is not read with another tokenizer; leave it out",
             ),
         ]
 

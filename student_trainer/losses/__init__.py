@@ -19,6 +19,7 @@ from student_trainer.losses.cross_tokenizer import (
     chunk_divergence,
     controlled_topk_kl,
     cross_tokenizer_kl,
+    mapped_kl,
 )
 from student_trainer.losses.exact import exact_kl
 from student_trainer.losses.fused import (
@@ -66,6 +67,7 @@ __all__ = [
     "gae",
     "group_advantages",
     "importance_weights",
+    "mapped_kl",
     "is_clipped",
     "kl_reward",
     "mismatch",

@@ -21,8 +21,8 @@ One step, in order:
    which calls `losses/fused.py`). It adds `method.cross_entropy` times the cross-entropy of the
    stored tokens.
    A store with another tokenizer (`data.tokenizer`): the student reads its own tokens of the stored
-   texts (`teachers/other_tokenizer_store.py`), and the loss compares the likelihoods of words or of
-   the shortest runs of tokens with equal bytes (`objectives/chunk_divergence.py`).
+   texts (`teachers/other_tokenizer_store.py`), and the loss is the cross-entropy with the rows of
+   word beginnings as control variates, or compares likelihoods (`objectives/stored_answers.py`).
 6. Update. The trainer averages over all tokens of all processes, clips the gradient and runs AdamW.
 
 `offline_method` connects these parts. `assembly.py` calls it once when an attempt starts.
@@ -57,7 +57,7 @@ from student_trainer.methods.method import (
     plain_rollouts,
     sampling_settings,
 )
-from student_trainer.objectives.chunk_divergence import ChunkObjective
+from student_trainer.objectives.stored_answers import StoredAnswersObjective
 from student_trainer.objectives.distillation import DistillationObjective
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
@@ -256,10 +256,10 @@ def offline_method(
 
 def _objective(
     config: OfflineJob, store: TrainingStore, tail: Tail, other_tokenizer: bool
-) -> DistillationObjective | ChunkObjective:
+) -> DistillationObjective | StoredAnswersObjective:
     weight = config.method.cross_entropy
     if other_tokenizer:
-        return ChunkObjective(store.temperature, weight)
+        return StoredAnswersObjective(config.method.match != "row", store.temperature, weight)
     log.info("tail %s, temperature %g, top_k %d", tail, store.temperature, store.top_k)
     return DistillationObjective("forward", tail, store.temperature, weight)
 

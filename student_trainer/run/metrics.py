@@ -43,9 +43,9 @@ pair/one_to_one      share of the student's tokens that are one token of the tea
 pair/other_spelling  share of answers that the student's tokenizer would spell with other tokens
 pair/left_out        share of answers that cannot be aligned, or that are too long to be read
 
-Of a store with another tokenizer, there is no kl/... and no topk/...; loss is the divergence of its
-words or chunks over the number of tokens, and there are cross_entropy, eval/cross_entropy,
-eval/perplexity, pair/one_to_one and pair/left_out.
+Of a store with another tokenizer, there is no topk/...; kl/teacher and eval/kl are the mean of
+log q - log p over the student's tokens, the forward KL if the teacher has written the answers; and
+there are pair/one_to_one and pair/left_out.
 
 Additional metrics of stored sequences, which have no ratio/... and no length/truncated:
 

@@ -2,16 +2,16 @@
 
 A store has token ids of the teacher. The student reads its own encoding of the stored prompt and of
 the answer's text. The stored log-probs of the answer's tokens become shares of the student's
-tokens, for `chunk_divergence` (`losses/cross_tokenizer.py`); head and tail of a row are not read,
-because they are about ids of the teacher.
+tokens, for the losses of `losses/cross_tokenizer.py`. For `mapped_kl` the head ids of rows where
+words begin become ids of the student; of the other rows only the log-prob of the token is read.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,10 +24,12 @@ from clients.data.records import DataSet
 from clients.store.dataset import LogitDataset
 from clients.teacher.query import tokenizer_fingerprint
 from protos.errors import InvalidInput
+from protos.rows.codec import RowBlock
 from student_trainer.data.aligned import AlignedRows
 from student_trainer.data.captured_stores import Stores
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.losses import Unit
+from student_trainer.losses.rows import LOWEST_LOGPROB
 from student_trainer.model.loading import vocabulary
 from student_trainer.teachers.source import PendingRows, resolved
 from student_trainer.teachers.tokenizer_pair import bytes_of, end_of, known_tokenizer
@@ -36,6 +38,9 @@ log = logging.getLogger(__name__)
 
 Ids = NDArray[np.int32]
 _FIELD = "data.tokenizer"
+_SPACES = np.frombuffer(b" \t\n\r", np.uint8)
+# How stored rows are matched with the tokens of the student; see `method.match`.
+Match = Literal["row", "chunk", "word"]
 
 
 class StoredPrompts:
@@ -68,23 +73,52 @@ class StoredPrompts:
         return np.array(self._form.ids(self._tokenizer, asked), np.int32)
 
 
+@dataclass(frozen=True)
+class TokenMap:
+    """The teacher's ids as tokens of the student.
+
+    first [V] int32: the first token of the student's encoding of the bytes of each id; of an end,
+    its own end; -1: none, for special tokens. begins [V] bool: ids that begin a word, which are
+    those with white space in front, and ends.
+    """
+
+    aligner: Aligner
+    first: Ids
+    begins: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, aligner: Aligner, ends: Ids) -> TokenMap:
+        """Encode every token of the writer with the reader: about a second for 100,000 ids."""
+        teacher, student = aligner.writer, aligner.reader
+        first = np.full(len(teacher.lengths), -1, np.int32)
+        begins = np.zeros(len(first), np.bool_)
+        for number in np.flatnonzero(teacher.lengths):
+            data = teacher.data(np.array([number]))
+            ids = student.encode(data.decode("utf-8", "surrogateescape"))
+            first[number] = ids[0] if len(ids) else -1
+            begins[number] = data[0] in _SPACES
+        first[ends], begins[ends] = aligner.reader_end, True
+        return cls(aligner, first, begins)
+
+
 class OtherTokenizerStore:
     """Reads stored sequences as sequences of the student, with AlignedRows."""
 
     def __init__(
-        self, aligner: Aligner, prompts: StoredPrompts, ends: Ids, unit: Unit, longest: int | None
+        self, aligner: Aligner, prompts: StoredPrompts, ends: Ids, match: Match, longest: int | None
     ) -> None:
         """Keep the parts.
 
         `aligner`: the teacher has written, the student reads. `ends`: the teacher's ids that end an
-        answer. `unit`: the runs of tokens that have one share. `longest`: the most tokens that the
-        student reads; longer sequences are left out. None: no limit.
+        answer. `match`: `method.match` of the job. `longest`: the most tokens that the student reads;
+        longer sequences are left out. None: no limit.
         """
         self._aligner = aligner
         self._prompts = prompts
         self._ends = ends
-        self._unit = unit
+        self._match = match
         self._longest = longest
+        self._map = TokenMap.of(aligner, ends) if match == "row" else None
 
     @property
     def tokens(self) -> int:
@@ -115,8 +149,9 @@ class OtherTokenizerStore:
         answer, ended = self._answer(answer)
         found = self._aligner.align(answer, ended=ended)
         if found is None or self._is_too_long(len(before) + len(found.reader_ids)):
-            return _sequence(np.array([before[0], before[0]]), 1, _left_out())
-        rows = unit_rows(found, block.token_logprobs[: len(answer)], self._unit)
+            rows = _left_out(block.k if self._map is not None else 0)
+            return _sequence(np.array([before[0], before[0]]), 1, rows)
+        rows = self._rows(found, answer, block.slice(0, len(answer)))
         return _sequence(np.concatenate([before, found.reader_ids]), len(before), rows)
 
     def _answer(self, ids: Ids) -> tuple[Ids, bool]:
@@ -125,6 +160,12 @@ class OtherTokenizerStore:
         if len(special) and ids[special[0]] in self._ends:
             return ids[: special[0] + 1], True
         return ids, False
+
+    def _rows(self, found: Alignment, ids: Ids, block: RowBlock) -> AlignedRows:
+        if self._match == "row":
+            assert self._map is not None, "it is made for this match"
+            return mapped_rows(found, ids, block, self._map)
+        return unit_rows(found, block.token_logprobs, self._match)
 
     def _is_too_long(self, tokens: int) -> bool:
         return self._longest is not None and tokens > self._longest
@@ -146,6 +187,44 @@ def unit_rows(found: Alignment, logprobs: NDArray[np.float32], unit: Unit) -> Al
     learned = ~open_units[ours]
     shares = np.where(first & learned, of_unit[ours], 0.0)
     return _rows(shares, np.cumsum(first) - 1, learned, found.reader_one_to_one)
+
+
+def mapped_rows(found: Alignment, ids: Ids, block: RowBlock, tokens: TokenMap) -> AlignedRows:
+    """Return the rows [T] of the reader's tokens of an answer, with the weights of `mapped_kl`.
+
+    `ids` [n], `block` of n rows: the writer's tokens. `tail_sample_ids` of the result are the
+    mapped head ids.
+    """
+    rows = unit_rows(found, block.token_logprobs, "chunk")
+    assert block.head_ids is not None, "stored rows have their ids"
+    data = np.frombuffer(found.data, np.uint8)
+    starts = _starts(tokens.aligner.writer.lengths[ids[found.read]])
+    own_starts = _starts(tokens.aligner.reader.lengths[found.reader_ids])
+    places = np.minimum(np.searchsorted(starts, own_starts), len(starts) - 1)
+    at = starts[places]
+    # A word begins after a byte that is no white space; at the beginning, whatever comes begins.
+    before = np.append(data, np.uint8(0))[at - 1]  # of the first byte: 0, no white space
+    within = np.isin(before, _SPACES)
+    heads = block.head_ids[places]
+    log_q = np.maximum(block.head_logprobs[places].astype(np.float64), LOWEST_LOGPROB)
+    fits = tokens.begins[heads] | (at == 0)[:, None]
+    fits &= (tokens.first[heads] >= 0) & ((at == own_starts) & ~within)[:, None]
+    written = fits & (heads == ids[places][:, None])
+    used = written.any(1)[:, None] & fits
+    q = np.where(used, np.exp(log_q), 0.0)
+    weights = q / np.maximum(q.sum(1), np.finfo(np.float64).tiny)[:, None] - written
+    weights = np.where(used, weights, 0.0)
+    more = (weights * log_q).sum(1)
+    return replace(
+        rows,
+        token_logprobs=(rows.token_logprobs + more).astype(np.float32),
+        tail_sample_ids=np.where(used, tokens.first[heads], 0).astype(np.int32),
+        weights=weights.astype(np.float32),
+    )
+
+
+def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.cumsum(lengths) - lengths
 
 
 def other_tokenizer_store(
@@ -171,12 +250,12 @@ def other_tokenizer_store(
     ends = {end_of(theirs, "store", _FIELD), theirs.eos_token_id} - {None}
     prompts = StoredPrompts(aligner, ours, config.data.prompt_format, _known(config, ours, theirs))
     made = OtherTokenizerStore(
-        aligner, prompts, np.array(sorted(ends), np.int32), config.method.unit, longest
+        aligner, prompts, np.array(sorted(ends), np.int32), config.method.match, longest
     )
     for one in (store, stores.held_out):
         if one is not None:
             made.check_prompts(one.data, one.label)
-    log.info("the %s has another tokenizer: learning from each %s", store.label, config.method.unit)
+    log.info("the %s has another tokenizer: method.match = %s", store.label, config.method.match)
     return made
 
 
@@ -206,9 +285,14 @@ def _sequence(ids: Ids, start: int, rows: AlignedRows) -> PendingRows:
     return PendingRows(sequence, resolved(rows))
 
 
-def _left_out() -> AlignedRows:
+def _left_out(head: int) -> AlignedRows:
+    """Return the row of a token that is not learned. `head`: ids of a row, if they are mapped."""
     none = np.zeros(1, np.bool_)
-    return _rows(none.astype(np.float64), none.astype(np.int64), none, none)
+    rows = _rows(none.astype(np.float64), none.astype(np.int64), none, none)
+    if not head:
+        return rows
+    ids = np.zeros((1, head), np.int32)
+    return replace(rows, tail_sample_ids=ids, weights=ids.astype(np.float32))
 
 
 def _rows(

@@ -11,8 +11,15 @@ import pytest
 
 from clients.alignment.alignment import Aligner, Alignment
 from clients.data.prompt_format import PromptFormat
+from protos.rows.codec import RowBlock
 from student_trainer.losses import Unit
-from student_trainer.teachers.other_tokenizer_store import StoredPrompts, _known, unit_rows
+from student_trainer.teachers.other_tokenizer_store import (
+    StoredPrompts,
+    TokenMap,
+    _known,
+    mapped_rows,
+    unit_rows,
+)
 from tests.clients.alignment import trained
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
 from tests.student_trainer import tiny
@@ -129,3 +136,59 @@ def test_prompts_of_the_captured_data(
     ((by, ids),) = _known(job, ours, theirs).items()
     assert theirs.decode(np.frombuffer(by, np.int32)) == said
     assert ours.decode(ids) == said
+
+
+HEAD = 12
+TOKENS = TokenMap.of(ALIGNER, np.array([0], np.int32))
+
+
+def test_every_token_has_a_first_token_of_the_student() -> None:
+    for number in range(len(TEACHER.lengths)):
+        data = TEACHER.data(np.array([number]))
+        begun = STUDENT.data(TOKENS.first[[number]])
+        assert data.startswith(begun)
+        assert bool(begun) == bool(data)
+        assert TOKENS.begins[number] == (number == 0 or data[:1] in (b" ", b"\n"))
+
+
+def test_the_weights_of_head_ids() -> None:
+    """Against the definition, one token at a time."""
+    found, logprobs = aligned(TEXT, ended=True)
+    ids = np.append(TEACHER.encode(TEXT), np.int32(0))
+    random = np.random.default_rng(0)
+    words = np.flatnonzero(TOKENS.begins)
+    heads = np.stack([random.permutation(len(TEACHER.lengths))[:HEAD] for _ in ids])
+    heads[:, 0] = words[:: max(1, len(words) // len(ids))][: len(ids)]
+    for row, token in zip(heads, ids, strict=True):  # the token is in some heads
+        if token not in row and random.random() < 0.7:
+            row[3] = token
+    log_q = np.log(random.dirichlet(np.ones(HEAD), len(ids))).astype(np.float32)
+    block = RowBlock(heads.astype(np.int32), log_q, np.zeros(len(ids), np.float32), logprobs)
+    rows = mapped_rows(found, ids, block, TOKENS)
+    plain = unit_rows(found, logprobs, "chunk")
+    starts = [0, *TEACHER.ends(ids[:-1]).tolist()]
+    own = [0, *STUDENT.ends(found.reader_ids[:-1]).tolist()]
+    assert rows.weights is not None
+    assert rows.tail_sample_ids is not None
+    used = 0
+    for i, start in enumerate(own):
+        wanted = np.zeros(HEAD)
+        if start in starts and (start == 0 or TEXT[start - 1] != " "):
+            t = starts.index(start)
+            inside = [
+                j
+                for j, v in enumerate(heads[t])
+                if start == 0 or v == 0 or TEACHER.data(np.array([v]))[:1] in (b" ", b"\n")
+            ]
+            if ids[t] in heads[t][inside]:
+                used += 1
+                q = np.exp(log_q[t][inside].astype(float))
+                wanted[inside] = q / q.sum()
+                wanted -= heads[t] == ids[t]
+                firsts = TOKENS.first[heads[t][inside]]
+                assert rows.tail_sample_ids[i][inside].tolist() == firsts.tolist()
+        assert rows.weights[i].tolist() == pytest.approx(wanted.tolist(), abs=1e-6)
+        more = float(rows.token_logprobs[i] - plain.token_logprobs[i])
+        t = min(np.searchsorted(starts, start), len(starts) - 1)
+        assert more == pytest.approx(float(wanted @ log_q[t]), abs=1e-5)
+    assert used >= 3

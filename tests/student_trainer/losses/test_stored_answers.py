@@ -1,4 +1,4 @@
-"""Likelihoods of chunks and words of answers that a teacher has written, enumerated."""
+"""Losses of answers that a teacher has written, enumerated."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from student_trainer.losses import Unit, chunk_divergence
+from student_trainer.losses import Rows, Unit, chunk_divergence, mapped_kl, topk_kl
 from tests.student_trainer.losses.toy_tokenizers import (
+    END,
     STUDENT,
     STUDENT_OF_WORDS,
     TEACHER_OF_WORDS,
@@ -186,3 +187,106 @@ def test_the_cross_entropy_has_the_gradient_of_the_forward_kl(written: Written) 
         for of in (cross_entropy, kl)
     )
     assert float((one - other).abs().max()) < EXACT
+
+
+def mapped_losses(written: Written, k: int, *, within_words: bool = False) -> tuple[Tensor, Tensor]:
+    """`mapped_kl` without shares of every token, [N], with the k likeliest ids of the teacher.
+
+    Also the answer of each token [N]. within_words: also where tokens of both begin within a word.
+    """
+    student, teacher = written.student.logprobs(), written.teacher.logprobs().detach()
+    own = greedy([one for one in written.student.vocabulary if one])
+    vocabulary = written.teacher.vocabulary
+    first = [
+        written.student.vocabulary.index(own(token)[0] if token else END) for token in vocabulary
+    ]
+    places, samples, weights, answers = [], [], [], []
+    for index, answer in enumerate(written.teacher.prefixes):
+        text = "".join(answer)
+        starts = [0, *ends(answer)]  # of its tokens, and of the end
+        read = own(text)
+        for place, start in zip(written.student.places(read), [0, *ends(read)], strict=True):
+            weight = torch.zeros(len(vocabulary), dtype=torch.float64)
+            if start in starts and (start == 0 or text[start - 1] == "a" or within_words):
+                t = starts.index(start)
+                row, column = written.teacher.places(answer)[t]
+                head = teacher[row].topk(k).indices.tolist()
+                begins = [v for v in head if teacher[row, v] > -torch.inf]
+                if start and not within_words:
+                    begins = [v for v in begins if vocabulary[v] in ("", " ", " aa")]
+                if column in begins:
+                    q = teacher[row, begins].exp()
+                    weight[begins] = q / q.sum()
+                    weight[column] -= 1
+            places.append(place)
+            samples.append([(place[0], one) for one in first])
+            weights.append(weight)
+            answers.append(index)
+    flat = [one for of in samples for one in of]
+    of_heads = student[tuple(zip(*flat, strict=True))].reshape(len(places), -1)
+    log_p = student[tuple(zip(*places, strict=True))]
+    rows = Rows(log_p[:, None][:, :0], torch.zeros_like(log_p), log_p, of_heads)
+    none = torch.zeros_like(log_p.detach())
+    found = mapped_kl(rows, none, torch.stack(weights), everything(log_p))
+    return found, torch.tensor(answers)
+
+
+@pytest.fixture
+def wordy() -> Written:
+    return Written(Table(STUDENT_OF_WORDS, 1), Table(TEACHER_OF_WORDS, 2))
+
+
+def of_student(written: Written, value: Tensor) -> Tensor:
+    (found,) = torch.autograd.grad(value, written.student.logits, retain_graph=True)
+    return found
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_rows_of_word_beginnings_do_not_change_the_mean(wordy: Written, k: int) -> None:
+    """Of value and gradient, with any head: those of -log p. Elsewhere they would."""
+    log_p, _, _, answer = wordy.of_tokens("chunk")
+    plain = -(wordy.weights()[answer] * log_p).sum()
+    losses, answers = mapped_losses(wordy, k)
+    mean = (wordy.weights()[answers] * losses).sum()
+    assert float(mean.detach()) == pytest.approx(float(plain.detach()), abs=EXACT)
+    one, other = of_student(wordy, mean), of_student(wordy, plain)
+    assert float((one - other).abs().max()) < EXACT
+    losses, answers = mapped_losses(wordy, k, within_words=True)
+    biased = of_student(wordy, (wordy.weights()[answers] * losses).sum())
+    bias = float((biased - other).norm() / other.norm())
+    print(f"k = {k}, also within words: {bias:.0%}")
+    assert bias > 0.01 or k == 1
+
+
+def test_rows_of_word_beginnings_vary_less(wordy: Written) -> None:
+    """The variance of an answer's gradient, summed over all parameters."""
+    log_p, _, _, answer = wordy.of_tokens("chunk")
+    losses, answers = mapped_losses(wordy, 5)
+    weights = wordy.weights()
+    found = []
+    for of_tokens, of in ((-log_p, answer), (losses, answers)):
+        gradients = torch.stack(
+            [of_student(wordy, of_tokens[of == number].sum()) for number in range(len(weights))]
+        ).flatten(1)
+        mean = weights @ gradients
+        found.append(float(weights @ (gradients - mean).square().sum(1)))
+    print(f"variance of the gradient: {found[0]:.3f} -> {found[1]:.3f}")
+    assert found[1] < found[0]
+
+
+def test_with_one_tokenizer_it_is_the_kl_over_the_head() -> None:
+    """If the token is in the head, and the head is everything; otherwise a sample of the tail."""
+    generator = torch.Generator().manual_seed(0)
+    p, q = (
+        torch.randn(7, 9, dtype=torch.float64, generator=generator).log_softmax(1) for _ in range(2)
+    )
+    tokens = torch.tensor([0, 3, 8, 1, 2, 5, 7])[:, None]
+    own = torch.nn.functional.one_hot(tokens[:, 0], 9)
+    weights = q.exp() - own
+    shares = q.gather(1, tokens)[:, 0] + (weights * q).sum(1)
+    rows = Rows(p[:, :0], torch.zeros(7), p.gather(1, tokens)[:, 0], p)
+    found = mapped_kl(rows, shares, weights, torch.ones(7, dtype=torch.bool))
+    none = torch.full((7,), -torch.inf, dtype=torch.float64)
+    both = (Rows(of, none, of.gather(1, tokens)[:, 0]) for of in (p, q))
+    wanted = topk_kl(*both, torch.ones(7, dtype=torch.bool), direction="forward", tail="none")
+    assert found.tolist() == pytest.approx(wanted.tolist(), abs=EXACT)

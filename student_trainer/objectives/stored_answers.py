@@ -1,4 +1,4 @@
-"""The objective of offline distillation from a store with another tokenizer."""
+"""The objectives of offline distillation from a store with another tokenizer."""
 
 from __future__ import annotations
 
@@ -12,21 +12,33 @@ from student_trainer.data.aligned import AlignedBatch, make_aligned_batch
 from student_trainer.data.batch import Batch, ScoredSequence
 from student_trainer.data.metric_sums import sum_and_count
 from student_trainer.data.packing import Layout
-from student_trainer.losses import FusedLoss, Index, LossFunction, Rows, chunk_divergence
+from student_trainer.losses import (
+    FusedLoss,
+    Index,
+    LossFunction,
+    Rows,
+    chunk_divergence,
+    mapped_kl,
+)
 from student_trainer.objectives.weighted import weighted
 
 
 @dataclass(frozen=True)
-class ChunkObjective:
-    """The objective to minimise: `chunk_divergence` + cross_entropy * (-log p of each token).
+class StoredAnswersObjective:
+    """The objective to minimise: a loss plus cross_entropy * (-log p of each token), in nats.
 
-    In nats. temperature: of the student's distribution. cross_entropy: the weight of that term.
+    chunks: whether the loss is `chunk_divergence`; otherwise `mapped_kl`. temperature: of the
+    student's distribution. cross_entropy: the weight of the second term.
     """
 
+    chunks: bool
     temperature: float
     cross_entropy: float
 
-    needs_all_rows = True
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether the loss of a token depends on other rows."""
+        return self.chunks
 
     def batch(
         self, scored: Sequence[ScoredSequence], device: torch.device, layout: Layout
@@ -39,24 +51,26 @@ class ChunkObjective:
         assert isinstance(batch, AlignedBatch)
 
         def loss(rows: Rows, index: Index) -> Tensor:
-            learned = batch.learned[index]
-            found = chunk_divergence(
-                rows.token_logprobs,
-                batch.teacher.token_logprobs[index],
-                batch.word[index],
-                learned,
-            )
+            found = self._loss(batch, rows, index)
             if not self.cross_entropy:
                 return found
-            return found + self.cross_entropy * _cross_entropy(rows, learned)
+            return found + self.cross_entropy * _cross_entropy(rows, batch.learned[index])
 
         return weighted(loss, batch.sequence_weights)
+
+    def _loss(self, batch: AlignedBatch, rows: Rows, index: Index) -> Tensor:
+        shares, learned = batch.teacher.token_logprobs[index], batch.learned[index]
+        if self.chunks:
+            return chunk_divergence(rows.token_logprobs, shares, batch.word[index], learned)
+        assert batch.weights is not None, "mapped_rows has them"
+        return mapped_kl(rows, shares, batch.weights[index], learned)
 
     @torch.no_grad()
     def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
         """Return (sum, number) of each metric over the tokens or the answers of a batch."""
         assert isinstance(batch, AlignedBatch)
         return {
+            "kl/teacher": sum_and_count(self._kl(batch, out.rows)[batch.learned]),
             "cross_entropy": sum_and_count(-out.rows.token_logprobs[batch.learned]),
             "entropy": sum_and_count(out.metrics["entropy"]),
             "pair/one_to_one": sum_and_count(batch.one_to_one.float()),
@@ -67,8 +81,17 @@ class ChunkObjective:
     def held_out(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
         """Return the held-out metrics of each token, [n], by their names in metrics.jsonl."""
         assert isinstance(batch, AlignedBatch)
-        values = _cross_entropy(out.rows, batch.learned)
-        return {"eval/cross_entropy": values, "eval/perplexity": values}
+        return {
+            "eval/kl": self._kl(batch, out.rows),
+            "eval/perplexity": _cross_entropy(out.rows, batch.learned),
+        }
+
+    def _kl(self, batch: AlignedBatch, rows: Rows) -> Tensor:
+        """Return values [N] whose mean is the forward KL, if the teacher has written the text."""
+        shares = batch.teacher.token_logprobs
+        if not self.chunks:
+            return self._loss(batch, rows, slice(0, len(rows)))
+        return torch.where(batch.learned, shares - rows.token_logprobs, torch.zeros_like(shares))
 
 
 def _cross_entropy(rows: Rows, learned: Tensor) -> Tensor:
