@@ -191,7 +191,7 @@ class Teaching:
             ]
             loss = self._loss(way, student, numbers, seed * sizes.steps + step)
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
             optimizer.step()
         seconds = time.monotonic() - began

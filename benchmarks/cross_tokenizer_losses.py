@@ -163,7 +163,9 @@ class OnPolicy:
             losses.append((weights[0] * matched + weights[1] * other) / len(chunks))
         return torch.stack(losses).mean()
 
-    def string_cost(self, student: Any, written: Sequence[Rollout], numbers: Sequence[int]) -> float:
+    def string_cost(
+        self, student: Any, written: Sequence[Rollout], numbers: Sequence[int]
+    ) -> float:
         """Return the sum of log p - log q over the settled bytes of answers, per byte, in nats."""
         answers, alignments, tables = self.read(written, numbers)
         cost = size = 0.0

@@ -21,7 +21,10 @@ Chosen = Sequence[tuple[str, float]]
 
 def table(found: dict[str, Any], chosen: Chosen) -> str:
     """Return the table of docs/pairs.md: mean over seeds, minimum to maximum in brackets."""
-    lines = ["| learns from | learning rate | bits a byte | cost, nats a byte |", "|---|---|---|---|"]
+    lines = [
+        "| learns from | learning rate | bits a byte | cost, nats a byte |",
+        "|---|---|---|---|",
+    ]
     before = found["before"]
     lines.append(f"| (the student before) | | {before['bits']:.3f} | {before['cost']:.3f} |")
     for name, rate in chosen:

@@ -136,7 +136,7 @@ class OfflineJob(TrainingJob):
         other = self.data.tokenizer != "same"
         examined, named = self.data.eval_prompts is not None, self.data.prompts is not None
         same = "the store has the student's tokenizer; leave it out, or set data.tokenizer"
-        stored = "stored sequences have no columns; it belongs to data.eval_prompts"
+        stored = "stored sequences have no columns; it is for data.eval_prompts or data.prompts"
         return [
             (
                 examined or named,

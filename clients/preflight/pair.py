@@ -69,7 +69,8 @@ def pair_report(teacher: Path, student: Path, texts: Iterable[str]) -> PairRepor
         shares[ALL] = measured(aligner, [text for of in by_kind.values() for text in of])
     loss = (
         "reverse KL of the teacher's log-probs of its own tokens, word by word"
-        ' (method.horizon = "answer": with all that follows); offline, cross-entropy and rows of word beginnings'
+        ' (method.horizon = "answer": with all that follows); offline, cross-entropy, with rows'
+        " where words begin"
     )
     lines = ['teacher.tokenizer = "auto"  # on_policy', 'data.tokenizer = "auto"  # offline']
     return PairReport(False, difference, shares, [], loss, lines)

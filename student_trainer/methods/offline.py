@@ -57,8 +57,8 @@ from student_trainer.methods.method import (
     plain_rollouts,
     sampling_settings,
 )
-from student_trainer.objectives.stored_answers import StoredAnswersObjective
 from student_trainer.objectives.distillation import DistillationObjective
+from student_trainer.objectives.stored_answers import StoredAnswersObjective
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollouts.rollouts import Rollouts

@@ -87,7 +87,10 @@ def tokenizer_pair(
     theirs = known_tokenizer(name, theirs_known_by, teacher.label, _FIELD)
     form = config.data.prompt_format
     check_chat_template(form, template_text(theirs.chat_template))
-    student, reader = bytes_of(ours, "student", "student.model"), bytes_of(theirs, "teacher", _FIELD)
+    student, reader = (
+        bytes_of(ours, "student", "student.model"),
+        bytes_of(theirs, "teacher", _FIELD),
+    )
     aligner = Aligner(student, reader, end_of(theirs, "teacher", _FIELD))
     return TokenizerPair(aligner, theirs, form)
 

@@ -25,7 +25,7 @@ def models(tmp_path: Path) -> Path:
     texts = [f"{one} apples and {one + 7} pears " * 3 for one in range(400)]
     words = pretrain.make_tokenizer("bpe", texts, 700)
     torch.manual_seed(0)
-    tiny.save(pretrain.make_model(1000, words, 1, 32), words, tmp_path / "real-teacher")
+    tiny.save(pretrain.make_model(len(words), words, 1, 32), words, tmp_path / "real-teacher")
     (tmp_path / "real-student").mkdir()
     return tmp_path
 

@@ -116,7 +116,9 @@ USED = [
     ON_POLICY + "teacher.tail_draws = 4\n",
     ON_POLICY + "teacher.tokenizer = 'auto'\nmethod.horizon = 'answer'\n",
     ON_POLICY + FORWARD + "teacher.tail_draws = 4\n",
-    OFFLINE + OTHER + "data.prompts = 'p.jsonl'\ndata.messages_column = 'm'\nmethod.match = 'word'\n",
+    OFFLINE
+    + OTHER
+    + "data.prompts = 'p.jsonl'\ndata.messages_column = 'm'\nmethod.match = 'word'\n",
     OFFLINE + OTHER + "data.system = 'Be brief.'\nmethod.cross_entropy = 0.5\n",
     RL + "method.tail_draws = 4\n",
     KL + "method.kl_in = 'reward'\nmethod.tail_draws = 4\n",

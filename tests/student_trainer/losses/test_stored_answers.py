@@ -65,7 +65,12 @@ class Written:
                 units += [number] * len(mine)
                 answers += [index] * len(mine)
         log_p = table[tuple(zip(*places, strict=True))]
-        return log_p, torch.tensor(shares).double(), torch.tensor(units), torch.tensor(answers)
+        return (
+            log_p,
+            torch.tensor(shares, dtype=torch.float64),
+            torch.tensor(units),
+            torch.tensor(answers),
+        )
 
     def weights(self) -> Tensor:
         """Q of each answer, [S]."""
@@ -128,7 +133,7 @@ def test_a_student_that_agrees_has_no_divergence_and_no_gradient() -> None:
     found = chunk_divergence(log_p, shares, units, everything(log_p))
     (gradient,) = torch.autograd.grad(found.sum(), log_p)
     assert float(found.detach().abs().max()) < EXACT
-    assert float(gradient.abs().max()) < EXACT
+    assert float(gradient.abs().max()) < 1e-6
 
 
 def test_a_large_temperature_compares_lengths_of_codes() -> None:
@@ -136,9 +141,7 @@ def test_a_large_temperature_compares_lengths_of_codes() -> None:
     ours = torch.tensor([0.5, 3.0, 20.0], dtype=torch.float64)
     theirs = torch.tensor([1.0, 2.0, 0.1], dtype=torch.float64)
     log_p = (-ours).requires_grad_()
-    found = chunk_divergence(
-        log_p, -theirs, torch.arange(3), everything(log_p), temperature=1e6
-    )
+    found = chunk_divergence(log_p, -theirs, torch.arange(3), everything(log_p), temperature=1e6)
     (gradient,) = torch.autograd.grad(found.sum(), log_p)
     wanted = ours - theirs - theirs * (ours / theirs).log()
     assert found.detach().tolist() == pytest.approx(wanted.tolist(), rel=1e-3)
@@ -148,11 +151,13 @@ def test_a_large_temperature_compares_lengths_of_codes() -> None:
 def test_runs_that_are_not_learned_have_neither() -> None:
     log_p = torch.tensor([-1.0, -2.0, -torch.inf], requires_grad=True)
     learned = torch.tensor([True, False, False])
-    found = chunk_divergence(log_p, torch.tensor([-3.0, -9.0, 0.0]), torch.tensor([0, 1, 1]), learned)
+    found = chunk_divergence(
+        log_p, torch.tensor([-3.0, -9.0, 0.0]), torch.tensor([0, 1, 1]), learned
+    )
     (gradient,) = torch.autograd.grad(found.sum(), log_p)
     assert found[0] > 0
     assert found[1:].tolist() == [0, 0]
-    assert gradient[0] < 0
+    assert gradient[0] > 0  # the student finds the run likelier than the teacher
     assert gradient[1:].tolist() == [0, 0]
 
 
@@ -180,7 +185,7 @@ def test_the_cross_entropy_has_the_gradient_of_the_forward_kl(written: Written) 
         of_text["".join(tokens)] = of_text.get("".join(tokens), 0.0) + weight
     own = greedy([one for one in written.student.vocabulary if one])
     of_student = written.student.of_answers([own(text) for text in of_text])
-    mass = torch.tensor(list(of_text.values())).double()
+    mass = torch.tensor(list(of_text.values()), dtype=torch.float64)
     kl = (mass * (mass.log() - of_student)).sum()
     one, other = (
         torch.autograd.grad(of, written.student.logits, retain_graph=True)[0]

@@ -36,7 +36,7 @@ WEIGHT = 0.4
 def pair(material: tiny.Material, tmp_path_factory: pytest.TempPathFactory) -> tiny.Material:
     """The teacher of `material`, and a student whose tokens are pairs of digits, often."""
     path = tmp_path_factory.mktemp("pair") / "student"
-    numbers = " ".join(f"{one:02}" for one in range(100)) * 3
+    numbers = "=".join(f"{one:02}" for one in range(100)) * 3
     words = make_tokenizer("bpe", [numbers], 330)
     torch.manual_seed(3)
     made = make_model(len(words), words, 1, 32)
@@ -52,9 +52,7 @@ def teacher(material: tiny.Material) -> Any:
 
 
 @pytest.fixture(scope="module")
-def store(
-    material: tiny.Material, teacher: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def store(material: tiny.Material, teacher: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("stored") / "store"
     where = str(material.teacher)
     return write_store(path, teacher, TEXTS, temperature=TEMPERATURE, tokenizer=where)
@@ -76,8 +74,9 @@ def trainer_of(run: RunDirectory) -> Iterator[Trainer]:
 
 
 def refused(tmp_path: Path, config: OfflineJob) -> DistillError:
-    with pytest.raises(DistillError) as caught, trainer_of(
-        RunDirectory.create(tmp_path / "run", config)
+    with (
+        pytest.raises(DistillError) as caught,
+        trainer_of(RunDirectory.create(tmp_path / "run", config)),
     ):
         pass
     return caught.value
