@@ -22,8 +22,8 @@ class AlignedRows(RowBlock):
 
     word [n] int64: the word of each token (of a store: its unit, maybe a chunk), from 0, without
     gaps. learned [n] bool: tokens with a cost. one_to_one [n] bool: tokens that are one teacher
-    token. spelled: the whole answer is the student's canonical encoding of its bytes. weights [n, M]:
-    of the ids `tail_sample_ids` [n, M]; of stored rows only, see `mapped_kl`.
+    token. spelled: the whole answer is the student's canonical encoding of its bytes. weights
+    [n, M]: of the ids `tail_sample_ids` [n, M]; of stored rows only, see `mapped_kl`.
     """
 
     word: NDArray[np.int64]

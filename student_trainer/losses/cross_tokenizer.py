@@ -36,12 +36,11 @@ Of a store, the teacher has written the answers: tokens b, bytes x, and a = s(x)
 the student. The gradient of the mean of -log p(a) is that of the forward KL, and needs no log q.
 `mapped_kl` has the same mean gradient and less variance, because it reads the rows of the teacher
 where words begin: its head ids become the first tokens of the student's encodings of them.
-`chunk_divergence` compares the likelihoods of the runs of
-both, as ALM does (arXiv 2503.20083).
+`chunk_divergence` compares the likelihoods of the runs of both, as ALM does (arXiv 2503.20083).
 
 `tests/student_trainer/losses/test_cross_tokenizer.py` enumerates all of this, and
-`test_stored_answers.py` beside it the last part. A chunk is a shortest run of student tokens with the
-bytes of a run of teacher tokens; `clients/alignment/alignment.py` has words too.
+`test_stored_answers.py` beside it the last part. A chunk is a shortest run of student tokens with
+the bytes of a run of teacher tokens; `clients/alignment/alignment.py` has words too.
 """
 
 from __future__ import annotations
@@ -117,9 +116,9 @@ def costs_to_come(costs: Tensor, segment: Tensor) -> Tensor:
 def mapped_kl(student: Rows, teacher_shares: Tensor, weights: Tensor, learned: Tensor) -> Tensor:
     """Return the loss of each token, [N] in nats, of answers that the teacher has written.
 
-    Let token i begin a word, and with it token b_t of the teacher, whose row has the head ids v with
-    the probabilities q. C are the head ids that begin a word too, and m(v) is the first token of the
-    student's encoding of the bytes of v. If b_t is in C, the loss of token i is
+    Let token i begin a word, and with it token b_t of the teacher, whose row has the head ids v
+    with the probabilities q. C are the head ids that begin a word too, and m(v) is the first token
+    of the student's encoding of the bytes of v. If b_t is in C, the loss of token i is
 
         share_i - log p(a_i) - sum_{v in C} w_v log p(m(v)),    w_v = q(v) / q(C) - 1[v = b_t]
 

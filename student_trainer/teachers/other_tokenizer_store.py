@@ -110,8 +110,8 @@ class OtherTokenizerStore:
         """Keep the parts.
 
         `aligner`: the teacher has written, the student reads. `ends`: the teacher's ids that end an
-        answer. `match`: `method.match` of the job. `longest`: the most tokens that the student reads;
-        longer sequences are left out. None: no limit.
+        answer. `match`: `method.match` of the job. `longest`: the most tokens that the student
+        reads; longer sequences are left out. None: no limit.
         """
         self._aligner = aligner
         self._prompts = prompts

@@ -177,7 +177,7 @@ def test_extreme_log_probs_are_finite(t: float) -> None:
 
 
 def test_the_cross_entropy_has_the_gradient_of_the_forward_kl(written: Written) -> None:
-    """KL(Q||P') of byte strings, with P'(x) = p(s(x)), the probability of the student's encoding."""
+    """KL(Q||P') of byte strings; P'(x) = p(s(x)) is the probability of the student's encoding."""
     log_p, _, _, answer = written.of_tokens("chunk")
     cross_entropy = -(written.weights()[answer] * log_p).sum()
     of_text: dict[str, float] = {}
