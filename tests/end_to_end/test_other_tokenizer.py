@@ -254,23 +254,29 @@ def test_real_tokenizers_and_their_chat_templates(tmp_path: Path) -> None:
     assert all(abs(line["kl/teacher"]) < 50 for line in (first, last))
 
 
-@pytest.fixture(scope="module")
-def store(root: Path) -> Path:
+def captured(root: Path, name: str, prompt: str) -> Path:
     """The teacher's rows of what it likes."""
     from clients.config.capture import CaptureJob
     from tests.teacher_service.capture.material import capture_here
 
-    records = [{"prompt": PROMPT, "answer": answer} for answer in answers_of("teacher")]
-    (root / "answers.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    records = [{"prompt": prompt, "answer": answer} for answer in answers_of("teacher")]
+    (root / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     config = CaptureJob.model_validate(
         {
-            "data": {"path": str(root / "answers.jsonl")},
+            "data": {"path": str(root / f"{name}.jsonl")},
             "teacher": {"model": str(root / "teacher"), "top_k": 4},
-            "method": {"type": "capture", "store": str(root / "store")},
+            "method": {"type": "capture", "store": str(root / name)},
         }
     )
-    assert capture_here(root / "capture", config)[0] == "succeeded"
-    return root / "store"
+    assert capture_here(root / f"{name}-run", config)[0] == "succeeded"
+    return root / name
+
+
+@pytest.fixture(scope="module")
+def store(root: Path) -> Path:
+    """Beside it is one to hold out, whose prompt is another: no copies of it are left out here."""
+    captured(root, "aside", f"now {PROMPT}")
+    return captured(root, "store", PROMPT)
 
 
 def stored_job(root: Path, store: Path, **changes: Any) -> Any:
@@ -282,6 +288,7 @@ def stored_job(root: Path, store: Path, **changes: Any) -> Any:
         store,
         **{
             "data__tokenizer": "auto",
+            "data__eval_path": str(root / "aside"),
             "max_steps": STEPS,
             "eval__every": STEPS,
             "eval__prompts": 8,
@@ -302,9 +309,9 @@ def test_the_student_learns_from_a_store(
     run = finish(new_run(tmp_path / "run", stored_job(root, store, method__match=match)))
     before, after = string_cost(root, root / "student"), string_cost(root, run.export)
     print(f"{match}: log p - log q of an answer {before:.2f} -> {after:.2f} nats")
-    assert after < 0.7 * before
-    first, *_, last = metrics_of(run)
-    assert last["eval/kl"] < 0.5 * first["eval/kl"]
+    assert after < (0.7 if match == "row" else 0.9) * before
+    costs = [line["kl/teacher"] for line in metrics_of(run) if "kl/teacher" in line]
+    assert sum(costs[-10:]) < 0.3 * sum(costs[:10])
 
 
 @pytest.mark.slow
