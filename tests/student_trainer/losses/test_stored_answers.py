@@ -295,3 +295,35 @@ def test_with_one_tokenizer_it_is_the_kl_over_the_head() -> None:
     both = (Rows(of, none, of.gather(1, tokens)[:, 0]) for of in (p, q))
     wanted = topk_kl(*both, torch.ones(7, dtype=torch.bool), direction="forward", tail="none")
     assert found.tolist() == pytest.approx(wanted.tolist(), abs=EXACT)
+
+
+def minimum(form: str) -> float:
+    """KL(Q||P') of byte strings after Adam has followed the mean of the form's gradient."""
+    written = Written(Table(STUDENT_OF_WORDS, 1), Table(TEACHER_OF_WORDS, 2))
+    adam = torch.optim.Adam([written.student.logits], lr=0.1)
+    weights = written.weights()
+    for _ in range(150):
+        log_p, shares, units, answer = written.of_tokens("word" if form == "word" else "chunk")
+        if form == "row":
+            losses, answer = mapped_losses(written, 3)
+        else:
+            losses = chunk_divergence(log_p, shares, units, everything(log_p))
+        adam.zero_grad()
+        (weights[answer] * losses).sum().backward()  # type: ignore[no-untyped-call]
+        adam.step()
+    of_text: dict[str, float] = {}
+    for tokens, weight in zip(written.teacher.prefixes, weights.tolist(), strict=True):
+        of_text["".join(tokens)] = of_text.get("".join(tokens), 0.0) + weight
+    own = greedy([one for one in written.student.vocabulary if one])
+    of_student = written.student.of_answers([own(text) for text in of_text]).detach()
+    mass = torch.tensor(list(of_text.values()), dtype=torch.float64)
+    return float((mass * (mass.log() - of_student)).sum())
+
+
+@pytest.mark.slow
+def test_where_the_forms_lead() -> None:
+    """Likelihoods of runs have another minimum: what follows a run decides its boundary."""
+    found = {form: minimum(form) for form in ("row", "chunk", "word")}
+    print({form: round(kl, 3) for form, kl in found.items()})
+    assert found["row"] < 0.05
+    assert min(found["chunk"], found["word"]) > 0.2
