@@ -51,7 +51,7 @@ from benchmarks.cross_tokenizer_page import draw, table
 from student_trainer.data.aligned import make_aligned_batch
 from student_trainer.teachers.other_tokenizer_store import Match
 
-RATES = (5e-4, 2e-3)
+RATES = (3e-4, 1e-3)
 HELD_OUT_SEED = 10_000
 
 Kind = Literal["word", "gold", "even gold", "stored", "cross-entropy", "uld"]

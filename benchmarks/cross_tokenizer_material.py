@@ -43,11 +43,11 @@ class Sizes:
     batch: answers of a step. vocabulary, layers, width, begun: the student's, and its first steps.
     """
 
-    held_out: int = 16
-    questions: int = 96
+    held_out: int = 24
+    questions: int = 192
     tokens: int = 32
     steps: int = 24
-    batch: int = 4
+    batch: int = 8
     vocabulary: int = 4096
     layers: int = 3
     width: int = 192
