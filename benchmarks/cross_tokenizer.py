@@ -25,6 +25,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,11 +109,10 @@ def main(arguments: list[str] | None = None) -> None:
     if results.before is None:
         results.begin(teaching.measure(material.fresh_student()))
     # The offline ways first: their runs take seconds.
-    for way in sorted(WAYS, key=lambda way: way.samples):
-        for rate in RATES:
+    for ways in ([way for way in WAYS if not way.samples], [way for way in WAYS if way.samples]):
+        for way, rate in product(ways, RATES):
             results.run(teaching, way, rate, 0)
-    for seed in range(1, 1 if options.quick else options.seeds):
-        for way in sorted(WAYS, key=lambda way: way.samples):
+        for seed, way in product(range(1, 1 if options.quick else options.seeds), ways):
             results.run(teaching, way, results.better_rate(way), seed)
     found = json.loads(options.out.read_text())
     chosen = [(way.name, results.better_rate(way)) for way in WAYS]
