@@ -20,7 +20,7 @@ import torch
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, concatenate
-from protos.vllm_processes import require_vllm
+from protos.vllm_processes import executor, require_vllm
 from teacher_service.engines.base import EngineInfo, fingerprint_of
 from teacher_service.engines.vllm_process import VllmProcess
 from teacher_service.engines.vllm_wire import decode_answer, encode_query, part_of
@@ -77,6 +77,7 @@ class VllmEngine:
             "max_num_batched_tokens": max_batch_tokens,
             "max_num_seqs": min(256, max_batch_tokens),
             "worker_cls": _WORKER,
+            "distributed_executor_backend": executor(tensor_parallel_size),
             "additional_config": {
                 "head": [head.weight, head.bias],
                 "scale_and_cap": [head.scale_and_cap.scale, head.scale_and_cap.cap],
