@@ -24,11 +24,13 @@ from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.process_memory import printed_by_group, resident_before, resident_peak
+from clients.config.tables.common import TrainConfig
 from clients.data.model_shape import ModelShape
 from clients.preflight.memory import Load
 from clients.preflight.memory import held as held_bytes
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.rollout import Rollout
+from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.model.student import Student
 from student_trainer.parallel.launcher import is_main_process
 from student_trainer.parallel.sharding import distribute
@@ -146,7 +148,7 @@ def use(
         "weights",
         lambda: distribute(accelerator, Student(Qwen3ForCausalLM(config), bf16=True), sharding),
     )
-    optimizer = torch.optim.AdamW(student.trained.parameters(), lr=1e-4)
+    optimizer = make_optimizer(TrainConfig(learning_rate=1e-4), student.trained.model)
     batch = small_batch(accelerator.device)
 
     def update() -> None:

@@ -115,7 +115,7 @@ def assemble(
     method = make_method(accelerator, student, engine)
     if saved is not None:
         _restore(method, saved)
-    optimizer = make_optimizer(config.train, student.trained.model, accelerator.device)
+    optimizer = make_optimizer(config.train, student.trained.model)
     if saved is not None:
         checkpoint.load_optimizer(saved, student.trained.model, optimizer)
     metrics = _open_log(config, run, accelerator, attempt, step)

@@ -41,7 +41,10 @@ class CriticAdvantages:
         width = student.full.model.config.get_text_config().hidden_size
         self._critic = Critic(width).to(accelerator.device)
         self._optimizer = torch.optim.AdamW(
-            self._critic.parameters(), lr=method.critic_learning_rate, weight_decay=0.0
+            self._critic.parameters(),
+            lr=method.critic_learning_rate,
+            weight_decay=0.0,
+            fused=True,
         )
 
     def __call__(self, rollouts: Sequence[Rollout], rewards: Tensor) -> tuple[list[Tensor], Tensor]:
