@@ -33,6 +33,7 @@ from student_trainer.data.rollout import Rollout
 from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.model.student import Student
 from student_trainer.parallel.launcher import is_main_process
+from student_trainer.parallel.passes import in_passes
 from student_trainer.parallel.sharding import distribute
 from student_trainer.teachers.anchor import Anchor
 
@@ -53,6 +54,7 @@ def held(processes: int, sharding: str) -> dict[str, float]:
         "weights": parts["weights"],
         "update": of_update,
         "second update": of_update,
+        "scored": of_update,
         "gathered": of_update,
         "anchor": of_update + parts["anchor"],
     }
@@ -121,7 +123,7 @@ def measure(layers: int, width: int, sharding: str) -> dict[str, Any]:
 def use(
     accelerator: Accelerator, layers: int, width: int, sharding: str, before: int = 0
 ) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """Make a student, update it twice, gather it and make an anchor; return bytes of each stage."""
+    """Make a student, update it twice, score, gather it and make an anchor; return bytes of each stage."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=4096,
@@ -166,6 +168,7 @@ def use(
         with student.gathered(), torch.no_grad():
             student.full.rows(batch, 1.0)
 
+    stage("scored", lambda: in_passes(student, [batch], lambda one: student.rows(one, 1.0)))
     stage("gathered", gathered)
     anchor = stage("anchor", lambda: Anchor(student, tau=0.9, update_period=1))
     assert anchor.elements

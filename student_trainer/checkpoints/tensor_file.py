@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from student_trainer.parallel.sharding import own_slices, rows_of_part
+from student_trainer.parallel.shards import own_slices, rows_of_part
 
 _BLOCK = 1 << 23  # bytes that are read or written at once
 _MOST_HEADER = 100_000_000  # bytes; the limit of safetensors

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from student_trainer.checkpoints.tensor_file import PartWriter, TensorFile, digest_of_part, layout
-from student_trainer.parallel.sharding import rows_of_part
+from student_trainer.parallel.shards import rows_of_part
 
 MOST_PARTS = 5
 

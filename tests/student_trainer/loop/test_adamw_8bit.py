@@ -24,7 +24,7 @@ from student_trainer.assembly import assemble
 from student_trainer.checkpoints import checkpoint
 from student_trainer.checkpoints.optimizer_state import BLOCK, is_quantized
 from student_trainer.loop.optimizer import make_optimizer, set_learning_rate
-from student_trainer.parallel.sharding import local, own_slices
+from student_trainer.parallel.shards import local, own_slices
 from tests.forks import Forks
 from tests.student_trainer import tiny
 from tests.student_trainer.saving import save_checkpoint
