@@ -123,7 +123,7 @@ def measure(layers: int, width: int, sharding: str) -> dict[str, Any]:
 def use(
     accelerator: Accelerator, layers: int, width: int, sharding: str, before: int = 0
 ) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """Make a student, update it twice, score, gather it and make an anchor; return bytes of each stage."""
+    """Update a student twice, score, gather it, make an anchor; return bytes of each stage."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=4096,
