@@ -164,7 +164,9 @@ def _read(file: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
         row = file.get_slice(name)[:1]
         found = row.new_empty([*sizes, *row.shape[len(sizes) :]])
     else:
-        found = file.get_slice(name)[slices]
+        # A part of the columns would be a view of whole rows: more memory, and another layout than
+        # the tensor has, which fused kernels of an optimizer do not see.
+        found = file.get_slice(name)[slices].contiguous()
     return found
 
 
