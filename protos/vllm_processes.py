@@ -30,6 +30,8 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # On a CPU: as many threads as --threads sets, not bound to cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # On a CPU, layers of 4 bits would round their inputs to 8, which the model does not ask for.
+    "VLLM_CPU_INT4_W4A8": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",

@@ -14,6 +14,7 @@ from clients.config.sft import SFTJob
 from clients.config.tables.common import LoraConfig
 from clients.config.tables.rollouts import RolloutsConfig
 from clients.data.model_shape import ModelShape, read_shape
+from clients.data.object_urls import is_object_url
 from clients.preflight.disk import parameters_of
 from clients.preflight.memory import Load, held, peak, sampling, stages
 from clients.store.dataset import LogitDataset
@@ -182,7 +183,12 @@ def _sequences(job: AnyTraining, longest: int | None) -> tuple[int, int, int]:
 
 
 def longest_stored(job: OfflineJob) -> int | None:
-    """Return the tokens of the longest sequence of the job's store; None if it cannot be read."""
+    """Return the tokens of the longest sequence of the job's store; None if it cannot be read.
+
+    A store at a URL is not read: only the job's program copies it.
+    """
+    if is_object_url(job.data.path):
+        return None
     try:
         return int(LogitDataset(job.data.path).lengths.max())
     except (DistillError, OSError):
