@@ -110,12 +110,13 @@ bench-rl: setup  ## benchmark anchors and estimators of RL; takes 30 minutes, re
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rl
 
-bench-gpu: setup .venv-vllm-gpu/.installed  ## benchmark loss, scoring head, updates of a student (MFU, memory, beside TRL) and rollouts on this machine's GPU
+bench-gpu: setup .venv-vllm-gpu/.installed  ## benchmark loss, scoring head, updates of a student (MFU, memory, beside TRL), rollouts and quantised teachers on this machine's GPU
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[8bit,bench]' liger-kernel
 	$(BIN)/python -m benchmarks.gpu
 	$(BIN)/python -m benchmarks.heads --out benchmarks/results/heads_gpu.json
 	$(BIN)/python -m benchmarks.gpu_training
 	$(VLLM_GPU)/python -m benchmarks.gpu_rollouts
+	$(VLLM_GPU)/python -m benchmarks.gpu_quantised
 
 setup: .venv/.installed
 

@@ -45,9 +45,9 @@ from benchmarks.vllm_engine import save_tokenizer
 from protos.vllm_processes import SHUTDOWN_SECONDS
 from student_trainer.checkpoints.snapshots import Snapshots, bytes_of, snapshot_root
 from student_trainer.data.sequence import TokenSequence
-from student_trainer.model.passes import of_rollouts
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import make_accelerator
+from student_trainer.parallel.passes import of_rollouts
 from student_trainer.parallel.sharding import distribute
 from student_trainer.rollout_client.order import (
     Order,
@@ -303,11 +303,10 @@ def log_ratio(own: Pair, sizes: Sizes) -> dict[str, float]:
     ]
     student = own.student
     current = of_rollouts(
-        student.full,
+        student,
         rollouts,
-        lambda batch: student.rows(batch, 1.0).token_logprobs.float().cpu(),
+        lambda batch: student.rows(batch, 1.0)[1].token_logprobs.float().cpu(),
         tokens_per_micro_batch=16_384,
-        device=student.device,
     )
     recorded = torch.cat([got.token_logprobs for got in sampled])
     ratio = torch.cat(current).double() - recorded.double()

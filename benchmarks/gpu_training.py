@@ -165,7 +165,7 @@ def our_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], flo
     choose_attention(student, student, StudentConfig(model=case.model))
     if case.compile:
         compile_layers(student)
-    optimizer = optimizer_of(case, model, accelerator.device)
+    optimizer = optimizer_of(case, model)
     scored: list[ScoredSequence] = []
     objective: Objective
     if case.method == "Top-k KL":
@@ -192,11 +192,11 @@ def our_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], flo
     return timed(update, sizes.updates, device), operations
 
 
-def optimizer_of(case: Case, model: Any, device: torch.device) -> torch.optim.Optimizer:
+def optimizer_of(case: Case, model: Any) -> torch.optim.Optimizer:
     if case.optimizer == "foreach":
         return torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
     settings = TrainConfig.model_validate({"optimizer": case.optimizer, "learning_rate": 1e-5})
-    return make_optimizer(settings, model, device)
+    return make_optimizer(settings, model)
 
 
 def trl_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], float]:

@@ -24,12 +24,13 @@ from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.process_memory import printed_by_group, resident_before, resident_peak
-from clients.config.tables.common import StudentConfig
+from clients.config.tables.common import StudentConfig, TrainConfig
 from clients.data.model_shape import ModelShape
 from clients.preflight.memory import Load, held, learning, optimizer, sampling
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
+from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.model.lora import add_adapters
 from student_trainer.model.recomputation import recompute_activations
 from student_trainer.model.student import Student
@@ -174,8 +175,7 @@ def use(accelerator: Accelerator, case: Case, before: int) -> dict[str, int]:
         load.tensor_parallel,
         load.context_parallel,
     )
-    learned = [weight for weight in student.trained.parameters() if weight.requires_grad]
-    adamw = torch.optim.AdamW(learned, lr=1e-4)
+    adamw = make_optimizer(TrainConfig(learning_rate=1e-4), student.trained.model)
     batch = random_batch(load, accelerator.device)
 
     def update() -> None:

@@ -24,13 +24,16 @@ from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.process_memory import printed_by_group, resident_before, resident_peak
+from clients.config.tables.common import TrainConfig
 from clients.data.model_shape import ModelShape
 from clients.preflight.memory import Load
 from clients.preflight.memory import held as held_bytes
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.rollout import Rollout
+from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.model.student import Student
 from student_trainer.parallel.launcher import is_main_process
+from student_trainer.parallel.passes import in_passes
 from student_trainer.parallel.sharding import distribute
 from student_trainer.teachers.anchor import Anchor
 
@@ -51,6 +54,7 @@ def held(processes: int, sharding: str) -> dict[str, float]:
         "weights": parts["weights"],
         "update": of_update,
         "second update": of_update,
+        "scored": of_update,
         "gathered": of_update,
         "anchor": of_update + parts["anchor"],
     }
@@ -119,7 +123,7 @@ def measure(layers: int, width: int, sharding: str) -> dict[str, Any]:
 def use(
     accelerator: Accelerator, layers: int, width: int, sharding: str, before: int = 0
 ) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """Make a student, update it twice, gather it and make an anchor; return bytes of each stage."""
+    """Update a student twice, score, gather it, make an anchor; return bytes of each stage."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=4096,
@@ -146,7 +150,7 @@ def use(
         "weights",
         lambda: distribute(accelerator, Student(Qwen3ForCausalLM(config), bf16=True), sharding),
     )
-    optimizer = torch.optim.AdamW(student.trained.parameters(), lr=1e-4)
+    optimizer = make_optimizer(TrainConfig(learning_rate=1e-4), student.trained.model)
     batch = small_batch(accelerator.device)
 
     def update() -> None:
@@ -164,6 +168,7 @@ def use(
         with student.gathered(), torch.no_grad():
             student.full.rows(batch, 1.0)
 
+    stage("scored", lambda: in_passes(student, [batch], lambda one: student.rows(one, 1.0)))
     stage("gathered", gathered)
     anchor = stage("anchor", lambda: Anchor(student, tau=0.9, update_period=1))
     assert anchor.elements

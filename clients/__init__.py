@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from clients.runs.directory import RunDirectory
     from clients.store.dataset import LogitDataset
     from clients.store.store import LogitStore
+    from clients.teacher.aio import AsyncTeacherClient
     from clients.teacher.client import TeacherClient
     from clients.teacher.info import TeacherInfo
     from clients.teacher.query import ScoreQuery
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from protos.rows.codec import RowBlock
 
 _MODULES = {
+    "AsyncTeacherClient": "clients.teacher.aio",
     "CaptureJob": "clients.config.capture",
     "DistillClient": "clients.jobs.client",
     "DistillError": "protos.errors",
@@ -61,6 +63,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "AsyncTeacherClient",
     "CaptureJob",
     "DistillClient",
     "DistillError",

@@ -30,6 +30,8 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # On a CPU: as many threads as --threads sets, not bound to cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # On a CPU, layers of 4 bits would round their inputs to 8, which the model does not ask for.
+    "VLLM_CPU_INT4_W4A8": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
@@ -50,6 +52,17 @@ def set_environment() -> None:
     """Set the variables that vLLM reads, unless they are set. Call it before importing vllm."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def executor(processes: int) -> str | None:
+    """Return vLLM's `distributed_executor_backend` for `processes` workers; None: vLLM's choice.
+
+    A single worker runs in the process of vLLM's scheduler. On a CPU vLLM would start a process for
+    it, and the scheduler would wait for that process in a loop that takes a core from the worker.
+    vLLM does so for OpenMP's variables, which `set_environment` and `--threads` set. The class is
+    given by its name: vLLM replaces "uni" on a CPU.
+    """
+    return "vllm.v1.executor.uniproc_executor.UniProcExecutor" if processes == 1 else None
 
 
 @contextmanager

@@ -43,7 +43,6 @@ from student_trainer.methods.rl import rl_method
 from student_trainer.methods.rl_parts import RLMaterial
 from student_trainer.methods.rl_prompts import load_rl_prompts
 from student_trainer.methods.sft import sft_method
-from student_trainer.model.attention import choose_attention
 from student_trainer.model.compilation import compile_layers
 from student_trainer.model.loading import (
     computes_in_bfloat16,
@@ -116,7 +115,7 @@ def assemble(
     method = make_method(accelerator, student, engine)
     if saved is not None:
         _restore(method, saved)
-    optimizer = make_optimizer(config.train, student.trained.model, accelerator.device)
+    optimizer = make_optimizer(config.train, student.trained.model)
     if saved is not None:
         checkpoint.load_optimizer(saved, student.trained.model, optimizer)
     metrics = _open_log(config, run, accelerator, attempt, step)
@@ -180,9 +179,7 @@ def _load_student(
     student = distribute(
         accelerator, made, train.sharding, train.tensor_parallel, train.context_parallel
     )
-    with student.gathered():
-        choose_attention(student.trained, student.full, config.student)
-        student.check_context()
+    student.choose_attention(config.student)
     if config.student.compile:
         compile_layers(student.trained)
     return student

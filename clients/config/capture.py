@@ -19,6 +19,7 @@ from clients.config.tables.common import (
 )
 from clients.config.tables.data import PromptKeys
 from clients.config.unused import refuse_unused
+from clients.data.object_urls import place_of
 from clients.data.prompt_format import PromptFormat
 
 
@@ -76,7 +77,7 @@ class CaptureConfig(Table):
     type: Literal["capture"]
     """The method."""
     store: str | None = None
-    """Directory of the rows; default: `store` in the run directory."""
+    """Directory or URL (s3://BUCKET/PREFIX, gs://) of the rows; default: `store` in the run."""
     max_tokens: Annotated[int, Field(ge=2, lt=2**31)] = 2048
     """Longer sequences are skipped and counted; plain text is packed to this length."""
     temperature: Annotated[float, Field(ge=1e-3)] = 1.0
@@ -92,6 +93,11 @@ class CaptureConfig(Table):
     ray: RayConfig | None = None
     """The table, even if empty, runs the capture on a Ray cluster ($RAY_ADDRESS)."""
 
+    @field_validator("store")
+    @classmethod
+    def _is_a_place(cls, store: str | None) -> str | None:
+        return store and place_of(store)
+
     @field_validator("shard")
     @classmethod
     def _is_one_of_them(cls, shard: str) -> str:
@@ -106,14 +112,14 @@ class CaptureConfig(Table):
         index, count = map(int, self.shard.split("/"))
         return index, count
 
-    def store_in(self, run: Path) -> Path:
-        """Return the directory for the rows; with n > 1 parts, one subdirectory per part.
+    def store_in(self, run: Path) -> str:
+        """Return the directory or URL for the rows; with n > 1 parts, one below it per part.
 
         `run` is the run directory, used if the job names no store.
         """
         index, count = self.part
-        whole = Path(self.store) if self.store else run / "store"
-        return whole if count == 1 else whole / f"shard-{index}-of-{count}"
+        whole = self.store or str(run / "store")
+        return whole if count == 1 else f"{whole.rstrip('/')}/shard-{index}-of-{count}"
 
 
 class CaptureJob(Table):

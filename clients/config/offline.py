@@ -17,6 +17,7 @@ from clients.config.tables.common import (
 from clients.config.tables.data import PromptKeys, prompt_rules
 from clients.config.tables.rollouts import RolloutsConfig, rollout_rules
 from clients.config.unused import Rule, refusal, refuse_unused
+from clients.data.object_urls import is_object_url, place_of
 from clients.data.prompt_format import PromptFormat
 
 
@@ -24,7 +25,7 @@ class OfflineData(PromptKeys):
     """The stored sequences."""
 
     path: Name
-    """Directory of the store that a capture wrote."""
+    """Directory of the store that a capture wrote, or its URL: s3://BUCKET/PREFIX or gs://."""
     tokenizer: Name = "same"
     """same: as the student's, or refused. auto: any. A directory or hub id: any, found there."""
     prompts: Name | None = None
@@ -39,6 +40,16 @@ class OfflineData(PromptKeys):
     """Column of both with a conversation instead; as in `on_policy`."""
     answer_column: str = "answer"
     """Column of `eval_prompts` with the reference answer."""
+
+    @field_validator("path", "eval_path")
+    @classmethod
+    def _is_a_place(cls, path: str | None) -> str | None:
+        return path and place_of(path)
+
+    @property
+    def at_url(self) -> bool:
+        """True if a store is in an object storage."""
+        return any(is_object_url(place) for place in (self.path, self.eval_path or ""))
 
     @property
     def training_paths(self) -> list[tuple[str, str]]:

@@ -51,7 +51,8 @@ def check_here(config: AnyJob, run: Path, *, hint: str = RELATIVE, here: bool = 
     check_processes(config)
     check_trackers(config.track)
     check_space(config, run, here=here)
-    if isinstance(config, OfflineJob):
+    # A server may have other credentials than the program of the job, which opens the store itself.
+    if isinstance(config, OfflineJob) and not config.data.at_url:
         captured_store_of(config)
 
 

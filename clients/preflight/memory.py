@@ -251,13 +251,10 @@ def learning(load: Load) -> dict[str, int]:
     """Return the bytes that an update needs beside `held`, at the peak of its micro-batches."""
     s, c = load.part, load.itemsize
     whole, load = load.tokens, replace(load, tokens=-(-load.tokens // load.context_parallel))
-    layer = c * s.linear_weights + (c if load.lora else FLOAT32) * s.other_weights
-    layer += c * load.trained_layer if load.lora else 0
     found = {"gradients": FLOAT32 * load.trained // load.shards}
     if load.sharded:
-        root = (c if load.lora else FLOAT32) * s.root_weights
-        # FSDP2 gathers a layer before the one before it is freed, and casts a layer's gradient.
-        found["gathered weights"] = min(2, s.layers) * layer + root
+        found |= gathered_by_layer(load)
+        # FSDP2 casts a layer's gradient.
         found["gathered gradients"] = (c + FLOAT32) * load.trained_layer
         found["gathered gradients"] += FLOAT32 * load.trained_root
     elif load.bf16:
@@ -294,8 +291,18 @@ def optimizer(load: Load) -> dict[str, int]:
     return found
 
 
+def gathered_by_layer(load: Load) -> dict[str, int]:
+    """Return the bytes of the weights that FSDP2 gathers at a time for a pass."""
+    s, c = load.part, load.itemsize
+    wide = c if load.lora else FLOAT32
+    layer = c * s.linear_weights + wide * s.other_weights
+    layer += c * load.trained_layer if load.lora else 0
+    # A layer is gathered before the one before it is freed.
+    return {"gathered weights": min(2, s.layers) * layer + wide * s.root_weights}
+
+
 def gathered(load: Load) -> dict[str, int]:
-    """Return the bytes of full weights for forward passes without a gradient."""
+    """Return the bytes of the full weights of one process, for sampling."""
     s, c = load.shape, load.itemsize
     linear = s.layers * s.linear_weights
     if load.sharded:
@@ -312,7 +319,7 @@ def _without_gradient(load: Load, tokens: int) -> int:
     Gate, up and their product; the residual, and two tensors of its norm, which is float32.
     Adapters have an output besides, and read a float32 copy of a bfloat16 input.
     """
-    s, c = load.shape, load.itemsize
+    s, c = load.part, load.itemsize
     width, inputs = 3 * c * s.intermediate, load.residual + 2 * FLOAT32
     if load.lora:
         width += c * s.intermediate
@@ -335,7 +342,8 @@ def sampling(load: Load) -> dict[str, int]:
     table = BFLOAT16 * s.table_weights if load.bf16 and not load.lora else 0
     logits = load.sampled * s.vocabulary * _SAMPLING_BYTES + table
     found["logits"] = logits
-    read = _without_gradient(load, load.sampled * load.sampled_prompt)
+    alone = replace(load, tensor_parallel=1)
+    read = _without_gradient(alone, load.sampled * load.sampled_prompt)
     found["one layer"] = max(cache // 2, read)  # one layer at a time is extended by a copy
     return found
 
@@ -347,9 +355,10 @@ def _awake(load: Load) -> dict[str, int]:
 
 def scoring(load: Load) -> dict[str, int]:
     """Return the bytes of a forward pass over a micro-batch: rows of the anchor, an evaluation."""
-    load = replace(load, tensor_parallel=1)  # every process computes it alone
+    load = replace(load, tokens=-(-load.tokens // load.context_parallel))
     one = _without_gradient(load, load.tokens) + _math_attention(load) * load.tokens
-    found = gathered(load) | {"one layer": one, "logits": head(load, learns=False)} | _awake(load)
+    weights = gathered_by_layer(load) if load.sharded else gathered(load)
+    found = weights | {"one layer": one, "logits": head(load, learns=False)} | _awake(load)
     if load.critic_tokens:  # float32, and a copy of those with a known reward
         found["states for the critic"] = 2 * FLOAT32 * load.shape.hidden * load.critic_tokens
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from clients.config.kinds import AnyTraining, SamplingJob
@@ -12,9 +12,11 @@ from clients.config.offline import OfflineJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
 from clients.config.tables.common import LoraConfig
+from clients.config.tables.rollouts import RolloutsConfig
 from clients.data.model_shape import ModelShape, read_shape
+from clients.data.object_urls import is_object_url
 from clients.preflight.disk import parameters_of
-from clients.preflight.memory import Load, held, peak, stages
+from clients.preflight.memory import Load, held, peak, sampling, stages
 from clients.store.dataset import LogitDataset
 from protos.errors import DistillError, InvalidInput
 
@@ -110,12 +112,11 @@ def load_of(
     critic = isinstance(job, RLJob) and job.method.advantages == "gae"
     # Each turn reads everything before it again.
     several_turns = isinstance(job, RLJob) and job.environment is not None
-    # A rollout engine has memory of its own.
     samples = not isinstance(job, SamplingJob) or job.rollouts.in_trainer
     written = math.ceil(job.train.prompts_per_step / processes)
     if isinstance(job, RLJob):
         written *= job.method.rollouts_per_prompt
-    return Load(
+    load = Load(
         shape=shape,
         processes=processes,
         sharded=job.train.sharding == "fsdp2" and processes > 1,
@@ -123,7 +124,7 @@ def load_of(
         checkpointing=job.student.gradient_checkpointing,
         tokens=line * min(max(1, most // line), of_update),
         line=line,
-        sampled=min(max(1, 4 * most // answer), of_step) * samples,
+        sampled=min(max(1, 4 * most // answer), of_step),
         sampled_line=answer,
         sampled_prompt=answer if several_turns else answer - job.method.max_new_tokens,
         lora=0 if lora is None else lora.rank,
@@ -134,18 +135,27 @@ def load_of(
         cuda=cuda,
         tensor_parallel=job.train.tensor_parallel,
         context_parallel=job.train.context_parallel,
-        engine=_shared_engine(job, usable),
-        engine_sleeps=isinstance(job, SamplingJob) and not job.rollouts.lag,
     )
+    if samples:
+        return load
+    assert isinstance(job, SamplingJob)
+    sleeps = job.rollouts.engine == "vllm" and not job.rollouts.lag
+    engine = _shared_engine(job.rollouts, load, usable)
+    return replace(load, sampled=0, engine=engine, engine_sleeps=sleeps)
 
 
-def _shared_engine(job: AnyTraining, usable: int) -> int:
-    """Return the bytes of a vllm engine on the trainer's GPU; 0 if there is none."""
-    if not isinstance(job, SamplingJob) or job.rollouts.engine != "vllm":
+def _shared_engine(rollouts: RolloutsConfig, load: Load, usable: int) -> int:
+    """Return the bytes of an engine on the trainer's GPU; 0 if there is none.
+
+    `load`: that of the trainer if it sampled itself.
+    """
+    if rollouts.gpus or not rollouts.replicas:
         return 0
-    if job.rollouts.gpus or not job.rollouts.replicas:
-        return 0
-    return round(job.rollouts.memory_share * usable / USABLE)
+    if rollouts.engine == "vllm":
+        return round(rollouts.memory_share * usable / USABLE)
+    # transformers, with all weights of its own.
+    alone = replace(load, processes=1, sharded=False, tensor_parallel=1, context_parallel=1)
+    return held(alone)["weights"] + sum(sampling(alone).values())
 
 
 def _sequences(job: AnyTraining, longest: int | None) -> tuple[int, int, int]:
@@ -173,7 +183,12 @@ def _sequences(job: AnyTraining, longest: int | None) -> tuple[int, int, int]:
 
 
 def longest_stored(job: OfflineJob) -> int | None:
-    """Return the tokens of the longest sequence of the job's store; None if it cannot be read."""
+    """Return the tokens of the longest sequence of the job's store; None if it cannot be read.
+
+    A store at a URL is not read: only the job's program copies it.
+    """
+    if is_object_url(job.data.path):
+        return None
     try:
         return int(LogitDataset(job.data.path).lengths.max())
     except (DistillError, OSError):

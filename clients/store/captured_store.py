@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from clients.config.offline import OfflineConfig, OfflineJob
+from clients.store.copies import manifest_at
 from clients.store.facts import SEQUENCES
-from clients.store.manifest import Manifest, read_manifest
-from protos.errors import DistillError, InvalidInput, NotFound, WrongState
+from clients.store.manifest import Manifest
+from protos.errors import DistillError, InvalidInput, WrongState
 
 _FACTS = ("tokenizer_fingerprint", "vocab_size", "top_k", "temperature", "tail_samples")
 _NUMBERS = ("vocab_size", "top_k", "tail_samples", SEQUENCES)
@@ -17,7 +17,7 @@ _NUMBERS = ("vocab_size", "top_k", "tail_samples", SEQUENCES)
 
 @dataclass(frozen=True)
 class CapturedStore:
-    """A complete captured store: its path, the job key that names it, its metadata and size."""
+    """A complete captured store: path or URL, the job key that names it, metadata and size."""
 
     path: str
     field: str
@@ -85,12 +85,7 @@ def captured_store_of(config: OfflineJob) -> tuple[CapturedStore, CapturedStore 
 
 def _read(path: str, field: str) -> CapturedStore:
     try:
-        manifest = read_manifest(Path(path))
-        if manifest is None:
-            raise NotFound(
-                f"{path} is not a store: it has no manifest.json",
-                hint="give the directory that distill capture wrote",
-            )
+        manifest = manifest_at(path)
     except DistillError as error:
         error.field = field
         raise
@@ -105,7 +100,7 @@ def _read(path: str, field: str) -> CapturedStore:
         raise InvalidInput(
             f"{path} was not written by distill capture",
             field=field,
-            hint="give the directory that distill capture wrote",
+            hint="give the store that distill capture wrote",
         )
     count = sum(shard.count for shard in manifest.shards)
     if count != int(facts[SEQUENCES]):

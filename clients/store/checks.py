@@ -3,65 +3,46 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from clients.data.object_urls import is_object_url
+from clients.store.copies import manifest_at
 from clients.store.facts import SEQUENCES
-from clients.store.manifest import Manifest, read_manifest
+from clients.store.objects import ObjectFolder
 from clients.store.shards import ShardFacts, open_shard, require_arrow
-from protos.errors import Corrupt, NotFound
+from protos.errors import Corrupt
 from protos.rows.codec import decode_rows
 
 
-def manifest_of(path: Path) -> Manifest:
-    """Read the manifest of a store. Raises NotFound if there is no store, Corrupt if damaged."""
-    manifest = read_manifest(path)
-    if manifest is None:
-        raise NotFound(
-            f"{path} is not a store: it has no manifest.json",
-            hint="give the directory that distill capture wrote",
-        )
-    return manifest
-
-
-def counted(path: Path) -> tuple[int, int]:
+def counted(place: Path | str) -> tuple[int, int]:
     """Return the number of sequences in a store, and the number when its capture is complete.
 
     Raises NotFound if there is no store, Corrupt if its manifest is damaged.
     """
-    manifest = manifest_of(path)
+    manifest = manifest_at(place)
     sequences = sum(facts.count for facts in manifest.shards)
     return sequences, int(manifest.metadata.get(SEQUENCES, sequences))
 
 
-def summary_of(path: Path) -> dict[str, str | int | float | bool]:
+def summary_of(place: Path | str) -> dict[str, str | int | float | bool]:
     """Return the manifest's metadata and counts, ready for JSON.
 
-    `tokens` counts all tokens, `rows` the scored ones. `bytes` is the size of all shards. Raises
-    NotFound if there is no store, Corrupt if the manifest or a shard is damaged, InvalidInput if
-    pyarrow is not installed.
+    `bytes` is the size of all shards. `tokens` counts all tokens, `rows` the scored ones; they are
+    in the shards, and left out for a store at a URL. Raises NotFound if there is no store, Corrupt
+    if the manifest or a shard is damaged, InvalidInput if pyarrow is not installed.
     """
-    manifest = manifest_of(path)
+    manifest = manifest_at(place)
     require_arrow()
-    sequences = tokens = rows = 0
-    for facts in manifest.shards:
-        try:
-            shard = open_shard(path / facts.name, facts)
-        except (OSError, ValueError) as error:
-            raise Corrupt(f"shard {facts.name} of {path} is damaged: {error}") from error
-        of_shard = int(shard.token_offsets[-1]) // 4
-        sequences += facts.count
-        tokens += of_shard
-        rows += of_shard - int(shard.starts.sum())
+    sequences = sum(facts.count for facts in manifest.shards)
     size = sum(facts.bytes for facts in manifest.shards)
     expected = int(manifest.metadata.get(SEQUENCES, sequences))
+    inside = {} if is_object_url(place) else _inside(Path(place), manifest.shards, size)
     return {
-        "path": str(path),
+        "path": str(place),
         "complete": sequences == expected,
-        "tokens": tokens,
-        "rows": rows,
+        **inside,
         "bytes": size,
-        "bytes_per_row": round(size / rows, 2) if rows else 0.0,
         "shards": len(manifest.shards),
         **manifest.metadata,
         "sequences": sequences,
@@ -69,17 +50,44 @@ def summary_of(path: Path) -> dict[str, str | int | float | bool]:
     }
 
 
-def damages(path: Path) -> Iterator[str]:
+def _inside(path: Path, shards: Sequence[ShardFacts], size: int) -> dict[str, int | float]:
+    """Return the counts that the shards themselves have."""
+    tokens = rows = 0
+    for facts in shards:
+        try:
+            shard = open_shard(path / facts.name, facts)
+        except (OSError, ValueError) as error:
+            raise Corrupt(f"shard {facts.name} of {path} is damaged: {error}") from error
+        of_shard = int(shard.token_offsets[-1]) // 4
+        tokens += of_shard
+        rows += of_shard - int(shard.starts.sum())
+    per_row = round(size / rows, 2) if rows else 0.0
+    return {"tokens": tokens, "rows": rows, "bytes_per_row": per_row}
+
+
+def damages(place: Path | str) -> Iterator[str]:
     """Read every byte of the store; yield one sentence for each damaged or missing shard.
 
-    A sentence names the first damaged sequence of the shard, where one can be found. Raises
-    NotFound if there is no store, Corrupt if the manifest is damaged.
+    A sentence names the first damaged sequence of the shard, where one can be found; for a store at
+    a URL it does not. Raises NotFound if there is no store, Corrupt if the manifest is damaged.
     """
+    folder = ObjectFolder(str(place)) if is_object_url(place) else None
     first = 0
-    for facts in manifest_of(path).shards:
-        if (damage := damage_of(path, facts, first)) is not None:
+    for facts in manifest_at(place).shards:
+        if folder is None:
+            damage = damage_of(Path(place), facts, first)
+        else:
+            damage = _damage_at(folder, facts)
+        if damage is not None:
             yield f"shard {facts.name}: {damage}"
         first += facts.count
+
+
+def _damage_at(folder: ObjectFolder, facts: ShardFacts) -> str | None:
+    digest = folder.digest(facts.name)
+    if digest is None:
+        return "it is missing"
+    return None if digest == facts.sha256 else "its sha256 does not match"
 
 
 def damage_of(path: Path, facts: ShardFacts, first: int) -> str | None:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.store.manifest import read_manifest
+from clients.store.copies import manifest_at, on_disk
 from clients.store.shards import Shard, ShardFacts, StoredRows, open_shard, require_arrow
-from protos.errors import Corrupt, InvalidInput, NotFound
+from protos.errors import Corrupt, InvalidInput
 from protos.extras import install_command
 from protos.rows.codec import RowBlock, decode_rows
 
@@ -32,19 +32,16 @@ class LogitDataset:
     - `tail_sample_ids`: int32 [n, M], only if the capture drew M tail samples per row
     - `tail_sample_logprob`: float32 [n], the mean log-prob of the row's tail samples, if any
 
+    `path` may be a URL of an object storage: then all files are copied to the user's cache first.
+
     Raises NotFound if there is no store at `path`, and Corrupt, naming the shard or the sequence,
     if one is damaged or missing, and InvalidInput if pyarrow is not installed.
     """
 
     def __init__(self, path: Path | str) -> None:
         require_arrow()
-        self.path = Path(path)
-        manifest = read_manifest(self.path)
-        if manifest is None:
-            raise NotFound(
-                f"{path} is not a store: it has no manifest.json",
-                hint="give the directory that distill capture wrote",
-            )
+        self.path = on_disk(path)
+        manifest = manifest_at(self.path)
         self.metadata: Mapping[str, str] = manifest.metadata
         self.facts = manifest.shards
         self._shards = [self._open(facts) for facts in manifest.shards]

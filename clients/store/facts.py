@@ -30,7 +30,7 @@ def key_of(index: int) -> bytes:
 
 
 def require_same(
-    path: Path,
+    path: Path | str,
     stored: Mapping[str, str],
     asked: Mapping[str, str],
     *,

@@ -38,22 +38,32 @@ def read_manifest(path: Path) -> Manifest | None:
     """
     try:
         with open_regular(path / MANIFEST) as file:
-            manifest = json.load(file)
+            data = file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return parse_manifest(data, path)
+
+
+def parse_manifest(data: bytes, place: Path | str) -> Manifest:
+    """Return the manifest in `data`, of the store at `place`.
+
+    Raises Corrupt if it cannot be parsed, WrongState if its schema version is another.
+    """
+    try:
+        manifest = json.loads(data)
         version = manifest["schema_version"]
         shards = [ShardFacts(**shard) for shard in manifest["shards"]]
         for shard in shards:
             number_of(shard)
         metadata = dict(manifest["metadata"])
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Corrupt(
-            f"the manifest of the store {path} is damaged",
-            hint="delete the directory and capture it again",
+            f"the manifest of the store {place} is damaged",
+            hint="delete the store and capture it again",
         ) from error
     if version != SCHEMA_VERSION:
         raise WrongState(
-            f"{path} has schema version {version}, but this program reads {SCHEMA_VERSION}",
+            f"{place} has schema version {version}, but this program reads {SCHEMA_VERSION}",
             hint="use another directory",
         )
     return Manifest(metadata, shards)
@@ -64,12 +74,17 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
     Raises OSError if the disk fails or is full.
     """
+    write_synced(path / MANIFEST, manifest_bytes(manifest))
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """Return the content of the manifest's file."""
     document = {
         "schema_version": SCHEMA_VERSION,
         "metadata": dict(manifest.metadata),
         "shards": [asdict(shard) for shard in manifest.shards],
     }
-    write_synced(path / MANIFEST, json.dumps(document, indent=1).encode())
+    return json.dumps(document, indent=1).encode()
 
 
 def remove_unnamed(path: Path, shards: Sequence[ShardFacts]) -> None:

@@ -11,17 +11,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from clients.store.checks import damages, manifest_of
+from clients.store.checks import damages
+from clients.store.copies import manifest_at, on_disk
 from clients.store.facts import PART, SEQUENCES, WHOLE, require_same
 from clients.store.manifest import Manifest, shard_name, write_manifest
 from clients.store.shards import ShardFacts
 from protos.errors import Corrupt, InvalidInput, WrongState
 
 
-def merge(out: Path, parts: Sequence[Path]) -> int:
+def merge(out: Path, parts: Sequence[Path | str]) -> int:
     """Verify all parts and hard-link or copy their shards into the new store `out`.
 
-    `parts` may be in any order. On an error `out` is not created. Returns the number of sequences.
+    `parts` may be in any order; those at a URL are copied to the user's cache first.
+    On an error `out` is not created. Returns the number of sequences.
 
     Raises InvalidInput if `parts` are not all parts of one capture, WrongState if `out` exists or
     if a part is incomplete or of another capture, NotFound if a part is not a store, Corrupt if a
@@ -29,7 +31,7 @@ def merge(out: Path, parts: Sequence[Path]) -> int:
     """
     if out.exists():
         raise WrongState(f"{out} already exists", hint="choose a new directory")
-    manifests = _in_order(parts)
+    manifests = _in_order([on_disk(part) for part in parts])
     for path, _ in manifests:
         if damage := next(damages(path), None):
             raise Corrupt(f"{path}: {damage}", hint="capture this part again")
@@ -52,7 +54,7 @@ def merge(out: Path, parts: Sequence[Path]) -> int:
 def _in_order(parts: Sequence[Path]) -> list[tuple[Path, Manifest]]:
     found: dict[str, tuple[Path, Manifest]] = {}
     for path in parts:
-        manifest = manifest_of(path)
+        manifest = manifest_at(path)
         part = manifest.metadata.get(PART, "")
         if not part:
             raise InvalidInput(

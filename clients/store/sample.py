@@ -14,7 +14,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def sample_of(
-    store: Path, sequence: int, *, rows: int, head: int, tokenizer: Path | None
+    store: Path | str, sequence: int, *, rows: int, head: int, tokenizer: Path | None
 ) -> dict[str, Any]:
     """Return the first `rows` rows of a sequence, each with its `head` most likely head ids.
 

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from clients.runs.fence import require_unfenced
-from clients.store.checks import damage_of
 from clients.store.facts import require_same
-from clients.store.manifest import (
-    Manifest,
-    lock_store,
-    read_manifest,
-    remove_unnamed,
-    shard_name,
-    write_manifest,
-)
-from clients.store.shards import (
-    ShardFacts,
-    StoredRows,
-    encode_shard,
-    require_arrow,
-    write_synced,
-)
+from clients.store.folders import open_folder
+from clients.store.manifest import MANIFEST, Manifest, manifest_bytes, shard_name
+from clients.store.shards import ShardFacts, StoredRows, encode_shard, require_arrow
 from protos.rpc.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -41,24 +27,26 @@ class StoreWriter:
     a newer attempt of the job has started. Raises InvalidInput if pyarrow is not installed.
     """
 
-    def __init__(self, path: Path, metadata: Mapping[str, str], counts: Sequence[int]) -> None:
-        """Lock the store and verify its files; reads every byte of them.
+    def __init__(
+        self, place: Path | str, metadata: Mapping[str, str], counts: Sequence[int]
+    ) -> None:
+        """Open the store for writing, and verify its files: on a disk, every byte.
 
-        `counts` has the number of sequences of each file of the plan.
+        `place` is a path, or a URL of an object storage. `counts` has the number of sequences of
+        each file of the plan.
         """
         require_arrow()
-        self.path = path
-        self._lock: int | None = lock_store(path)
+        self._folder = open_folder(str(place))
         try:
             require_unfenced()
-            found = read_manifest(path)
+            found = self._folder.manifest()
             if found is not None:
-                require_same(path, found.metadata, metadata)
+                require_same(place, found.metadata, metadata)
             self._metadata = metadata if found is None else found.metadata
             self._shards = self._sound(found.shards, counts) if found else []
             if found is None or len(self._shards) < len(found.shards):
-                write_manifest(path, Manifest(self._metadata, self._shards))
-            remove_unnamed(path, self._shards)
+                self._name(self._shards)
+            self._folder.remove_unnamed(self._shards)
         except BaseException:
             self.close()
             raise
@@ -75,6 +63,11 @@ class StoreWriter:
         self.close()
 
     @property
+    def place(self) -> str:
+        """The path or URL of the store."""
+        return self._folder.name
+
+    @property
     def files(self) -> int:
         """Number of complete files."""
         return len(self._shards)
@@ -87,39 +80,38 @@ class StoreWriter:
     def append(self, entries: Sequence[StoredRows]) -> None:
         """Write the next file. It is durable once this returns: it survives a power failure.
 
-        Raises OSError if the disk fails; the file is then not part of the store. Raises WrongState
-        if a newer attempt of the job has started.
+        Raises OSError if the disk fails, Unavailable if the object storage does not answer; the
+        file is then not part of the store. Raises WrongState if a newer attempt of the job has
+        started.
         """
         name = shard_name(len(self._shards))
         data, facts = encode_shard(name, entries)
         require_unfenced()
-        write_synced(self.path / name, data)
+        self._folder.write(name, data)
         failpoint("capture-file-written")
         require_unfenced()
-        write_manifest(self.path, Manifest(self._metadata, [*self._shards, facts]))
+        self._name([*self._shards, facts])
         failpoint("capture-file-named")
         self._shards.append(facts)
 
     def close(self) -> None:
         """Release the lock of the store. Calling it twice is safe."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._folder.close()
+
+    def _name(self, shards: Sequence[ShardFacts]) -> None:
+        """Write a manifest that names these shards."""
+        self._folder.write(MANIFEST, manifest_bytes(Manifest(self._metadata, shards)))
 
     def _sound(self, shards: Sequence[ShardFacts], counts: Sequence[int]) -> list[ShardFacts]:
-        """Return the files before the first one that is damaged or not of this plan.
-
-        Reads every byte.
-        """
-        first = 0
-        for number, (shard, count) in enumerate(zip(shards, counts, strict=False)):
-            damage = damage_of(self.path, shard, first)
-            if (shard.name, shard.count) != (shard_name(number), count):
+        """Return the files before the first one that is damaged or not of this plan."""
+        shards = shards[: len(counts)]
+        for number, damage in enumerate(self._folder.damages(shards)):
+            shard = shards[number]
+            if (shard.name, shard.count) != (shard_name(number), counts[number]):
                 damage = f"it is not file {number} of this capture"
             if damage is not None:
                 log.warning(
                     "%s: %s; it is written again, with all files after it", shard.name, damage
                 )
                 return list(shards[:number])
-            first += count
-        return list(shards[: len(counts)])
+        return list(shards)

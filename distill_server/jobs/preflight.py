@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from clients.config.kinds import AnyJob
+from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.tables.common import TrainingJob
 from clients.preflight.files import check_here
@@ -97,7 +98,9 @@ class JobPreflight:
         return await asyncio.shield(task)
 
     def _hold_against(self, config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
-        check_teachers(config, infos)
+        # A store at a URL: only the job's program reads it, with the credentials of a trainer.
+        if not (isinstance(config, OfflineJob) and config.data.at_url):
+            check_teachers(config, infos)
         if not isinstance(config, TrainingJob):
             return
         if isinstance(config, OnPolicyJob) and config.teacher.tokenizer != "same":

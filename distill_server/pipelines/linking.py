@@ -85,11 +85,11 @@ def with_paths(config: AnyJob, runs: Path, jobs: Mapping[str, Job]) -> AnyJob:
     """
     for output in outputs_in(config):
         job = jobs[output.job]
-        config = replaced(config, output.key, str(_path(job, RunDirectory(runs / job.id))))
+        config = replaced(config, output.key, _path(job, RunDirectory(runs / job.id)))
     return config
 
 
-def _path(job: Job, run: RunDirectory) -> Path:
-    made = artifact_root(job, run, step=None)
+def _path(job: Job, run: RunDirectory) -> str:
+    made = str(artifact_root(job, run, step=None))
     config = parse_job(job.config_json)
     return config.method.store_in(run.path) if isinstance(config, CaptureJob) else made

@@ -26,7 +26,7 @@ from student_trainer.model.lora import (
     merged,
     save_adapter_configuration,
 )
-from student_trainer.parallel.sharding import full_tensors
+from student_trainer.parallel.shards import full_tensors
 from student_trainer.teachers.anchor import Anchor
 
 

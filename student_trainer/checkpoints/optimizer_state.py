@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from protos.errors import InvalidInput
 from student_trainer.checkpoints.tensor_file import read_rows, read_shard
-from student_trainer.parallel.sharding import local, with_rows, with_shard
+from student_trainer.parallel.shards import local, with_rows, with_shard
 
 # Numbers of a block in 8 bits: the widths of most models are multiples of 64, but not of 256.
 BLOCK = 64

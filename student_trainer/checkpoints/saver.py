@@ -33,7 +33,7 @@ from student_trainer.checkpoints import atomic_directory
 from student_trainer.checkpoints.checkpoint import Contents, checkpoint_path, state_text
 from student_trainer.checkpoints.tensor_file import PartWriter
 from student_trainer.parallel.collectives import largest
-from student_trainer.parallel.sharding import full_tensor, local, rows_of_part
+from student_trainer.parallel.shards import full_tensor, local, rows_of_part
 from student_trainer.teachers.rollouts_ahead import LaterFiles
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from protos.rpc.failpoints import failpoint
 from student_trainer.checkpoints.export import write_adapters, write_weights
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.model.lora import learned
-from student_trainer.model.passes import of_rollouts
 from student_trainer.parallel.collectives import raise_on_all_ranks
+from student_trainer.parallel.passes import of_rollouts
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollout_client.order import InFlight, WeightsVersion
 from student_trainer.rollout_client.snapshot import Probe, seal
@@ -174,19 +174,15 @@ class Snapshots:
         return begin
 
     def _probe_logprobs(self) -> Tensor:
-        """Collective. Return the student's log-probs [n, T - 1] float32 of the probe, on the CPU.
-
-        The weights of a sharded student are gathered layer by layer, not all at once.
-        """
+        """Collective. Return log-probs [n, T - 1] float32 of the probe, on the CPU."""
         student = self._student
         student.trained.eval()
         found = of_rollouts(
-            student.full,
+            student,
             [TokenSequence(ids, 1) for ids in self._probe_ids],
             # Engines compute them from all logits, also where they sample from some.
-            lambda batch: student.rows(batch, 1.0, every_id=True).token_logprobs.float().cpu(),
+            lambda batch: student.rows(batch, 1.0, every_id=True)[1].token_logprobs.float().cpu(),
             tokens_per_micro_batch=self._most,
-            device=student.device,
         )
         return torch.stack(found)
 

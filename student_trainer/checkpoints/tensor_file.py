@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from student_trainer.parallel.sharding import own_slices, rows_of_part
+from student_trainer.parallel.shards import own_slices, rows_of_part
 
 _BLOCK = 1 << 23  # bytes that are read or written at once
 _MOST_HEADER = 100_000_000  # bytes; the limit of safetensors
@@ -164,7 +164,9 @@ def _read(file: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
         row = file.get_slice(name)[:1]
         found = row.new_empty([*sizes, *row.shape[len(sizes) :]])
     else:
-        found = file.get_slice(name)[slices]
+        # A part of the columns would be a view of whole rows: more memory, and another layout than
+        # the tensor has, which fused kernels of an optimizer do not see.
+        found = file.get_slice(name)[slices].contiguous()
     return found
 
 

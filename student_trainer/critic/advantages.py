@@ -13,7 +13,7 @@ from student_trainer.critic.critic import Critic, value_loss
 from student_trainer.data.metric_sums import sum_and_count
 from student_trainer.data.rollout import Rollout
 from student_trainer.losses.advantages import gae, reward_at_last_token
-from student_trainer.model.passes import of_rollouts
+from student_trainer.parallel.passes import of_rollouts
 from student_trainer.parallel.sharding import Replicated, Sharded
 
 _CLIP = 0.2  # of the value loss, as in PPO's code
@@ -41,7 +41,10 @@ class CriticAdvantages:
         width = student.full.model.config.get_text_config().hidden_size
         self._critic = Critic(width).to(accelerator.device)
         self._optimizer = torch.optim.AdamW(
-            self._critic.parameters(), lr=method.critic_learning_rate, weight_decay=0.0
+            self._critic.parameters(),
+            lr=method.critic_learning_rate,
+            weight_decay=0.0,
+            fused=True,
         )
 
     def __call__(self, rollouts: Sequence[Rollout], rewards: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -101,16 +104,14 @@ class CriticAdvantages:
 
     def _states(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """Collective. Return the states [learned, H] float32 that the head reads, per rollout."""
-        student = self._student.full
-        with self._student.gathered():
-            student.eval()
-            return of_rollouts(
-                student,
-                rollouts,
-                lambda batch: student.states(batch).float(),
-                tokens_per_micro_batch=self._most,
-                device=self._student.device,
-            )
+        student = self._student
+        student.trained.eval()
+        return of_rollouts(
+            student,
+            rollouts,
+            lambda batch: student.states(batch).float(),
+            tokens_per_micro_batch=self._most,
+        )
 
     def state(self) -> dict[str, Tensor]:
         """Return the weights and the AdamW moments of the critic by name, for a checkpoint."""

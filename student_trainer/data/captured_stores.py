@@ -6,7 +6,6 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,7 +85,7 @@ def without_copies(
 
 def _open(captured: CapturedStore) -> TrainingStore:
     try:
-        data = LogitDataset(Path(captured.path))
+        data = LogitDataset(captured.path)
     except DistillError as error:
         error.field = captured.field
         raise

@@ -13,7 +13,7 @@ from torchao.optim import AdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from student_trainer.checkpoints.optimizer_state import BLOCK, is_quantized
-from student_trainer.parallel.sharding import local, with_rows
+from student_trainer.parallel.shards import local, with_rows
 
 
 class RowwiseAdamW8bit(AdamW8bit):  # type: ignore[misc]

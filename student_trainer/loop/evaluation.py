@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,8 +21,9 @@ from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.loop.step import Objective
 from student_trainer.losses import FusedLoss
-from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import raise_on_all_ranks
+from student_trainer.parallel.passes import in_passes
+from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rewards.rollout_rewards import RolloutRewards
 from student_trainer.rewards.text_match import exact_match
 from student_trainer.rollouts.rollouts import Rollouts
@@ -84,7 +86,7 @@ class TaskEvaluation:
         self._judged = judged
 
     def __call__(self) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
-        """Sample this process's answers; must run inside `student.gathered()`.
+        """Sample this process's answers; if this process samples, inside `student.gathered()`.
 
         Returns a tensor [2, 2] float64, (sum, number) of right answers and of finite rewards; the
         `moments` of the rewards; and the transcripts of the first 8 answers.
@@ -137,29 +139,31 @@ class Evaluation:
         held_out: Callable[[], list[PendingRows]],
         examination: TaskEvaluation | None,
         *,
+        samples: bool,
         tokens_per_micro_batch: int,
     ) -> None:
         """`held_out`: returns this process's held-out sequences.
 
         They must be the same every time, so that evaluations at different steps are comparable.
-        `examination`: the task evaluation, None if the job has none.
+        `examination`: the task evaluation, None if the job has none. `samples`: whether one of the
+        two samples in this process, which needs all weights.
         """
         self._accelerator = accelerator
         self._objective = objective
         self._held_out = held_out
         self._examination = examination
+        self._samples = samples
         self._most = tokens_per_micro_batch
 
-    def __call__(self, student: Student) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Collective, inside `student.gathered()`. Evaluate `student`, which is left in eval mode.
+    def __call__(
+        self, student: Replicated | Sharded
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Collective. Evaluate `student`, which is left in eval mode.
 
         Returns the metrics over all processes, and transcripts of a few answers of this process. A
         DistillError of one rank is raised on all ranks.
         """
-        student.eval()
-        sums, spreads, transcripts = raise_on_all_ranks(
-            self._accelerator, lambda: self._found(student)
-        )
+        sums, spreads, transcripts = self._found(student)
         device = self._accelerator.device
         total = self._accelerator.reduce(sums.to(device)).tolist()
         spread = self._accelerator.reduce(spreads.to(device)).tolist()
@@ -173,8 +177,8 @@ class Evaluation:
             metrics["eval/perplexity"] = math.exp(min(metrics["eval/perplexity"], _HIGHEST_LOG))
         return metrics, transcripts
 
-    def _found(self, student: Student) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
-        """Return this process's sums, moments and transcripts.
+    def _found(self, student: Replicated | Sharded) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
+        """Collective. Return this process's sums, moments and transcripts.
 
         Sums: (sum, number) of each metric, [len(_MEASURED) + 2, 2]. Moments: of each metric in
         _SELECTING, [4, 4]. Both are float64.
@@ -182,32 +186,48 @@ class Evaluation:
         sums = torch.zeros(len(_MEASURED) + 2, 2, dtype=torch.float64)
         spreads = torch.zeros(len(_SELECTING), 4, dtype=torch.float64)
         transcripts: list[dict[str, Any]] = []
-        sums[:-2], spreads[:-1] = self._measured(student)
-        if self._examination is not None:
-            sums[-2:], spreads[-1], transcripts = self._examination()
+        student.trained.eval()
+        student.full.eval()
+        with student.gathered() if self._samples else nullcontext():
+            held_out = raise_on_all_ranks(self._accelerator, self._held_out)
+            if self._examination is not None:
+                sums[-2:], spreads[-1], transcripts = raise_on_all_ranks(
+                    self._accelerator, self._examination
+                )
+        sums[:-2], spreads[:-1] = self._measured(student, held_out)
         return sums, spreads, transcripts
 
-    @torch.no_grad()
-    def _measured(self, student: Student) -> tuple[Tensor, Tensor]:
-        """Return (sum, number) of each metric of _MEASURED, and moments of those in _SELECTING."""
+    def _measured(
+        self, student: Replicated | Sharded, held_out: Sequence[PendingRows]
+    ) -> tuple[Tensor, Tensor]:
+        """Collective. Return the sums of _MEASURED and the moments of _SELECTING; see `_found`."""
         sums = torch.zeros(len(_MEASURED), 2, dtype=torch.float64)
         spreads = torch.zeros(len(_SELECTING) - 1, 4, dtype=torch.float64)
-        objective = self._objective
-        for group in micro_batches(self._held_out(), self._most, student.layout):
-            scored = [item.wait() for item in group]
-            batch = objective.batch(scored, self._accelerator.device, student.layout)
-            loss = objective.loss(batch)
-            out = student(batch, loss, objective.temperature, objective.needs_all_rows)
-            for name, values in objective.held_out(batch, out).items():
-                sums[_MEASURED.index(name)] += sum_and_count(values).double().cpu()
+        objective, layout = self._objective, student.trained.layout
+        groups = raise_on_all_ranks(
+            self._accelerator,
+            lambda: [
+                [item.wait() for item in group]
+                for group in micro_batches(held_out, self._most, layout)
+            ],
+        )
+
+        def values_of(batch: Batch) -> dict[str, Tensor]:
+            settings = objective.loss(batch), objective.temperature, objective.needs_all_rows
+            out = student.forward(batch, *settings)
+            return {name: of.cpu() for name, of in objective.held_out(batch, out).items()}
+
+        batches = [objective.batch(group, student.device, layout) for group in groups]
+        for batch, found in zip(batches, in_passes(student, batches, values_of), strict=True):
+            for name, values in found.items():
+                sums[_MEASURED.index(name)] += sum_and_count(values).double()
                 if name in _SELECTING:
-                    of_sequence = torch.zeros(
-                        2, len(scored), dtype=torch.float64, device=values.device
-                    )
-                    of_sequence[0].index_add_(0, batch.sequence, values.double())
+                    of_sequence = torch.zeros(2, len(batch.teachers), dtype=torch.float64)
+                    sequence = batch.sequence.cpu()
+                    of_sequence[0].index_add_(0, sequence, values.double())
                     ones = torch.ones_like(values, dtype=torch.float64)
-                    of_sequence[1].index_add_(0, batch.sequence, ones)
-                    spreads[_SELECTING.index(name)] += moments(*of_sequence.cpu())
+                    of_sequence[1].index_add_(0, sequence, ones)
+                    spreads[_SELECTING.index(name)] += moments(*of_sequence)
         return sums, spreads
 
 

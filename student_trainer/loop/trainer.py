@@ -340,14 +340,12 @@ class Trainer:
         self._progress.say("evaluating", self._step)
         if self._ahead is not None:
             self._ahead.publish(self._step)
-        with self._student.gathered():
-            metrics, transcripts = self._evaluation(self._student.full)
+        metrics, transcripts = self._evaluation(self._student)
         if self._anchor is not None:
             with self._anchor.in_place():
                 if self._ahead is not None:
                     self._ahead.publish(self._step, anchor=True)
-                with self._student.gathered():
-                    found, _ = self._evaluation(self._student.full)
+                found, _ = self._evaluation(self._student)
             metrics |= {name.replace("eval/", "eval/anchor/"): of for name, of in found.items()}
         if transcripts and self._metrics is not None:
             write_samples(self._run, self._step, transcripts)

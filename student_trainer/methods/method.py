@@ -106,16 +106,19 @@ def held_out_evaluation(
     examined: list[Prompt],
     tokenizer: Any,
     rollouts: Rollouts,
+    *,
+    stored: bool,
 ) -> Evaluation:
     """Return the held-out evaluation of a job without rewards, with exact match if wanted.
 
-    `held_out`: returns this process's sequences with their rows. `examined`: the prompts for exact
-    match, of all processes; an empty list leaves exact match out.
+    `held_out`: returns this process's sequences with their rows; `stored`: without sampling them.
+    `examined`: the prompts for exact match, of all processes; an empty list leaves exact match out.
     """
     return Evaluation(
         accelerator,
         objective,
         held_out,
         TaskEvaluation(examined, accelerator, tokenizer, rollouts) if examined else None,
+        samples=rollouts.in_process and not (stored and not examined),
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )

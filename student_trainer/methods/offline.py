@@ -248,7 +248,7 @@ def offline_method(
         return [read_one(aside, int(index)) for index in mine]
 
     evaluation = held_out_evaluation(
-        config, accelerator, objective, read_held_out, examined, tokenizer, rollouts
+        config, accelerator, objective, read_held_out, examined, tokenizer, rollouts, stored=True
     )
     facts = {"store": store.identity}
     return Method(objective, steps.of_step, evaluation, facts=facts, ahead=ahead)

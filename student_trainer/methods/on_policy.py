@@ -152,7 +152,7 @@ def on_policy_method(
     steps = OnPolicySteps(config, accelerator, training, held_out, ahead or answers, answers)
     examined = held_out if config.eval.metric == "exact_match" else []
     evaluation = held_out_evaluation(
-        config, accelerator, objective, steps.held_out, examined, tokenizer, rollouts
+        config, accelerator, objective, steps.held_out, examined, tokenizer, rollouts, stored=False
     )
     return Method(objective, steps.of_step, evaluation, ahead=ahead)
 

@@ -299,6 +299,7 @@ def rl_method(
             judged=judged,
             sampled=_held_out_samples(config),
         ),
+        samples=rollouts.in_process,
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
     )
     return Method(objective, steps.of_step, evaluation, anchor, values, ahead=ahead)

@@ -91,6 +91,6 @@ def sft_method(
     examined = [one.prompt for one in held_out] if config.eval.metric == "exact_match" else []
     rollouts = plain_rollouts(config, student, tokenizer, top_k=0, temperature=1.0)
     evaluation = held_out_evaluation(
-        config, accelerator, objective, steps.held_out, examined, tokenizer, rollouts
+        config, accelerator, objective, steps.held_out, examined, tokenizer, rollouts, stored=True
     )
     return Method(objective, one_update(steps.of_step), evaluation)

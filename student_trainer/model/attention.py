@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 _FLASH = "flash_attention"  # the start of transformers' names
 
 
-def choose_attention(trained: Student, full: Student, settings: StudentConfig) -> None:
-    """Set the attention and the layout of a student, and log both.
+def choose_attention(student: Student, copy: Student, settings: StudentConfig) -> None:
+    """Set the attention and the layout of a student and of `copy`, and log both.
 
-    `trained`, `full`: of the same student, see `Replicated`. Call it inside `gathered()`, on the
-    device of the training: the probe of the layout runs `full`.
+    `copy`: the same student with other weights, or `student` itself. Call it on the device of the
+    training: the probe of the layout runs `student`.
 
     `settings.attention` = "auto" is variable-length flash attention on a GPU, if the student
     computes in bfloat16, the package flash-attn is installed, and the model supports it; otherwise
@@ -34,23 +34,22 @@ def choose_attention(trained: Student, full: Student, settings: StudentConfig) -
 
     Raises InvalidInput (`student.attention`) if "flash", "sdpa" or "eager" cannot be had.
     """
-    wanted = _wanted(full, settings.attention)
+    wanted = _wanted(student, settings.attention)
     if wanted is not None:
         try:
-            for one in {id(student): student for student in (full, trained)}.values():
+            for one in {id(one): one for one in (student, copy)}.values():
                 one.model.set_attn_implementation(wanted)
         except (ImportError, OSError, ValueError) as error:
             if settings.attention != "auto":
                 raise _refused(settings.attention, str(error).strip().splitlines()[0]) from error
             log.info("no flash attention: %s", error)
-    used = full.model.config._attn_implementation
+    used = student.model.config._attn_implementation
     if settings.attention != "auto" and used != wanted:
         raise _refused(settings.attention, f"the model has {used!r} and cannot change it")
     flash = used.startswith(_FLASH)
-    full.eval()
-    with full.precision():
-        separate = separates_packed_sequences(full.model, lines=1 if flash else 2)
-    full.layout = trained.layout = ("one_line" if flash else "lines") if separate else "padded"
+    student.eval()
+    separate = separates_packed_sequences(student, lines=1 if flash else 2)
+    student.layout = copy.layout = ("one_line" if flash else "lines") if separate else "padded"
     log.info(
         "attention %s, %s",
         used,

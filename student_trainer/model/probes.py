@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,15 @@ from clients.data.scale_and_cap import PROBE, fit_scale_and_cap
 from student_trainer.losses import LogitMap
 
 _PROBE_TOKENS = 8
+
+
+class LineStates(Protocol):
+    """A student; see `Student` (`student.py`)."""
+
+    model: Any
+
+    def line_states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Return the last hidden states [B, T, H] of lines [B, T]."""
 
 
 @contextmanager
@@ -105,7 +114,7 @@ def _ratio_of(scaled: Tensor, states: Tensor) -> float | None:
 
 
 @torch.no_grad()
-def separates_packed_sequences(model: Any, *, lines: int = 2) -> bool:
+def separates_packed_sequences(student: LineStates, *, lines: int = 2) -> bool:
     """Return True if packed sequences do not influence each other.
 
     Packed sequences share a line, and only their position ids, which restart at 0, separate them.
@@ -115,20 +124,16 @@ def separates_packed_sequences(model: Any, *, lines: int = 2) -> bool:
     change, and they must be close to those of the second sequence alone. Returns False for a model
     that does not accept position ids.
     """
-    length, width = 6, model.get_input_embeddings().num_embeddings
-    ids = torch.arange(2 * length, device=model.device) % width
-    positions = torch.arange(length, device=model.device).repeat(2)
+    length, width = 6, student.model.get_input_embeddings().num_embeddings
+    device = student.model.device
+    ids = torch.arange(2 * length, device=device) % width
+    positions = torch.arange(length, device=device).repeat(2)
 
     def states(tokens: Tensor) -> Tensor:
-        inputs = {
-            "input_ids": tokens.repeat(lines, 1),
-            "position_ids": positions[: len(tokens)].repeat(lines, 1),
-        }
-        found: Tensor = body(**inputs, use_cache=False).last_hidden_state[-1]
-        return found.float()
+        of_tokens = positions[: len(tokens)]
+        return student.line_states(tokens.repeat(lines, 1), of_tokens.repeat(lines, 1))[-1].float()
 
     try:
-        body = body_of(model)
         together = states(ids)
         changed = states(torch.cat([(ids[:length] + 1) % width, ids[length:]]))
         alone = states(ids[length:])

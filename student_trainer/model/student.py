@@ -137,6 +137,14 @@ class Student(nn.Module):
         with self.precision():
             return self._to_head(batch)[0]
 
+    @torch.no_grad()
+    def line_states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Return the last hidden states [B, T, H] of lines [B, T], without a gradient."""
+        inputs = {"input_ids": input_ids, "position_ids": position_ids}
+        with self.precision():
+            found: Tensor = body_of(self.model)(**inputs, use_cache=False).last_hidden_state
+        return found
+
     def _to_head(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return hidden states [N, H], weight [V, H] and bias [V] or None of the linear head.
 

@@ -104,12 +104,19 @@ class ContextGroup:
         return FusedLoss(loss_sum, Rows(*rows), {"loss": losses, "entropy": entropy})
 
     def rows(
-        self, student: Student, batch: Batch, temperature: float, *, every_id: bool = False
-    ) -> Rows:
-        """Collective in the group. Return the rows of `Student.rows` for the whole batch."""
+        self, student: Student, batch: Batch, *settings: Any, **options: Any
+    ) -> tuple[Tensor, Rows]:
+        """Collective in the group. Return the result of `Student.rows` for the whole batch."""
         own, part = self._part(batch)
-        _, rows = student.rows(part, temperature, every_id=every_id)
-        return Rows(*self._whole(own, len(batch), _columns(rows)))
+        head, rows = student.rows(part, *settings, **options)
+        [ids] = self._whole(own, len(batch), [head])
+        return ids, Rows(*self._whole(own, len(batch), _columns(rows)))
+
+    def all_states(self, student: Student, batch: Batch) -> Tensor:
+        """Collective in the group. Return the result of `Student.states` for the whole batch."""
+        own, states = self.states(student, batch)
+        [found] = self._whole(own, len(batch), [states])
+        return found
 
     def states(self, student: Student, batch: Batch) -> tuple[Tensor, Tensor]:
         """Collective in the group. Return the numbers [n] of this process's rows, and their states.

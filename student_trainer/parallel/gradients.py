@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 
-from student_trainer.parallel.sharding import Replicated, Sharded, full_tensor, local
+from student_trainer.parallel.sharding import Replicated, Sharded
+from student_trainer.parallel.shards import full_tensor, local
 
 
 def clip_gradients(student: Replicated | Sharded, most: float) -> float:

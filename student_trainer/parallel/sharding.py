@@ -11,13 +11,14 @@ FSDP2 shards the weights over all processes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -26,14 +27,18 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from clients.config.tables.common import StudentConfig
 from student_trainer.data.batch import Batch
 from student_trainer.losses import FusedLoss, Rows
+from student_trainer.model.attention import choose_attention
 from student_trainer.model.loading import cast_weights
 from student_trainer.model.student import Student
+from student_trainer.parallel.collectives import largest
 from student_trainer.parallel.context_parallel import ContextGroup, check_divided
+from student_trainer.parallel.shards import full_tensor, local
 from student_trainer.parallel.tensor_parallel import divide, parallel_styles
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
@@ -59,9 +64,26 @@ class Replicated:
         loss: FusedLoss = self._wrapped(*inputs)
         return loss
 
-    def rows(self, batch: Batch, temperature: float, *, every_id: bool = False) -> Rows:
-        """Collective. Return the rows of `Student.rows` at the head ids of the batch."""
-        return self.trained.rows(batch, temperature, every_id=every_id)[1]
+    def forward(self, *inputs: Any) -> FusedLoss:
+        """Run `Student.forward` inside `passes()`."""
+        loss: FusedLoss = self.trained(*inputs)
+        return loss
+
+    def rows(self, *inputs: Any, **options: Any) -> tuple[Tensor, Rows]:
+        """Run `Student.rows` inside `passes()`."""
+        return self.trained.rows(*inputs, **options)
+
+    def states(self, batch: Batch) -> Tensor:
+        """Run `Student.states` inside `passes()`."""
+        return self.trained.states(batch)
+
+    def passes(self) -> AbstractContextManager[None]:
+        """Return the context of passes without a gradient; see `parallel/passes.py`."""
+        return self.gathered()
+
+    def shared_batches(self, batches: Sequence[AnyBatch]) -> list[AnyBatch]:
+        """Return `batches`: these passes are not collective."""
+        return list(batches)
 
     def synchronized(self, last: bool) -> Any:
         """Return the context for forward and backward of one micro-batch.
@@ -90,8 +112,13 @@ class Replicated:
         """Return whether this process adds its share of `weight` to the sums for `total`."""
         return True
 
-    def check_context(self) -> None:
-        """Collective, inside `gathered()`. See Sharded; here a sequence is never divided."""
+    def choose_attention(self, settings: StudentConfig) -> None:
+        """Choose the attention of the student, and how sequences share lines.
+
+        Raises InvalidInput (`student.attention`).
+        """
+        with self.passes():
+            choose_attention(self.trained, self.full, settings)
 
     def batches_of_group(self, batch: AnyBatch) -> Sequence[tuple[AnyBatch, bool]]:
         """Collective. Return the batches to learn from now, each with whether it is `batch`.
@@ -172,7 +199,7 @@ class Sharded:
             fully_shard(module, mesh=mesh)
         # The other weights: embeddings, last norm and head. `fully_shard` works in place.
         fully_shard(student, mesh=mesh)
-        for method in ("rows", "states"):
+        for method in ("rows", "states", "line_states"):
             register_fsdp_forward_method(student, method)
         cast_weights(student, bf16=student.bf16)
         self.trained = student
@@ -189,14 +216,48 @@ class Sharded:
         loss: FusedLoss = self.trained(*inputs)
         return loss
 
-    def rows(self, batch: Batch, temperature: float, *, every_id: bool = False) -> Rows:
-        """Collective. Return the rows of `Student.rows`; weights are gathered layer by layer.
+    def forward(self, *inputs: Any) -> FusedLoss:
+        """Collective. Run `Student.forward` inside `passes()`."""
+        return self(*inputs)
+
+    def rows(self, *inputs: Any, **options: Any) -> tuple[Tensor, Rows]:
+        """Collective. Run `Student.rows` inside `passes()`.
 
         The processes of a group must have the same batch.
         """
         if self.context is not None:
-            return self.context.rows(self.trained, batch, temperature, every_id=every_id)
-        return self.trained.rows(batch, temperature, every_id=every_id)[1]
+            return self.context.rows(self.trained, *inputs, **options)
+        return self.trained.rows(*inputs, **options)
+
+    def states(self, batch: Batch) -> Tensor:
+        """Collective. Run `Student.states` inside `passes()`, as `rows`."""
+        if self.context is not None:
+            return self.context.all_states(self.trained, batch)
+        return self.trained.states(batch)
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Collective. Return the context of passes without a gradient; see `parallel/passes.py`.
+
+        The weights of a layer are gathered for its part of a pass. FSDP2 keeps those of embeddings
+        and head until the context ends.
+        """
+        with torch.compiler.set_stance("force_eager") if self.trained.compiled else nullcontext():
+            try:
+                yield
+            finally:
+                cast(FSDPModule, self.trained).reshard()
+
+    def shared_batches(self, batches: Sequence[AnyBatch]) -> list[AnyBatch]:
+        """Collective. Return `batches`, and batches without rows up to the most of any process."""
+        most = largest(self._accelerator, len(batches))
+        spare = batches[-1].without_rows() if batches else None
+        if largest(self._accelerator, int(spare is None)) and most:
+            # A process without batches takes the spare one of another process.
+            on_cpu = None if spare is None else spare.to(torch.device("cpu"))
+            others = (one for one in gather_object([on_cpu]) if one is not None)
+            spare = next(others).to(self.device)
+        return [*batches, *[cast(AnyBatch, spare)] * (most - len(batches))]
 
     def synchronized(self, last: bool) -> AbstractContextManager[None]:
         """Return the context for forward and backward of one micro-batch.
@@ -250,14 +311,20 @@ class Sharded:
                 torch.distributed.all_reduce(local(gradient), group=self._tensor_group.get_group())
                 local(gradient).div_(self._tensor_group.size())
 
-    def check_context(self) -> None:
-        """Collective, inside `gathered()`. Check that a group can divide the student's tokens.
+    def choose_attention(self, settings: StudentConfig) -> None:
+        """Collective. Choose the attention of the student, and how sequences share lines.
 
-        Call it when the attention is chosen. Raises InvalidInput (`train.context_parallel`).
+        With context parallelism, also check that a group can divide the student's tokens. Raises
+        InvalidInput (`student.attention`, `train.context_parallel`).
         """
-        if self.context is not None:
+        if self.context is None:
+            with self.passes():
+                choose_attention(self.trained, self.full, settings)
+            return
+        with self.gathered():  # the check compares with the undivided student
+            choose_attention(self.full, self.trained, settings)
             check_divided(self._accelerator, self.context, self.trained, self.full)
-            cast(FSDPModule, self.trained).reshard()  # FSDP2 keeps the gathered embeddings
+        cast(FSDPModule, self.trained).reshard()  # FSDP2 keeps the gathered embeddings
 
     def batches_of_group(self, batch: AnyBatch) -> Sequence[tuple[AnyBatch, bool]]:
         """Collective. Return the batches of all processes of the group, the same in all of them.
@@ -290,88 +357,6 @@ def distribute(
     if sharding == "fsdp2" and accelerator.num_processes > 1:
         return Sharded(accelerator, student, tensor_parallel, context_parallel)
     return Replicated(accelerator, student)
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded one. Collective if `tensor` is sharded.
-
-    A tensor that is not sharded is returned as it is.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if tensor.device_mesh.ndim == 2:  # first what was divided last, as torch recommends
-        tensor = tensor.redistribute(placements=[Replicate(), tensor.placements[1]])
-    return tensor.full_tensor()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the shard of `tensor` that this process has, not a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def full_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """Collective. Return each tensor unsharded; sharded ones are copied to the CPU.
-
-    Processes with `keep` false take part but return {}. Names that share a tensor share it in the
-    result too.
-    """
-    found: dict[int, Tensor] = {}
-    for number, tensor in {id(tensor): tensor for tensor in tensors.values()}.items():
-        gathered = full_tensor(tensor.detach())
-        if keep:
-            found[number] = gathered.cpu() if isinstance(tensor, DTensor) else gathered
-    return {name: found[id(tensor)] for name, tensor in tensors.items()} if keep else {}
-
-
-def rows_of_part(rows: int, part: int, parts: int) -> slice:
-    """Return the rows of `part` of `parts`, as `torch.chunk` and FSDP2 divide them.
-
-    The last parts have fewer rows, or none.
-    """
-    each = -(-rows // parts)
-    return slice(min(part * each, rows), min((part + 1) * each, rows))
-
-
-def own_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Return where this process's shard lies in the full tensor: a slice of each dimension.
-
-    (), which selects everything, if the tensor is not sharded.
-    """
-    if not isinstance(tensor, DTensor):
-        return ()
-    found = [slice(0, size) for size in tensor.shape]
-    mesh = tensor.device_mesh
-    # FSDP2, the first dimension of the mesh, divides what tensor parallelism has left.
-    for dim, placement in reversed(list(enumerate(tensor.placements))):
-        if placement != Replicate():
-            divided = cast(Shard, placement).dim
-            span = found[divided]
-            size = span.stop - span.start
-            part = rows_of_part(size, mesh.get_local_rank(dim), mesh.size(dim))
-            found[divided] = slice(span.start + part.start, span.start + part.stop)
-    return tuple(found)
-
-
-def with_shard(shard: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor placed as `like` is, of which this process has `shard`; see `own_slices`."""
-    shard = shard.to(like.device)
-    if not isinstance(like, DTensor):
-        return shard
-    mesh, shape, stride = like.device_mesh, like.shape, like.stride()
-    return DTensor.from_local(shard, mesh, like.placements, shape=shape, stride=stride)
-
-
-def with_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor sharded by rows as `like` is, of which this process has `rows`.
-
-    It has as many rows as `like`; they may have another shape.
-    """
-    rows = rows.to(like.device)
-    if not isinstance(like, DTensor):
-        return rows
-    shape = torch.Size((len(like), *rows.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(rows, like.device_mesh, like.placements, shape=shape, stride=stride)
 
 
 def _mesh_of_groups(accelerator: Accelerator, size: int, name: str) -> DeviceMesh:

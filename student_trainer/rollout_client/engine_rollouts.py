@@ -33,6 +33,8 @@ ChooseWeights = Callable[[], WeightsVersion]
 class EngineRollouts(Protocol):
     """Samples rollouts at the services of a job; `generate` as in `Rollouts`. Thread-safe."""
 
+    in_process: bool
+
     def generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], *, seed: int, greedy: bool = False
     ) -> Iterator[list[Rollout]]:
@@ -50,6 +52,8 @@ class EngineRollouts(Protocol):
 
 class SingleTurnRollouts:
     """One completion per prompt. A completion has at most `settings.stream_tokens` tokens."""
+
+    in_process = False
 
     def __init__(
         self, client: EngineClient, settings: SamplingSettings, newest: ChooseWeights
@@ -100,6 +104,8 @@ class SingleTurnRollouts:
 
 class EngineSearch:
     """Conversations with a retriever, of which every turn is an order."""
+
+    in_process = False
 
     def __init__(
         self,

@@ -19,6 +19,8 @@ class HuggingFaceRollouts:
     Apart from rounding in the model, a completion does not depend on its batch or process.
     """
 
+    in_process = True
+
     def __init__(
         self,
         model: Any,

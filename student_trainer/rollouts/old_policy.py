@@ -13,7 +13,7 @@ from torch import Tensor
 
 from student_trainer.data.batch import Batch
 from student_trainer.data.rollout import Rollout
-from student_trainer.model.passes import of_rollouts
+from student_trainer.parallel.passes import of_rollouts
 from student_trainer.parallel.sharding import Replicated, Sharded
 
 
@@ -33,22 +33,15 @@ class OldPolicy:
         `updates`: the rollouts of each update. Each update has micro-batches of its own, as in the
         trainer: others would round differently. Call it outside `student.gathered()`.
         """
-        student = self._student.full
+        student = self._student
 
         def logprobs(batch: Batch) -> Tensor:
             return student.rows(batch, self._temperature)[1].token_logprobs.cpu()
 
-        with self._student.gathered():
-            student.train()  # as in the update
-            found = [
-                of_rollouts(
-                    student,
-                    rollouts,
-                    logprobs,
-                    tokens_per_micro_batch=self._most,
-                    device=self._student.device,
-                )
-                for rollouts in updates
-            ]
-            student.eval()
+        student.trained.train()  # as in the update
+        found = [
+            of_rollouts(student, rollouts, logprobs, tokens_per_micro_batch=self._most)
+            for rollouts in updates
+        ]
+        student.trained.eval()
         return found

@@ -150,6 +150,8 @@ class SearchConversations:
 class SearchRollouts:
     """Samples multi-turn rollouts in this process."""
 
+    in_process = True
+
     def __init__(
         self,
         conversations: SearchConversations,

@@ -8,7 +8,7 @@ moves: the fixed reference model of plain GRPO. See EMA-PG (arXiv 2602.04417).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -19,12 +19,14 @@ from torch import Tensor
 
 from protos.rows.codec import RowBlock
 from protos.rpc.failpoints import failpoint
-from student_trainer.data.batch import NumberedSequence, make_batch, placeholder_rows
+from student_trainer.data.batch import Batch, NumberedSequence, make_batch, placeholder_rows
 from student_trainer.data.packing import in_order_of_request
 from student_trainer.data.rollout import Rollout
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.parallel.collectives import raise_on_all_ranks
-from student_trainer.parallel.sharding import Replicated, Sharded, local
+from student_trainer.parallel.passes import in_passes
+from student_trainer.parallel.sharding import Replicated, Sharded
+from student_trainer.parallel.shards import local
 
 
 class Anchor:
@@ -65,7 +67,7 @@ class Anchor:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the student has the anchor's weights, also inside `student.gathered()`.
+        """Inside, the student has the anchor's weights, also in passes and inside `gathered()`.
 
         Every process must enter and leave together. Values are swapped, not tensors, because DDP
         and FSDP2 keep references to the student's tensors.
@@ -195,12 +197,20 @@ class AnchorTeacher:
             self._accelerator,
             lambda: [self._asked(number, rollout) for number, (rollout, _) in enumerate(pending)],
         )
+        student = self._student
+        layout = student.trained.layout
+        groups = list(in_order_of_request(asked, self._most, layout))
+        batches = [make_batch(group, student.device, layout) for group in groups]
+        student.trained.eval()
+        with self._anchor.in_place():
+            scored = in_passes(student, batches, self._rows)
         blocks: dict[int, RowBlock] = {}
-        layout = self._student.full.layout
-        with self._anchor.in_place(), self._student.gathered():
-            self._student.full.eval()
-            for group in in_order_of_request(asked, self._most, layout):
-                blocks |= self._scored(group)
+        for group, of_batch in zip(groups, scored, strict=True):
+            ends = np.cumsum([item.sequence.learned for item in group])
+            blocks |= {
+                item.number: of_batch.slice(int(end) - item.sequence.learned, int(end))
+                for item, end in zip(group, ends, strict=True)
+            }
         for number, (_, future) in enumerate(pending):
             future.set_result(blocks[number])
 
@@ -219,11 +229,9 @@ class AnchorTeacher:
             number,
         )
 
-    def _scored(self, group: Sequence[NumberedSequence]) -> dict[int, RowBlock]:
-        student = self._student.full
-        batch = make_batch(group, self._student.device, student.layout)
-        ids, rows = student.rows(batch, self._temperature, self._top_k)
-        everything = RowBlock(
+    def _rows(self, batch: Batch) -> RowBlock:
+        ids, rows = self._student.rows(batch, self._temperature, self._top_k)
+        return RowBlock(
             ids.int().cpu().numpy(),
             rows.head_logprobs.cpu().numpy(),
             rows.tail_logmass.cpu().numpy(),
@@ -232,8 +240,3 @@ class AnchorTeacher:
                 None if rows.sample_logprobs is None else rows.sample_logprobs.cpu().numpy()
             ),
         )
-        ends = np.cumsum([item.sequence.learned for item in group])
-        return {
-            item.number: everything.slice(int(end) - item.sequence.learned, int(end))
-            for item, end in zip(group, ends, strict=True)
-        }

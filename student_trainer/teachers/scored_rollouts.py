@@ -10,7 +10,7 @@ from torch import Tensor
 from student_trainer.data.prompts import Prompt
 from student_trainer.data.rollout import Rollout
 from student_trainer.parallel.sharding import Replicated, Sharded
-from student_trainer.rollouts.rollouts import Rollouts
+from student_trainer.rollouts.rollouts import Rollouts, sampling
 from student_trainer.teachers.source import PendingRows, TeacherSource
 
 # Step (from 1) -> prompts and rollout numbers of this process; prompts repeat.
@@ -45,8 +45,8 @@ class ScoredRollouts:
     def to(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[PendingRows]:
         """Sample one rollout for each prompt and request its rows, without waiting for them.
 
-        numbers[i]: the number of the rollout of prompts[i], which fixes its random stream. Call it
-        inside `student.gathered()`, and call `finish` outside afterwards.
+        numbers[i]: the number of the rollout of prompts[i], which fixes its random stream. If this
+        process samples, call it inside `student.gathered()`. Call `finish` outside afterwards.
         """
         self._student.full.eval()
         return [
@@ -57,20 +57,16 @@ class ScoredRollouts:
 
     def of_step(self, step: int, asked: Asked) -> list[PendingRows]:
         """Collective. Sample with the current weights, and request the rows."""
-        return self.gathered_to(*asked(step))
+        with sampling(self._student, self._rollouts):
+            return self.to(*asked(step))
 
     def metrics(self, step: int, written: Sequence[PendingRows]) -> dict[str, Tensor]:
         """Return no metrics: the current weights have sampled."""
         return {}
 
-    def gathered_to(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[PendingRows]:
-        """Collective. Call `to` inside `student.gathered()`."""
-        with self._student.gathered():
-            return self.to(prompts, numbers)
-
     def sampled(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> list[Rollout]:
         """Collective. Sample one rollout for each prompt, and request nothing; see `to`."""
-        with self._student.gathered():
+        with sampling(self._student, self._rollouts):
             self._student.full.eval()
             made = self._rollouts.generate(prompts, numbers, seed=self._seed)
             return [rollout for batch in made for rollout in batch]

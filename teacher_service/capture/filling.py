@@ -9,7 +9,7 @@ from clients.runs.directory import Verdict
 from clients.store.facts import key_of
 from clients.store.shards import StoredRows
 from clients.store.writer import StoreWriter
-from protos.errors import InternalFault
+from protos.errors import DistillError, InternalFault
 from protos.rows.codec import RowBlock
 from teacher_service.capture.plan import Plan
 from teacher_service.capture.recorder import Recorder, Stopped
@@ -60,8 +60,10 @@ def _write(
         entries.append(StoredRows(key_of(index), token_ids, sequence.start, data))
     try:
         writer.append(entries)
+    except DistillError:  # some are OSErrors too
+        raise
     except OSError as error:
         raise InternalFault(
-            f"cannot write {writer.path}: {error.strerror or error}",
+            f"cannot write {writer.place}: {error.strerror or error}",
             hint="complete files are kept; free disk space, then resume the job",
         ) from error

@@ -17,6 +17,7 @@ from clients.config.capture import CaptureJob
 from clients.config.file import named_files
 from clients.config.tables.common import StudentConfig
 from clients.data.hub import use_caches_if_away
+from clients.data.object_urls import is_object_url
 from clients.data.prompt_format import template_text
 from clients.data.records import DataSet
 from clients.data.tokenization import tokens_of
@@ -25,9 +26,10 @@ from clients.preflight.teachers import check_capture
 from clients.runs.directory import RunDirectory, Verdict
 from clients.runs.metrics_writer import MetricsLog
 from clients.runs.progress import Progress
+from clients.store.objects import ObjectFolder
 from clients.store.writer import StoreWriter
 from clients.teacher.client import TeacherClient
-from protos.errors import InvalidInput
+from protos.errors import DistillError, InvalidInput
 from teacher_service.capture.facts import facts_of
 from teacher_service.capture.filling import fill
 from teacher_service.capture.plan import Plan, make_plan, read_plan
@@ -52,6 +54,9 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
     """
     progress.say("preflight", 0)
     check_here(job, run.path)
+    place = job.method.store_in(run.path)
+    if is_object_url(place):
+        _check_storage(place)
     _check_hub(job)
     tokenizer = _load_tokenizer(job)
     ask = Ask.of(job)
@@ -77,7 +82,7 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
         counts = [len(plan.file(number)) for number in files]
         metadata = facts_of(job, teacher, plan, digest)
         progress.expect(sum(counts))
-        with StoreWriter(job.method.store_in(run.path), metadata, counts) as writer:
+        with StoreWriter(place, metadata, counts) as writer:
             done = sum(counts[: writer.files])
             phase = f"{PHASE} ({plan.left_out})" if plan.left_out else PHASE
             progress.say(phase if files else _idle(job, plan), done)
@@ -97,6 +102,17 @@ def _idle(job: CaptureJob, plan: Plan) -> str:
     said = f"shard {job.method.shard} has nothing to do: {count} are divided among {parts} shards"
     log.warning("%s", said)
     return said
+
+
+def _check_storage(url: str) -> None:
+    """Raise a DistillError if the store's URL cannot be used: before hours of other work."""
+    try:
+        folder = ObjectFolder(url)
+        folder.require_bucket()
+        folder.manifest()
+    except DistillError as error:
+        error.field = error.field or "method.store"
+        raise
 
 
 def _check_hub(job: CaptureJob) -> None:

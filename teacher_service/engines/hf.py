@@ -12,13 +12,13 @@ import transformers
 from torch import Tensor
 
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
-from protos.errors import DistillError, InvalidInput
+from protos.errors import DistillError, InvalidInput, WrongState
 from protos.rows.codec import RowBlock
 from teacher_service.engines.base import EngineInfo, TensorSpec, WeightUpdate, fingerprint_of
 from teacher_service.engines.hf_weights import ModelWeights
 from teacher_service.head.head import Head
-from teacher_service.head.linear_head import require_plain_weight
 from teacher_service.head.scale_and_cap import probe_head
+from teacher_service.head.stored_head import require_plain_weight
 from teacher_service.models.digests import FileDigests
 from teacher_service.models.files import (
     file_facts,
@@ -75,7 +75,15 @@ class HfEngine:
         self.info = self._describe(model, path, digests)
 
     def parameters(self) -> Mapping[str, TensorSpec]:
-        """Return the spec of each parameter by name; a tied weight appears once."""
+        """Return the spec of each parameter by name; a tied weight appears once.
+
+        Raises WrongState if the weights are quantised.
+        """
+        if getattr(self._model, "hf_quantizer", None) is not None:
+            raise WrongState(
+                "the weights of a quantised model cannot be replaced",
+                hint="serve an unquantised checkpoint",
+            )
         return self._weights.specs()
 
     def update(self, update: WeightUpdate) -> None:

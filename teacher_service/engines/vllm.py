@@ -20,7 +20,7 @@ import torch
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, concatenate
-from protos.vllm_processes import require_vllm
+from protos.vllm_processes import executor, require_vllm
 from teacher_service.engines.base import EngineInfo, fingerprint_of
 from teacher_service.engines.vllm_process import VllmProcess
 from teacher_service.engines.vllm_wire import decode_answer, encode_query, part_of
@@ -32,8 +32,9 @@ from teacher_service.models.files import (
     release_of,
     weight_files,
 )
-from teacher_service.models.load_progress import LoadProgress
-from teacher_service.models.loading import load_model, load_vocabulary
+from teacher_service.models.load_progress import LoadProgress, read_failure
+from teacher_service.models.loading import load_skeleton, load_vocabulary
+from teacher_service.models.quantisation import quantisation_of
 
 _WORKER = "teacher_service.engines.vllm_worker.ScoringWorker"
 
@@ -66,7 +67,7 @@ class VllmEngine:
         require_vllm()
         path = model_directory(model)
         digests = FileDigests(weight_files(path))
-        skeleton = load_model(path, dtype=dtype, device="meta")
+        skeleton = load_skeleton(path, dtype=dtype)
         head = find_head(skeleton, path)
         tokens = load_vocabulary(path)
         options: dict[str, Any] = {
@@ -77,19 +78,24 @@ class VllmEngine:
             "max_num_batched_tokens": max_batch_tokens,
             "max_num_seqs": min(256, max_batch_tokens),
             "worker_cls": _WORKER,
+            "distributed_executor_backend": executor(tensor_parallel_size),
+            # By default vLLM accepts a quantised model that lacks some of its weights.
+            "model_loader_extra_config": {"enable_weights_track": True},
             "additional_config": {
-                "head": [head.weight, head.bias],
+                "head": [head.weight.weight, head.weight.scales, head.bias],
                 "scale_and_cap": [head.scale_and_cap.scale, head.scale_and_cap.cap],
                 "teacher_pid": os.getpid(),
             },
         }
+        if head.weight.scales is not None:
+            options["hf_overrides"] = _without_head(path)
         progress.begin("starting vLLM and reading its weights")
         with progress.of_another_process() as file:
             options["additional_config"]["progress_file"] = str(file)
             try:
                 self._vllm = VllmProcess(options)
             except (ValueError, RuntimeError) as error:
-                raise _not_started(path, error) from error
+                raise _not_started(path, read_failure(file) or str(error)) from error
         progress.begin("computing the digests of its files")
         cache = self._vllm.config.cache_config
         self._block = cache.block_size if cache.enable_prefix_caching else None
@@ -204,8 +210,21 @@ class VllmEngine:
         )
 
 
-def _not_started(path: Path, error: Exception) -> InvalidInput:
-    reason = " ".join(str(error).split())[:300]
+def _without_head(path: Path) -> dict[str, Any]:
+    """Return the changes of the configuration that keep vLLM from making a quantised head.
+
+    Our own head takes its place, but some platforms have no kernel for it.
+    """
+    said = dict(quantisation_of(path) or {})
+    if said.get("quant_method") == "compressed-tensors":
+        said["ignore"] = [*(said.get("ignore") or []), "re:.*lm_head"]
+    return {"quantization_config": said}
+
+
+def _not_started(path: Path, reason: str) -> InvalidInput:
+    # Errors of options: what pydantic puts around the message is left out.
+    reason = reason.partition("Value error, ")[2].partition(" [type=")[0] or reason
+    reason = " ".join(reason.split())[:300]
     return InvalidInput(
         f"vLLM does not start with {path}: {reason}",
         field="--model",

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt4
 from vllm.model_executor.layers.pooler import PoolingParamsUpdate
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -28,8 +28,9 @@ from protos.vllm_processes import die_with
 from teacher_service.engines.vllm_wire import decode_query, encode_answer, part_of
 from teacher_service.head.head import Head
 from teacher_service.head.scale_and_cap import ScaleAndCap
+from teacher_service.head.stored_head import StoredWeight, read_tensor, read_weight
 from teacher_service.models.files import weight_files
-from teacher_service.models.load_progress import write_share
+from teacher_service.models.load_progress import write_failure, write_share
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
@@ -56,21 +57,28 @@ class ScoringWorker(_Worker):  # type: ignore[misc]
         die_with(ours["teacher_pid"])
         if self.rank == 0:
             _tell_share(Path(self.model_config.model), Path(ours["progress_file"]))
-        super().load_model(**options)
+        if current_platform.is_cpu():
+            CPUExpertsInt4.__init__ = _refuse_experts
+        try:
+            super().load_model(**options)
+        except Exception as error:
+            write_failure(Path(ours["progress_file"]), str(error))
+            raise
         head = None
         if self.rank == 0:  # vLLM reads only the output of rank 0
-            weight, bias = ours["head"]
-            head = self._load_head(weight, bias, ScaleAndCap(*ours["scale_and_cap"]))
+            weight, scales, bias = ours["head"]
+            stored = StoredWeight(weight, scales)
+            head = self._load_head(stored, bias, ScaleAndCap(*ours["scale_and_cap"]))
         self.model_runner.get_model().pooler = RowPooler(head)
 
     def _load_head(
-        self, weight_name: str, bias_name: str | None, scale_and_cap: ScaleAndCap
+        self, stored: StoredWeight, bias_name: str | None, scale_and_cap: ScaleAndCap
     ) -> Head:
         path, dtype = Path(self.model_config.model), self.model_config.dtype
-        weight = _read_tensor(path, weight_name).to(self.device, dtype)
+        weight = read_weight(path, stored).to(self.device, dtype)
         bias = None
         if bias_name is not None:
-            bias = _read_tensor(path, bias_name).to(self.device, dtype)
+            bias = read_tensor(path, bias_name).to(self.device, dtype)
         product = None if weight.is_cuda else cpu_product(weight)
         return Head(weight, bias, product, scale_and_cap)
 
@@ -86,6 +94,14 @@ class ScoringWorker(_Worker):  # type: ignore[misc]
         """Return the numbers of steps and of their tokens since the start."""
         pooler = self.model_runner.get_model().pooler
         return pooler.steps, pooler.tokens
+
+
+def _refuse_experts(*_: object, **__: object) -> None:
+    """Take the place of the constructor of a kernel that computes another model's rows."""
+    raise ValueError(
+        "on a CPU, vLLM rounds the inputs of experts of 4 bits to 8 bits, which this model does not"
+        " ask for; use a GPU"
+    )
 
 
 def cpu_product(weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -112,15 +128,6 @@ def _tell_share(model: Path, file: Path) -> None:
             write_share(file, min(1.0, read / total))
 
     DefaultModelLoader.get_all_weights = counted
-
-
-def _read_tensor(path: Path, name: str) -> Tensor:
-    for file in weight_files(path):
-        with safe_open(file, framework="pt") as tensors:
-            if name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                tensor: Tensor = tensors.get_tensor(name)
-                return tensor
-    raise KeyError(name)
 
 
 class _Progress:

@@ -11,6 +11,7 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 _WIDTH = 6  # characters of a share in a file, "0.4100"
+_FAILED = "failed: "
 
 
 class LoadProgress:
@@ -70,6 +71,20 @@ def write_share(file: Path, share: float) -> None:
     """Write the share for `LoadProgress.of_another_process`; a reader never sees half of it."""
     with suppress(OSError), file.open("r+b", buffering=0) as stream:
         stream.write(f"{share:.4f}"[:_WIDTH].encode())
+
+
+def write_failure(file: Path, reason: str) -> None:
+    """Write why the load has failed, for the process that waits for it."""
+    with suppress(OSError):
+        file.write_text(_FAILED + reason)
+
+
+def read_failure(file: Path) -> str:
+    """Return what `write_failure` has written; "" if it was not called."""
+    with suppress(OSError):
+        text = file.read_text()
+        return text.removeprefix(_FAILED) if text.startswith(_FAILED) else ""
+    return ""
 
 
 class _FollowedBar:

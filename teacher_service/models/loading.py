@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
+from safetensors import safe_open
 
 from clients.data.tokenization import tokens_of
 from protos.errors import InvalidInput
+from teacher_service.models.files import weight_files
+from teacher_service.models.quantisation import quantisation_of
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -17,12 +21,10 @@ def load_model(path: Path, *, dtype: str, device: str | None = None) -> Any:
     """Load the model on the CPU; with device "meta", without the values of its weights.
 
     Raises InvalidInput with field --dtype if the dtype is unknown, and with field --model if the
-    model cannot be loaded or the files lack some of its weights.
+    model cannot be loaded, the files lack some of its weights, or transformers leaves out a tensor,
+    such as scales, that belongs to a weight.
     """
-    if dtype not in _DTYPES:
-        raise InvalidInput(
-            f"unknown dtype {dtype!r}", field="--dtype", hint=f"use one of {', '.join(_DTYPES)}"
-        )
+    _check_dtype(dtype)
     try:
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
             path,
@@ -38,7 +40,58 @@ def load_model(path: Path, *, dtype: str, device: str | None = None) -> Any:
     if loading["missing_keys"]:
         # transformers would fill missing weights with random numbers and only warn.
         raise not_loaded(path, f"it has no weights for {min(loading['missing_keys'])}")
+    _require_used(path, model, loading["unexpected_keys"])
     return model
+
+
+def load_skeleton(path: Path, *, dtype: str) -> Any:
+    """Build the model on device "meta", without the values of its weights.
+
+    The layers of a quantised model are plain ones here, so that the packages that compute with its
+    weights are not needed; the files are then not compared with the model. Raises InvalidInput as
+    `load_model` does.
+    """
+    if quantisation_of(path) is None:
+        return load_model(path, dtype=dtype, device="meta")
+    _check_dtype(dtype)
+    chosen = {} if dtype == "auto" else {"dtype": dtype}
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True
+        )
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config, **chosen)
+    except Exception as error:  # the library raises any exception for a wrong config
+        raise not_loaded(path, str(error)) from error
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in _DTYPES:
+        raise InvalidInput(
+            f"unknown dtype {dtype!r}", field="--dtype", hint=f"use one of {', '.join(_DTYPES)}"
+        )
+
+
+def _require_used(path: Path, model: Any, unused: set[str]) -> None:
+    """Raise InvalidInput if the files have more for a layer than its weight and bias.
+
+    transformers takes the weights without their scales if it does not know the method of
+    quantisation. `unused`: tensors that it has left out.
+    """
+    used = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for file in weight_files(path) if unused else ():
+        with safe_open(file, framework="pt") as tensors:
+            used |= set(tensors.keys()) - unused
+    for name in sorted(unused):
+        layer, _, last = name.rpartition(".")
+        if last != "bias" and f"{layer}.weight" in used:
+            raise InvalidInput(
+                f"transformers does not use {name} of {path}: its weights are quantised in a way"
+                " that transformers does not know",
+                field="--model",
+                hint="give an unquantised checkpoint, or one that transformers supports; or try"
+                " --engine vllm",
+            )
 
 
 def body_of(model: Any) -> Any:

@@ -286,21 +286,19 @@ def test_a_slow_teacher_bounds_what_is_sampled(
     run = new_run(
         tmp_path / "run", lagging(material, mortal.address, lag, rollouts__address=service.address)
     )
-    bounds = []
     try:
         with trainer(run) as process:
             process.wait_for_step(3)
             mortal.kill()
-            learned, sampled = 0, 0.0
-            while not bounds or sampled < bounds[-1]:
+            learned, still = 0, 0
+            while still < 20:  # looks in a row that find the most, and nothing new
                 sampled = scrape(page)["distill_rollouts_sequences_total"]
-                learned = metrics_of(run)[-1]["step"]
-                bounds.append(evaluated + (learned + 1 + lag) * answers)
-                assert sampled <= bounds[-1]
+                before, learned = learned, metrics_of(run)[-1]["step"]
+                most = evaluated + (learned + 1 + lag) * answers
+                assert sampled <= most
+                still = still + 1 if sampled == most and learned == before else 0
                 time.sleep(0.05)
-            time.sleep(1.0)  # what waits does not go on
-            assert scrape(page)["distill_rollouts_sequences_total"] == bounds[-1]
-            assert metrics_of(run)[-1]["step"] == learned < STEPS - lag
+            assert learned < STEPS - lag
             mortal.start()
             assert process.wait() == 0, process.log
     finally:

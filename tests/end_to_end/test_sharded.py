@@ -127,3 +127,18 @@ def test_adapters_killed_with_two_and_resumed_by_one(
     run = killed(new_run(tmp_path / "run", job(material, teacher, **ADAPTED, **PAIR)))
     assert_close(metrics_of(in_one_process(run, tmp_path / "one")), metrics_of(alone))
     assert (alone.export / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_an_engine_beside_sharded_processes(
+    material: Material, teacher: str, tmp_path: Path
+) -> None:
+    """No process gathers all weights; one has more held-out answers to score than the other."""
+    changes = {**UNEVEN, "max_steps": 4, "eval__prompts": 3, "rollouts__lag": 1}
+    from tests.student_trainer.tiny import job
+
+    one, two = (
+        finish(new_run(tmp_path / name, job(material, teacher, **changes, **how)))
+        for name, how in {"one": {}, "two": PAIR}.items()
+    )
+    assert_close(metrics_of(two), metrics_of(one))

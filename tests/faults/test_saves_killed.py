@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from student_trainer.checkpoints import checkpoint
 from student_trainer.checkpoints.atomic_directory import is_intact
-from student_trainer.parallel.sharding import local, own_slices
+from student_trainer.parallel.shards import local, own_slices
 from tests.faults.conftest import REPEATS
 from tests.forks import Forks
 from tests.student_trainer import tiny

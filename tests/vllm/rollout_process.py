@@ -1,4 +1,6 @@
-"""A process that samples for ever with the vllm rollout engine: LORA_RANK MODEL SNAPSHOT..."""
+"""A process that samples for ever with the vllm rollout engine.
+
+Arguments: RANKS LORA_RANK MODEL SNAPSHOT..."""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ from student_trainer.rollout_client.order import (
 from student_trainer.rollout_service.engines.vllm import VllmRolloutEngine
 
 
-async def main(lora_rank: str, model: str, *snapshots: str) -> None:
-    engine = VllmRolloutEngine(model, lora_rank=int(lora_rank), max_batch_tokens=512)
+async def main(ranks: str, lora_rank: str, model: str, *snapshots: str) -> None:
+    engine = VllmRolloutEngine(
+        model, tensor_parallel_size=int(ranks), lora_rank=int(lora_rank), max_batch_tokens=512
+    )
     settings = SamplingSettings(4, 1.0, 0, 0, 500, 1)
     sequences = [SequenceRequest(torch.tensor([number]), number, 500) for number in range(8)]
     for number, directory in enumerate(snapshots):

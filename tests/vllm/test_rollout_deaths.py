@@ -25,10 +25,15 @@ from tests.vllm.rollouts import RANK, AdaptedStudent, Student  # noqa: E402
 
 @contextmanager
 def engine_process(
-    log: Path, student: Student, *versions: WeightsVersion, lora_rank: int = 0, failpoint: str = ""
+    log: Path,
+    student: Student,
+    *versions: WeightsVersion,
+    ranks: int = 1,
+    lora_rank: int = 0,
+    failpoint: str = "",
 ) -> Iterator[Engine]:
     directories = [str(version.directory) for version in versions]
-    program = [sys.executable, "-m", "tests.vllm.rollout_process", str(lora_rank)]
+    program = [sys.executable, "-m", "tests.vllm.rollout_process", str(ranks), str(lora_rank)]
     with (
         log.open("w") as stderr,
         subprocess.Popen(
@@ -65,12 +70,12 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("name", ["VLLM::Worker", "VLLM::EngineCor"])
-def test_a_killed_child_ends_the_process_with_code_1(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [("VLLM::Worker", 2), ("VLLM::EngineCor", 1)])
+def test_a_killed_child_ends_the_process_with_code_1(tmp_path: Path, name: str, ranks: int) -> None:
     student = Student(tmp_path)
     version = student.snapshot()
     log = tmp_path / "log"
-    with engine_process(log, student, version) as process:
+    with engine_process(log, student, version, ranks=ranks) as process:
         wait_for(process, "sampled")
         processes = processes_of(process)
         next(one for one in processes if one.name().startswith(name)).kill()

@@ -18,7 +18,6 @@ from teacher_service.engines.base import Engine
 from teacher_service.engines.hf import HfEngine
 from teacher_service.engines.vllm import VllmEngine
 from teacher_service.serving.self_test import run_self_test
-from tests.teacher_service.tiny_model import save_tokenizer
 from tests.vllm.model import BAD_TOKEN, MAX_LENGTH, VOCAB_SIZE, save_model
 
 pytestmark = [
@@ -127,48 +126,6 @@ def test_rows_about_the_first_ids(vllm: VllmEngine, hf: HfEngine) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         assert_same(ours, theirs)
     assert (found[0].token_logprobs < found[1].token_logprobs).all()
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("GraniteConfig", {"logits_scaling": 8.0}),
-        ("Gemma2Config", {"final_logit_softcapping": 5.0, "attn_logit_softcapping": None}),
-    ],
-)
-def test_a_scaled_or_capped_head(name: str, values: dict[str, Any], tmp_path: Path) -> None:
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": MAX_LENGTH,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": 0,
-    }
-    config = getattr(transformers, name)(**{**sizes, **values})
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        model.get_input_embeddings().weight.normal_(std=0.5)
-    model.save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
-    vllm = VllmEngine(str(tmp_path), max_batch_tokens=STEP_TOKENS)
-    try:
-        queries = [ScoreQuery(tokens(n, seed=95), 1, top_k=5) for n in (2, 40, 300)]
-        theirs = rows(HfEngine(str(tmp_path), device="cpu"), queries)
-        for one, other in zip(rows(vllm, queries), theirs, strict=True):
-            assert_same(one, other)
-    finally:
-        vllm.close()
 
 
 @pytest.mark.parametrize("k", [1, VOCAB_SIZE])

@@ -21,8 +21,8 @@ def capture(
         str,
         typer.Option(
             metavar="DIR",
-            help="Directory of the store, by default `store` in the run directory. An incomplete"
-            " store of the same capture is completed.",
+            help="Directory or URL (s3://, gs://) of the store, by default `store` in the run"
+            " directory. An incomplete store of the same capture is completed.",
         ),
     ] = "",
     shard: Annotated[

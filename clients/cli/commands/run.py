@@ -89,7 +89,7 @@ def _attempted(
     return code if code in (ExitCode.INTERRUPTED, ExitCode.WRONG_STATE) else conclusion
 
 
-def _made_by(run: RunDirectory) -> dict[str, Path]:
+def _made_by(run: RunDirectory) -> dict[str, Path | str]:
     from clients.config.capture import CaptureJob
 
     config = run.config()
@@ -146,8 +146,11 @@ def judged_beside(job: Path, config: AnyJob) -> AnyJob:
 def _stored_absolute(config: AnyJob) -> AnyJob:
     """Make `method.store` absolute: a later resume may run in another directory."""
     from clients.config.capture import CaptureJob
+    from clients.data.object_urls import is_object_url
 
     if not isinstance(config, CaptureJob) or config.method.store is None:
+        return config
+    if is_object_url(config.method.store):
         return config
     store = str(Path(config.method.store).absolute())
     return config.model_copy(update={"method": config.method.model_copy(update={"store": store})})

@@ -10,11 +10,14 @@ import typer
 
 from clients.cli.output import plain
 from clients.cli.settings import settings_of
+from clients.data.object_urls import place_of
 from protos.errors import ExitCode
 
 app = typer.Typer(help="Inspect, verify and merge captured stores.", no_args_is_help=True)
 
-StoreArgument = Annotated[Path, typer.Argument(metavar="STORE", help="Directory of the store.")]
+StoreArgument = Annotated[
+    str, typer.Argument(metavar="STORE", help="Directory or URL (s3://, gs://) of the store.")
+]
 
 
 @app.command()
@@ -22,7 +25,7 @@ def info(context: typer.Context, store: StoreArgument) -> None:
     """Show a store's counts, sizes, and the settings of its capture."""
     from clients.store.checks import summary_of
 
-    summary = summary_of(store)
+    summary = summary_of(place_of(store))
     width = max(map(len, summary))
     lines = (f"{key.ljust(width)}  {plain(str(value))}" for key, value in summary.items())
     settings_of(context).output.result(summary, "\n".join(lines))
@@ -36,17 +39,18 @@ def verify(context: typer.Context, store: StoreArgument) -> ExitCode:
     """
     from clients.store.checks import counted, damages
 
-    found = list(damages(store))
-    sequences, expected = counted(store)
+    place = place_of(store)
+    found = list(damages(place))
+    sequences, expected = counted(place)
     record = {
-        "path": str(store),
+        "path": place,
         "sound": not found,
         "complete": sequences == expected,
         "sequences": sequences,
         "sequences_expected": expected,
         "damages": found,
     }
-    lines = found or [f"{store}: no damage"]
+    lines = found or [f"{place}: no damage"]
     if sequences != expected:
         lines.append(f"incomplete: {sequences} of {expected} sequences; resume the capture")
     settings_of(context).output.result(record, "\n".join(lines))
@@ -58,7 +62,8 @@ def merge(
     context: typer.Context,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create.")],
     parts: Annotated[
-        list[Path], typer.Argument(metavar="STORE...", help="The stores of all parts.")
+        list[str],
+        typer.Argument(metavar="STORE...", help="Directories or URLs of the stores of all parts."),
     ],
 ) -> None:
     """Merge the stores of all parts of a capture (`distill capture --shard I/N`).
@@ -67,7 +72,7 @@ def merge(
     """
     from clients.store.merge import merge as merge_stores
 
-    sequences = merge_stores(out, parts)
+    sequences = merge_stores(out, [place_of(part) for part in parts])
     record = {"path": str(out), "sequences": sequences}
     settings_of(context).output.result(record, f"{out}: {sequences} sequences")
 
@@ -123,7 +128,7 @@ def sample(
     """Show rows of one sequence: each token, its probability, and the likeliest head ids."""
     from clients.store.sample import sample_of
 
-    found = sample_of(store, sequence, rows=rows, head=head, tokenizer=tokenizer)
+    found = sample_of(place_of(store), sequence, rows=rows, head=head, tokenizer=tokenizer)
     settings_of(context).output.result(found, _as_text(found))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from protos.errors import InvalidInput
-from protos.vllm_processes import set_environment, stdout_on_stderr
+from protos.vllm_processes import executor, set_environment, stdout_on_stderr
 
 _WORKER = "student_trainer.rollout_service.engines.vllm_worker.RolloutWorker"
 # vLLM's sizes of the memory for adapters, by largest rank.
@@ -59,6 +59,7 @@ def start_vllm(
         max_num_batched_tokens=max_batch_tokens,
         max_num_seqs=min(256, max_batch_tokens),
         worker_cls=_WORKER,
+        distributed_executor_backend=executor(tensor_parallel_size),
         additional_config={"service_pid": os.getpid()},
         # The longest context that fits in memory, at most the model's own maximum.
         max_model_len=-1,

@@ -14,7 +14,7 @@ from clients.config.tables.common import TrainingJob
 from clients.data.model_shape import shape_of
 from clients.preflight import memory_plan
 from clients.preflight.files import check_processes
-from clients.preflight.memory import held
+from clients.preflight.memory import held, sampling
 from clients.preflight.memory_plan import plan_of
 from clients.store.dataset import LogitDataset
 from clients.store.store import LogitStore
@@ -137,3 +137,20 @@ def test_an_engine_on_the_same_gpu_is_counted() -> None:
     assert scored > kept + engine
     assert asleep.peak == max(apart.peak, scored)
     assert planned(engine="vllm", lag=0, gpu_memory_share=0.2).fits
+
+
+def test_an_hf_engine_on_the_same_gpu_has_all_weights() -> None:
+    """It never sleeps: beside what the trainer needs for learning, what one process that samples
+    itself holds of the weights and needs for sampling.
+    """
+    own: Values = {"student": {"model": "m"}, "data": {"path": "p.jsonl"}}
+    shape, memory = shape_of(QWEN_7B), 240.0
+
+    def planned(**rollouts: object) -> memory_plan.Plan:
+        return plan_of(valid(merged(own, {"rollouts": rollouts})), shape, memory)
+
+    alone, apart, beside = planned(), planned(engine="hf", gpus=1, lag=1), planned(lag=1)
+    engine = held(alone.load)["weights"] + sum(sampling(alone.load).values())
+    assert engine > 4 * shape.weights
+    assert beside.peak == apart.peak + engine
+    assert not beside.load.engine_sleeps

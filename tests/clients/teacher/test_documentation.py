@@ -17,3 +17,14 @@ def test_the_rows_of_the_documentation(
     exec(block.body.replace("localhost:50052", teacher.address), {})
     lines = capsys.readouterr().out.splitlines()
     assert [len(line.strip("[]").split()) for line in lines] == [3, 2]
+
+
+def test_the_rows_in_an_event_loop(
+    start_teacher: StartTeacher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = start_teacher("--engine", "fake", "--model", "vocab=64")
+    (block,) = blocks("docs/python.md", "rows-async")
+    assert block.body.count("localhost:50052") == 1
+    exec(block.body.replace("localhost:50052", teacher.address), {})
+    lines = sorted(capsys.readouterr().out.splitlines())
+    assert [len(line.partition("[")[2].strip("]").split()) for line in lines] == [2, 1]

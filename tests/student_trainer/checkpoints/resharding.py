@@ -18,7 +18,7 @@ from torch import Tensor
 from clients.config.tables.common import LoraConfig, StudentConfig
 from student_trainer.checkpoints import checkpoint
 from student_trainer.model.loading import load_model
-from student_trainer.parallel.sharding import local, own_slices
+from student_trainer.parallel.shards import local, own_slices
 from student_trainer.teachers.anchor import Anchor
 from tests.forks import Forks
 from tests.student_trainer import tiny

@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from student_trainer.checkpoints.tensor_file import PartWriter, TensorFile, digest_of_part, layout
-from student_trainer.parallel.sharding import rows_of_part
+from student_trainer.checkpoints.tensor_file import (
+    PartWriter,
+    TensorFile,
+    _read,
+    digest_of_part,
+    layout,
+)
+from student_trainer.parallel.shards import rows_of_part
 
 MOST_PARTS = 5
 
@@ -86,6 +93,17 @@ def test_every_byte_is_in_one_part(tmp_path: Path, parts: int) -> None:
         path.write_bytes(other)
         with pytest.raises(ValueError, match=r"header|size"):
             digest_of_part(path, 0, parts)
+
+
+def test_a_part_of_the_columns_is_no_view_of_the_rows(tmp_path: Path) -> None:
+    """A fused optimizer reads the numbers of weight, gradient and moments in their order."""
+    whole = torch.arange(12.0).reshape(3, 4)
+    save_file({"a": whole}, tmp_path / "file")
+    with safe_open(tmp_path / "file", "pt") as file:
+        part = _read(file, "a", (slice(0, 3), slice(2, 4)))
+    assert torch.equal(part, whole[:, 2:])
+    assert part.is_contiguous()
+    assert part.untyped_storage().nbytes() == 4 * part.numel()
 
 
 def test_rows_are_divided_as_torch_divides_them() -> None:

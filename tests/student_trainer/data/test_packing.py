@@ -131,9 +131,8 @@ def test_packed_is_alone(make: Any) -> None:
 
 @pytest.mark.parametrize("make", [bloom, mamba])
 def test_what_does_not_keep_sequences_apart_is_padded(make: Any) -> None:
-    model = make()
-    assert not separates_packed_sequences(model)
-    student = Student(model)
+    student = Student(make())
+    assert not separates_packed_sequences(student)
     choose_attention(student, student, StudentConfig(model="-"))
     assert student.layout == "padded"
 
@@ -143,7 +142,7 @@ def test_a_model_that_ignores_positions_is_found_out() -> None:
     model = qwen()
     inner = model.model.forward
     model.model.forward = lambda position_ids=None, **inputs: inner(**inputs)
-    assert not separates_packed_sequences(model)
+    assert not separates_packed_sequences(Student(model))
 
 
 @pytest.mark.parametrize("most", [1, 30, 64, 10_000])

@@ -24,7 +24,7 @@ from student_trainer.assembly import assemble
 from student_trainer.checkpoints import checkpoint
 from student_trainer.checkpoints.optimizer_state import BLOCK, is_quantized
 from student_trainer.loop.optimizer import make_optimizer, set_learning_rate
-from student_trainer.parallel.sharding import local, own_slices
+from student_trainer.parallel.shards import local, own_slices
 from tests.forks import Forks
 from tests.student_trainer import tiny
 from tests.student_trainer.saving import save_checkpoint
@@ -34,7 +34,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao"),
     pytest.mark.filterwarnings("ignore"),  # of torchao's import
 ]
-CPU = torch.device("cpu")
 NARROW = TrainConfig(optimizer="adamw_8bit", learning_rate=1e-2)
 
 
@@ -62,7 +61,7 @@ def _eager() -> Iterator[None]:
 
 
 def optimizer_of(model: Any, settings: TrainConfig = NARROW) -> torch.optim.Optimizer:
-    return make_optimizer(settings, model, CPU)
+    return make_optimizer(settings, model)
 
 
 def step_once(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:

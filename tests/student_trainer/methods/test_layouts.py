@@ -141,6 +141,8 @@ def test_rl(material: tiny.Material, tmp_path: Path, changes: dict[str, Any]) ->
 class Ragged:
     """Rollouts cut to different lengths."""
 
+    in_process = True
+
     def __init__(self, rollouts: Any) -> None:
         self._rollouts = rollouts
 

@@ -73,6 +73,7 @@ def trainer(
             objective,
             steps.held_out,
             TaskEvaluation(held_out, accelerator, words, rollouts),
+            samples=rollouts.in_process,
             tokens_per_micro_batch=48,
         ),
         metrics=open_metrics(run, attempt=1, last_step=None, track=config.track) if log else None,

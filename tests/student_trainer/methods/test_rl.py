@@ -50,6 +50,8 @@ def trainer_of(path: Path, config: RLJob) -> Iterator[Trainer]:
 class ForeignTokens:
     """Rollouts of which an environment wrote every third token, as far as anyone can tell."""
 
+    in_process = True
+
     def __init__(self, rollouts: Rollouts) -> None:
         self._rollouts = rollouts
 

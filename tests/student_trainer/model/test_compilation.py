@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from protos.errors import InvalidInput
 from student_trainer.data.batch import Batch, ScoredSequence, make_batch, placeholder_rows
 from student_trainer.data.packing import Layout
 from student_trainer.data.rollout import Rollout
-from student_trainer.model.attention import choose_attention
 from student_trainer.model.compilation import compile_layers
 from student_trainer.model.lora import add_adapters
 from student_trainer.model.recomputation import recompute_activations
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import make_accelerator
-from student_trainer.parallel.sharding import distribute, full_tensor
+from student_trainer.parallel.passes import in_passes
+from student_trainer.parallel.sharding import distribute
+from student_trainer.parallel.shards import full_tensor
 from tests.forks import Forks
 from tests.student_trainer import tiny
 from tests.student_trainer.methods.test_sft import learned, trainer_of
@@ -160,16 +162,13 @@ def in_a_group(sharding: str, bf16: bool, out: Path) -> None:
     for compiled in (False, True):
         accelerator = make_accelerator(LIMIT)
         student = distribute(accelerator, Student(tiny.model(layers=2), bf16=bf16), sharding)
-        with student.gathered():
-            choose_attention(student.trained, student.full, StudentConfig(model="-"))
+        student.choose_attention(StudentConfig(model="-"))
         if compiled:
             compile_layers(student.trained)
         student.trained.train()
         learn(student, "padded", student.trained.model)
         graphs = counters["stats"]["unique_graphs"]
-        with student.gathered():
-            student.full.eval().rows(batch([4, 4], "padded"), 1.0)
-            student.full.train()
+        in_passes(student, [batch([4, 4], "padded")], partial(student.rows, temperature=1.0))
         assert counters["stats"]["unique_graphs"] == graphs, "nothing is compiled for scoring"
         assert (graphs > 0) == compiled
         found.append(learn(student, "padded", student.trained.model))

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from student_trainer.data.batch import ScoredSequence, make_batch, placeholder_rows
-from student_trainer.parallel.sharding import full_tensor, local
+from student_trainer.parallel.shards import full_tensor, local
 from tests.forks import Forks
 from tests.student_trainer.teachers.anchors import rollouts, spread_student
 

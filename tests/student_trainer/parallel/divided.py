@@ -17,15 +17,8 @@ from student_trainer.data.batch import Batch, ScoredSequence, make_batch, placeh
 from student_trainer.losses import Rows
 from student_trainer.model.recomputation import recompute_activations
 from student_trainer.parallel.gradients import clip_gradients
-from student_trainer.parallel.sharding import (
-    Replicated,
-    Sharded,
-    full_tensor,
-    full_tensors,
-    local,
-    own_slices,
-    with_shard,
-)
+from student_trainer.parallel.sharding import Replicated, Sharded
+from student_trainer.parallel.shards import full_tensor, full_tensors, local, own_slices, with_shard
 from student_trainer.teachers.anchor import Anchor
 from tests.forks import Forks
 from tests.student_trainer.teachers.anchors import rollouts, spread_student

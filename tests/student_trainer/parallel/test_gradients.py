@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from student_trainer.parallel.gradients import clip_gradients
-from student_trainer.parallel.sharding import Sharded, full_tensor, local
+from student_trainer.parallel.sharding import Sharded
+from student_trainer.parallel.shards import full_tensor, local
 from tests.forks import Forks
 from tests.student_trainer.parallel.divided import make
 from tests.student_trainer.teachers.anchors import spread_student

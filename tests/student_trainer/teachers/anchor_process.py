@@ -13,7 +13,7 @@ import torch
 from clients.data.prompt_format import PromptFormat
 from protos.errors import InvalidInput
 from student_trainer.checkpoints import checkpoint
-from student_trainer.parallel.sharding import local
+from student_trainer.parallel.shards import local
 from student_trainer.teachers.anchor import Anchor
 from student_trainer.teachers.privileged import privileged_prompt
 from tests.forks import Forks

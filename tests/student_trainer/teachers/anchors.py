@@ -12,10 +12,10 @@ from torch import Tensor
 from clients.config.tables.common import StudentConfig
 from protos.rows.codec import RowBlock
 from student_trainer.data.rollout import Rollout
-from student_trainer.model.attention import choose_attention
 from student_trainer.model.student import Student
 from student_trainer.parallel.collectives import make_accelerator
-from student_trainer.parallel.sharding import Replicated, Sharded, distribute, local, own_slices
+from student_trainer.parallel.sharding import Replicated, Sharded, distribute
+from student_trainer.parallel.shards import local, own_slices
 from student_trainer.teachers.anchor import Anchor, AnchorTeacher
 
 TEMPERATURE = 1.3
@@ -35,8 +35,7 @@ def spread_student(
     student = Student(model, bf16=bf16)
     made = distribute(accelerator, student, sharding, tensor_parallel, context_parallel)
     if pack:
-        with made.gathered():
-            choose_attention(made.trained, made.full, StudentConfig(model="-"))
+        made.choose_attention(StudentConfig(model="-"))
     return made
 
 

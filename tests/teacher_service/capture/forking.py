@@ -6,7 +6,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,19 @@ class Child:
     """One attempt at a capture."""
 
     def __init__(
-        self, run: RunDirectory, number: int, *, failpoint: str = "", file_bytes: int | None = None
+        self,
+        run: RunDirectory,
+        number: int,
+        *,
+        failpoint: str = "",
+        file_bytes: int | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """`failpoint="name:kill"`, `file_bytes`: the largest file that it may write."""
         self._log = run.log_file(number)
         argv = [str(run.path), "--attempt", str(number)]
-        self._process = fork(_capture, argv, self._log, failpoint, file_bytes)
+        more = dict(environment or {})
+        self._process = fork(_capture, argv, self._log, failpoint, file_bytes, more)
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -68,11 +75,18 @@ def finish(run: RunDirectory, number: int = 1, **options: Any) -> int:
         return child.wait()
 
 
-def _capture(argv: list[str], log: Path, failpoint: str, file_bytes: int | None) -> None:
+def _capture(
+    argv: list[str],
+    log: Path,
+    failpoint: str,
+    file_bytes: int | None,
+    environment: dict[str, str],
+) -> None:
     descriptor = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ.update(environment)
     if file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     failpoints.arm(failpoint)

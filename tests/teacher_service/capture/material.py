@@ -81,7 +81,7 @@ def capture_here(run: Path, config: CaptureJob) -> tuple[Verdict, Path]:
     found = RunDirectory.create(run, config)
     progress = Progress(found, attempt=1, max_steps=0, main=True, terminated=lambda: False)
     verdict = capture(found, config, progress, 1)
-    return verdict, config.method.store_in(run)
+    return verdict, Path(config.method.store_in(run))
 
 
 def digests(store: Path) -> dict[str, str]:

@@ -18,6 +18,7 @@ from protos.rows.codec import RowBlock
 from teacher_service.engines.hf import HfEngine
 from teacher_service.head.linear_head import HeadTensors, find_head
 from teacher_service.head.scale_and_cap import ScaleAndCap
+from teacher_service.head.stored_head import StoredWeight
 from teacher_service.models.loading import load_model
 from tests.teacher_service.tiny_model import VOCAB_SIZE, save_tiny_model, save_tokenizer
 
@@ -43,22 +44,22 @@ def save(path: Path, config: str, **values: Any) -> Path:
 
 
 def test_a_head_of_its_own(tiny_model: Path) -> None:
-    assert head_of(tiny_model) == HeadTensors("lm_head.weight", None, VOCAB_SIZE)
+    assert head_of(tiny_model) == HeadTensors(StoredWeight("lm_head.weight"), None, VOCAB_SIZE)
 
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, tied=True)
-    assert head_of(path) == HeadTensors("model.embed_tokens.weight", None, VOCAB_SIZE)
+    assert head_of(path) == HeadTensors(StoredWeight("model.embed_tokens.weight"), None, VOCAB_SIZE)
 
 
 def test_a_head_with_a_bias(tmp_path: Path) -> None:
     path = save(tmp_path, "PhiConfig", num_key_value_heads=4)
-    assert head_of(path) == HeadTensors("lm_head.weight", "lm_head.bias", VOCAB_SIZE)
+    assert head_of(path) == HeadTensors(StoredWeight("lm_head.weight"), "lm_head.bias", VOCAB_SIZE)
 
 
 def test_a_body_that_returns_more_than_states(tmp_path: Path) -> None:
     path = save(tmp_path, "MixtralConfig", num_local_experts=2)
-    assert head_of(path) == HeadTensors("lm_head.weight", None, VOCAB_SIZE)
+    assert head_of(path) == HeadTensors(StoredWeight("lm_head.weight"), None, VOCAB_SIZE)
 
 
 HEADS = {
@@ -116,27 +117,3 @@ def test_a_head_under_another_name(tmp_path: Path) -> None:
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InvalidInput, match=r"no tensor lm_head\.weight"):
         find_head(model, path)
-
-
-def quantised(path: Path, how: str) -> Path:
-    save_tiny_model(path)
-    weights = load_file(path / "model.safetensors")
-    weight = weights["lm_head.weight"]
-    if how == "scales beside it":
-        weights["lm_head.weight_scale"] = torch.full((len(weight), 1), 0.5)
-    else:
-        weights["lm_head.weight"] = (weight * 8).to(getattr(torch, how))
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    return path
-
-
-@pytest.mark.parametrize("how", ["scales beside it", "float8_e4m3fn", "int8"])
-def test_a_quantised_head_is_refused(tmp_path: Path, how: str) -> None:
-    """Its values without their scales would be rows of another model."""
-    model = load_model(save_tiny_model(tmp_path / "plain"), dtype="auto", device="meta")
-    path = quantised(tmp_path / "quantised", how)
-    with pytest.raises(InvalidInput, match="is quantised") as caught:
-        find_head(model, path)
-    assert caught.value.field == "--model"
-    with pytest.raises(InvalidInput, match=r"quantised|cannot load"):
-        HfEngine(str(path), device="cpu")

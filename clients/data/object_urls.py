@@ -1,0 +1,37 @@
+"""Places of files: a path on a disk, or a URL of an object storage such as s3://bucket/rows."""
+
+from __future__ import annotations
+
+from protos.errors import InvalidInput
+
+SCHEMES = ("s3", "gs")
+_ON_DISK = "file://"
+
+
+def is_object_url(place: object) -> bool:
+    """True for a URL of an object storage, False for a path."""
+    return str(place).partition("://")[0] in SCHEMES and "://" in str(place)
+
+
+def place_of(text: str) -> str:
+    """Return a path, or a URL of an object storage without a slash at its end.
+
+    file:///rows is the path /rows. Raises InvalidInput for a URL of another kind, and for one with
+    more than a bucket and a prefix: credentials come from the environment alone.
+    """
+    if text.startswith(_ON_DISK):
+        text = text.removeprefix(_ON_DISK)
+    if "://" not in text:
+        return text
+    scheme, _, path = text.partition("://")
+    if scheme not in SCHEMES:
+        raise InvalidInput(
+            f"a store is at a path, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, not at {scheme}://"
+        )
+    bucket, _, prefix = path.rstrip("/").partition("/")
+    if not bucket or not prefix or any(sign in path for sign in "@?#"):
+        raise InvalidInput(
+            f"the URL is not {scheme}://BUCKET/PREFIX",
+            hint="credentials, region and endpoint come from the environment",
+        )
+    return f"{scheme}://{bucket}/{prefix}"

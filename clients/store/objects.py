@@ -1,0 +1,214 @@
+"""The files of a store in an object storage: S3 and what speaks its protocol, or Google's.
+
+Credentials, region and endpoint are those that the storage's own tools find in the environment
+(AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...). An object appears whole
+or not at all, so a writer that is killed leaves no partial file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from clients.store.manifest import MANIFEST, Manifest, parse_manifest
+from clients.store.shards import ShardFacts, require_arrow
+from protos.errors import Corrupt, DistillError, Forbidden, NotFound, Unavailable, WrongState
+from protos.rpc.failpoints import failpoint
+
+log = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 300.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+_CHUNK_BYTES = 8 << 20
+_CONNECT_SECONDS, _REQUEST_SECONDS = 10, 60
+# Of the messages of pyarrow, which has no codes.
+_NO_BUCKET = ("NO_SUCH_BUCKET", "NoSuchBucket", "bucket does not exist")
+_DENIED = (
+    *("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "INVALID_CLIENT_TOKEN_ID", "EXPIRED_TOKEN"),
+    *("SIGNATURE_DOES_NOT_MATCH", "UNRECOGNIZED_CLIENT", "HTTP status 401", "HTTP status 403"),
+    *("PERMISSION_DENIED", "UNAUTHENTICATED", "ExpiredToken", "InvalidToken"),
+)
+
+_T = TypeVar("_T")
+
+
+class ObjectFolder:
+    """The files below one URL, such as s3://bucket/rows.
+
+    A call waits up to `patience_seconds` for a storage that does not answer, then raises
+    Unavailable. Every call raises NotFound if there is no such bucket, and Forbidden if the storage
+    refuses the credentials. Raises InvalidInput if pyarrow is not installed.
+    """
+
+    def __init__(self, url: str, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        require_arrow()
+        self.name = url
+        self._patience = patience_seconds
+        scheme, _, self._base = url.partition("://")
+        self._bucket = self._base.partition("/")[0]
+        self._files: Any = self._retried(lambda: _file_system(scheme, self._bucket))
+        self._manifest: bytes | None = None  # as this process has read or written it
+
+    def require_bucket(self) -> None:
+        """Raise NotFound if there is no such bucket."""
+        import pyarrow.fs
+
+        info = self._retried(lambda: self._files.get_file_info(self._bucket))
+        if info.type is pyarrow.fs.FileType.NotFound:
+            raise self._no_bucket()
+
+    def manifest(self) -> Manifest | None:
+        """Return the manifest; None if there is no store. Raises as `read_manifest`."""
+        self._manifest = self.read(MANIFEST)
+        return None if self._manifest is None else parse_manifest(self._manifest, self.name)
+
+    def damages(self, shards: Sequence[ShardFacts]) -> Iterator[str | None]:
+        """Yield what is wrong with each shard, or None, by its size alone.
+
+        Its digest was compared when it was written.
+        """
+        sizes = self._sizes() if shards else {}
+        for shard in shards:
+            if shard.name not in sizes:
+                yield "it is missing"
+            else:
+                right = sizes[shard.name] == shard.bytes
+                yield None if right else f"it has {sizes[shard.name]} bytes, not {shard.bytes}"
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file, and read it again: on return the storage has these bytes.
+
+        Raises WrongState if another process has written the manifest, Corrupt if the storage
+        returns other bytes.
+        """
+        found = self.read(MANIFEST)
+        if found != self._manifest and not (name == MANIFEST and found == data):
+            raise WrongState(
+                f"another process is writing to {self.name}",
+                hint="wait until it ends, or use another prefix",
+            )
+        self._retried(lambda: self._put(name, data))
+        failpoint("object-written")
+        if self.read(name) != data:
+            raise Corrupt(
+                f"{self.name}/{name} is not what was written", hint="resume the job to try again"
+            )
+        if name == MANIFEST:
+            self._manifest = data
+
+    def remove_unnamed(self, shards: Sequence[ShardFacts]) -> None:
+        """Delete shards that are not in `shards`, left by an interrupted writer."""
+        named = {shard.name for shard in shards}
+        for name in self._sizes():
+            if name.endswith(".arrow") and name not in named:
+                self._delete(name)
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a file; None if there is no such file."""
+
+        def whole() -> bytes | None:
+            try:
+                with self._files.open_input_stream(self._path(name)) as stream:
+                    data: bytes = stream.read()
+                    return data
+            except FileNotFoundError:
+                return None
+
+        return self._retried(whole)
+
+    def digest(self, name: str, copy: Path | None = None) -> str | None:
+        """Return the sha256 of a file, and write its bytes to `copy`; None if there is no file."""
+
+        def streamed() -> str | None:
+            hasher = hashlib.sha256()
+            try:
+                with (
+                    self._files.open_input_stream(self._path(name)) as stream,
+                    open(copy or os.devnull, "wb") as out,
+                ):
+                    while chunk := stream.read(_CHUNK_BYTES):
+                        hasher.update(chunk)
+                        out.write(chunk)
+            except FileNotFoundError:
+                return None
+            return hasher.hexdigest()
+
+        return self._retried(streamed)
+
+    def close(self) -> None:
+        """Do nothing: an object storage has no lock to release."""
+
+    def _sizes(self) -> dict[str, int]:
+        """Return the size in bytes of each file."""
+        import pyarrow.fs
+
+        chosen = pyarrow.fs.FileSelector(self._base, allow_not_found=True)
+        infos = self._retried(lambda: self._files.get_file_info(chosen))
+        return {info.base_name: info.size for info in infos if info.is_file}
+
+    def _delete(self, name: str) -> None:
+        self._retried(lambda: self._files.delete_file(self._path(name)))
+
+    def _put(self, name: str, data: bytes) -> None:
+        with self._files.open_output_stream(self._path(name)) as stream:
+            stream.write(data)
+
+    def _path(self, name: str) -> str:
+        return f"{self._base}/{name}"
+
+    def _retried(self, work: Callable[[], _T]) -> _T:
+        """Return what `work` returns; repeat it while the storage does not answer."""
+        end, pause = time.monotonic() + self._patience, _FIRST_PAUSE
+        while True:
+            try:
+                return work()
+            except OSError as error:
+                if isinstance(error, DistillError) or error.errno is not None:
+                    raise  # of this machine's disk
+                reason = " ".join(str(error).split())[:300]
+                if any(sign in reason for sign in _NO_BUCKET):
+                    raise self._no_bucket() from error
+                if any(sign in reason for sign in _DENIED):
+                    raise Forbidden(
+                        f"{self.name}: the storage refuses the credentials: {reason}",
+                        hint="set them in the environment; they must allow to list, read, write"
+                        " and delete below this URL",
+                    ) from error
+                if time.monotonic() + pause > end:
+                    raise Unavailable(
+                        f"{self.name} does not answer: {reason}",
+                        hint="complete files are kept; resume the job when it answers",
+                    ) from error
+            log.warning("%s: %s; next try in %g s", self.name, reason, pause)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _no_bucket(self) -> NotFound:
+        return NotFound(f"{self.name}: there is no such bucket", hint="create it, or name another")
+
+
+def _file_system(scheme: str, bucket: str) -> Any:
+    from pyarrow import fs
+
+    if scheme == "gs":
+        return fs.GcsFileSystem()
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    region = None
+    if not (endpoint or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
+        # A bucket of another region than us-east-1 would not be found.
+        with suppress(OSError):
+            region = fs.resolve_s3_region(bucket)
+    scheme, _, host = endpoint.rpartition("://")
+    return fs.S3FileSystem(
+        region=region,
+        endpoint_override=host.rstrip("/") or None,
+        scheme=scheme or "https",
+        connect_timeout=_CONNECT_SECONDS,
+        request_timeout=_REQUEST_SECONDS,
+    )

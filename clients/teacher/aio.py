@@ -1,0 +1,87 @@
+"""`AsyncTeacherClient`: a TeacherClient for programs with an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from numpy.typing import NDArray
+
+from clients.teacher.client import TeacherClient
+from clients.teacher.info import TeacherInfo
+from clients.teacher.query import ScoreQuery
+from protos.rows.codec import RowBlock
+
+
+class AsyncTeacherClient:
+    """Scores queries at one or several teacher services; its methods do not block the event loop.
+
+    Each method has the arguments, results and errors of the method of TeacherClient with its name.
+    """
+
+    def __init__(self, address: str | Sequence[str], **options: Any) -> None:
+        """`address`, `options`: see TeacherClient. Connections open on first use."""
+        self._client = TeacherClient(address, **options)
+
+    async def __aenter__(self) -> AsyncTeacherClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def info(self) -> TeacherInfo:
+        """Return the model, fingerprint and limits that all teachers of this client share."""
+        return await asyncio.to_thread(self._client.info)
+
+    async def vocabulary(self) -> list[str]:
+        """Return the teacher's tokens; the index is the token id."""
+        return await asyncio.to_thread(self._client.vocabulary)
+
+    def submit(self, query: ScoreQuery) -> asyncio.Future[RowBlock]:
+        """Request the rows of `query` and return their future at once. Call it in an event loop."""
+        return asyncio.wrap_future(self._client.submit(query))
+
+    async def score(self, queries: Iterable[ScoreQuery]) -> list[RowBlock]:
+        """Return the rows of each query, in order. A cancelled call cancels the queries."""
+        futures = [self.submit(query) for query in queries]
+        try:
+            return [await future for future in futures]
+        finally:
+            _cancel(futures)
+
+    async def as_completed(
+        self, queries: Iterable[ScoreQuery]
+    ) -> AsyncIterator[tuple[int, RowBlock]]:
+        """Yield (index of the query, its rows) for each query, as soon as its rows are there."""
+        done: asyncio.Queue[asyncio.Future[RowBlock]] = asyncio.Queue()
+        numbers = {self.submit(query): number for number, query in enumerate(queries)}
+        for future in numbers:
+            future.add_done_callback(done.put_nowait)
+        try:
+            while numbers:
+                future = await done.get()
+                yield numbers.pop(future), future.result()
+        finally:
+            _cancel(numbers)
+
+    async def push_weights(
+        self, tensors: Mapping[str, NDArray[Any]], *, tau: float | None = None
+    ) -> TeacherInfo:
+        """Replace the teacher's weights, or with `tau` average them; return the new TeacherInfo."""
+        return await asyncio.to_thread(self._client.push_weights, tensors, tau=tau)
+
+    async def close(self) -> None:
+        """Cancel all unfinished futures, close the connections and join the threads."""
+        await asyncio.to_thread(self._client.close)
+
+
+def _cancel(futures: Iterable[asyncio.Future[RowBlock]]) -> None:
+    for future in futures:
+        future.cancel()

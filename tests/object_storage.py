@@ -1,0 +1,94 @@
+"""A real S3 server for tests: moto's, on a free port of loopback, with one bucket."""
+
+from __future__ import annotations
+
+import hashlib
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from moto.server import ThreadedMotoServer
+
+BUCKET = "rows"
+
+
+class S3Server:
+    """Ready when the constructor returns. What it stores outlives `stop` and `start`."""
+
+    def __init__(self) -> None:
+        self._port = 0
+        self.start()
+        files = self.file_system()
+        files.create_dir(BUCKET)
+
+    def start(self) -> None:
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self._port, verbose=False)
+        self._server.start()
+        _, self._port = self._server.get_host_and_port()
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Of a process that uses this server."""
+        return {
+            "AWS_ENDPOINT_URL": self.address,
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def file_system(self) -> Any:
+        """pyarrow's, as an administrator's."""
+        from pyarrow import fs
+
+        return fs.S3FileSystem(
+            endpoint_override=f"127.0.0.1:{self._port}",
+            scheme="http",
+            access_key="test",
+            secret_key="test",
+            region="us-east-1",
+            allow_bucket_creation=True,
+        )
+
+    def refuse_everybody(self) -> None:
+        self._ask("/moto-api/reset-auth", b"0")
+
+    def refuse_nobody(self) -> None:
+        self._ask("/moto-api/reset-auth", b"inf")
+
+    def names(self, prefix: str) -> list[str]:
+        """The names of the files below a prefix of the bucket, sorted."""
+        from pyarrow import fs
+
+        chosen = fs.FileSelector(f"{BUCKET}/{prefix}", allow_not_found=True)
+        return sorted(info.base_name for info in self.file_system().get_file_info(chosen))
+
+    def read(self, path: str) -> bytes:
+        with self.file_system().open_input_stream(f"{BUCKET}/{path}") as stream:
+            data: bytes = stream.read()
+            return data
+
+    def write(self, path: str, data: bytes) -> None:
+        with self.file_system().open_output_stream(f"{BUCKET}/{path}") as stream:
+            stream.write(data)
+
+    def delete(self, path: str) -> None:
+        self.file_system().delete_file(f"{BUCKET}/{path}")
+
+    def digests(self, prefix: str) -> dict[str, str]:
+        """sha256 of every file below a prefix."""
+        return {
+            name: hashlib.sha256(self.read(f"{prefix}/{name}")).hexdigest()
+            for name in self.names(prefix)
+        }
+
+    def _ask(self, path: str, body: bytes) -> None:
+        kind = {"Content-Type": "text/plain"}
+        request = urllib.request.Request(self.address + path, data=body, headers=kind)
+        urllib.request.urlopen(request, timeout=10).close()

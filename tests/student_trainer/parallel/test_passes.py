@@ -1,0 +1,92 @@
+"""Forward passes without a gradient: layer by layer, whatever the processes have to score."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from clients.config.tables.common import StudentConfig
+from student_trainer.data.rollout import Rollout
+from student_trainer.model.compilation import compile_layers
+from student_trainer.parallel.passes import of_rollouts
+from student_trainer.parallel.sharding import Replicated, Sharded
+from student_trainer.parallel.shards import local
+from tests.forks import Forks
+from tests.student_trainer.parallel.divided import make
+from tests.student_trainer.teachers.anchors import rollouts, spread_student
+
+TOKENS = 12  # of a micro-batch
+# Rollouts of each process: more and fewer micro-batches, and none.
+SHARES = ((0, 1, 2, 3, 4), (), (5,), (6,))
+
+
+def never(*_: object) -> AbstractContextManager[None]:
+    raise AssertionError("a pass must not gather all weights")
+
+
+def scored(student: Replicated | Sharded, share: Sequence[Rollout]) -> dict[str, torch.Tensor]:
+    """States, log-probs and top ids of each rollout."""
+    student.trained.eval()
+    asks = {
+        "states": student.states,
+        "logprobs": lambda batch: student.rows(batch, 1.3)[1].token_logprobs,
+        "top": lambda batch: student.rows(batch, 1.3, 3)[0],
+        "loss": lambda batch: student.forward(
+            batch, lambda rows, _: -rows.token_logprobs, 1.3
+        ).metrics["loss"],
+    }
+    return {
+        f"{name}/{number}": values.contiguous()
+        for name, ask in asks.items()
+        for number, values in enumerate(
+            of_rollouts(student, share, ask, tokens_per_micro_batch=TOKENS)
+        )
+    }
+
+
+def work(out: Path, groups: tuple[int, int], compiled: bool) -> None:
+    rank = int(os.environ["RANK"])
+    student = spread_student(make("qwen3"), "fsdp2", *groups)
+    if student.context is None:  # type: ignore[union-attr]
+        Sharded.gathered = never  # type: ignore[method-assign,assignment]
+    student.choose_attention(StudentConfig(model="-"))
+    if compiled:
+        compile_layers(student.trained)
+    Sharded.gathered = never  # type: ignore[method-assign,assignment]
+    scored(student, [rollouts()[number] for number in SHARES[rank]])
+    with torch.no_grad():  # what is scored next has the new weights, embeddings and head as well
+        for weight in student.trained.parameters():
+            local(weight).mul_(1.5)
+    found = scored(student, [rollouts()[number] for number in SHARES[rank]])
+    save_file(found | {"-": torch.zeros(1)}, out / f"{rank}.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "groups"),
+    [(2, (1, 1)), (4, (1, 1)), (4, (2, 1)), (4, (1, 2))],
+    ids=["two", "four", "tensor", "context"],
+)
+def test_scores_as_one_process(tmp_path: Path, world: int, groups: tuple[int, int]) -> None:
+    assert Forks(world, tmp_path / "group", work, tmp_path, groups, False).wait() == [0] * world
+    whole = spread_student(make("qwen3"), pack=True)
+    with torch.no_grad():
+        for weight in whole.trained.parameters():
+            weight.mul_(1.5)
+    for rank in range(world):
+        expected = scored(whole, [rollouts()[number] for number in SHARES[rank]])
+        found = load_file(tmp_path / f"{rank}.safetensors")
+        assert found.keys() - {"-"} == expected.keys()
+        for name, values in expected.items():
+            torch.testing.assert_close(found[name], values, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.slow
+def test_compiled_layers_score_eagerly(tmp_path: Path) -> None:
+    assert Forks(2, tmp_path / "group", work, tmp_path, (1, 1), True).wait() == [0, 0]

@@ -1,0 +1,262 @@
+"""Captures that write to an object storage, and what reads their stores there."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from clients.config.offline import OfflineJob
+from clients.runs.directory import RunDirectory
+from clients.store.checks import counted, damages, summary_of
+from clients.store.copies import manifest_at, on_disk
+from clients.store.dataset import LogitDataset
+from clients.store.merge import merge
+from clients.store.objects import ObjectFolder
+from protos.errors import Corrupt, Forbidden, NotFound, Unavailable, WrongState
+from student_trainer.data.captured_stores import Stores, open_stores
+from tests.teacher_service.capture.forking import attempt, finish
+from tests.teacher_service.capture.material import capture_here, digests, job
+
+pytest.importorskip("moto")
+from tests.object_storage import BUCKET, S3Server
+
+pytestmark = pytest.mark.filterwarnings("default")  # moto's own
+
+KILLS = 20
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    server = S3Server()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def _environment(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def prefix(request: pytest.FixtureRequest) -> str:
+    """Of this test's own store."""
+    return "".join(sign if sign.isalnum() else "-" for sign in request.node.name)
+
+
+@pytest.fixture
+def url(prefix: str) -> str:
+    return f"s3://{BUCKET}/{prefix}"
+
+
+@pytest.fixture
+def stored(server: S3Server, whole: Path, prefix: str, url: str) -> str:
+    """The URL of a copy of the undisturbed store."""
+    for file in whole.iterdir():
+        if file.name != "lock":
+            server.write(f"{prefix}/{file.name}", file.read_bytes())
+    return url
+
+
+def test_the_same_bytes_as_on_a_disk(
+    data: Path, words: Path, whole: Path, server: S3Server, prefix: str, url: str, tmp_path: Path
+) -> None:
+    """And nothing of the store on the disk."""
+    verdict, _ = capture_here(tmp_path / "run", job(data, words, method__store=url))
+    assert verdict == "succeeded"
+    assert server.digests(prefix) == digests(whole)
+    assert not list((tmp_path / "run").rglob("*.arrow"))
+    # A complete store is resumed: nothing is left to do.
+    assert capture_here(tmp_path / "again", job(data, words, method__store=url))[0] == "succeeded"
+    assert server.digests(prefix) == digests(whole)
+
+
+@pytest.mark.parametrize("point", ["object-written", "capture-file-written", "capture-file-named"])
+def test_every_place_to_die(
+    data: Path,
+    words: Path,
+    whole: Path,
+    server: S3Server,
+    prefix: str,
+    url: str,
+    point: str,
+    tmp_path: Path,
+) -> None:
+    run = RunDirectory.create(tmp_path / "run", job(data, words, method__store=url))
+    with attempt(run, failpoint=f"{point}:kill:5", environment=server.environment) as child:
+        assert child.wait() == -signal.SIGKILL, child.log
+    assert 0 < len(server.names(prefix)) < len(digests(whole))
+    assert finish(run, 2, environment=server.environment) == 0, run.log_file(2).read_text()
+    assert server.digests(prefix) == digests(whole)
+
+
+def test_killed_twenty_times(
+    data: Path, words: Path, server: S3Server, prefix: str, url: str, tmp_path: Path
+) -> None:
+    slow = {"teacher__model": "vocab=64,latency_ms=30", "method__shard_bytes": 800}
+    _, undisturbed = capture_here(tmp_path / "disk", job(data, words, **slow))
+    run = RunDirectory.create(tmp_path / "run", job(data, words, method__store=url, **slow))
+    for number in range(1, KILLS + 1):
+        with attempt(run, number, environment=server.environment) as child:
+            wait_for_files(server, prefix, number)
+            child.kill()
+            assert child.wait() == -signal.SIGKILL, child.log
+    last = KILLS + 1
+    assert finish(run, last, environment=server.environment) == 0, run.log_file(last).read_text()
+    assert server.digests(prefix) == digests(undisturbed)
+
+
+def wait_for_files(server: S3Server, prefix: str, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while sum(name.endswith(".arrow") for name in server.names(prefix)) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_shard_of_another_size_is_made_again(
+    data: Path, words: Path, whole: Path, server: S3Server, prefix: str, stored: str, tmp_path: Path
+) -> None:
+    """And one that is missing; a shard that no manifest names goes."""
+    server.write(f"{prefix}/00000003.arrow", b"other")
+    server.write(f"{prefix}/99999999.arrow", b"nobody's")
+    run = RunDirectory.create(tmp_path / "run", job(data, words, method__store=stored))
+    assert finish(run, environment=server.environment) == 0, run.log_file(1).read_text()
+    assert "it has 5 bytes" in run.log_file(1).read_text()
+    assert server.digests(prefix) == digests(whole)
+
+
+def test_rows_are_read_from_a_verified_copy(
+    whole: Path, server: S3Server, prefix: str, stored: str
+) -> None:
+    theirs, ours = LogitDataset(whole), LogitDataset(stored)
+    assert len(ours) == len(theirs) > 0
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            np.testing.assert_array_equal(value, other[name])
+    assert digests(on_disk(stored)) == digests(whole)
+    # Copied once: a second reader needs the manifest alone.
+    server.delete(f"{prefix}/00000000.arrow")
+    assert len(LogitDataset(stored)) == len(theirs)
+
+
+def test_damage_is_found(whole: Path, server: S3Server, prefix: str, stored: str) -> None:
+    assert list(damages(stored)) == []
+    content = bytearray((whole / "00000001.arrow").read_bytes())
+    content[len(content) // 2] ^= 1
+    server.write(f"{prefix}/00000001.arrow", bytes(content))
+    server.delete(f"{prefix}/00000002.arrow")
+    assert list(damages(stored)) == [
+        "shard 00000001.arrow: its sha256 does not match",
+        "shard 00000002.arrow: it is missing",
+    ]
+    with pytest.raises(Corrupt, match=r"shard 00000001.arrow of s3://"):
+        LogitDataset(stored)
+
+
+def test_a_summary_reads_the_manifest_alone(whole: Path, stored: str) -> None:
+    remote, local = summary_of(stored), summary_of(whole)
+    assert {**local, "path": stored} == {**local, **remote}
+    assert local.keys() - remote.keys() == {"tokens", "rows", "bytes_per_row"}
+    assert counted(stored) == counted(whole)
+
+
+def test_parts_are_merged(data: Path, words: Path, whole: Path, url: str, tmp_path: Path) -> None:
+    for number in (0, 1):
+        part = job(data, words, method__store=url, method__shard=f"{number}/2")
+        assert capture_here(tmp_path / f"run-{number}", part)[0] == "succeeded"
+    merge(tmp_path / "merged", [f"{url}/shard-{number}-of-2" for number in (1, 0)])
+    assert digests(tmp_path / "merged") == digests(whole)
+
+
+def test_an_offline_job_reads_it(whole: Path, stored: str) -> None:
+    def stores(path: str) -> Stores:
+        table = {"student": {"model": "student"}, "method": {"type": "offline"}}
+        config = {**table, "data": {"path": path}, "eval": {"prompts": 4}}
+        return open_stores(OfflineJob.model_validate(config))
+
+    ours, theirs = stores(stored).training, stores(str(whole)).training
+    assert (ours.count, ours.longest, ours.identity) == (100, theirs.longest, theirs.identity)
+
+
+def test_another_writer_is_noticed(whole: Path, server: S3Server, prefix: str, stored: str) -> None:
+    folder = ObjectFolder(stored)
+    assert folder.manifest() == manifest_at(whole)
+    server.write(f"{prefix}/manifest.json", b"{}")
+    with pytest.raises(WrongState, match="another process is writing to s3://"):
+        folder.write("00000099.arrow", b"rows")
+    assert "00000099.arrow" not in server.names(prefix)
+
+
+def test_no_such_bucket(data: Path, words: Path, tmp_path: Path) -> None:
+    """Told before the data is read."""
+    config = job(data, words, method__store="s3://nobodys-bucket/rows")
+    with pytest.raises(NotFound, match="there is no such bucket") as caught:
+        capture_here(tmp_path / "run", config)
+    assert caught.value.field == "method.store"
+    with pytest.raises(NotFound, match="is not a store"):
+        manifest_at(f"s3://{BUCKET}/nothing")
+
+
+def test_refused_credentials(
+    data: Path, words: Path, server: S3Server, url: str, tmp_path: Path
+) -> None:
+    server.refuse_everybody()
+    try:
+        with pytest.raises(Forbidden, match="refuses the credentials") as caught:
+            capture_here(tmp_path / "run", job(data, words, method__store=url))
+    finally:
+        server.refuse_nobody()
+    assert caught.value.field == "method.store"
+
+
+def test_a_storage_that_is_away_is_waited_for(server: S3Server, stored: str, prefix: str) -> None:
+    folder = ObjectFolder(stored)
+    server.stop()
+    back = threading.Timer(1.0, server.start)
+    back.start()
+    try:
+        assert folder.manifest() is not None
+    finally:
+        back.join()
+
+
+def test_a_storage_that_stays_away(server: S3Server, url: str) -> None:
+    """A fault of the infrastructure: a server tries the job again."""
+    folder = ObjectFolder(url, patience_seconds=0)
+    server.stop()
+    try:
+        with pytest.raises(Unavailable, match="does not answer"):
+            folder.manifest()
+    finally:
+        server.start()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "s3://KEY:SECRET@bucket/rows",
+        "s3://bucket/rows?access_key=KEY",
+        "s3://bucket",
+        "http://host/rows",
+    ],
+)
+def test_urls_that_are_refused(data: Path, words: Path, place: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        job(data, words, method__store=place)
+    assert "SECRET" not in str(caught.value.errors(include_input=False))
+
+
+def test_a_url_of_a_disk_is_a_path(data: Path, words: Path, whole: Path, tmp_path: Path) -> None:
+    config = job(data, words, method__store=f"file://{tmp_path}/rows")
+    assert config.method.store == f"{tmp_path}/rows"
+    capture_here(tmp_path / "run", config)
+    assert digests(tmp_path / "rows") == digests(whole)

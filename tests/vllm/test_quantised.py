@@ -1,0 +1,137 @@
+"""Rows of quantised teachers on a real vLLM against float64, with the weights that they mean."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from benchmarks.gpu_quantised import differences, main, measured, started
+from protos.errors import InvalidInput
+from teacher_service.engines.hf import HfEngine
+from teacher_service.engines.vllm import VllmEngine
+from tests.vllm.float64 import Exact
+from tests.vllm.quantised import (
+    FORMATS,
+    HEADS,
+    head_format,
+    round_states,
+    save_plain,
+    save_quantised,
+)
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="make test-vllm has vllm"),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.timeout(600),
+]
+
+
+def assert_near(found: dict[str, float]) -> None:
+    assert found["median"] < 1.5 * found["rounding"]
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_quantised_body(name: str, tmp_path: Path) -> None:
+    """As near to float64 as transformers is, which rounds the states to the same dtype."""
+    found = measured(tmp_path, name)
+    assert_near(found)
+    if FORMATS[name].rounded is None:  # rounding them changes more than 8 bits for a weight
+        assert found["unquantised"] > 2 * found["median"]
+
+
+def test_experts_in_fp8(tmp_path: Path) -> None:
+    """As Qwen3-235B-A22B-FP8 is: experts and attention quantised, the router not."""
+    assert_near(measured(tmp_path, "FP8, 128 x 128", experts=True))
+
+
+@pytest.mark.parametrize("name", ["AWQ", "compressed-tensors W4A16"])
+def test_experts_in_4_bits_are_refused_on_a_cpu(name: str, tmp_path: Path) -> None:
+    """Their kernel would round the inputs too: 0.05 nats from the rows of the model."""
+    with pytest.raises(InvalidInput, match=r"rounds the inputs of experts|No WNA16 MoE") as caught:
+        measured(tmp_path, name, experts=True)
+    assert caught.value.field == "--model"
+
+
+@pytest.mark.parametrize("name", sorted(HEADS))
+def test_a_quantised_head(name: str, tmp_path: Path) -> None:
+    """Its values times its scales: as exact as a head in float32."""
+    plain = save_plain(tmp_path / "plain")
+    chosen = "lm_head.weight".__eq__
+    quantised, meant = save_quantised(plain, tmp_path, head_format(name), chosen)
+    with started(quantised) as engine:
+        assert differences(engine, Exact(meant)).largest < 1e-4
+        assert differences(engine, Exact(plain)).largest > 1e-2
+
+
+def test_fp8_in_body_and_head(tmp_path: Path) -> None:
+    """Blocks that the vocabulary does not fill: 500 rows are 3.9 blocks."""
+    form = FORMATS["FP8, 128 x 128"]
+    plain = save_plain(tmp_path / "plain")
+
+    def chosen(name: str) -> bool:
+        return name.endswith(("_proj.weight", "lm_head.weight"))
+
+    quantised, meant = save_quantised(plain, tmp_path, form, chosen)
+    with started(quantised) as engine:
+        assert differences(engine, Exact(meant)).median < 0.1
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "reason"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "unheard_of"}, "unheard_of"),
+    ],
+)
+def test_a_method_that_vllm_does_not_know(
+    quantisation: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    path = save_plain(tmp_path / "plain")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = quantisation
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidInput, match=reason) as caught:
+        VllmEngine(str(path))
+    assert caught.value.field == "--model"
+
+
+def test_a_quantised_model_without_some_scales(tmp_path: Path) -> None:
+    """vLLM alone would start with whatever its memory had in their place."""
+    plain = save_plain(tmp_path / "plain")
+    quantised, _ = save_quantised(plain, tmp_path, FORMATS["AWQ"])
+    weights = load_file(quantised / "model.safetensors")
+    del weights["model.layers.1.mlp.down_proj.scales"]
+    save_file(weights, quantised / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InvalidInput, match="vLLM does not start"):
+        VllmEngine(str(quantised))
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_the_hf_engine(name: str, tmp_path: Path) -> None:
+    """transformers computes with some formats, and names the package that others need."""
+    form = FORMATS[name]
+    plain = save_plain(tmp_path / "plain")
+    quantised, meant = save_quantised(plain, tmp_path, form)
+    if name in ("AWQ", "GPTQ"):
+        with pytest.raises(InvalidInput, match=r"requires (gptqmodel|optimum)") as caught:
+            HfEngine(str(quantised), device="cpu")
+        assert caught.value.field == "--model"
+        return
+    exact, rounded = Exact(meant), HfEngine(str(meant), dtype=form.dtype, device="cpu")
+    for model in (exact.model, rounded._model):
+        round_states(model, form)
+    ours = differences(HfEngine(str(quantised), device="cpu"), exact).median
+    assert ours < 1.5 * differences(rounded, exact).median
+
+
+def test_the_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "found.json"
+    main(["--device", "cpu", "--quick", "--out", str(out)])
+    dense, experts = json.loads(out.read_text())["rows"]
+    assert_near(dense)
+    assert "rounds the inputs of experts" in experts["refused"]
+    assert "AWQ, experts" in capsys.readouterr().out
