@@ -71,6 +71,7 @@ from student_trainer.run.model_checks import (
 )
 from student_trainer.run.provenance import write_environment
 from student_trainer.teachers.connections import Connection
+from student_trainer.teachers.other_tokenizer_store import other_tokenizer_store
 from student_trainer.teachers.tokenizer_pair import TokenizerPair, tokenizer_pair
 
 log = logging.getLogger(__name__)
@@ -214,6 +215,9 @@ def _prepared(
     shape = load_config(config.student).get_text_config()
     refuse_indivisible_heads(shape.to_dict(), config.train.context_parallel)
     most = getattr(shape, "max_position_embeddings", None)
+    if isinstance(config, OfflineJob):
+        assert stores is not None
+        return _offline(config, teachers, stores, tokenizer, shape)
     pair = None
     if isinstance(config, OnPolicyJob):
         pair = tokenizer_pair(config, teachers, tokenizer)
@@ -221,17 +225,6 @@ def _prepared(
         vocab_size = _vocab_size(teachers, stores, vocabulary(tokenizer), shape.vocab_size)
     else:
         vocab_size = min(shape.vocab_size, pair.tokens)  # the ids beyond stand for no text
-    if isinstance(config, OfflineJob):
-        assert stores is not None
-        store = stores.training
-        check_stored_length(store, most)
-        longest = store.longest
-        if config.teacher is not None or config.eval.metric != "none":
-            check_length(longest + config.method.max_new_tokens, "student", most)
-        examined = load_examined(config, tokenizer, longest)
-        return vocab_size, lambda accelerator, student, engine: offline_method(
-            config, stores, examined, teachers, accelerator, student, tokenizer, engine
-        )
     if isinstance(config, SFTJob):
         check_max_tokens(config.method.max_tokens, most)
         examples = load_examples(config, tokenizer)
@@ -255,6 +248,30 @@ def _prepared(
             config, material, accelerator, student, engine
         )
     return vocab_size, _on_policy(config, teachers, tokenizer, vocab_size, pair)
+
+
+def _offline(
+    config: OfflineJob,
+    teachers: Mapping[str, Connection],
+    stores: Stores,
+    tokenizer: Any,
+    shape: Any,
+) -> tuple[int, MakeMethod]:
+    """As `_prepared`. `shape`: the configuration of the student's text model."""
+    store, most = stores.training, getattr(shape, "max_position_embeddings", None)
+    other = other_tokenizer_store(config, stores, tokenizer, most)
+    if other is None:
+        vocab_size = _vocab_size(teachers, stores, vocabulary(tokenizer), shape.vocab_size)
+        check_stored_length(store, most)
+    else:
+        vocab_size = min(shape.vocab_size, other.tokens)
+    longest = store.longest
+    if config.teacher is not None or config.eval.metric != "none":
+        check_length(longest + config.method.max_new_tokens, "student", most)
+    examined = load_examined(config, tokenizer, longest)
+    return vocab_size, lambda accelerator, student, engine: offline_method(
+        config, stores, examined, teachers, accelerator, student, tokenizer, engine, other
+    )
 
 
 def _on_policy(

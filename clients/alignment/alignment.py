@@ -1,7 +1,10 @@
-"""Aligns the tokens of an answer with those of the teacher's tokenizer for the same text.
+"""Aligns the tokens of an answer with those of another tokenizer for the same text.
 
-A chunk is a shortest run of student tokens that has the same bytes as a run of teacher tokens: it
-ends where both have a boundary. With equal tokenizers each token is a chunk.
+The writer is the tokenizer of the answer's tokens, the reader the other one. On-policy the student
+writes and the teacher reads; of a store, the teacher has written and the student reads.
+
+A chunk is a shortest run of the writer's tokens that has the same bytes as a run of the reader's:
+it ends where both have a boundary. With equal tokenizers each token is a chunk.
 
 A word is a run of chunks from one beginning of white space to the next. No usual tokenizer has a
 token from one word into the next, so what follows a word does not change its tokens. Where one has,
@@ -25,87 +28,94 @@ _SPACES = np.frombuffer(b" \t\n\r", np.uint8)
 
 @dataclass(frozen=True)
 class Alignment:
-    """An answer of n student tokens and the teacher's T tokens of its text.
+    """An answer of n tokens of the writer, and the reader's T tokens of its text.
 
-    teacher_ids [T] int32: the teacher's encoding, with its end token if the student ended. word
-    [n], teacher_word [T] int64: the number of each token's word, ascending; an end is a word of its
-    own, and so are tokens that are not read. canonical [n] bool: tokens that the student's
-    tokenizer has at the same place for the whole text. read [n] bool: tokens of the text that the
-    teacher reads, and the end; the first tokens of the answer. settled [n], teacher_settled [T]
-    bool: tokens that stay the same if a text without an end goes on. one_to_one [n] bool: tokens
-    that are one teacher token. data: the bytes of the text. stopped: the next token after those
-    that are read is a special token, which ends the text but not the answer.
+    reader_ids [T] int32: the reader's encoding, with its end token if the answer has ended. chunk,
+    word [n], reader_chunk, reader_word [T] int64: the number of each token's chunk and word,
+    ascending; an end is a chunk and a word of its own, and so are tokens that are not read.
+    canonical [n] bool: tokens that the writer has at the same place for the whole text. read [n]
+    bool: tokens of the text that the reader reads, and the end; the first tokens of the answer.
+    settled [n], reader_settled [T] bool: tokens that stay the same if a text without an end goes
+    on. one_to_one [n], reader_one_to_one [T] bool: tokens that are one token of the other. data:
+    the bytes of the text. stopped: the next token after those that are read is a special token,
+    which ends the text but not the answer.
     """
 
-    teacher_ids: NDArray[np.int32]
+    reader_ids: NDArray[np.int32]
+    chunk: NDArray[np.int64]
+    reader_chunk: NDArray[np.int64]
     word: NDArray[np.int64]
-    teacher_word: NDArray[np.int64]
+    reader_word: NDArray[np.int64]
     canonical: NDArray[np.bool_]
     read: NDArray[np.bool_]
     settled: NDArray[np.bool_]
-    teacher_settled: NDArray[np.bool_]
+    reader_settled: NDArray[np.bool_]
     one_to_one: NDArray[np.bool_]
+    reader_one_to_one: NDArray[np.bool_]
     data: bytes
     stopped: bool
 
 
 class Aligner:
-    """Aligns the answers of a student with the tokenizer of its teacher."""
+    """Aligns the answers of one tokenizer with the tokens of another."""
 
-    def __init__(self, student: ByteTokenizer, teacher: ByteTokenizer, teacher_end: int) -> None:
-        """`teacher_end`: the id with which the teacher ends an answer."""
-        self.student = student
-        self.teacher = teacher
-        self._end = teacher_end
+    def __init__(self, writer: ByteTokenizer, reader: ByteTokenizer, reader_end: int) -> None:
+        """`reader_end`: the id with which the reader ends an answer."""
+        self.writer = writer
+        self.reader = reader
+        self.reader_end = reader_end
 
     def align(self, ids: NDArray[np.int32], *, ended: bool) -> Alignment | None:
         """Return the alignment of an answer; None if no text of it can be aligned.
 
-        `ids` [n]: its tokens; `ended`: the last one is the student's end token. The text stops
+        `ids` [n]: its tokens; `ended`: the last one is the writer's end token. The text stops
         before a special token, and before a character that is cut where an answer without an end
-        stops. None: nothing is left then, or the teacher's normalization changes the text (NFC).
+        stops. None: nothing is left then, or the reader's normalization changes the text (NFC).
         """
         written = len(ids) - ended
-        special = np.flatnonzero(self.student.lengths[ids[:written]] == 0)
+        special = np.flatnonzero(self.writer.lengths[ids[:written]] == 0)
         last = int(special[0]) if len(special) else written
-        text = _decoded(self.student.data(ids[:last]), whole=ended or last < written)
+        text = _decoded(self.writer.data(ids[:last]), whole=ended or last < written)
         data = text.encode("utf-8", "surrogateescape")
-        teacher_ids = self.teacher.encode(text)
-        if self.teacher.data(teacher_ids) != data:
+        reader_ids = self.reader.encode(text)
+        if self.reader.data(reader_ids) != data:
             return None
-        ends, theirs = self.student.ends(ids[:last]), self.teacher.ends(teacher_ids)
+        ends, theirs = self.writer.ends(ids[:last]), self.reader.ends(reader_ids)
         common = np.intersect1d(ends, theirs, assume_unique=True)
         words = np.intersect1d(common, _word_starts(data), assume_unique=True)
         chunk = np.full(len(ids), len(common))
         chunk[:last] = np.searchsorted(common, ends)
         word = np.full(len(ids), len(words) + 1)
         word[:last] = np.searchsorted(words, ends)
-        teacher_chunk = np.searchsorted(common, theirs)
-        teacher_word = np.searchsorted(words, theirs)
+        reader_chunk = np.searchsorted(common, theirs)
+        reader_word = np.searchsorted(words, theirs)
         canonical, read = np.zeros((2, len(ids)), np.bool_)
         canonical[:last] = self._canonical(ids[:last], ends, text)
         read[:last] = ends <= len(data)
         if ended and last == written:
             canonical[-1] = read[-1] = True
-            teacher_ids = np.append(teacher_ids, np.int32(self._end))
-            teacher_chunk = np.append(teacher_chunk, len(common))
-            teacher_word = np.append(teacher_word, len(words) + 1)
+            reader_ids = np.append(reader_ids, np.int32(self.reader_end))
+            reader_chunk = np.append(reader_chunk, len(common))
+            reader_word = np.append(reader_word, len(words) + 1)
             settled = len(common) + 1
         else:
-            settled = int(teacher_chunk[-UNSETTLED:].min(initial=len(common)))
-        if not len(teacher_ids):
+            settled = int(reader_chunk[-UNSETTLED:].min(initial=len(common)))
+        if not len(reader_ids):
             return None
-        counts = (np.bincount(of, minlength=len(common) + 1) for of in (chunk, teacher_chunk))
+        counts = (np.bincount(of, minlength=len(common) + 1) for of in (chunk, reader_chunk))
         single = np.logical_and(*(count == 1 for count in counts))
         return Alignment(
-            teacher_ids,
+            reader_ids,
+            chunk,
+            reader_chunk,
             word,
-            teacher_word,
+            reader_word,
             canonical,
             read,
             chunk < settled,
-            teacher_chunk < settled,
+            reader_chunk < settled,
             single[chunk],
+            single[reader_chunk],
             data,
             stopped=last < written,
         )
@@ -113,11 +123,11 @@ class Aligner:
     def _canonical(
         self, ids: NDArray[np.int32], ends: NDArray[np.int64], text: str
     ) -> NDArray[np.bool_]:
-        """Return which tokens the student's tokenizer has at the same place for the whole text."""
-        canonical = self.student.encode(text)
+        """Return which tokens the writer has at the same place for the whole text."""
+        canonical = self.writer.encode(text)
         if not len(canonical):
             return np.zeros(len(ids), np.bool_)
-        theirs = self.student.ends(canonical)
+        theirs = self.writer.ends(canonical)
         at = np.minimum(np.searchsorted(theirs, ends), len(canonical) - 1)
         found: NDArray[np.bool_] = (theirs[at] == ends) & (canonical[at] == ids)
         return found

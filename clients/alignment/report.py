@@ -32,7 +32,7 @@ def measured(aligner: Aligner, texts: Iterable[str]) -> Shares:
     """Encode texts with the student's tokenizer and align them with the teacher's."""
     count = tokens = single = left_out = 0
     for text in texts:
-        ids = aligner.student.encode(text)
+        ids = aligner.writer.encode(text)
         if not len(ids):
             continue
         count += 1

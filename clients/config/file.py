@@ -160,7 +160,7 @@ def named_files(config: AnyJob) -> list[tuple[str, str]]:
     named = [(".".join(key), name) for key, name in said]
     mixed = getattr(getattr(config, "data", None), "mix", ())
     named += [(f"data.mix.{number}.path", other.path) for number, other in enumerate(mixed)]
-    none = ("", None, "same", "auto")  # the last two: of teacher.tokenizer
+    none = ("", None, "same", "auto")  # the last two: of the keys `tokenizer`
     return [
         (key, name)
         for key, name in named

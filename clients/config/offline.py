@@ -16,7 +16,7 @@ from clients.config.tables.common import (
 )
 from clients.config.tables.data import PromptKeys, prompt_rules
 from clients.config.tables.rollouts import RolloutsConfig, rollout_rules
-from clients.config.unused import Rule, refuse_unused
+from clients.config.unused import Rule, refusal, refuse_unused
 from clients.data.object_urls import is_object_url, place_of
 from clients.data.prompt_format import PromptFormat
 
@@ -26,14 +26,18 @@ class OfflineData(PromptKeys):
 
     path: Name
     """Directory of the store that a capture wrote, or its URL: s3://BUCKET/PREFIX or gs://."""
+    tokenizer: Name = "same"
+    """same: as the student's, or refused. auto: any. A directory or hub id: any, found there."""
+    prompts: Name | None = None
+    """With another tokenizer: the captured data set, if its prompts are in a chat template."""
     eval_path: str | None = None
     """A held-out store. Default: `eval.prompts` sequences are taken out of `path`."""
     eval_prompts: str | None = None
     """A .jsonl or .parquet file of prompts and reference answers, for `eval.metric`."""
     prompt_column: str = "prompt"
-    """Column of `eval_prompts` with the prompt."""
+    """Column of `eval_prompts` and `prompts` with the prompt."""
     messages_column: Name | None = None
-    """Column of `eval_prompts` with a conversation instead; as in `on_policy`."""
+    """Column of both with a conversation instead; as in `on_policy`."""
     answer_column: str = "answer"
     """Column of `eval_prompts` with the reference answer."""
 
@@ -67,6 +71,8 @@ class OfflineConfig(Table):
     """As for `on_policy`. Default: bucket+teacher_samples, or bucket without stored samples."""
     cross_entropy: Annotated[float, Field(ge=0)] = 0.0
     """Weight w of the cross-entropy of the stored tokens: loss = KL + w * cross-entropy."""
+    match: Literal["row", "chunk", "word"] = "row"
+    """With another tokenizer: row: head ids where words begin. chunk, word: likelihoods (ALM)."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Required number of head ids per stored row; other stores are refused. Default: any."""
     temperature: Annotated[float, Field(ge=1e-3)] | None = None
@@ -106,6 +112,13 @@ class OfflineJob(TrainingJob):
         return data
 
     @model_validator(mode="after")
+    def _fits_tokenizers(self) -> Self:
+        if self.data.tokenizer != "same" and self.method.on_policy_fraction > 0:
+            remedy = "needs a store with the student's tokenizer; leave it or data.tokenizer out"
+            raise refusal(self, "method.on_policy_fraction", remedy)
+        return self
+
+    @model_validator(mode="after")
     def _uses_every_key(self) -> Self:
         examined = self.eval.metric != "none"
         sampled = examined or self.method.on_policy_fraction > 0
@@ -117,12 +130,7 @@ class OfflineJob(TrainingJob):
                     "data.eval_prompts",
                     "these prompts are only for eval.metric = 'exact_match'; set it",
                 ),
-                (
-                    self.data.eval_prompts is not None,
-                    "data.prompt_column data.messages_column data.answer_column data.template "
-                    "data.system data.chat_template data.template_arguments",
-                    "stored sequences have no columns; it belongs to data.eval_prompts",
-                ),
+                *self._rules_of_columns(),
                 (
                     sampled,
                     "method.max_new_tokens",
@@ -134,6 +142,27 @@ class OfflineJob(TrainingJob):
                 *self._rules_of_rollouts(),
             ],
         )
+
+    def _rules_of_columns(self) -> list[Rule]:
+        other = self.data.tokenizer != "same"
+        examined, named = self.data.eval_prompts is not None, self.data.prompts is not None
+        same = "the store has the student's tokenizer; leave it out, or set data.tokenizer"
+        stored = "stored sequences have no columns; it is for data.eval_prompts or data.prompts"
+        return [
+            (
+                examined or named,
+                "data.prompt_column data.messages_column data.template data.template_arguments",
+                stored,
+            ),
+            (examined, "data.answer_column", stored),
+            (examined or other, "data.system data.chat_template", stored),
+            (other, "data.prompts method.match", same),
+            (
+                not other,
+                "method.tail",
+                "the tail of a row is not read with another tokenizer; leave it out",
+            ),
+        ]
 
     def _rules_of_rollouts(self) -> list[Rule]:
         if self.method.on_policy_fraction > 0:

@@ -69,9 +69,11 @@ def pair_report(teacher: Path, student: Path, texts: Iterable[str]) -> PairRepor
         shares[ALL] = measured(aligner, [text for of in by_kind.values() for text in of])
     loss = (
         "reverse KL of the teacher's log-probs of its own tokens, word by word"
-        ' (method.horizon = "answer": with all that follows); on_policy only'
+        ' (method.horizon = "answer": with all that follows); offline, cross-entropy, with rows'
+        " where words begin"
     )
-    return PairReport(False, difference, shares, [], loss, ['teacher.tokenizer = "auto"'])
+    lines = ['teacher.tokenizer = "auto"  # on_policy', 'data.tokenizer = "auto"  # offline']
+    return PairReport(False, difference, shares, [], loss, lines)
 
 
 def texts_in(path: str, columns: Sequence[str], most: int) -> list[str]:

@@ -85,6 +85,15 @@ class LogitDataset:
         shard, row = self._place(index)
         return bytes(shard.token_ids[shard.token_offsets[row] : shard.token_offsets[row + 1]])
 
+    def prompt_ids(self, index: int) -> NDArray[np.int32]:
+        """Return the token ids before the scored ones of sequence `index`, without verification.
+
+        Raises IndexError if there is no such sequence.
+        """
+        shard, row = self._place(index)
+        ids = np.frombuffer(self.token_ids(index), "<i4")
+        return ids[: shard.starts[row]].astype(np.int32)
+
     def entry(self, index: int) -> StoredRows:
         """Return sequence `index` with its rows still encoded. Negative indices count from the end.
 

@@ -20,15 +20,17 @@ from student_trainer.data.packing import Layout
 class AlignedRows(RowBlock):
     """Rows of an answer of n tokens; `token_logprobs` are shares, and the head is a placeholder.
 
-    word [n] int64: the word of each token, from 0, without gaps. learned [n] bool: tokens with a
-    cost. one_to_one [n] bool: tokens that are one teacher token. spelled: the whole
-    answer is the student's canonical encoding of its bytes.
+    word [n] int64: the word of each token (of a store: its unit, maybe a chunk), from 0, without
+    gaps. learned [n] bool: tokens with a cost. one_to_one [n] bool: tokens that are one teacher
+    token. spelled: the whole answer is the student's canonical encoding of its bytes. weights
+    [n, M]: of the ids `tail_sample_ids` [n, M]; of stored rows only, see `mapped_kl`.
     """
 
     word: NDArray[np.int64]
     learned: NDArray[np.bool_]
     one_to_one: NDArray[np.bool_]
     spelled: bool
+    weights: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,8 @@ class AlignedBatch(Batch):
     """A batch of S answers with AlignedRows; `teacher.token_logprobs` [N] are shares.
 
     word [N] int64, below N: different in every answer. learned, one_to_one [N] bool: as in
-    AlignedRows. spelled [S] bool. left_out [S] bool: no token is learned.
+    AlignedRows. spelled [S] bool. left_out [S] bool: no token is learned. weights [N, M]: of
+    `sample_ids`; None unless the rows have them.
     """
 
     word: Tensor
@@ -44,11 +47,13 @@ class AlignedBatch(Batch):
     one_to_one: Tensor
     spelled: Tensor
     left_out: Tensor
+    weights: Tensor | None = None
 
     def without_rows(self) -> AlignedBatch:
         """Return a batch with one token to read and no rows; see `Batch.without_rows`."""
         own = [one.name for one in fields(self) if one.name not in _PLAIN]
-        nothing: dict[str, Any] = {name: getattr(self, name)[:0] for name in own}
+        values = {name: getattr(self, name) for name in own}
+        nothing: dict[str, Any] = {n: of if of is None else of[:0] for n, of in values.items()}
         return AlignedBatch(**vars(super().without_rows()), **nothing)
 
 
@@ -73,4 +78,5 @@ def make_aligned_batch(
         one_to_one=joined("one_to_one"),
         spelled=torch.tensor([of.spelled for of in rows], device=device),
         left_out=torch.tensor([not of.learned.any() for of in rows], device=device),
+        weights=None if rows[0].weights is None else joined("weights"),
     )

@@ -15,8 +15,11 @@ from student_trainer.losses.advantages import (
 from student_trainer.losses.aggregate import Aggregate, sequence_weights, token_weights
 from student_trainer.losses.cross_tokenizer import (
     Horizon,
+    Unit,
+    chunk_divergence,
     controlled_topk_kl,
     cross_tokenizer_kl,
+    mapped_kl,
 )
 from student_trainer.losses.exact import exact_kl
 from student_trainer.losses.fused import (
@@ -49,6 +52,8 @@ __all__ = [
     "LossFunction",
     "Rows",
     "Tail",
+    "Unit",
+    "chunk_divergence",
     "clipped_surrogate",
     "controlled_topk_kl",
     "cross_tokenizer_kl",
@@ -64,6 +69,7 @@ __all__ = [
     "importance_weights",
     "is_clipped",
     "kl_reward",
+    "mapped_kl",
     "mismatch",
     "reward_at_last_token",
     "rows_from_logits",

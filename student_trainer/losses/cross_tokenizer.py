@@ -32,9 +32,15 @@ K_w = log p - log q of all tokens of word w,
 The log p before token i that K_w contains do not change the mean. The second form ignores, like the
 KL of tokens with one tokenizer, that a token changes what comes later, and has less variance.
 
-`tests/student_trainer/losses/test_cross_tokenizer.py` enumerates all of this. A chunk is a shortest
-run of student tokens with the bytes of a run of teacher tokens; `clients/alignment/alignment.py`
-has words too.
+Of a store, the teacher has written the answers: tokens b, bytes x, and a = s(x) is the encoding of
+the student. The gradient of the mean of -log p(a) is that of the forward KL, and needs no log q.
+`mapped_kl` has the same mean gradient and less variance, because it reads the rows of the teacher
+where words begin: its head ids become the first tokens of the student's encodings of them.
+`chunk_divergence` compares the likelihoods of the runs of both, as ALM does (arXiv 2503.20083).
+
+`tests/student_trainer/losses/test_cross_tokenizer.py` enumerates all of this, and
+`test_stored_answers.py` beside it the last part. A chunk is a shortest run of student tokens with
+the bytes of a run of teacher tokens; `clients/alignment/alignment.py` has words too.
 """
 
 from __future__ import annotations
@@ -50,6 +56,12 @@ from student_trainer.losses.topk import topk_kl
 
 # How far the costs reach that a token answers for.
 Horizon = Literal["word", "answer"]
+# The runs of tokens whose likelihoods `chunk_divergence` compares.
+Unit = Literal["chunk", "word"]
+# ALM's temperature.
+UNIT_TEMPERATURE = 100.0
+# The least -log of a likelihood: below it, float32 does not tell a probability from 1.
+_SURE = 1e-6
 
 
 def cross_tokenizer_kl(
@@ -99,6 +111,69 @@ def costs_to_come(costs: Tensor, segment: Tensor) -> Tensor:
     `segment` [N] int64: the tokens of a segment are adjacent.
     """
     return gae(costs, torch.zeros_like(costs), segment, gamma=1.0, lam=1.0)[0]
+
+
+def mapped_kl(student: Rows, teacher_shares: Tensor, weights: Tensor, learned: Tensor) -> Tensor:
+    """Return the loss of each token, [N] in nats, of answers that the teacher has written.
+
+    Let token i begin a word, and with it token b_t of the teacher, whose row has the head ids v
+    with the probabilities q. C are the head ids that begin a word too, and m(v) is the first token
+    of the student's encoding of the bytes of v. If b_t is in C, the loss of token i is
+
+        share_i - log p(a_i) - sum_{v in C} w_v log p(m(v)),    w_v = q(v) / q(C) - 1[v = b_t]
+
+    and otherwise, and for tokens within words, share_i - log p(a_i). The sum is a control variate:
+    its mean over b_t in C is 0, whatever m is, because a word that begins changes no token before
+    it. So the gradient has the mean of that of -log p(a_i), with any head; where m(b_t) = a_i, as
+    at nearly all words, it is that of a cross-entropy over C. Within a word, whether the two have
+    a boundary in common depends on b_t: there the mean would not be 0.
+
+    student: Rows of N; `sample_logprobs` [N, M] at the ids m(v), which may be repeated.
+    `teacher_shares` [N]: log q of the answers, and w_v log q(v), divided among the tokens in any
+    way; no gradient. `weights` [N, M]: w_v. `learned` [N] bool: other tokens have no loss.
+    """
+    assert student.sample_logprobs is not None
+    log_p = student.token_logprobs.clamp(min=LOWEST_LOGPROB)
+    mapped = student.sample_logprobs.clamp(min=LOWEST_LOGPROB)
+    losses = teacher_shares - log_p - (weights * mapped).sum(1)
+    return torch.where(learned, losses, torch.zeros_like(losses))
+
+
+def chunk_divergence(
+    student_logprobs: Tensor,
+    teacher_shares: Tensor,
+    unit: Tensor,
+    learned: Tensor,
+    *,
+    temperature: float = UNIT_TEMPERATURE,
+) -> Tensor:
+    """Return the divergence of each run of tokens, [N] in nats, at its first token; 0 at others.
+
+    With p and q the student's and the teacher's probability of a run given what is before it, and t
+    the `temperature`, it is ALM's binarised KL (arXiv 2503.20083, section 3), times t:
+
+        t (a log(a/b) + (1 - a) log((1 - a)/(1 - b))),    a = q^(1/t), b = p^(1/t)
+
+    It is 0 at p = q only. For a large t it tends to l_p - l_q - l_q log(l_p/l_q), with l = -log: to
+    the gradient of the cross-entropy times 1 - l_q/l_p, so that a run which the teacher finds as
+    unlikely as the student does is not made likelier.
+
+    `student_logprobs` [N]: the gradient flows through them. `teacher_shares` [N]: log q of the
+    runs, divided among their tokens in any way. `unit` [N] int64, below N: the run of each token,
+    another number in each answer; the tokens of a run are adjacent, and all in the call. `learned`
+    [N] bool: the same for all tokens of a run; others have neither divergence nor gradient.
+    """
+    none = torch.zeros_like(student_logprobs)
+    log_p, log_q = (
+        none.index_add(0, unit, torch.where(learned, of.clamp(min=LOWEST_LOGPROB), none))
+        for of in (student_logprobs, teacher_shares)
+    )
+    log_b, log_a = (of.clamp(max=-_SURE) / temperature for of in (log_p, log_q))
+    a, other_a = log_a.exp(), -log_a.expm1()
+    of_units = a * (log_a - log_b) + other_a * (other_a.log() - (-log_b.expm1()).log())
+    first = torch.ones_like(learned)
+    first[1:] = unit[1:] != unit[:-1]
+    return temperature * torch.where(first & learned, of_units[unit], none)
 
 
 def controlled_topk_kl(

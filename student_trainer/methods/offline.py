@@ -20,6 +20,9 @@ One step, in order:
    each token (`losses/topk.py`) from the stored rows and the student's rows (`model/student.py`,
    which calls `losses/fused.py`). It adds `method.cross_entropy` times the cross-entropy of the
    stored tokens.
+   A store with another tokenizer (`data.tokenizer`): the student reads its own tokens of the stored
+   texts (`teachers/other_tokenizer_store.py`), and the loss is the cross-entropy with the rows of
+   word beginnings as control variates, or compares likelihoods (`objectives/stored_answers.py`).
 6. Update. The trainer averages over all tokens of all processes, clips the gradient and runs AdamW.
 
 `offline_method` connects these parts. `assembly.py` calls it once when an attempt starts.
@@ -28,7 +31,7 @@ One step, in order:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +49,7 @@ from student_trainer.data.order import EpochOrder, permutation
 from student_trainer.data.prompts import Prompt, load_prompts
 from student_trainer.data.sequence import TokenSequence
 from student_trainer.loop.step import Step
+from student_trainer.losses import Tail
 from student_trainer.methods.engine import Engine
 from student_trainer.methods.method import (
     Method,
@@ -54,10 +58,12 @@ from student_trainer.methods.method import (
     sampling_settings,
 )
 from student_trainer.objectives.distillation import DistillationObjective
+from student_trainer.objectives.stored_answers import StoredAnswersObjective
 from student_trainer.parallel.collectives import raise_on_all_ranks
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.rollouts.rollouts import Rollouts
 from student_trainer.teachers.connections import Connection
+from student_trainer.teachers.other_tokenizer_store import OtherTokenizerStore
 from student_trainer.teachers.remote import RemoteTeacher
 from student_trainer.teachers.scored_rollouts import RolloutsOfSteps, ScoredRollouts
 from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
@@ -65,6 +71,8 @@ from student_trainer.teachers.source import PendingRows, TeacherSource, resolved
 log = logging.getLogger(__name__)
 
 _STEPS_AHEAD = 2
+# Returns a stored sequence, by its index, with its rows.
+ReadSequence = Callable[[LogitDataset, int], PendingRows]
 
 
 @dataclass(frozen=True)
@@ -107,13 +115,14 @@ class StoredSteps:
         seed: int,
         per_step: int,
         last_step: int,
+        read: ReadSequence,
         mixture: Mixture | None = None,
     ) -> None:
         """Set up the order of the sequences; reads nothing yet.
 
         `chosen`: int64 indices of the training sequences in `data`. `per_step`: sequences of a step
-        over all processes. `last_step`: the last step to read ahead to. `mixture`: None if all
-        sequences of a step are stored ones.
+        over all processes. `last_step`: the last step to read ahead to. `read`: reads a sequence.
+        `mixture`: None if all sequences of a step are stored ones.
         """
         self._data = data
         self._chosen = chosen
@@ -121,6 +130,7 @@ class StoredSteps:
         self._order = EpochOrder(len(chosen), seed)
         self._per_step = per_step
         self._last_step = last_step
+        self._read_sequence = read
         self._mixture = mixture
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._reads: dict[int, Future[_Share]] = {}
@@ -150,7 +160,8 @@ class StoredSteps:
     def _read(self, step: int) -> _Share:
         places, mine = self._places(step)
         written = self._mixture.count if self._mixture else 0
-        stored = [read(self._data, int(self._chosen[places[i]])) for i in mine if i >= written]
+        chosen = [int(self._chosen[places[i]]) for i in mine if i >= written]
+        stored = [self._read_sequence(self._data, index) for index in chosen]
         return _Share(stored, self._asked(step))
 
     def _asked(self, step: int) -> tuple[list[Prompt], list[int]]:
@@ -192,18 +203,19 @@ def offline_method(
     student: Replicated | Sharded,
     tokenizer: Any,
     engine: Engine | None,
+    other: OtherTokenizerStore | None = None,
 ) -> Method:
     """Build the method of an offline job. The module docstring lists the steps.
 
     The KL is the forward one, over the teacher's stored top-k. `examined`: the prompts for exact
     match, empty if the job wants none. `teachers`: the live teacher under the name "", needed only
     if `method.on_policy_fraction` > 0. `engine`: samples the student's answers; None: this process
-    does.
+    does. `other`: reads the stores if they have another tokenizer.
     """
     store, method = stores.training, config.method
     tail = method.tail or ("bucket+teacher_samples" if store.has_samples else "bucket")
-    objective = DistillationObjective("forward", tail, store.temperature, method.cross_entropy)
-    log.info("tail %s, temperature %g, top_k %d", tail, store.temperature, store.top_k)
+    objective = _objective(config, store, tail, other is not None)
+    read_one = read if other is None else other.read
     sampling: dict[str, Any] = {"top_k": 0, "temperature": store.temperature, "draws": 0}
     sampling["vocab_size"] = student.full.vocab_size
     sampled = None
@@ -226,19 +238,30 @@ def offline_method(
         seed=config.seed,
         per_step=config.sequences_per_step,
         last_step=config.max_steps,
+        read=read_one,
         mixture=mixture,
     )
     aside = (stores.held_out or store).data
     mine = held_out[accelerator.process_index :: accelerator.num_processes]
 
     def read_held_out() -> list[PendingRows]:
-        return [read(aside, int(index)) for index in mine]
+        return [read_one(aside, int(index)) for index in mine]
 
     evaluation = held_out_evaluation(
         config, accelerator, objective, read_held_out, examined, tokenizer, rollouts, stored=True
     )
     facts = {"store": store.identity}
     return Method(objective, steps.of_step, evaluation, facts=facts, ahead=ahead)
+
+
+def _objective(
+    config: OfflineJob, store: TrainingStore, tail: Tail, other_tokenizer: bool
+) -> DistillationObjective | StoredAnswersObjective:
+    weight = config.method.cross_entropy
+    if other_tokenizer:
+        return StoredAnswersObjective(config.method.match != "row", store.temperature, weight)
+    log.info("tail %s, temperature %g, top_k %d", tail, store.temperature, store.top_k)
+    return DistillationObjective("forward", tail, store.temperature, weight)
 
 
 def _teacher(

@@ -36,12 +36,16 @@ Additional metric of jobs whose rollouts an engine samples:
 
 rollout/lag          steps by which the weights that sampled a token are behind, mean over tokens
 
-Of a teacher with another tokenizer, there is no topk/..., loss, kl/teacher and eval/kl are the mean
-of log p - log q over the student's tokens, and there are:
+Of a running teacher with another tokenizer, there is no topk/..., loss, kl/teacher and eval/kl are
+the mean of log p - log q over the student's tokens, and there are:
 
 pair/one_to_one      share of the student's tokens that are one token of the teacher
 pair/other_spelling  share of answers that the student's tokenizer would spell with other tokens
-pair/left_out        share of answers that cannot be aligned, or that the teacher cannot read
+pair/left_out        share of answers that cannot be aligned, or that are too long to be read
+
+Of a store with another tokenizer, there is no topk/...; kl/teacher and eval/kl are the mean of
+log q - log p over the student's tokens, the forward KL if the teacher has written the answers; and
+there are pair/one_to_one and pair/left_out.
 
 Additional metrics of stored sequences, which have no ratio/... and no length/truncated:
 

@@ -96,7 +96,7 @@ def check_stored_vocabulary(
         raise WrongState(
             what,
             field="student.model",
-            hint="distillation by token id needs a student with the store's tokenizer",
+            hint="use a student with the store's tokenizer, or set data.tokenizer = 'auto'",
         )
     theirs_wide = int(store.facts["vocab_size"])
     common = common_ids(width, theirs_wide, store.label, tokens)

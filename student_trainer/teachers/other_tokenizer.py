@@ -59,10 +59,10 @@ class OtherTokenizerTeacher:
         ids = rollout.completion.numpy().astype(np.int32)
         found = self._aligner.align(ids, ended=not rollout.truncated)
         before = self._prompt(rollout)
-        if found is None or len(before) + len(found.teacher_ids) > self._max_length:
+        if found is None or len(before) + len(found.reader_ids) > self._max_length:
             return resolved(_left_out(rollout))
         query = ScoreQuery(
-            token_ids=np.concatenate([before, found.teacher_ids]),
+            token_ids=np.concatenate([before, found.reader_ids]),
             start=len(before),
             top_k=1,  # only the log-probs of the tokens are read
             temperature=self._temperature,
@@ -84,11 +84,11 @@ class OtherTokenizerTeacher:
 
 def aligned_rows(rollout: Rollout, found: Alignment, rows: RowBlock) -> AlignedRows:
     """Return the rows of a rollout. `rows`: of the teacher's tokens, one for each."""
-    logprobs = np.where(found.teacher_settled, rows.token_logprobs, 0.0)
+    logprobs = np.where(found.reader_settled, rows.token_logprobs, 0.0)
     learned = found.read & found.settled
     begins = np.append(True, found.word[1:] != found.word[:-1])
     words = int(found.word[-1]) + 1
-    of_word = np.bincount(found.teacher_word, weights=logprobs, minlength=words)
+    of_word = np.bincount(found.reader_word, weights=logprobs, minlength=words)
     other = learned & ~found.canonical
     others = np.bincount(found.word, weights=other, minlength=words) > 0
     shares = np.where(begins, (of_word - OTHER_SPELLING * others)[found.word], 0.0)

@@ -44,7 +44,7 @@ class TokenizerPair:
     @property
     def tokens(self) -> int:
         """Number of ids of the student's tokenizer; its model may have more logits."""
-        return len(self.aligner.student.lengths)
+        return len(self.aligner.writer.lengths)
 
     def prompt(self, rollout: Rollout) -> NDArray[np.int32]:
         """Return the prompt ids [P] that the teacher reads for a rollout, in its own template."""
@@ -84,37 +84,55 @@ def tokenizer_pair(
     if tokenizer_fingerprint(vocabulary(ours)) == theirs_known_by:
         return None
     name = teacher.info.model if wanted == "auto" else wanted
-    try:
-        theirs = load_tokenizer(StudentConfig(model=name))
-    except DistillError as error:
-        raise InvalidInput(
-            f"the {teacher.label} has another tokenizer than the student, and there is none to"
-            f" load at {name!r}",
-            field=_FIELD,
-            hint="set it to a directory or hub id with the teacher's tokenizer",
-        ) from error
-    if tokenizer_fingerprint(vocabulary(theirs)) != theirs_known_by:
-        raise WrongState(
-            f"the tokenizer at {name!r} is not that of the {teacher.label}",
-            field=_FIELD,
-            hint="set it to a directory or hub id with the teacher's tokenizer",
-        )
+    theirs = known_tokenizer(name, theirs_known_by, teacher.label, _FIELD)
     form = config.data.prompt_format
     check_chat_template(form, template_text(theirs.chat_template))
-    ends = answer_end(theirs)
-    if ends is None:
-        raise InvalidInput(
-            f"the tokenizer at {name!r} names no token that ends an answer",
-            field=_FIELD,
-            hint="use a directory whose tokenizer_config.json has an eos_token",
-        )
-    student = ByteTokenizer(_document(ours, "student.model"), "student", "student.model")
-    aligner = Aligner(student, ByteTokenizer(_document(theirs, _FIELD), "teacher", _FIELD), ends)
+    student, reader = (
+        bytes_of(ours, "student", "student.model"),
+        bytes_of(theirs, "teacher", _FIELD),
+    )
+    aligner = Aligner(student, reader, end_of(theirs, "teacher", _FIELD))
     return TokenizerPair(aligner, theirs, form)
 
 
-def _document(tokenizer: Any, field: str) -> dict[str, Any]:
-    """Return the content of tokenizer.json as transformers has loaded it."""
+def known_tokenizer(name: str, fingerprint: str, label: str, field: str) -> Any:
+    """Return the tokenizer at `name`, a directory or hub id, as transformers loads it.
+
+    `fingerprint`: of its tokens. `label`: the teacher or the store that has it. Raises InvalidInput
+    or WrongState, naming `field`, if there is none, or one with other tokens.
+    """
+    try:
+        found = load_tokenizer(StudentConfig(model=name))
+    except (DistillError, ValueError) as error:  # ValueError: the name is empty
+        raise InvalidInput(
+            f"the {label} has another tokenizer than the student, and there is none to"
+            f" load at {name!r}",
+            field=field,
+            hint="set it to a directory or hub id with the teacher's tokenizer",
+        ) from error
+    if tokenizer_fingerprint(vocabulary(found)) != fingerprint:
+        raise WrongState(
+            f"the tokenizer at {name!r} is not that of the {label}",
+            field=field,
+            hint="set it to a directory or hub id with the teacher's tokenizer",
+        )
+    return found
+
+
+def end_of(tokenizer: Any, label: str, field: str) -> int:
+    """Return the id of the token that ends an answer. Raises InvalidInput, naming `field`."""
+    end = answer_end(tokenizer)
+    if end is None:
+        raise InvalidInput(
+            f"the tokenizer of the {label} names no token that ends an answer",
+            field=field,
+            hint="use a directory whose tokenizer_config.json has an eos_token",
+        )
+    return end
+
+
+def bytes_of(tokenizer: Any, label: str, field: str) -> ByteTokenizer:
+    """Return a tokenizer of transformers as bytes. Raises InvalidInput, naming `field`."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise InvalidInput(
@@ -122,5 +140,4 @@ def _document(tokenizer: Any, field: str) -> dict[str, Any]:
             field=field,
             hint="convert it with transformers, and save it with the model",
         )
-    document: dict[str, Any] = json.loads(backend.to_str())
-    return document
+    return ByteTokenizer(json.loads(backend.to_str()), label, field)

@@ -252,3 +252,86 @@ def test_real_tokenizers_and_their_chat_templates(tmp_path: Path) -> None:
     # Tokens of random models: most of them are tokens of both, or bytes.
     assert 0.1 < first["pair/one_to_one"] < 1
     assert all(abs(line["kl/teacher"]) < 50 for line in (first, last))
+
+
+def captured(root: Path, name: str, prompt: str) -> Path:
+    """The teacher's rows of what it likes."""
+    from clients.config.capture import CaptureJob
+    from tests.teacher_service.capture.material import capture_here
+
+    records = [{"prompt": prompt, "answer": answer} for answer in answers_of("teacher")]
+    (root / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    config = CaptureJob.model_validate(
+        {
+            "data": {"path": str(root / f"{name}.jsonl")},
+            "teacher": {"model": str(root / "teacher"), "top_k": 4},
+            "method": {"type": "capture", "store": str(root / name)},
+        }
+    )
+    assert capture_here(root / f"{name}-run", config)[0] == "succeeded"
+    return root / name
+
+
+@pytest.fixture(scope="module")
+def store(root: Path) -> Path:
+    """Beside it is one to hold out, whose prompt is another: no copies of it are left out here."""
+    captured(root, "aside", f"now {PROMPT}")
+    return captured(root, "store", PROMPT)
+
+
+def stored_job(root: Path, store: Path, **changes: Any) -> Any:
+    from tests.student_trainer import tiny
+
+    material = tiny.Material(root / "prompts.jsonl", root / "teacher", root / "student")
+    return tiny.offline_job(
+        material,
+        store,
+        **{
+            "data__tokenizer": "auto",
+            "data__eval_path": str(root / "aside"),
+            "max_steps": STEPS,
+            "eval__every": STEPS,
+            "eval__prompts": 8,
+            "checkpoint__every": STEPS,
+            "train__learning_rate": 1e-3,
+            "train__prompts_per_step": 16,
+            "train__tokens_per_micro_batch": 4000,
+            **changes,
+        },
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("match", ["row", "chunk", "word"])
+def test_the_student_learns_from_a_store(
+    root: Path, store: Path, tmp_path: Path, match: str
+) -> None:
+    run = finish(new_run(tmp_path / "run", stored_job(root, store, method__match=match)))
+    before, after = string_cost(root, root / "student"), string_cost(root, run.export)
+    print(f"{match}: log p - log q of an answer {before:.2f} -> {after:.2f} nats")
+    assert after < (0.7 if match == "row" else 0.9) * before
+    costs = [line["kl/teacher"] for line in metrics_of(run) if "kl/teacher" in line]
+    assert sum(costs[-10:]) < 0.3 * sum(costs[:10])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("match", ["row", "chunk", "word"])
+def test_two_processes_and_small_batches_change_nothing_of_a_store(
+    root: Path, store: Path, tmp_path: Path, match: str
+) -> None:
+    found = []
+    for processes, tokens in ((1, 4000), (2, 4000), (1, 60)):
+        steps = dict.fromkeys(("max_steps", "eval__every", "checkpoint__every"), 1)
+        changes: dict[str, Any] = {
+            **steps,
+            "method__match": match,
+            "method__cross_entropy": 0.5,
+            "train__processes": processes,
+            "train__tokens_per_micro_batch": tokens,
+        }
+        path = tmp_path / f"{processes}-{tokens}"
+        run = finish(new_run(path, stored_job(root, store, **changes)))
+        found.append(metrics_of(run)[-1])
+    for name in ("loss", "grad_norm", "cross_entropy", "kl/teacher", "eval/kl"):
+        values = [line[name] for line in found]
+        assert values == pytest.approx([values[0]] * 3, rel=1e-4, abs=1e-6), name

@@ -32,6 +32,7 @@ FILE_KEYS: tuple[tuple[str, ...], ...] = (
     ("data", "path"),
     ("data", "eval_path"),
     ("data", "eval_prompts"),
+    ("data", "prompts"),
     ("data", "tokenizer"),
     ("teacher", "model"),
     ("teacher", "tokenizer"),

@@ -56,9 +56,9 @@ def test_chunks_end_where_both_have_a_boundary(
     text: str, pair: tuple[str, str], ended: bool
 ) -> None:
     found_by = aligner(pair)
-    ids = found_by.student.encode(text)
+    ids = found_by.writer.encode(text)
     if ended:
-        ids = np.append(ids, np.int32(end_of(found_by.student)))
+        ids = np.append(ids, np.int32(end_of(found_by.writer)))
     found = found_by.align(ids, ended=ended)
     if not len(ids):
         assert found is None
@@ -67,27 +67,30 @@ def test_chunks_end_where_both_have_a_boundary(
     assert not found.stopped
     assert found.canonical.all()
     assert found.read.all()
-    teacher = found.teacher_ids[: len(found.teacher_ids) - ended]
-    assert found_by.teacher.data(teacher) == text.encode() == found.data
+    teacher = found.reader_ids[: len(found.reader_ids) - ended]
+    assert found_by.reader.data(teacher) == text.encode() == found.data
     assert_chunks(found, found_by, ids, ended)
     if ended:
-        assert (found.teacher_ids[-1], found.one_to_one[-1]) == (TEACHER_END, True)
+        assert (found.reader_ids[-1], found.one_to_one[-1]) == (TEACHER_END, True)
 
 
 def assert_chunks(found: Alignment, of: Aligner, ids: np.ndarray, ended: bool) -> None:
     """By reading both one token at a time. An end comes after all bytes."""
-    ours = np.cumsum([len(one) for one in spelled(of.student, ids)]).tolist()
-    theirs = np.cumsum([len(one) for one in spelled(of.teacher, found.teacher_ids)]).tolist()
+    ours = np.cumsum([len(one) for one in spelled(of.writer, ids)]).tolist()
+    theirs = np.cumsum([len(one) for one in spelled(of.reader, found.reader_ids)]).tolist()
     if ended:
         ours[-1], theirs[-1] = ours[-1] + 1, theirs[-1] + 1
     common = sorted({*ours} & {*theirs})
     chunk = [sum(end > one for one in common) for end in ours]
     teacher_chunk = [sum(end > one for one in common) for end in theirs]
-    for number, single in zip(chunk, found.one_to_one, strict=True):
-        assert single == (chunk.count(number) == teacher_chunk.count(number) == 1)
+    assert found.chunk.tolist() == chunk
+    assert found.reader_chunk.tolist() == teacher_chunk
+    single = [chunk.count(one) == teacher_chunk.count(one) == 1 for one in range(len(common))]
+    assert found.one_to_one.tolist() == [single[one] for one in chunk]
+    assert found.reader_one_to_one.tolist() == [single[one] for one in teacher_chunk]
     last = len(common) if ended else min(teacher_chunk[-UNSETTLED:])
     assert found.settled.tolist() == [ended or number < last for number in chunk]
-    assert found.teacher_settled.tolist() == [ended or number < last for number in teacher_chunk]
+    assert found.reader_settled.tolist() == [ended or number < last for number in teacher_chunk]
     data = found.data + b" " * ended
     spaces = [data[i : i + 1] in (b" ", b"\n", b"\t", b"\r") for i in range(len(data))]
     starts = [i for i in common if i < len(spaces) and spaces[i] and not spaces[i - 1]]
@@ -96,7 +99,7 @@ def assert_chunks(found: Alignment, of: Aligner, ids: np.ndarray, ended: bool) -
     words = [sum(end > one for one in starts) for end in ours]
     assert np.unique(found.word, return_inverse=True)[1].tolist() == words
     of_teacher = [sum(end > one for one in starts) for end in theirs]
-    assert np.unique(found.teacher_word, return_inverse=True)[1].tolist() == of_teacher
+    assert np.unique(found.reader_word, return_inverse=True)[1].tolist() == of_teacher
 
 
 @settings(deadline=None, max_examples=150)
@@ -106,19 +109,19 @@ def test_any_tokens_that_a_student_samples(
 ) -> None:
     """Other spellings, broken UTF-8, special tokens in the middle."""
     found_by = aligner(pair)
-    one_id = st.integers(0, len(found_by.student.lengths) - 1)
+    one_id = st.integers(0, len(found_by.writer.lengths) - 1)
     ids = np.array(data.draw(st.lists(one_id, min_size=1, max_size=12)), np.int32)
     if ended:
-        ids = np.append(ids, np.int32(end_of(found_by.student)))
+        ids = np.append(ids, np.int32(end_of(found_by.writer)))
     found = found_by.align(ids, ended=ended)
     if found is None:
         return
-    pieces = spelled(found_by.student, ids)
+    pieces = spelled(found_by.writer, ids)
     inside = pieces.index(b"") if b"" in pieces else len(ids)
     before = b"".join(pieces[:inside])
     assert before.startswith(found.data)
     assert len(before) - len(found.data) < 4
-    assert found_by.teacher.data(found.teacher_ids) == found.data
+    assert found_by.reader.data(found.reader_ids) == found.data
     assert found.stopped == (inside < len(ids) - ended)
     if ended or found.stopped:
         assert found.data == before
@@ -128,7 +131,7 @@ def test_any_tokens_that_a_student_samples(
         read[-1] = True
     assert found.read.tolist() == read
     assert not (found.canonical & ~found.read).any()
-    again = found_by.student.encode(found.data.decode("utf-8", "surrogateescape"))
+    again = found_by.writer.encode(found.data.decode("utf-8", "surrogateescape"))
     spelled_so = np.array_equal(again, ids[: found.read.sum() - (ended and not found.stopped)])
     if found.data == before:
         assert bool(found.canonical[found.read].all()) == spelled_so
@@ -159,8 +162,8 @@ def test_a_text_that_the_teacher_normalizes_is_left_out() -> None:
     document: dict[str, Any] = json.loads(trained.byte_level(300).to_str())
     teacher = ByteTokenizer(document | {"normalizer": {"type": "NFC"}}, "teacher", "x")
     found_by = Aligner(TOKENIZERS["small"], teacher, 0)
-    assert found_by.align(found_by.student.encode("cafe\u0301 sat"), ended=False) is None
-    assert found_by.align(found_by.student.encode("caf\u00e9 sat"), ended=False) is not None
+    assert found_by.align(found_by.writer.encode("cafe\u0301 sat"), ended=False) is None
+    assert found_by.align(found_by.writer.encode("caf\u00e9 sat"), ended=False) is not None
 
 
 def test_a_tokenizer_whose_tokens_have_no_bytes_of_their_own() -> None:

@@ -97,15 +97,15 @@ def test_shares_of_one_to_one_tokens(directory: Path) -> None:
 @given(st.text(ALPHABET, max_size=60), st.sampled_from(NAMES), st.sampled_from(NAMES))
 def test_round_trips(directory: Path, text: str, student: str, teacher: str) -> None:
     of = aligner(directory, (student, teacher))
-    ids = of.student.encode(text)
-    if of.student.data(ids) != text.encode():
+    ids = of.writer.encode(text)
+    if of.writer.data(ids) != text.encode():
         assert student == "qwen3"  # NFC
         return
     found = of.align(ids, ended=False)
     if found is None:
         assert teacher == "qwen3" or not text
         return
-    assert found.data == text.encode() == of.teacher.data(found.teacher_ids)
+    assert found.data == text.encode() == of.reader.data(found.reader_ids)
     assert found.canonical.all()
     if student == teacher:
         assert found.one_to_one.all()
@@ -124,9 +124,9 @@ def test_tokens_that_are_no_text(
     found = of.align(ids, ended=False)
     if found is None:
         return
-    whole = of.student.data(ids[: found.read.sum()])
+    whole = of.writer.data(ids[: found.read.sum()])
     assert found.data.startswith(whole)
-    assert of.teacher.data(found.teacher_ids) == found.data
+    assert of.reader.data(found.reader_ids) == found.data
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_what_follows_a_word_does_not_change_it(directory: Path, name: str, kind
 def test_speed(directory: Path) -> None:
     """A figure to read; a machine that is busy is no failure."""
     of = aligner(directory, ("llama3_2", "qwen3"))
-    ids = of.student.encode(PROSE + CODE + MATHS)
+    ids = of.writer.encode(PROSE + CODE + MATHS)
     started, count = time.thread_time(), 0
     while count < 50_000:
         of.align(ids, ended=False)

@@ -18,6 +18,7 @@ COIN, FORWARD = "method.tail = 'bucket+sampled'\n", "method.divergence = 'forwar
 OFFLINE = STUDENT + 'data.path = "store"\nmethod.type = "offline"\n'
 SFT = ON_POLICY + 'method.type = "sft"\n'
 TEXT, TALK = "data.chat_template = false\n", "data.messages_column = 'm'\n"
+OTHER = "data.tokenizer = 'auto'\n"
 CAPTURE = 'method.type = "capture"\ndata.path = "d.jsonl"\n'
 SERVED = CAPTURE + 'teacher.address = "t:1"\n'
 LOADED = CAPTURE + 'teacher.model = "t"\n'
@@ -30,6 +31,9 @@ REFUSED = [
     (ON_POLICY + COIN, "teacher.tail_draws = 4", "leave one of them out"),
     (ON_POLICY, "method.horizon = 'answer'", "set teacher.tokenizer"),
     (ON_POLICY + "teachers.maths = 't:1'\n", "teacher.tokenizer = 'auto'", "leave one of them out"),
+    (OFFLINE, "method.match = 'word'", "set data.tokenizer"),
+    (OFFLINE, "data.prompts = 'p.jsonl'", "set data.tokenizer"),
+    (OFFLINE + OTHER, "method.tail = 'none'", "is not read with another tokenizer"),
     (RL + COIN, "method.tail_draws = 4", "the loss reads no draws"),
     (RL + FORWARD, "method.tail_draws = 4", "the loss reads no draws"),
     (RL + "method.beta = 0.0\n", "method.tail_draws = 4", "needs a KL"),
@@ -112,6 +116,10 @@ USED = [
     ON_POLICY + "teacher.tail_draws = 4\n",
     ON_POLICY + "teacher.tokenizer = 'auto'\nmethod.horizon = 'answer'\n",
     ON_POLICY + FORWARD + "teacher.tail_draws = 4\n",
+    OFFLINE
+    + OTHER
+    + "data.prompts = 'p.jsonl'\ndata.messages_column = 'm'\nmethod.match = 'word'\n",
+    OFFLINE + OTHER + "data.system = 'Be brief.'\nmethod.cross_entropy = 0.5\n",
     RL + "method.tail_draws = 4\n",
     KL + "method.kl_in = 'reward'\nmethod.tail_draws = 4\n",
     RL + "method.advantages = 'gae'\nmethod.gae_lambda = 0.9\nmethod.critic_learning_rate = 0.1\n",
@@ -172,4 +180,12 @@ def test_forward_kl_needs_the_students_tokenizer(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(ON_POLICY + FORWARD + "teacher.tokenizer = 'auto'\n")
     with pytest.raises(InvalidInput, match=r"method.divergence: needs the tokenizer of the stud"):
+        load_job(path)
+
+
+def test_sampled_answers_need_a_store_of_the_same_tokenizer(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    mixed = "method.on_policy_fraction = 0.5\nteacher.address = 't:1'\n"
+    path.write_text(OFFLINE + OTHER + mixed)
+    with pytest.raises(InvalidInput, match=r"on_policy_fraction: needs a store with the student"):
         load_job(path)

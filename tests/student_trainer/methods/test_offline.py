@@ -23,7 +23,7 @@ from protos.errors import Corrupt, InvalidInput
 from student_trainer.assembly import assemble
 from student_trainer.data.captured_stores import open_stores
 from student_trainer.loop.trainer import Trainer
-from student_trainer.methods.offline import StoredSteps, _split, load_examined
+from student_trainer.methods.offline import StoredSteps, _split, load_examined, read
 from student_trainer.model.loading import load_model
 from tests.clients.data.test_prompt_format import CHARACTERS, PLAIN, TALK
 from tests.student_trainer import tiny
@@ -140,7 +140,13 @@ def test_without_samples_there_is_only_a_bound(
 
 def steps_of(data: LogitDataset, chosen: Any, last_step: int = 1000) -> StoredSteps:
     return StoredSteps(
-        data, np.array(chosen), Accelerator(cpu=True), seed=5, per_step=6, last_step=last_step
+        data,
+        np.array(chosen),
+        Accelerator(cpu=True),
+        seed=5,
+        per_step=6,
+        last_step=last_step,
+        read=read,
     )
 
 

@@ -64,7 +64,7 @@ def rows_of(teacher_ids: np.ndarray) -> RowBlock:
 def scored(ids: np.ndarray, *, ended: bool) -> AlignedRows:
     found = ALIGNER.align(ids, ended=ended)
     assert found is not None
-    return aligned_rows(rollout_of(ids, ended=ended), found, rows_of(found.teacher_ids))
+    return aligned_rows(rollout_of(ids, ended=ended), found, rows_of(found.reader_ids))
 
 
 def encoded(text: str) -> np.ndarray:
@@ -114,9 +114,9 @@ def test_the_last_tokens_of_a_truncated_answer_have_no_cost() -> None:
     assert found is not None
     assert rows.learned.tolist() == found.settled.tolist()
     assert not rows.learned[-1]
-    settled = TEACHER.data(found.teacher_ids[found.teacher_settled])
+    settled = TEACHER.data(found.reader_ids[found.reader_settled])
     assert STUDENT.data(ids[rows.learned]) == settled
-    total = sum(i + 1 for i, kept in enumerate(found.teacher_settled) if kept)
+    total = sum(i + 1 for i, kept in enumerate(found.reader_settled) if kept)
     assert -rows.token_logprobs[rows.learned].sum() == total
 
 
@@ -219,7 +219,7 @@ def test_whether_the_tokenizer_is_another_one(tmp_path: Path) -> None:
         found = pair(tokenizer, model, theirs)
         assert found is not None
         assert found.tokens == len(ours)
-        assert found.aligner.teacher.data(np.array(theirs("1+U")["input_ids"])) == b"1+U"
+        assert found.aligner.reader.data(np.array(theirs("1+U")["input_ids"])) == b"1+U"
     away = str(tmp_path / "away")
     with pytest.raises(InvalidInput, match=f"none to load at '{away}'") as caught:
         pair("auto", away, theirs)

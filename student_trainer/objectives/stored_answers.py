@@ -1,0 +1,100 @@
+"""The objectives of offline distillation from a store with another tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from student_trainer.data.aligned import AlignedBatch, make_aligned_batch
+from student_trainer.data.batch import Batch, ScoredSequence
+from student_trainer.data.metric_sums import sum_and_count
+from student_trainer.data.packing import Layout
+from student_trainer.losses import (
+    FusedLoss,
+    Index,
+    LossFunction,
+    Rows,
+    chunk_divergence,
+    mapped_kl,
+)
+from student_trainer.objectives.weighted import weighted
+
+
+@dataclass(frozen=True)
+class StoredAnswersObjective:
+    """The objective to minimise: a loss plus cross_entropy * (-log p of each token), in nats.
+
+    chunks: whether the loss is `chunk_divergence`; otherwise `mapped_kl`. temperature: of the
+    student's distribution. cross_entropy: the weight of the second term.
+    """
+
+    chunks: bool
+    temperature: float
+    cross_entropy: float
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether the loss of a token depends on other rows."""
+        return self.chunks
+
+    def batch(
+        self, scored: Sequence[ScoredSequence], device: torch.device, layout: Layout
+    ) -> AlignedBatch:
+        """Make the tensors of one micro-batch; see `make_aligned_batch`."""
+        return make_aligned_batch(scored, device, layout)
+
+    def loss(self, batch: Batch) -> LossFunction:
+        """Return the loss of the batch as a function of rows, times the weight of each sequence."""
+        assert isinstance(batch, AlignedBatch)
+
+        def loss(rows: Rows, index: Index) -> Tensor:
+            found = self._loss(batch, rows, index)
+            if not self.cross_entropy:
+                return found
+            return found + self.cross_entropy * _cross_entropy(rows, batch.learned[index])
+
+        return weighted(loss, batch.sequence_weights)
+
+    def _loss(self, batch: AlignedBatch, rows: Rows, index: Index) -> Tensor:
+        shares, learned = batch.teacher.token_logprobs[index], batch.learned[index]
+        if self.chunks:
+            return chunk_divergence(rows.token_logprobs, shares, batch.word[index], learned)
+        assert batch.weights is not None, "mapped_rows has them"
+        return mapped_kl(rows, shares, batch.weights[index], learned)
+
+    @torch.no_grad()
+    def metrics(self, batch: Batch, out: FusedLoss) -> dict[str, Tensor]:
+        """Return (sum, number) of each metric over the tokens or the answers of a batch."""
+        assert isinstance(batch, AlignedBatch)
+        return {
+            "kl/teacher": sum_and_count(self._kl(batch, out.rows)[batch.learned]),
+            "cross_entropy": sum_and_count(-out.rows.token_logprobs[batch.learned]),
+            "entropy": sum_and_count(out.metrics["entropy"]),
+            "pair/one_to_one": sum_and_count(batch.one_to_one.float()),
+            "pair/left_out": sum_and_count(batch.left_out.float()),
+        }
+
+    @torch.no_grad()
+    def held_out(self, batch: Batch, out: FusedLoss) -> Mapping[str, Tensor]:
+        """Return the held-out metrics of each token, [n], by their names in metrics.jsonl."""
+        assert isinstance(batch, AlignedBatch)
+        return {
+            "eval/kl": self._kl(batch, out.rows),
+            "eval/perplexity": _cross_entropy(out.rows, batch.learned),
+        }
+
+    def _kl(self, batch: AlignedBatch, rows: Rows) -> Tensor:
+        """Return values [N] whose mean is the forward KL, if the teacher has written the text."""
+        shares = batch.teacher.token_logprobs
+        if not self.chunks:
+            return self._loss(batch, rows, slice(0, len(rows)))
+        return torch.where(batch.learned, shares - rows.token_logprobs, torch.zeros_like(shares))
+
+
+def _cross_entropy(rows: Rows, learned: Tensor) -> Tensor:
+    """Return -log p of each token, [N]; 0 where it is not learned."""
+    none = torch.zeros_like(rows.token_logprobs)
+    return torch.where(learned, -rows.token_logprobs, none)

@@ -1,0 +1,247 @@
+"""Learning from a store whose teacher has another tokenizer: one token a character."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from clients.config.offline import OfflineJob
+from clients.runs.directory import RunDirectory
+from clients.runs.progress import Progress
+from protos.errors import DistillError
+from student_trainer.assembly import assemble
+from student_trainer.data.captured_stores import open_stores
+from student_trainer.loop.trainer import Trainer
+from student_trainer.losses.cross_tokenizer import UNIT_TEMPERATURE
+from student_trainer.model.loading import load_model
+from student_trainer.tools.pretrain import make_model, make_tokenizer
+from tests.end_to_end.processes import metrics_of
+from tests.student_trainer import tiny
+from tests.student_trainer.small_store import Text, logprobs_of, sums, write_store
+
+TEXTS = sums(40)
+TEMPERATURE = 1.3
+WEIGHT = 0.4
+
+
+@pytest.fixture(scope="module")
+def pair(material: tiny.Material, tmp_path_factory: pytest.TempPathFactory) -> tiny.Material:
+    """The teacher of `material`, and a student whose tokens are pairs of digits, often."""
+    path = tmp_path_factory.mktemp("pair") / "student"
+    numbers = "=".join(f"{one:02}" for one in range(100)) * 3
+    words = make_tokenizer("bpe", [numbers], 330)
+    torch.manual_seed(3)
+    made = make_model(len(words), words, 1, 32)
+    with torch.no_grad():
+        made.get_input_embeddings().weight.normal_(std=0.3)
+    tiny.save(made, words, path)
+    return replace(material, student=path)
+
+
+@pytest.fixture(scope="module")
+def teacher(material: tiny.Material) -> Any:
+    return load_model(tiny.job(material, student__model=str(material.teacher)).student)
+
+
+@pytest.fixture(scope="module")
+def store(material: tiny.Material, teacher: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stored") / "store"
+    where = str(material.teacher)
+    return write_store(path, teacher, TEXTS, temperature=TEMPERATURE, tokenizer=where)
+
+
+def job(pair: tiny.Material, store: Path, **changes: Any) -> OfflineJob:
+    return tiny.offline_job(pair, store, **{"data__tokenizer": "auto", **changes})
+
+
+@contextmanager
+def trainer_of(run: RunDirectory) -> Iterator[Trainer]:
+    config = run.config()
+    assert isinstance(config, OfflineJob)
+    progress = Progress(run, attempt=1, max_steps=9, main=True, terminated=lambda: False)
+    made = assemble(config, run, {}, open_stores(config), progress, 1, None)
+    yield made
+    assert made._metrics is not None
+    made._metrics.close()
+
+
+def refused(tmp_path: Path, config: OfflineJob) -> DistillError:
+    with (
+        pytest.raises(DistillError) as caught,
+        trainer_of(RunDirectory.create(tmp_path / "run", config)),
+    ):
+        pass
+    return caught.value
+
+
+def expected_losses(
+    model: Any, teacher: Any, words: PreTrainedTokenizerFast, text: Text, match: str
+) -> tuple[torch.Tensor, int]:
+    """Of an answer, and its tokens. A teacher's token is a character: chunks are student tokens."""
+    ids, start = text
+    characters = tiny.tokenizer()
+    prompt, answer = (characters.decode(part) for part in (ids[:start], ids[start:-1]))
+    asked = words(prompt)["input_ids"]
+    own = [*words(answer)["input_ids"], words.eos_token_id]
+    logits = model(input_ids=torch.tensor([asked + own])).logits[0, len(asked) - 1 : -1].double()
+    table = (logits / TEMPERATURE).log_softmax(1)
+    log_p = table.gather(1, torch.tensor(own)[:, None])[:, 0]
+    rows = logprobs_of(teacher, text, TEMPERATURE)
+    log_q = rows.gather(1, torch.tensor(ids[start:])[:, None])
+    if match == "row":
+        return _first_row(rows[0], table[0], ids[start], words) + (
+            log_q.sum() - (1 + WEIGHT) * log_p.sum()
+        ), len(own)
+    lengths = [len(words.decode([one])) for one in own[:-1]]
+    assert sum(lengths) == len(answer)
+    if match == "word":  # there is no white space
+        lengths, log_p = [len(answer)], torch.stack([log_p[:-1].sum(), log_p[-1]])
+    of_runs = torch.stack([part.sum() for part in log_q.split([*lengths, 1])])
+    a, b = (of.div(UNIT_TEMPERATURE).exp() for of in (of_runs, log_p))
+    kl = a * (a / b).log() + (1 - a) * ((1 - a) / (1 - b)).log()
+    return UNIT_TEMPERATURE * kl.sum() - WEIGHT * log_p.sum(), len(own)
+
+
+def _first_row(
+    log_q: torch.Tensor, log_p: torch.Tensor, token: int, words: PreTrainedTokenizerFast
+) -> torch.Tensor:
+    """The control variate where the answer begins; there is no white space, so no other word."""
+    head = log_q.topk(4).indices
+    if token not in head:
+        return torch.zeros((), dtype=torch.float64)
+    characters = tiny.tokenizer()
+    weights = log_q[head].softmax(0) - (head == token).double()
+    texts = [characters.decode([one]) for one in head.tolist()]
+    mapped = [words.eos_token_id if "end" in one else words(one)["input_ids"][0] for one in texts]
+    return (weights * (log_q[head] - log_p[mapped])).sum()
+
+
+@pytest.mark.parametrize("match", ["row", "chunk", "word"])
+@pytest.mark.parametrize("tokens", [1, 12, 100_000])
+def test_the_gradient_is_that_of_the_formula(
+    pair: tiny.Material, store: Path, teacher: Any, tmp_path: Path, tokens: int, match: str
+) -> None:
+    """From the disk to the gradient, packed or one by one, against plain forward passes."""
+    changes: dict[str, Any] = {"method__match": match, "method__cross_entropy": WEIGHT}
+    config = job(pair, store, train__tokens_per_micro_batch=tokens, **changes)
+    with trainer_of(RunDirectory.create(tmp_path / "run", config)) as made:
+        means, _ = made._learn(made._steps(1).updates[0])
+        step = [item.sequence for item in made._steps(1).updates[0]]
+        model = made._student.trained.model
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    words = PreTrainedTokenizerFast.from_pretrained(pair.student)
+    by_prompt = {tuple(words(_prompt(text))["input_ids"]): text for text in TEXTS}
+    losses, counts = zip(
+        *[
+            expected_losses(
+                model,
+                teacher,
+                words,
+                by_prompt[tuple(one.token_ids[: one.start].tolist())],
+                match,
+            )
+            for one in step
+        ],
+        strict=True,
+    )
+    mean = torch.stack(losses).sum() / sum(counts)
+    mean.backward()
+    assert means["tokens"] == sum(counts)
+    assert means["loss"] == pytest.approx(float(mean.detach()), rel=1e-4)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        error = float((found[name] - parameter.grad).norm() / parameter.grad.norm())
+        assert error < 1e-3, name
+
+
+def _prompt(text: Text) -> str:
+    ids, start = text
+    return str(tiny.tokenizer().decode(ids[:start]))
+
+
+def test_it_learns_and_the_names_of_metrics(
+    pair: tiny.Material, store: Path, tmp_path: Path
+) -> None:
+    from student_trainer.run import metrics
+
+    config = job(pair, store, max_steps=30, eval__every=30)
+    run = RunDirectory.create(tmp_path / "run", config)
+    with trainer_of(run) as made:
+        assert made.train() == "succeeded"
+    lines = metrics_of(run)
+    assert lines[-1]["eval/kl"] < 0.5 * lines[0]["eval/kl"]
+    assert lines[1]["pair/left_out"] == 0
+    assert 0 < lines[1]["pair/one_to_one"] < 1
+    assert metrics.__doc__ is not None
+    explained = {line.split()[0].strip(",;") for line in metrics.__doc__.splitlines() if line}
+    for line in lines:
+        assert {name for name in line if not name.startswith("time/")} - {"attempt", "step"} <= (
+            explained
+        )
+    assert all(math.isfinite(line.get("loss", 0.0)) for line in lines)
+
+
+def test_the_same_tokenizer_is_the_usual_job(
+    material: tiny.Material, store: Path, tmp_path: Path
+) -> None:
+    losses = []
+    for wanted in ("same", "auto"):
+        config = job(material, store, data__tokenizer=wanted)
+        with trainer_of(RunDirectory.create(tmp_path / wanted, config)) as made:
+            losses.append(made._learn(made._steps(1).updates[0])[0])
+    assert losses[0]["loss"] == losses[1]["loss"]
+    assert "topk/student_mass" in losses[1]
+
+
+def test_sequences_that_are_too_long_are_left_out(
+    pair: tiny.Material, store: Path, tmp_path: Path
+) -> None:
+    words = PreTrainedTokenizerFast.from_pretrained(pair.student)
+    short = make_model(len(words), words, 1, 32)
+    lengths = [len(words(_prompt(text))["input_ids"]) for text in TEXTS]
+    short.config.max_position_embeddings = min(lengths) + 2
+    tiny.save(short, words, tmp_path / "short")
+    config = job(replace(pair, student=tmp_path / "short"), store)
+    with trainer_of(RunDirectory.create(tmp_path / "run", config)) as made:
+        means, _ = made._learn(made._steps(1).updates[0])
+    assert 0 < means["pair/left_out"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "says"),
+    [
+        ({"data__tokenizer": "same"}, "student.model", "set data.tokenizer = 'auto'"),
+        ({"data__tokenizer": "/nowhere/at/all"}, "data.tokenizer", "there is none to load at"),
+        ({"data__tokenizer": "STUDENT"}, "data.tokenizer", "is not that of the store"),
+    ],
+)
+def test_refusals(
+    pair: tiny.Material,
+    store: Path,
+    tmp_path: Path,
+    changes: dict[str, str],
+    field: str,
+    says: str,
+) -> None:
+    if changes["data__tokenizer"] == "STUDENT":
+        other = make_tokenizer("bpe", ["another text"], 262)
+        other.save_pretrained(tmp_path / "other")
+        changes = {"data__tokenizer": str(tmp_path / "other")}
+    found = refused(tmp_path, job(pair, store, **changes))
+    assert found.field == field
+    assert says in str(found)
+
+
+def test_plain_text_is_refused(pair: tiny.Material, teacher: Any, tmp_path: Path) -> None:
+    path = write_store(tmp_path / "text", teacher, TEXTS, form="text")
+    found = refused(tmp_path, job(pair, path))
+    assert (found.field, "plain text, packed" in str(found)) == ("data.tokenizer", True)
