@@ -82,10 +82,11 @@ class S3Server:
         self.file_system().delete_file(f"{BUCKET}/{path}")
 
     def digests(self, prefix: str) -> dict[str, str]:
-        """sha256 of every file below a prefix."""
+        """sha256 of every file below a prefix but the claim of its writer."""
         return {
             name: hashlib.sha256(self.read(f"{prefix}/{name}")).hexdigest()
             for name in self.names(prefix)
+            if name != "writer"
         }
 
     def _ask(self, path: str, body: bytes) -> None:

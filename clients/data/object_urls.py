@@ -21,15 +21,19 @@ def place_of(text: str) -> str:
     """
     if text.startswith(_ON_DISK):
         text = text.removeprefix(_ON_DISK)
-    if "://" not in text:
+    scheme, colon, path = text.partition("://")
+    if not colon:
+        if text.lower().startswith(tuple(f"{scheme}:" for scheme in SCHEMES)):
+            raise InvalidInput("a URL has two slashes after the colon, s3://BUCKET/PREFIX")
         return text
-    scheme, _, path = text.partition("://")
+    if scheme.lower() in SCHEMES:
+        scheme = scheme.lower()
     if scheme not in SCHEMES:
         raise InvalidInput(
             f"a store is at a path, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, not at {scheme}://"
         )
     bucket, _, prefix = path.rstrip("/").partition("/")
-    if not bucket or not prefix or any(sign in path for sign in "@?#"):
+    if not bucket or not prefix or "//" in path or any(sign in path for sign in "@?#"):
         raise InvalidInput(
             f"the URL is not {scheme}://BUCKET/PREFIX",
             hint="credentials, region and endpoint come from the environment",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -27,6 +28,7 @@ PATIENCE_SECONDS = 300.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _CHUNK_BYTES = 8 << 20
 _CONNECT_SECONDS, _REQUEST_SECONDS = 10, 60
+_CLAIM = "writer"  # the object that names the process that may write
 # Of the messages of pyarrow, which has no codes.
 _NO_BUCKET = ("NO_SUCH_BUCKET", "NoSuchBucket", "bucket does not exist")
 _DENIED = (
@@ -53,7 +55,8 @@ class ObjectFolder:
         scheme, _, self._base = url.partition("://")
         self._bucket = self._base.partition("/")[0]
         self._files: Any = self._retried(lambda: _file_system(scheme, self._bucket))
-        self._manifest: bytes | None = None  # as this process has read or written it
+        self._manifest: bytes | None = None  # as it was before this process claimed the store
+        self._claim: bytes | None = None
 
     def require_bucket(self) -> None:
         """Raise NotFound if there is no such bucket."""
@@ -84,26 +87,20 @@ class ObjectFolder:
     def write(self, name: str, data: bytes) -> None:
         """Write a file, and read it again: on return the storage has these bytes.
 
-        Raises WrongState if another process has written the manifest, Corrupt if the storage
+        Raises WrongState if another process has begun to write to the store, Corrupt if the storage
         returns other bytes.
         """
-        found = self.read(MANIFEST)
-        if found != self._manifest and not (name == MANIFEST and found == data):
-            raise WrongState(
-                f"another process is writing to {self.name}",
-                hint="wait until it ends, or use another prefix",
-            )
+        self._own()
         self._retried(lambda: self._put(name, data))
         failpoint("object-written")
         if self.read(name) != data:
             raise Corrupt(
                 f"{self.name}/{name} is not what was written", hint="resume the job to try again"
             )
-        if name == MANIFEST:
-            self._manifest = data
 
     def remove_unnamed(self, shards: Sequence[ShardFacts]) -> None:
-        """Delete shards that are not in `shards`, left by an interrupted writer."""
+        """Delete shards that are not in `shards`, left by an interrupted writer; as `write`."""
+        self._own()
         named = {shard.name for shard in shards}
         for name in self._sizes():
             if name.endswith(".arrow") and name not in named:
@@ -144,6 +141,25 @@ class ObjectFolder:
     def close(self) -> None:
         """Do nothing: an object storage has no lock to release."""
 
+    def _own(self) -> None:
+        """Claim the store, or raise WrongState if a later writer has claimed it.
+
+        A storage has no lock, so the last process that claims a store writes to it, and any other
+        one ends before its next file. So a capture whose machine is lost holds nobody up.
+        """
+        if self._claim is None:
+            claim = secrets.token_hex(16).encode()
+            self._retried(lambda: self._put(_CLAIM, claim))
+            self._claim = claim
+            owned = self.read(MANIFEST) == self._manifest
+        else:
+            owned = self.read(_CLAIM) == self._claim
+        if not owned:
+            raise WrongState(
+                f"another process is writing to {self.name}",
+                hint="wait until it ends, or use another prefix",
+            )
+
     def _sizes(self) -> dict[str, int]:
         """Return the size in bytes of each file."""
         import pyarrow.fs
@@ -183,7 +199,8 @@ class ObjectFolder:
                 if time.monotonic() + pause > end:
                     raise Unavailable(
                         f"{self.name} does not answer: {reason}",
-                        hint="complete files are kept; resume the job when it answers",
+                        hint="complete files are kept; resume the job when it answers, or correct"
+                        " AWS_ENDPOINT_URL and AWS_REGION in the environment",
                     ) from error
             log.warning("%s: %s; next try in %g s", self.name, reason, pause)
             time.sleep(pause)

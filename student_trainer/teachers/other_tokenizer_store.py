@@ -239,6 +239,12 @@ def other_tokenizer_store(
     wanted, store = config.data.tokenizer, stores.training
     fingerprint = store.facts["tokenizer_fingerprint"]
     if wanted == "same" or tokenizer_fingerprint(vocabulary(ours)) == fingerprint:
+        if "match" in config.method.model_fields_set:
+            raise InvalidInput(
+                f"the {store.label} has the student's tokenizer, so its rows are used as they are",
+                field="method.match",
+                hint="leave it out",
+            )
         return None
     name = store.facts.get("tokenizer", "") if wanted == "auto" else wanted
     theirs = known_tokenizer(name, fingerprint, store.label, _FIELD)

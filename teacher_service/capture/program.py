@@ -40,6 +40,7 @@ from teacher_service.capture.teacher import TeacherFacts, load_engine
 
 log = logging.getLogger(__name__)
 
+_PREFLIGHT_SECONDS = 20.0  # of waiting for a storage before anything else
 _PLAN = "plan"  # a directory of the run, which an attempt that resumes reads
 _SECONDS_BETWEEN_LOOKS, _SECONDS_BETWEEN_NUMBERS = 1.0, 30.0
 
@@ -107,7 +108,7 @@ def _idle(job: CaptureJob, plan: Plan) -> str:
 def _check_storage(url: str) -> None:
     """Raise a DistillError if the store's URL cannot be used: before hours of other work."""
     try:
-        folder = ObjectFolder(url)
+        folder = ObjectFolder(url, patience_seconds=_PREFLIGHT_SECONDS)
         folder.require_bucket()
         folder.manifest()
     except DistillError as error:

@@ -17,6 +17,7 @@ from clients.runs.directory import RunDirectory
 from clients.store.checks import counted, damages, summary_of
 from clients.store.copies import manifest_at, on_disk
 from clients.store.dataset import LogitDataset
+from clients.store.manifest import MANIFEST
 from clients.store.merge import merge
 from clients.store.objects import ObjectFolder
 from protos.errors import Corrupt, Forbidden, NotFound, Unavailable, WrongState
@@ -187,13 +188,32 @@ def test_an_offline_job_reads_it(whole: Path, stored: str) -> None:
     assert (ours.count, ours.longest, ours.identity) == (100, theirs.longest, theirs.identity)
 
 
-def test_another_writer_is_noticed(whole: Path, server: S3Server, prefix: str, stored: str) -> None:
+def test_the_later_of_two_writers_goes_on(server: S3Server, prefix: str, url: str) -> None:
+    """The earlier one has written a file that it has not named, which the later one deletes."""
+    earlier, later = ObjectFolder(url), ObjectFolder(url)
+    assert earlier.manifest() is None
+    earlier.write("00000000.arrow", b"rows")
+    assert later.manifest() is None
+    later.remove_unnamed([])
+    assert "00000000.arrow" not in server.names(prefix)
+    for name in (MANIFEST, "00000001.arrow"):
+        with pytest.raises(WrongState, match="another process is writing to s3://"):
+            earlier.write(name, b"{}")
+        assert name not in server.names(prefix)
+    later.write("00000000.arrow", b"rows")
+    later.write(MANIFEST, b"{}")
+
+
+def test_a_file_that_is_named_before_the_claim_is_kept(
+    whole: Path, server: S3Server, prefix: str, stored: str
+) -> None:
     folder = ObjectFolder(stored)
     assert folder.manifest() == manifest_at(whole)
     server.write(f"{prefix}/manifest.json", b"{}")
+    names = server.names(prefix)
     with pytest.raises(WrongState, match="another process is writing to s3://"):
-        folder.write("00000099.arrow", b"rows")
-    assert "00000099.arrow" not in server.names(prefix)
+        folder.remove_unnamed([])
+    assert set(names) <= set(server.names(prefix))
 
 
 def test_no_such_bucket(data: Path, words: Path, tmp_path: Path) -> None:
@@ -246,6 +266,9 @@ def test_a_storage_that_stays_away(server: S3Server, url: str) -> None:
         "s3://KEY:SECRET@bucket/rows",
         "s3://bucket/rows?access_key=KEY",
         "s3://bucket",
+        "s3:/bucket/rows",
+        "S3:bucket",
+        "s3://bucket//rows",
         "http://host/rows",
     ],
 )
