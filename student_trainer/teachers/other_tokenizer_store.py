@@ -239,7 +239,7 @@ def other_tokenizer_store(
     wanted, store = config.data.tokenizer, stores.training
     fingerprint = store.facts["tokenizer_fingerprint"]
     if wanted == "same" or tokenizer_fingerprint(vocabulary(ours)) == fingerprint:
-        if "match" in config.method.model_fields_set:
+        if config.method.match != "row":
             raise InvalidInput(
                 f"the {store.label} has the student's tokenizer, so its rows are used as they are",
                 field="method.match",

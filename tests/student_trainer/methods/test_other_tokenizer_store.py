@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from clients.config.offline import OfflineJob
 from clients.runs.directory import RunDirectory
 from clients.runs.progress import Progress
-from protos.errors import DistillError
+from protos.errors import DistillError, InvalidInput
 from student_trainer.assembly import assemble
 from student_trainer.data.captured_stores import open_stores
 from student_trainer.loop.trainer import Trainer
@@ -200,6 +200,13 @@ def test_the_same_tokenizer_is_the_usual_job(
             losses.append(made._learn(made._steps(1).updates[0])[0])
     assert losses[0]["loss"] == losses[1]["loss"]
     assert "topk/student_mass" in losses[1]
+    config = job(material, store, data__tokenizer="auto", method__match="word")
+    with (
+        pytest.raises(InvalidInput, match="has the student's tokenizer") as caught,
+        trainer_of(RunDirectory.create(tmp_path / "matched", config)),
+    ):
+        pass
+    assert caught.value.field == "method.match"
 
 
 def test_sequences_that_are_too_long_are_left_out(
