@@ -20,7 +20,7 @@ from typing import Any
 from distill_server.jobs.preflight import unchecked
 from distill_server.runners.interface import CommandFactory, Runner
 from distill_server.runners.local.runner import LocalRunner
-from distill_server.runners.machine import Machine
+from distill_server.runners.machine import UNCOUNTED, Machine
 from distill_server.scheduler import Policy
 from distill_server.server import run_server
 from protos.errors import DistillError
@@ -76,7 +76,8 @@ def main() -> int:
     runs, host, port, slots = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     options = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
     gpus = tuple(str(n) for n in range(options["gpus"])) if "gpus" in options else None
-    machine = Machine(slots=slots, cpus_per_job=options.get("threads", 1), gpus=gpus)
+    cpus = UNCOUNTED if "ray" in options else 0  # as the program
+    machine = Machine(slots=slots, cpus_per_job=options.get("threads", 1), cpus=cpus, gpus=gpus)
     spoil_clock(options.get("clock", ""))
     logging.basicConfig()
     try:
