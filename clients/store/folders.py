@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -40,13 +40,15 @@ class StoreFolder(Protocol):
         ...
 
 
-def open_folder(place: str) -> StoreFolder:
+def open_folder(place: str, stopped: Callable[[], bool]) -> StoreFolder:
     """Open a store for writing: a path, which is locked, or a URL.
 
     Raises WrongState if another process writes to the path; a URL has no lock, and its writer
-    notices another one before it writes a file.
+    notices another one before it writes a file. `stopped`: see ObjectFolder.
     """
-    return ObjectFolder(place) if is_object_url(place) else DiskFolder(Path(place))
+    if is_object_url(place):
+        return ObjectFolder(place, stopped=stopped)
+    return DiskFolder(Path(place))
 
 
 class DiskFolder:

@@ -43,15 +43,23 @@ _T = TypeVar("_T")
 class ObjectFolder:
     """The files below one URL, such as s3://bucket/rows.
 
-    A call waits up to `patience_seconds` for a storage that does not answer, then raises
-    Unavailable. Every call raises NotFound if there is no such bucket, and Forbidden if the storage
-    refuses the credentials. Raises InvalidInput if pyarrow is not installed.
+    A call waits up to `patience_seconds` for a storage that does not answer, or until `stopped`
+    returns true, then raises Unavailable. Every call raises NotFound if there is no such bucket,
+    and Forbidden if the storage refuses the credentials. Raises InvalidInput if pyarrow is not
+    installed.
     """
 
-    def __init__(self, url: str, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        patience_seconds: float = PATIENCE_SECONDS,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
         require_arrow()
         self.name = url
         self._patience = patience_seconds
+        self._stopped = stopped
         scheme, _, self._base = url.partition("://")
         self._bucket = self._base.partition("/")[0]
         self._files: Any = self._retried(lambda: _file_system(scheme, self._bucket))
@@ -196,14 +204,16 @@ class ObjectFolder:
                         hint="set them in the environment; they must allow to list, read, write"
                         " and delete below this URL",
                     ) from error
-                if time.monotonic() + pause > end:
+                if time.monotonic() + pause > end or self._stopped():
                     raise Unavailable(
                         f"{self.name} does not answer: {reason}",
                         hint="complete files are kept; resume the job when it answers, or correct"
                         " AWS_ENDPOINT_URL and AWS_REGION in the environment",
                     ) from error
             log.warning("%s: %s; next try in %g s", self.name, reason, pause)
-            time.sleep(pause)
+            resume = time.monotonic() + pause
+            while time.monotonic() < resume and not self._stopped():
+                time.sleep(_FIRST_PAUSE)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _no_bucket(self) -> NotFound:

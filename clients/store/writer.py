@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -28,15 +28,20 @@ class StoreWriter:
     """
 
     def __init__(
-        self, place: Path | str, metadata: Mapping[str, str], counts: Sequence[int]
+        self,
+        place: Path | str,
+        metadata: Mapping[str, str],
+        counts: Sequence[int],
+        *,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """Open the store for writing, and verify its files: on a disk, every byte.
 
         `place` is a path, or a URL of an object storage. `counts` has the number of sequences of
-        each file of the plan.
+        each file of the plan. `stopped`: whether to wait no longer for an object storage.
         """
         require_arrow()
-        self._folder = open_folder(str(place))
+        self._folder = open_folder(str(place), stopped)
         try:
             require_unfenced()
             found = self._folder.manifest()

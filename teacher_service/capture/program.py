@@ -29,7 +29,7 @@ from clients.runs.progress import Progress
 from clients.store.objects import ObjectFolder
 from clients.store.writer import StoreWriter
 from clients.teacher.client import TeacherClient
-from protos.errors import DistillError, InvalidInput
+from protos.errors import DistillError, InvalidInput, Unavailable
 from teacher_service.capture.facts import facts_of
 from teacher_service.capture.filling import fill
 from teacher_service.capture.plan import Plan, make_plan, read_plan
@@ -53,11 +53,20 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
     Returns "succeeded", or "cancelled" if the job was asked to stop. Raises a DistillError if the
     job, its teacher or its data cannot be captured, or if the disk is full.
     """
+    try:
+        return _capture(run, job, progress, attempt)
+    except Unavailable:
+        if progress.stop_asked():  # while it waited for what is away
+            return "cancelled"
+        raise
+
+
+def _capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int) -> Verdict:
     progress.say("preflight", 0)
     check_here(job, run.path)
     place = job.method.store_in(run.path)
     if is_object_url(place):
-        _check_storage(place)
+        _check_storage(place, progress.stop_asked)
     _check_hub(job)
     tokenizer = _load_tokenizer(job)
     ask = Ask.of(job)
@@ -83,7 +92,7 @@ def capture(run: RunDirectory, job: CaptureJob, progress: Progress, attempt: int
         counts = [len(plan.file(number)) for number in files]
         metadata = facts_of(job, teacher, plan, digest)
         progress.expect(sum(counts))
-        with StoreWriter(place, metadata, counts) as writer:
+        with StoreWriter(place, metadata, counts, stopped=progress.stop_asked) as writer:
             done = sum(counts[: writer.files])
             phase = f"{PHASE} ({plan.left_out})" if plan.left_out else PHASE
             progress.say(phase if files else _idle(job, plan), done)
@@ -105,10 +114,10 @@ def _idle(job: CaptureJob, plan: Plan) -> str:
     return said
 
 
-def _check_storage(url: str) -> None:
+def _check_storage(url: str, stopped: Callable[[], bool]) -> None:
     """Raise a DistillError if the store's URL cannot be used: before hours of other work."""
     try:
-        folder = ObjectFolder(url, patience_seconds=_PREFLIGHT_SECONDS)
+        folder = ObjectFolder(url, patience_seconds=_PREFLIGHT_SECONDS, stopped=stopped)
         folder.require_bucket()
         folder.manifest()
     except DistillError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -258,6 +259,27 @@ def test_a_storage_that_stays_away(server: S3Server, url: str) -> None:
             folder.manifest()
     finally:
         server.start()
+
+
+def test_a_stop_is_heard_while_the_storage_is_away(
+    data: Path, words: Path, server: S3Server, url: str, tmp_path: Path
+) -> None:
+    slow = {"teacher__model": "vocab=64,latency_ms=30", "method__shard_bytes": 800}
+    run = RunDirectory.create(tmp_path / "run", job(data, words, method__store=url, **slow))
+    with attempt(run, environment=server.environment) as child:
+        wait_for_files(server, url.rpartition("/")[2], 1)
+        server.stop()
+        try:
+            time.sleep(1.0)  # it may have begun to wait; a stop before that is heard as well
+            os.kill(child.pid, signal.SIGTERM)
+            began = time.monotonic()
+            assert child.wait() == 0, child.log
+            assert time.monotonic() - began < 100  # of the 300 s that it would wait
+        finally:
+            server.start()
+    status = run.read_status()
+    assert status is not None
+    assert status.verdict == "cancelled"
 
 
 @pytest.mark.parametrize(
