@@ -168,7 +168,10 @@ def use(
         with student.gathered(), torch.no_grad():
             student.full.rows(batch, 1.0)
 
-    stage("scored", lambda: in_passes(student, [batch], lambda one: student.rows(one, 1.0)))
+    stage(
+        "scored",
+        lambda: in_passes(student, [0], lambda _: batch, lambda one: student.rows(one, 1.0)),
+    )
     stage("gathered", gathered)
     anchor = stage("anchor", lambda: Anchor(student, tau=0.9, update_period=1))
     assert anchor.elements

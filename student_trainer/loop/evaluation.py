@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from student_trainer.data.batch import Batch
+from student_trainer.data.batch import Batch, ScoredSequence
 from student_trainer.data.metric_sums import sum_and_count
 from student_trainer.data.packing import micro_batches
 from student_trainer.data.prompts import Prompt
@@ -212,18 +212,20 @@ class Evaluation:
             ],
         )
 
-        def values_of(batch: Batch) -> dict[str, Tensor]:
-            settings = objective.loss(batch), objective.temperature, objective.needs_all_rows
-            out = student.forward(batch, *settings)
-            return {name: of.cpu() for name, of in objective.held_out(batch, out).items()}
+        def batch_of(scored: Sequence[ScoredSequence]) -> Batch:
+            return objective.batch(scored, student.device, layout)
 
-        batches = [objective.batch(group, student.device, layout) for group in groups]
-        for batch, found in zip(batches, in_passes(student, batches, values_of), strict=True):
+        def values_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            settings = objective.loss(batch), objective.temperature, objective.needs_all_rows
+            found = objective.held_out(batch, student.forward(batch, *settings))
+            return batch.sequence.cpu(), {name: of.cpu() for name, of in found.items()}
+
+        measured = in_passes(student, groups, batch_of, values_of)
+        for group, (sequence, found) in zip(groups, measured, strict=True):
             for name, values in found.items():
                 sums[_MEASURED.index(name)] += sum_and_count(values).double()
                 if name in _SELECTING:
-                    of_sequence = torch.zeros(2, len(batch.teachers), dtype=torch.float64)
-                    sequence = batch.sequence.cpu()
+                    of_sequence = torch.zeros(2, len(group), dtype=torch.float64)
                     of_sequence[0].index_add_(0, sequence, values.double())
                     ones = torch.ones_like(values, dtype=torch.float64)
                     of_sequence[1].index_add_(0, sequence, ones)

@@ -7,6 +7,7 @@ all of them, and the arithmetic is that of learning.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -19,27 +20,29 @@ from student_trainer.data.sequence import TokenSequence
 from student_trainer.parallel.sharding import Replicated, Sharded
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
+Group = TypeVar("Group")
 Found = TypeVar("Found")
 
 
 @torch.no_grad()
 def in_passes(
     student: Replicated | Sharded,
-    batches: Sequence[AnyBatch],
+    groups: Sequence[Group],
+    batch_of: Callable[[Group], AnyBatch],
     of_batch: Callable[[AnyBatch], Found],
 ) -> list[Found]:
-    """Collective. Return `of_batch` of each batch of this process, which may have none.
+    """Collective. Return `of_batch` of the batch of each group of this process, if it has any.
 
-    `of_batch`: calls `forward`, `rows` or `states` of `student`, equally often in every process.
-    With a sharded student it also runs for batches of other processes, and without rows. Call it
-    outside `student.gathered()`.
+    `batch_of`: makes the batch of a group, when its turn comes. `of_batch`: calls `forward`, `rows`
+    or `states` of `student`, equally often in every process. With a sharded student it also runs
+    for batches of other processes, and without rows. Call it outside `student.gathered()`.
     """
     found = []
     with student.passes():
-        for number, batch in enumerate(student.shared_batches(batches)):
+        for number, batch in enumerate(student.shared_batches(groups, batch_of)):
             for one, own in student.batches_of_group(batch):
                 result = of_batch(one)
-                if own and number < len(batches):
+                if own and number < len(groups):
                     found.append(result)
     return found
 
@@ -62,9 +65,9 @@ def of_rollouts(
     ]
     layout = student.trained.layout
     groups = micro_batches(read, tokens_per_micro_batch, layout)
-    batches = [make_batch(group, student.device, layout) for group in groups]
+    batch_of = partial(make_batch, device=student.device, layout=layout)
     found: dict[int, Tensor] = {}
-    for group, of_rows in zip(groups, in_passes(student, batches, of_batch), strict=True):
+    for group, of_rows in zip(groups, in_passes(student, groups, batch_of, of_batch), strict=True):
         parts = torch.split(of_rows, [item.sequence.learned for item in group])
         found |= {item.number: part for item, part in zip(group, parts, strict=True)}
     return [found[number] for number in range(len(rollouts))]

@@ -11,7 +11,7 @@ FSDP2 shards the weights over all processes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
@@ -42,6 +42,7 @@ from student_trainer.parallel.shards import full_tensor, local
 from student_trainer.parallel.tensor_parallel import divide, parallel_styles
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
+Group = TypeVar("Group")
 
 
 class Replicated:
@@ -81,9 +82,11 @@ class Replicated:
         """Return the context of passes without a gradient; see `parallel/passes.py`."""
         return self.gathered()
 
-    def shared_batches(self, batches: Sequence[AnyBatch]) -> list[AnyBatch]:
-        """Return `batches`: these passes are not collective."""
-        return list(batches)
+    def shared_batches(
+        self, groups: Sequence[Group], batch_of: Callable[[Group], AnyBatch]
+    ) -> Iterator[AnyBatch]:
+        """Yield the batch of each group: these passes are not collective."""
+        return map(batch_of, groups)
 
     def synchronized(self, last: bool) -> Any:
         """Return the context for forward and backward of one micro-batch.
@@ -248,16 +251,23 @@ class Sharded:
             finally:
                 cast(FSDPModule, self.trained).reshard()
 
-    def shared_batches(self, batches: Sequence[AnyBatch]) -> list[AnyBatch]:
-        """Collective. Return `batches`, and batches without rows up to the most of any process."""
-        most = largest(self._accelerator, len(batches))
-        spare = batches[-1].without_rows() if batches else None
+    def shared_batches(
+        self, groups: Sequence[Group], batch_of: Callable[[Group], AnyBatch]
+    ) -> Iterator[AnyBatch]:
+        """Collective. Yield the batch of each group, then batches without rows.
+
+        Every process gets as many batches as the one with the most groups.
+        """
+        most = largest(self._accelerator, len(groups))
+        spare = batch_of(groups[-1]).without_rows() if groups else None
         if largest(self._accelerator, int(spare is None)) and most:
-            # A process without batches takes the spare one of another process.
+            # A process without groups takes the spare batch of another process.
             on_cpu = None if spare is None else spare.to(torch.device("cpu"))
             others = (one for one in gather_object([on_cpu]) if one is not None)
             spare = next(others).to(self.device)
-        return [*batches, *[cast(AnyBatch, spare)] * (most - len(batches))]
+        yield from map(batch_of, groups)
+        for _ in range(most - len(groups)):
+            yield cast(AnyBatch, spare)
 
     def synchronized(self, last: bool) -> AbstractContextManager[None]:
         """Return the context for forward and backward of one micro-batch.

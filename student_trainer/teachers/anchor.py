@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -200,10 +201,10 @@ class AnchorTeacher:
         student = self._student
         layout = student.trained.layout
         groups = list(in_order_of_request(asked, self._most, layout))
-        batches = [make_batch(group, student.device, layout) for group in groups]
+        batch_of = partial(make_batch, device=student.device, layout=layout)
         student.trained.eval()
         with self._anchor.in_place():
-            scored = in_passes(student, batches, self._rows)
+            scored = in_passes(student, groups, batch_of, self._rows)
         blocks: dict[int, RowBlock] = {}
         for group, of_batch in zip(groups, scored, strict=True):
             ends = np.cumsum([item.sequence.learned for item in group])

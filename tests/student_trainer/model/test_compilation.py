@@ -168,7 +168,8 @@ def in_a_group(sharding: str, bf16: bool, out: Path) -> None:
         student.trained.train()
         learn(student, "padded", student.trained.model)
         graphs = counters["stats"]["unique_graphs"]
-        in_passes(student, [batch([4, 4], "padded")], partial(student.rows, temperature=1.0))
+        rows = partial(student.rows, temperature=1.0)
+        in_passes(student, [[4, 4]], partial(batch, layout="padded"), rows)
         assert counters["stats"]["unique_graphs"] == graphs, "nothing is compiled for scoring"
         assert (graphs > 0) == compiled
         found.append(learn(student, "padded", student.trained.model))

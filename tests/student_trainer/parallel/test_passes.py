@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from clients.config.tables.common import StudentConfig
 from student_trainer.data.rollout import Rollout
 from student_trainer.model.compilation import compile_layers
-from student_trainer.parallel.passes import of_rollouts
+from student_trainer.parallel.passes import in_passes, of_rollouts
 from student_trainer.parallel.sharding import Replicated, Sharded
 from student_trainer.parallel.shards import local
 from tests.forks import Forks
@@ -90,3 +91,15 @@ def test_scores_as_one_process(tmp_path: Path, world: int, groups: tuple[int, in
 @pytest.mark.slow
 def test_compiled_layers_score_eagerly(tmp_path: Path) -> None:
     assert Forks(2, tmp_path / "group", work, tmp_path, (1, 1), True).wait() == [0, 0]
+
+
+def test_a_batch_is_made_when_its_turn_comes() -> None:
+    """Those of a step may be larger than the memory of a device."""
+    done: list[tuple[str, int]] = []
+
+    def noted(name: str) -> Any:
+        return lambda number: done.append((name, number)) or number
+
+    student = spread_student(make("qwen3"))
+    assert in_passes(student, [1, 2, 3], noted("made"), noted("scored")) == [1, 2, 3]
+    assert done == [(name, number) for number in (1, 2, 3) for name in ("made", "scored")]
