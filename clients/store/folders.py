@@ -23,6 +23,10 @@ class StoreFolder(Protocol):
         """Return the manifest; None if there is no store."""
         ...
 
+    def claim(self) -> None:
+        """Make this process the only writer; called before it changes anything."""
+        ...
+
     def damages(self, shards: Sequence[ShardFacts]) -> Iterator[str | None]:
         """Yield what is wrong with each shard, or None."""
         ...
@@ -62,6 +66,9 @@ class DiskFolder:
     def manifest(self) -> Manifest | None:
         """Return the manifest; None if there is no store. Raises as `read_manifest`."""
         return read_manifest(self._path)
+
+    def claim(self) -> None:
+        """Do nothing: the directory is locked."""
 
     def damages(self, shards: Sequence[ShardFacts]) -> Iterator[str | None]:
         """Yield what is wrong with each shard, or None; reads every byte."""

@@ -63,7 +63,6 @@ class ObjectFolder:
         scheme, _, self._base = url.partition("://")
         self._bucket = self._base.partition("/")[0]
         self._files: Any = self._retried(lambda: _file_system(scheme, self._bucket))
-        self._manifest: bytes | None = None  # as it was before this process claimed the store
         self._claim: bytes | None = None
 
     def require_bucket(self) -> None:
@@ -76,8 +75,18 @@ class ObjectFolder:
 
     def manifest(self) -> Manifest | None:
         """Return the manifest; None if there is no store. Raises as `read_manifest`."""
-        self._manifest = self.read(MANIFEST)
-        return None if self._manifest is None else parse_manifest(self._manifest, self.name)
+        found = self.read(MANIFEST)
+        return None if found is None else parse_manifest(found, self.name)
+
+    def claim(self) -> None:
+        """Make this process the only one that may write to the store.
+
+        A storage has no lock: the last process that claims a store writes to it, and any other one
+        ends before its next file. So a capture whose machine is lost holds nobody up.
+        """
+        claim = secrets.token_hex(16).encode()
+        self._retried(lambda: self._put(_CLAIM, claim))
+        self._claim = claim
 
     def damages(self, shards: Sequence[ShardFacts]) -> Iterator[str | None]:
         """Yield what is wrong with each shard, or None, by its size alone.
@@ -93,7 +102,7 @@ class ObjectFolder:
                 yield None if right else f"it has {sizes[shard.name]} bytes, not {shard.bytes}"
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file, and read it again: on return the storage has these bytes.
+        """Write a file, and read it again: on return the storage has these bytes. `claim` it first.
 
         Raises WrongState if another process has begun to write to the store, Corrupt if the storage
         returns other bytes.
@@ -150,19 +159,9 @@ class ObjectFolder:
         """Do nothing: an object storage has no lock to release."""
 
     def _own(self) -> None:
-        """Claim the store, or raise WrongState if a later writer has claimed it.
-
-        A storage has no lock, so the last process that claims a store writes to it, and any other
-        one ends before its next file. So a capture whose machine is lost holds nobody up.
-        """
-        if self._claim is None:
-            claim = secrets.token_hex(16).encode()
-            self._retried(lambda: self._put(_CLAIM, claim))
-            self._claim = claim
-            owned = self.read(MANIFEST) == self._manifest
-        else:
-            owned = self.read(_CLAIM) == self._claim
-        if not owned:
+        """Raise WrongState if another process has claimed the store since this one did."""
+        assert self._claim is not None, "a writer claims the store"
+        if self.read(_CLAIM) != self._claim:
             raise WrongState(
                 f"another process is writing to {self.name}",
                 hint="wait until it ends, or use another prefix",

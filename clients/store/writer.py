@@ -47,6 +47,8 @@ class StoreWriter:
             found = self._folder.manifest()
             if found is not None:
                 require_same(place, found.metadata, metadata)
+            self._folder.claim()
+            found = self._folder.manifest()  # an earlier writer may have named more
             self._metadata = metadata if found is None else found.metadata
             self._shards = self._sound(found.shards, counts) if found else []
             if found is None or len(self._shards) < len(found.shards):

@@ -192,9 +192,9 @@ def test_an_offline_job_reads_it(whole: Path, stored: str) -> None:
 def test_the_later_of_two_writers_goes_on(server: S3Server, prefix: str, url: str) -> None:
     """The earlier one has written a file that it has not named, which the later one deletes."""
     earlier, later = ObjectFolder(url), ObjectFolder(url)
-    assert earlier.manifest() is None
+    earlier.claim()
     earlier.write("00000000.arrow", b"rows")
-    assert later.manifest() is None
+    later.claim()
     later.remove_unnamed([])
     assert "00000000.arrow" not in server.names(prefix)
     for name in (MANIFEST, "00000001.arrow"):
@@ -205,16 +205,20 @@ def test_the_later_of_two_writers_goes_on(server: S3Server, prefix: str, url: st
     later.write(MANIFEST, b"{}")
 
 
-def test_a_file_that_is_named_before_the_claim_is_kept(
-    whole: Path, server: S3Server, prefix: str, stored: str
+def test_two_captures_into_one_place(
+    data: Path, words: Path, server: S3Server, prefix: str, url: str, tmp_path: Path
 ) -> None:
-    folder = ObjectFolder(stored)
-    assert folder.manifest() == manifest_at(whole)
-    server.write(f"{prefix}/manifest.json", b"{}")
-    names = server.names(prefix)
-    with pytest.raises(WrongState, match="another process is writing to s3://"):
-        folder.remove_unnamed([])
-    assert set(names) <= set(server.names(prefix))
+    """The later one goes on where the earlier one was."""
+    slow = {"teacher__model": "vocab=64,latency_ms=30", "method__shard_bytes": 800}
+    _, undisturbed = capture_here(tmp_path / "disk", job(data, words, **slow))
+    config = job(data, words, method__store=url, **slow)
+    earlier, later = (RunDirectory.create(tmp_path / name, config) for name in ("one", "two"))
+    with attempt(earlier, environment=server.environment) as first:
+        wait_for_files(server, prefix, 3)
+        assert finish(later, environment=server.environment) == 0, later.log_file(1).read_text()
+        assert first.wait() != 0
+    assert "another process is writing to s3://" in earlier.log_file(1).read_text()
+    assert server.digests(prefix) == digests(undisturbed)
 
 
 def test_no_such_bucket(data: Path, words: Path, tmp_path: Path) -> None:
