@@ -57,7 +57,7 @@ GSM8K = (
 )
 # fmt: on
 LONG, ONE_IN = 4096, 64
-HEAD, STEP_TOKENS, VOCAB = 64, 4096, 8192
+HEAD, VOCAB = 64, 8192
 SIZES = {"hidden_size": 256, "layers": 4}
 HEAVY_DEPTH = 128
 
@@ -65,6 +65,8 @@ HEAVY_DEPTH = 128
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few queries, one turn, for tests")
+    parser.add_argument("--step-tokens", type=int, default=4096, help="--max-batch-tokens")
+    parser.add_argument("--queries", type=int, default=512)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/continuous.json"))
     parser.add_argument("--clients", nargs=3, help=argparse.SUPPRESS)  # ADDRESS CLIENTS QUERIES
     parser.add_argument("--light", nargs=3, help=argparse.SUPPRESS)  # ADDRESS QUERIES HEAVY
@@ -78,19 +80,24 @@ def main() -> None:
         print(json.dumps(send_light(address, int(count), heavy=heavy == "heavy")))
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
-    count, light, turns = (64, 5, 1) if options.quick else (512, 50, 3)
+    count, light, turns = (64, 5, 1) if options.quick else (options.queries, 50, 3)
     result: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load average "
         f"{os.getloadavg()[0]:.1f}",
-        "workload": {"queries": count, "step_tokens": STEP_TOKENS, "turns": turns, "light": light},
+        "workload": {
+            "queries": count,
+            "step_tokens": options.step_tokens,
+            "turns": turns,
+            "light": light,
+        },
     }
-    for part in measure(count, light, turns):
+    for part in measure(options.step_tokens, count, light, turns):
         result |= part
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     show(result)
 
 
-def measure(count: int, light: int, turns: int) -> Iterator[dict[str, Any]]:
+def measure(step_tokens: int, count: int, light: int, turns: int) -> Iterator[dict[str, Any]]:
     """Yield the results of the methods, then the latencies."""
     from benchmarks.vllm_engine import save_tokenizer
     from tests.vllm.model import save_model
@@ -98,10 +105,11 @@ def measure(count: int, light: int, turns: int) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(Path(folder), vocab_size=VOCAB, max_length=2 * LONG, **SIZES)
         save_tokenizer(path, VOCAB)
-        engine = VllmEngine(str(path), max_batch_tokens=STEP_TOKENS)
+        engine = VllmEngine(str(path), max_batch_tokens=step_tokens)
         queries = queries_of(count, seed=0)
         found: dict[str, list[dict[str, float]]] = {}
-        with served(engine, Feeder(engine)) as feeder, served(engine, batcher(engine)) as batches:
+        batcher = Batcher(engine, max_batch_tokens=step_tokens)
+        with served(engine, Feeder(engine)) as feeder, served(engine, batcher) as batches:
             methods: dict[str, Callable[[], float]] = {
                 "bare": lambda: timed(lambda: engine.score(queries)),
                 **{
@@ -163,10 +171,6 @@ def timed(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
-
-
-def batcher(engine: VllmEngine) -> Batcher:
-    return Batcher(engine, max_batch_tokens=STEP_TOKENS)
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def score_outside(vllm: VllmProcess, head: Head, queries: Sequence[ScoreQuery]) 
 
     async def pool() -> list[torch.Tensor]:
         prompts = [query.token_ids[:-1].tolist() for query in queries]
-        return await asyncio.gather(*(vllm.pool(p, {}, read_cache=False) for p in prompts))
+        return await asyncio.gather(*(vllm.pool(p, {}, 0, read_cache=False) for p in prompts))
 
     return head.score(queries, vllm.run(pool()))
 

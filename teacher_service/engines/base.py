@@ -117,9 +117,10 @@ class ContinuousEngine(Engine, Protocol):
         """Most tokens that one step of the engine computes."""
         ...
 
-    async def score_one(self, query: ScoreQuery) -> RowBlock:
+    async def score_one(self, query: ScoreQuery, turn: int) -> RowBlock:
         """Return the rows of a query. Many calls may run at the same time, in one event loop.
 
+        Of the queries that the engine has not begun, that of the lowest `turn` is next.
         Cancelling the call takes the query out of the engine. Raises the DistillError that concerns
         the query; any other exception means that the engine has failed.
         """

@@ -85,7 +85,7 @@ class EndpointEngine:
         futures = [self._begin(self._rows(query)) for query in queries]
         return [_result(future) for future in futures]
 
-    async def score_one(self, query: ScoreQuery) -> RowBlock:
+    async def score_one(self, query: ScoreQuery, turn: int) -> RowBlock:
         """Return the rows of a query, from any event loop; see ContinuousEngine."""
         return await asyncio.wrap_future(self._begin(self._rows(query)))
 

@@ -77,6 +77,9 @@ class VllmEngine:
             "gpu_memory_utilization": gpu_memory_share,
             "max_num_batched_tokens": max_batch_tokens,
             "max_num_seqs": min(256, max_batch_tokens),
+            "scheduling_policy": "priority",
+            "long_prefill_token_threshold": max(1, max_batch_tokens // 4),
+            "long_prefill_token_threshold_adaptive": True,
             "worker_cls": _WORKER,
             "distributed_executor_backend": executor(tensor_parallel_size),
             # By default vLLM accepts a quantised model that lacks some of its weights.
@@ -109,13 +112,13 @@ class VllmEngine:
         """
         return self._vllm.run(self._score(queries))
 
-    async def score_one(self, query: ScoreQuery) -> RowBlock:
+    async def score_one(self, query: ScoreQuery, turn: int) -> RowBlock:
         """Return the rows of a query, from any event loop; see ContinuousEngine.
 
         Raises Corrupt if its logits are not finite. If a process of vLLM dies, this process exits
         with code 1.
         """
-        return await asyncio.wrap_future(self._vllm.begin(self._rows(query)))
+        return await asyncio.wrap_future(self._vllm.begin(self._rows(query, turn)))
 
     @property
     def step_tokens(self) -> int:
@@ -145,29 +148,30 @@ class VllmEngine:
                 raise answer
         return [a for a in answers if isinstance(a, RowBlock | DistillError)]
 
-    async def _rows(self, query: ScoreQuery) -> RowBlock:
+    async def _rows(self, query: ScoreQuery, turn: int = 0) -> RowBlock:
         # A prefix shorter than a block is never in the cache.
         if self._block is None or query.start <= self._block:
-            return await self._ask(query, read_cache=False)
+            return await self._ask(query, turn, read_cache=False)
         try:
-            block = await self._ask(query, read_cache=True)
+            block = await self._ask(query, turn, read_cache=True)
         except Corrupt:
             # The NaN may come from a cached block that another sequence computed: try without it.
-            return await self._ask(query, read_cache=False)
+            return await self._ask(query, turn, read_cache=False)
         missing = query.rows - len(block)
         if not missing:
             return block
         first = part_of(query, query.start, query.start + missing)
-        return concatenate([await self._ask(first, read_cache=False), block])
+        return concatenate([await self._ask(first, turn, read_cache=False), block])
 
-    async def _ask(self, query: ScoreQuery, *, read_cache: bool) -> RowBlock:
+    async def _ask(self, query: ScoreQuery, turn: int, *, read_cache: bool) -> RowBlock:
         """Return the last rows of `query`: those that need no hidden state of a cached token.
 
         Raises the error of the query.
         """
         # The last token is left out, because it predicts nothing.
         prompt = query.token_ids[:-1].tolist()
-        pooled = await self._vllm.pool(prompt, encode_query(query), read_cache=read_cache)
+        fields = encode_query(query)
+        pooled = await self._vllm.pool(prompt, fields, turn, read_cache=read_cache)
         answer = decode_answer(pooled)
         if isinstance(answer, DistillError):
             raise answer

@@ -64,11 +64,12 @@ class VllmProcess:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def pool(
-        self, token_ids: Sequence[int], fields: Mapping[str, Any], *, read_cache: bool
+        self, token_ids: Sequence[int], fields: Mapping[str, Any], turn: int, *, read_cache: bool
     ) -> Tensor:
         """Return the output of the worker's pooler for `token_ids`, uint8 [n].
 
-        `fields` are the extra arguments that the pooler receives. With `read_cache` False the
+        `fields` are the extra arguments that the pooler receives. vLLM begins the request of the
+        lowest `turn` first, if its options say so. With `read_cache` False the
         request does not read vLLM's prefix cache. Raises Unavailable if vLLM was stopped.
         """
         from vllm import PoolingParams
@@ -78,7 +79,8 @@ class VllmProcess:
         params = PoolingParams(
             task=_TASK, extra_kwargs=dict(fields), skip_reading_prefix_cache=not read_cache
         )
-        stream = self._llm.encode(tokens_input(list(token_ids)), params, str(next(self._ids)))
+        prompt, name = tokens_input(list(token_ids)), str(next(self._ids))
+        stream = self._llm.encode(prompt, params, name, priority=turn)
         try:
             async for output in stream:
                 pooled: Tensor = output.outputs.data

@@ -79,7 +79,7 @@ class Batcher(Dispatcher):
             else:
                 self._queue.give_back(other)
         for waiting in batch:
-            self._queue.begin(waiting)
+            self._queue.reach(waiting)
         return batch
 
     async def _score(self, batch: list[Waiting]) -> None:

@@ -26,24 +26,27 @@ class Scored:
 class Sender:
     """One client's stream of queries; senders take turns, see FairQueue.
 
-    The queries of a sender that is `last` wait until no other query waits.
+    The queries of a sender that is `last` wait until no other query waits. `in_engine`: number of
+    its queries that the engine has.
     """
 
     def __init__(self, *, last: bool = False) -> None:
         self.last = last
         self.turn = 0.0  # of its newest query, in tokens
+        self.in_engine = 0
 
 
 @dataclass(frozen=True, order=True)
 class Waiting:
     """A query that waits, ordered by its turn; `answer` is cancelled if nobody wants it any more.
 
-    `last`: of its sender. `turn`: in tokens. `number`: of its arrival.
+    `last`: of its sender. `turn`: in tokens. `number`: of its arrival. `sender`: of the query.
     """
 
     last: bool
     turn: float
     number: int
+    sender: Sender = field(compare=False)
     query: ScoreQuery = field(compare=False)
     answer: asyncio.Future[Scored] = field(compare=False)
 
@@ -64,7 +67,7 @@ class FairQueue:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._arrived = 0
-        self._turn = 0.0  # of the newest query that the engine got
+        self._turn = 0.0  # that the engine has reached
         self._heap: list[Waiting] = []
 
     @property
@@ -88,7 +91,7 @@ class FairQueue:
         sender.turn = turn + len(query.token_ids)
         self._arrived += 1
         answer: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
-        waiting = Waiting(sender.last, turn, self._arrived, query, answer)
+        waiting = Waiting(sender.last, turn, self._arrived, sender, query, answer)
         heapq.heappush(self._heap, waiting)
         return waiting
 
@@ -96,10 +99,16 @@ class FairQueue:
         """Give back the memory of a query, answered or not."""
         self._bytes -= waiting.query.nbytes + _ENTRY_BYTES
 
+    def first(self) -> Waiting | None:
+        """Return the query whose turn is next, without taking it; None if none waits."""
+        while self._heap and self._heap[0].answer.done():
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None
+
     def take(self, tokens: int) -> list[Waiting]:
         """Take queries in the order of their turns until they have so many tokens.
 
-        Takes at least one if any waits. `begin` those that the engine gets, `give_back` the others.
+        Takes at least one if any waits. `give_back` those that the engine does not get.
         """
         taken: list[Waiting] = []
         while self._heap and tokens > 0:
@@ -109,8 +118,8 @@ class FairQueue:
                 tokens -= waiting.tokens
         return taken
 
-    def begin(self, waiting: Waiting) -> None:
-        """Note that the engine gets a query that was taken. Turns of new queries follow."""
+    def reach(self, waiting: Waiting) -> None:
+        """Note that the engine computes a query that was taken. Turns of new queries follow."""
         self._turn = max(self._turn, waiting.turn)
 
     def give_back(self, waiting: Waiting) -> None:

@@ -15,16 +15,20 @@ from teacher_service.serving.fair_queue import Scored, Waiting
 
 log = logging.getLogger(__name__)
 
-# Steps of the engine whose tokens are in flight: the one that it computes, and the next one.
-_STEPS_IN_FLIGHT = 2
+# Steps of the engine whose tokens are in flight. Fewer leave steps part empty, because a query that
+# an engine computes in several steps counts until it ends.
+_STEPS_IN_FLIGHT = 4
+_LAST = 1 << 52  # tokens; more than a teacher ever computes
 
 
 class Feeder(Dispatcher):
-    """Gives queries to the engine while it has less than two steps to do, answers each as it ends.
+    """Gives queries to the engine while it has less than four steps to do, answers each as it ends.
 
-    The queries in flight have the tokens of two steps of the engine, without padding, and at most
-    one query more. So the engine finds a full step whenever one ends, however long the queries are,
-    and a query waits for two steps and for its turn, whatever else waits.
+    The queries in flight have the tokens of four steps of the engine, without padding, and at most
+    one query more. So the engine finds a full step whenever one ends, however long the queries are.
+    A sender without a query in flight does not wait for a place: the engine gets its query at once,
+    with a turn before those of the queries that the engine has not begun. So the query of a light
+    client is in the step that follows the present one, whatever else waits.
 
     The engine has failed if it raised for a query twice, and for a short probe as well, so that the
     query is not the cause.
@@ -48,18 +52,24 @@ class Feeder(Dispatcher):
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self._tokens_in_flight < self._most and (taken := self._queue.take(1)):
-                self._start(*taken)
+            while (first := self._queue.first()) and self._has_place(first):
+                self._start(*self._queue.take(1))
+
+    def _has_place(self, waiting: Waiting) -> bool:
+        alone = not waiting.last and not waiting.sender.in_engine
+        return alone or self._tokens_in_flight < self._most
 
     def _start(self, waiting: Waiting) -> None:
-        self._queue.begin(waiting)
         self._tokens_in_flight += waiting.tokens
+        waiting.sender.in_engine += 1
         task = asyncio.create_task(self._answer(waiting))
         self._tasks.add(task)
 
         def end(_: object) -> None:
             self._tasks.discard(task)
             self._tokens_in_flight -= waiting.tokens
+            waiting.sender.in_engine -= 1
+            self._queue.reach(waiting)
             self._wake.set()
 
         task.add_done_callback(end)
@@ -69,7 +79,7 @@ class Feeder(Dispatcher):
     async def _answer(self, waiting: Waiting) -> None:
         found: Scored | Exception
         try:
-            found = await self._scored(waiting.query)
+            found = await self._scored(waiting.query, _turn_of(waiting))
         except asyncio.CancelledError:
             waiting.answer.cancel()
             raise
@@ -86,16 +96,16 @@ class Feeder(Dispatcher):
             if not waiting.answer.done():
                 waiting.answer.set_exception(stopping() if self.broken else found)
 
-    async def _scored(self, query: ScoreQuery) -> Scored:
+    async def _scored(self, query: ScoreQuery, turn: int) -> Scored:
         """Return the rows of a query. A query that fails gets a second try, in case of chance."""
         by, began = self._engine.info, time.perf_counter()
         try:
-            block = await self._continuous.score_one(query)
+            block = await self._continuous.score_one(query, turn)
         except DistillError:
             raise
         except Exception as error:
             log.warning("a query failed with %s; a second try follows", type(error).__name__)
-            block = await self._continuous.score_one(query)
+            block = await self._continuous.score_one(query, turn)
         self._metrics.forward(
             rows=len(block),
             fill=min(1.0, self._tokens_in_flight / self._most),
@@ -106,7 +116,12 @@ class Feeder(Dispatcher):
     async def _fault_of_probe(self) -> Exception | None:
         """Return the error of the engine for a short query; None if it has none."""
         try:
-            await self._continuous.score_one(probe(self._engine.info))
+            await self._continuous.score_one(probe(self._engine.info), turn=0)
         except Exception as error:
             return error if is_defect(error) else None
         return None
+
+
+def _turn_of(waiting: Waiting) -> int:
+    """Return the turn that the engine gets: a query of a `last` sender follows all others."""
+    return int(waiting.turn) + (_LAST if waiting.last else 0)

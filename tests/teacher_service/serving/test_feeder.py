@@ -29,14 +29,16 @@ class ScriptedEngine(FakeEngine):
         super().__init__(FakeSettings(vocab=16, crash_token=9, nan_token=8))
         self.running: dict[int, asyncio.Event] = {}
         self.begun: list[int] = []  # first token of each query
+        self.turns: list[int] = []
         self.cancelled: list[int] = []
         self.most_tokens = 0
         self._tokens = 0
         self.hold = True
 
-    async def score_one(self, query: ScoreQuery) -> RowBlock:
+    async def score_one(self, query: ScoreQuery, turn: int) -> RowBlock:
         number, name = len(self.begun), int(query.token_ids[0])
         self.begun.append(name)
+        self.turns.append(turn)
         self._tokens += len(query.token_ids)
         self.most_tokens = max(self.most_tokens, self._tokens)
         self.running[number] = asyncio.Event()
@@ -82,31 +84,30 @@ def begin(feeder: Feeder, sender: Sender, *ids: int) -> asyncio.Task[Scored]:
     return asyncio.create_task(feeder.score(query(*ids), sender))
 
 
-def test_two_steps_of_tokens_are_in_flight_and_no_query_waits_for_another_to_end() -> None:
+def test_four_steps_of_tokens_are_in_flight_and_no_query_waits_for_another_to_end() -> None:
     async def main(engine: ScriptedEngine, feeder: Feeder) -> None:
-        answers = [begin(feeder, Sender(), 1, 1, 1) for _ in range(30)]
+        sender = Sender()
+        answers = [begin(feeder, sender, 1, 1, 1) for _ in range(30)]
         for ended in range(30):
-            running = min(7, 30 - ended)  # 21 tokens: the seventh is admitted at 18
+            running = min(14, 30 - ended)  # 42 tokens: the last one is admitted at 39
             await until(lambda running=running: len(engine.running) == running)  # type: ignore[misc]
             engine.end_first()
             await until(lambda ended=ended: sum(a.done() for a in answers) > ended)  # type: ignore[misc]
-        assert engine.most_tokens == 21
+        assert engine.most_tokens == 42
 
     run(main)
 
 
 def test_a_long_query_leaves_no_step_half_empty() -> None:
-    """The next query in turn is longer than what is left of two steps: it is admitted."""
+    """The next query in turn is longer than what is left of four steps: it is admitted."""
 
     async def main(engine: ScriptedEngine, feeder: Feeder) -> None:
-        answers = [begin(feeder, Sender(), *[1] * n) for n in (11, 25, 4, 7)]
+        sender = Sender()
+        answers = [begin(feeder, sender, *[1] * n) for n in (31, 25, 4, 7)]
         await until(lambda: len(engine.running) == 2)
-        engine.end_first()  # 25 tokens are left: nothing else is admitted
-        await until(lambda: answers[0].done())
-        assert engine.begun == [1, 1]
-        engine.end_first()
-        await until(lambda: len(engine.running) == 2)
-        assert engine.most_tokens == 36
+        assert engine.most_tokens == 56
+        engine.end_first()  # 25 tokens are left
+        await until(lambda: answers[0].done() and len(engine.running) == 3)
         for event in engine.running.values():
             event.set()
         await asyncio.gather(*answers)
@@ -114,24 +115,26 @@ def test_a_long_query_leaves_no_step_half_empty() -> None:
     run(main)
 
 
-def test_a_light_client_waits_for_its_turn_and_not_for_a_deep_queue() -> None:
+def test_a_light_client_is_next_whatever_waits() -> None:
     async def main(engine: ScriptedEngine, feeder: Feeder) -> None:
         heavy, capture, light = Sender(), Sender(last=True), Sender()
         answers = [begin(feeder, capture, 2, 2, 2, 2) for _ in range(3)]
         answers += [begin(feeder, heavy, 1, 1, 1, 1) for _ in range(128)]
-        await until(lambda: len(engine.running) == 5)
-        late = begin(feeder, light, 3, 3)
-        await until(lambda: feeder.queued_tokens == 4 * 126 + 2)
-        while not late.done():
-            engine.end_first()
-            await asyncio.sleep(0.001)
-        place = engine.begun.index(3)
-        assert place <= 7, "it begins after the five in flight and one more"
+        await until(lambda: len(engine.running) == 10)
+        engine.end_first()
+        await until(lambda: len(engine.begun) == 11)
+        late = [begin(feeder, light, 3, 3) for _ in range(2)]
+        await until(lambda: 3 in engine.begun)
+        assert engine.begun[11:] == [3], "one query goes past full steps, the other one waits"
+        assert engine.turns[11] == engine.turns[0], "where the engine is"
+        assert max(engine.turns[1:11]) > engine.turns[11], "before what the engine has not begun"
+        answers += late
         engine.hold = False
         for running in engine.running.values():
             running.set()
         await asyncio.gather(*answers)
         assert engine.begun[-3:] == [2, 2, 2], "a capture comes last"
+        assert min(engine.turns[-3:]) > max(engine.turns[:-3])
 
     run(main)
 
