@@ -1,6 +1,6 @@
 """Whole jobs on two cores: sampling in the trainer, and in an engine beside it, one or two ahead.
 
-    python -m benchmarks.rollouts_ahead [--quick] [--out FILE]
+    python -m benchmarks.rollouts_ahead [--vllm .venv-vllm/bin/python] [--quick] [--out FILE]
 
 A random student and a teacher that answers each batch after a fixed latency (the fake engine of
 `distill-teacher`). Each job is a real trainer, by its own command:
@@ -9,10 +9,11 @@ A random student and a teacher that answers each batch after a fixed latency (th
     in turn   an engine samples, with one thread; the trainer learns, with one thread (lag = 0)
     lag 1     likewise, but the engine is one step ahead: the teacher's latency follows sampling
     lag 2     likewise, two steps ahead: the teacher's latency too is hidden behind other work
+    vllm ...  likewise, an engine of vLLM, run by the Python that --vllm names
 
 The most that an overlap can reach is a step as long as the slower of sampling and learning, with
-one thread each: the job "in turn" measures both. All answers have the same length, so they reach
-the teacher at the same time, which is the worst case for lag 1.
+one thread each: the job "in turn" of the same engine measures both. All answers have the same
+length, so they reach the teacher at the same time, which is the worst case for lag 1.
 """
 
 from __future__ import annotations
@@ -44,35 +45,52 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "in turn": (1, {"service": True}),
     "lag 1": (2, {"lag": 1}),
     "lag 2": (2, {"lag": 2}),
+    "vllm in turn": (1, {"service": True, "engine": "vllm"}),
+    "vllm lag 1": (1, {"service": True, "engine": "vllm", "lag": 1}),
+    "vllm lag 2": (1, {"service": True, "engine": "vllm", "lag": 2}),
 }
-AHEAD = ("lag 1", "lag 2")
+# Each job that samples ahead, and the job that measures its stages one after the other.
+AHEAD = {
+    "lag 1": "in turn",
+    "lag 2": "in turn",
+    "vllm lag 1": "vllm in turn",
+    "vllm lag 2": "vllm in turn",
+}
 _READY = " listening on "
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vllm", type=Path, help="a Python with vLLM; without it, no such jobs")
     parser.add_argument("--quick", action="store_true", help="few short steps, for tests")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rollouts_ahead.json"))
     options = parser.parse_args(arguments)
     steps, answers, tokens = (4, 4, 8) if options.quick else (16, 16, 96)
     skipped = 1 if options.quick else 4
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         weights = save_material(root, layers=2 if options.quick else 6)
         found = {}
         with teacher(root) as address:
             for name, (threads, rollouts) in JOBS.items():
-                lines = run(root / name, address, threads, rollouts, steps, answers, tokens)
+                if "vllm" in name and options.vllm is None:
+                    continue
+                python = options.vllm if "vllm" in name else sys.executable
+                given = {**rollouts, "python": str(python)} if "service" in rollouts else rollouts
+                lines = run(root / name, address, threads, given, steps, answers, tokens)
                 found[name] = stages(lines[1 + skipped :])
                 print(name, {key: round(value, 3) for key, value in found[name].items()})
-    turn = found["in turn"]
-    most = max(turn["rollout"], turn["learning"])
     result = {
         "machine": f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores, "
         f"load average {os.getloadavg()[0]:.1f}",
         "workload": {"weights": weights, "answers": answers, "tokens": tokens, "steps": steps},
         "seconds_a_step": found,
-        "ahead": {name: compared(found[name], found["serial"], most) for name in AHEAD},
+        "ahead": {
+            name: compared(found[name], found["serial"], found[turn])
+            for name, turn in AHEAD.items()
+            if name in found
+        },
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     for name, one in result["ahead"].items():
@@ -83,8 +101,11 @@ def main(arguments: list[str] | None = None) -> None:
         )
 
 
-def compared(ahead: dict[str, float], serial: dict[str, float], most: float) -> dict[str, float]:
-    """Compare the seconds of a step with the serial job's, and with `most`, the shortest step."""
+def compared(
+    ahead: dict[str, float], serial: dict[str, float], turn: dict[str, float]
+) -> dict[str, float]:
+    """Compare the seconds of a step with the serial job's, and with the slower stage of `turn`."""
+    most = max(turn["rollout"], turn["learning"])
     return {
         "share_of_the_most": most / ahead["step"],
         "times_serial": serial["step"] / ahead["step"],
@@ -176,9 +197,12 @@ def run(
     """Run a job to its end; return its metrics."""
     student = path.parent / "student"
     if "service" in rollouts:
-        command = ["student_trainer.rollout_service", "--model", str(student)]
-        with served(command, path.parent / "service.log", threads=1) as service:
-            given = {"address": service}
+        engine = rollouts.get("engine", "hf")
+        command = ["student_trainer.rollout_service", "--engine", engine, "--threads", "1"]
+        command += ["--model", str(student)]
+        log, python = path.with_suffix(".log"), [rollouts["python"]]
+        with served(command, log, threads=1, python=python) as service:
+            given = {"address": service, "engine": engine, "lag": rollouts.get("lag", 0)}
             return run(path, address, threads, given, steps, answers, tokens)
     job = OnPolicyJob.model_validate(
         {
