@@ -20,13 +20,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed
 from accelerate import Accelerator
-from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.gpu import machine, options_of, write
@@ -39,13 +40,15 @@ from student_trainer.data.sequence import TokenSequence
 from student_trainer.loop.efficiency import peak_flops
 from student_trainer.loop.optimizer import make_optimizer
 from student_trainer.loop.step import Objective
-from student_trainer.model.attention import choose_attention
 from student_trainer.model.compilation import compile_layers
 from student_trainer.model.flops import LearningFlops
 from student_trainer.model.recomputation import recompute_activations
 from student_trainer.model.student import Student
 from student_trainer.objectives.cross_entropy import CrossEntropyObjective
 from student_trainer.objectives.distillation import DistillationObjective
+from student_trainer.parallel.collectives import make_accelerator
+from student_trainer.parallel.gradients import clip_gradients
+from student_trainer.parallel.sharding import distribute
 
 HEAD, DRAWS = 16, 48
 
@@ -54,8 +57,9 @@ HEAD, DRAWS = 16, 48
 class Case:
     """One line of the table.
 
-    recompute, compile, optimizer: the values of `student.gradient_checkpointing`, `student.compile`
-    and `train.optimizer`. The optimizer "foreach" is PyTorch's default on a GPU.
+    recompute, compile, optimizer, cpu_offload: the values of `student.gradient_checkpointing`,
+    `student.compile`, `train.optimizer` and `train.cpu_offload`. The optimizer "foreach" is
+    PyTorch's default on a GPU.
     """
 
     model: str
@@ -63,6 +67,7 @@ class Case:
     recompute: bool | str
     compile: bool = False
     optimizer: str = "adamw"
+    cpu_offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             yield Case(model, "Top-k KL", recompute, compile=True)
         for optimizer in ("foreach", "adamw_8bit"):
             yield Case(model, "Top-k KL", True, optimizer=optimizer)
+        yield Case(model, "Top-k KL", True, cpu_offload=True)
         for method in ("cross-entropy", "TRL SFTTrainer"):
             for recompute in (False, True):
                 yield Case(model, method, recompute)
@@ -158,13 +164,19 @@ def random_model(case: Case, sizes: Sizes, device: str) -> Any:
 
 def our_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], float]:
     """Run the trainer's update; return the seconds of each, and the operations of one."""
-    accelerator = Accelerator(cpu=device == "cpu")
-    model = random_model(case, sizes, device).train()
+    if case.cpu_offload:
+        accelerator = make_accelerator(timedelta(minutes=10), cpu_offload=True)
+    else:
+        accelerator = Accelerator(cpu=device == "cpu")
+    model = random_model(case, sizes, "cpu" if case.cpu_offload else device).train()
     recompute_activations(model, case.recompute)
-    student = Student(model, bf16=True)
-    choose_attention(student, student, StudentConfig(model=case.model))
+    sharding = "fsdp2" if case.cpu_offload else "none"
+    made = Student(model, bf16=True)
+    student = distribute(accelerator, made, sharding, cpu_offload=case.cpu_offload)
+    student.choose_attention(StudentConfig(model=case.model))
+    layout = student.trained.layout
     if case.compile:
-        compile_layers(student)
+        compile_layers(student.trained)
     optimizer = optimizer_of(case, model)
     scored: list[ScoredSequence] = []
     objective: Objective
@@ -174,22 +186,25 @@ def our_updates(case: Case, sizes: Sizes, device: str) -> tuple[list[float], flo
     else:
         objective = CrossEntropyObjective()
         scored = [example(sizes, number) for number in range(sizes.sequences)]
-    groups = micro_batches(scored, sizes.micro_batch, student.layout)
+    groups = micro_batches(scored, sizes.micro_batch, layout)
     rows = sum(item.sequence.learned for item in scored)
 
     def update() -> None:
         for group in groups:
-            batch = objective.batch(group, accelerator.device, student.layout)
+            batch = objective.batch(group, accelerator.device, layout)
             out = student(batch, objective.loss(batch), 1.0, objective.needs_all_rows)
             (out.loss_sum / rows).backward()
             objective.metrics(batch, out)
-        clip_grad_norm_(model.parameters(), 1.0)
+        clip_gradients(student, 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    flops = LearningFlops(student)
+    flops = LearningFlops(student.trained)
     operations = sum(flops.of_sequence(sizes.length, item.sequence.learned) for item in scored)
-    return timed(update, sizes.updates, device), operations
+    seconds = timed(update, sizes.updates, device)
+    if case.cpu_offload:
+        torch.distributed.destroy_process_group()
+    return seconds, operations
 
 
 def optimizer_of(case: Case, model: Any) -> torch.optim.Optimizer:

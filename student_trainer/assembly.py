@@ -97,7 +97,7 @@ def assemble(
     disable_progress_bar()  # progress bars of every checkpoint would fill the log
     tokenizer = load_tokenizer(config.student)
     vocab_size, make_method = _prepared(config, teachers, stores, rewards, tokenizer)
-    accelerator = make_accelerator(time_limit(config, count_weights(config.student)))
+    accelerator = _accelerator(config)
     step, saved = _resumed(config, run, from_step, accelerator)
     if stores is not None and saved is not None:
         check_same_store(stores.training, checkpoint.facts_of(saved))
@@ -139,6 +139,11 @@ def assemble(
     return Trainer(config, run, progress, parts)
 
 
+def _accelerator(config: AnyTraining) -> Accelerator:
+    limit = time_limit(config, count_weights(config.student))
+    return make_accelerator(limit, cpu_offload=config.train.cpu_offload)
+
+
 def _open_log(
     config: AnyTraining, run: RunDirectory, accelerator: Accelerator, attempt: int, step: int
 ) -> MetricsLog | None:
@@ -172,13 +177,11 @@ def _load_student(
     ids that teacher and student have in common.
     """
     torch.manual_seed(config.seed)  # new LoRA weights are the same in every attempt
-    sharded = config.train.sharding == "fsdp2" and config.train.processes > 1
-    model = load_model(config.student, saved / "model" if saved else None, mapped=sharded)
-    made = Student(model, bf16=computes_in_bfloat16(config.student), vocab_size=vocab_size)
     train = config.train
-    student = distribute(
-        accelerator, made, train.sharding, train.tensor_parallel, train.context_parallel
-    )
+    model = load_model(config.student, saved / "model" if saved else None, mapped=train.sharded)
+    made = Student(model, bf16=computes_in_bfloat16(config.student), vocab_size=vocab_size)
+    groups = train.tensor_parallel, train.context_parallel
+    student = distribute(accelerator, made, train.sharding, *groups, cpu_offload=train.cpu_offload)
     student.choose_attention(config.student)
     if config.student.compile:
         compile_layers(student.trained)

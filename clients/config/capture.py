@@ -15,9 +15,9 @@ from clients.config.tables.common import (
     ResourcesConfig,
     StudentConfig,
     Table,
-    TeacherConfig,
 )
 from clients.config.tables.data import PromptKeys
+from clients.config.tables.teacher import TeacherConfig
 from clients.config.unused import refuse_unused
 from clients.data.object_urls import place_of
 from clients.data.prompt_format import PromptFormat

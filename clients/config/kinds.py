@@ -12,7 +12,8 @@ from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
-from clients.config.tables.common import TeacherLink, TrainingJob
+from clients.config.tables.common import TrainingJob
+from clients.config.tables.teacher import TeacherLink
 
 AnyTraining: TypeAlias = OnPolicyJob | OfflineJob | RLJob | SFTJob
 AnyJob: TypeAlias = AnyTraining | CaptureJob

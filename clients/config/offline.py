@@ -6,16 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.tables.common import (
-    Count,
-    Name,
-    Table,
-    TeacherLink,
-    TrainingJob,
-    started_rules,
-)
+from clients.config.tables.common import Count, Name, Table, TrainingJob
 from clients.config.tables.data import PromptKeys, prompt_rules
 from clients.config.tables.rollouts import RolloutsConfig, rollout_rules
+from clients.config.tables.teacher import TeacherLink, started_rules
 from clients.config.unused import Rule, refusal, refuse_unused
 from clients.data.object_urls import is_object_url, place_of
 from clients.data.prompt_format import PromptFormat

@@ -6,19 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from clients.config.tables.common import (
-    Address,
-    Count,
-    Name,
-    Table,
-    Tail,
-    TeacherConfig,
-    TrainingJob,
-    check_tail,
-    started_rules,
-)
+from clients.config.tables.common import Address, Count, Name, Table, Tail, TrainingJob, check_tail
 from clients.config.tables.data import DataConfig, prompt_rules
 from clients.config.tables.rollouts import RolloutsConfig, rollout_rules
+from clients.config.tables.teacher import TeacherConfig, started_rules
 from clients.config.unused import refusal, refuse_unused
 
 # One literal: a union of two has two messages for one wrong value.

@@ -10,18 +10,13 @@ from typing import Annotated, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from clients.config.tables.anchor import AnchorConfig
-from clients.config.tables.common import (
-    FORMER_TAIL,
-    SampledEvalConfig,
-    TeacherLink,
-    TrainingJob,
-    started_rules,
-)
+from clients.config.tables.common import FORMER_TAIL, SampledEvalConfig, TrainingJob
 from clients.config.tables.data import DataConfig, prompt_rules
 from clients.config.tables.environment import SearchConfig
 from clients.config.tables.reward import HARMLESS, RewardConfig
 from clients.config.tables.rl_method import UNWEIGHTED, RLConfig
 from clients.config.tables.rollouts import RolloutsConfig, rollout_rules
+from clients.config.tables.teacher import TeacherLink, started_rules
 from clients.config.unused import Rule, refuse_unused
 
 

@@ -4,8 +4,7 @@ A process holds weights, optimizer state and anchor all the time. Beside them, e
 needs memory of its own: sampling, scoring, learning, the optimizer. The peak is that of the stage
 that needs most. `docs/deployment.md` explains each line, `benchmarks/memory_plan.py` measures them.
 
-Left out: the loading of the weights, memory outside PyTorch (CUDA context, NCCL, about 1 GiB), and
-fragmentation.
+Left out: loading, memory outside PyTorch (CUDA context, NCCL: about 1 GiB), and fragmentation.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Load:
     the first `sampled_prompt` are read in one forward pass; 0: none. narrow_moments: AdamW's
     moments are in 8 bits. critic_tokens: tokens of a step whose hidden states the critic reads; 0:
     no critic. cuda: a GPU, or the CPU. engine: bytes of a rollout engine on the same GPU.
-    engine_sleeps: it frees them while the trainer learns.
+    engine_sleeps: it frees them while the trainer learns. cpu_offload: shards lie in host memory.
     """
 
     shape: ModelShape
@@ -61,6 +60,7 @@ class Load:
     context_parallel: int = 1
     engine: int = 0
     engine_sleeps: bool = False
+    cpu_offload: bool = False
 
     @property
     def shards(self) -> int:
@@ -132,23 +132,42 @@ class Load:
 
 
 def held(load: Load) -> dict[str, int]:
-    """Return the bytes that a process holds between two updates.
+    """Return the bytes that a process holds on its GPU between two updates.
 
     float32 weights, AdamW's two moments and the anchor, divided by the shards; frozen weights in
     the dtype of the computation. The moments are float32, or in 8 bits with a scale per block. DDP
     keeps its buffers of gradients from the first backward pass on. The critic has one weight per
     unit of the hidden states. A rollout engine may work beside the trainer.
     """
-    trained, shards = load.trained, load.shards
-    buffers = 0 if load.sharded or load.processes == 1 else FLOAT32 * trained
+    buffers = 0 if load.sharded or load.processes == 1 else FLOAT32 * load.trained
     return {
-        "weights": (FLOAT32 * trained + load.itemsize * load.frozen) // shards,
-        "optimizer": _moments(load) // shards,
-        "anchor": FLOAT32 * trained // shards * load.anchor,
+        **{name: count * (not load.cpu_offload) for name, count in shares(load).items()},
         "critic": 4 * FLOAT32 * (load.shape.hidden + 1) * bool(load.critic_tokens),
         "DDP buckets": buffers,
         "rollout engine": 0 if load.engine_sleeps else load.engine,
     }
+
+
+def shares(load: Load) -> dict[str, int]:
+    """Return the bytes of a process's weights, optimizer state and anchor, on GPU or host."""
+    trained, shards = load.trained, load.shards
+    return {
+        "weights": (FLOAT32 * trained + load.itemsize * load.frozen) // shards,
+        "optimizer": _moments(load) // shards,
+        "anchor": FLOAT32 * trained // shards * load.anchor,
+    }
+
+
+def on_host(load: Load) -> int:
+    """Return the most bytes of host memory that a process needs for its shares; 0: none there."""
+    gradients = FLOAT32 * load.trained // load.shards
+    return (sum(shares(load).values()) + gradients) * load.cpu_offload
+
+
+def _gradients(load: Load) -> int:
+    """Return the bytes of gradients on a GPU; offloaded ones leave it layer by layer."""
+    on_gpu = max(load.trained_layer, load.trained_root) if load.cpu_offload else load.trained
+    return FLOAT32 * on_gpu // load.shards
 
 
 def _moments(load: Load) -> int:
@@ -251,7 +270,7 @@ def learning(load: Load) -> dict[str, int]:
     """Return the bytes that an update needs beside `held`, at the peak of its micro-batches."""
     s, c = load.part, load.itemsize
     whole, load = load.tokens, replace(load, tokens=-(-load.tokens // load.context_parallel))
-    found = {"gradients": FLOAT32 * load.trained // load.shards}
+    found = {"gradients": _gradients(load)}
     if load.sharded:
         found |= gathered_by_layer(load)
         # FSDP2 casts a layer's gradient.
@@ -284,6 +303,8 @@ def optimizer(load: Load) -> dict[str, int]:
 
     Moments in 8 bits are updated in float32, those of one weight at a time.
     """
+    if load.cpu_offload:
+        return {}
     found = {"gradients": FLOAT32 * load.trained // load.shards}
     if load.narrow_moments:
         largest = max(rows * length for rows, length in load.trained_matrices)

@@ -16,7 +16,7 @@ from clients.config.tables.rollouts import RolloutsConfig
 from clients.data.model_shape import ModelShape, read_shape
 from clients.data.object_urls import is_object_url
 from clients.preflight.disk import parameters_of
-from clients.preflight.memory import Load, held, peak, sampling, stages
+from clients.preflight.memory import Load, held, on_host, peak, sampling, stages
 from clients.store.dataset import LogitDataset
 from protos.errors import DistillError, InvalidInput
 
@@ -34,6 +34,7 @@ _CHANGES: Mapping[str, _Change] = {
     'train.optimizer = "adamw_8bit"': {"train": {"optimizer": "adamw_8bit"}},
     "student.lora = {}": {"student": {"lora": LoraConfig()}},
 }
+_OFFLOAD: _Change = {"train": {"sharding": "fsdp2", "cpu_offload": True}}
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def load_of(
     load = Load(
         shape=shape,
         processes=processes,
-        sharded=job.train.sharding == "fsdp2" and processes > 1,
+        sharded=job.train.sharded,
         bf16=job.student.dtype == "bfloat16" or (cuda and job.student.dtype == "auto"),
         checkpointing=job.student.gradient_checkpointing,
         tokens=line * min(max(1, most // line), of_update),
@@ -135,6 +136,7 @@ def load_of(
         cuda=cuda,
         tensor_parallel=job.train.tensor_parallel,
         context_parallel=job.train.context_parallel,
+        cpu_offload=job.train.cpu_offload,
     )
     if samples:
         return load
@@ -243,7 +245,19 @@ def changes_of(
             )
         else:
             found.append("all of these together: do not fit; the student is too large")
-    return found
+    return found + _offloaded(job, shape, usable, longest)
+
+
+def _offloaded(job: AnyTraining, shape: ModelShape, usable: int, longest: int | None) -> list[str]:
+    """Return a sentence on weights in host memory, if the job can have them there and then fits."""
+    train = job.train
+    if train.cpu_offload or train.tensor_parallel > 1 or train.optimizer != "adamw":
+        return []
+    load = load_of(changed(job, _OFFLOAD), shape, longest, usable=usable)
+    if peak(load) > usable:
+        return []
+    needed = f"{gib(peak(load))} GiB, and {gib(on_host(load))} GiB of host memory per GPU"
+    return [f'train = {{ sharding = "fsdp2", cpu_offload = true }}: {needed}, fits']
 
 
 def _shared_tokens(
@@ -291,9 +305,11 @@ def _most_processes(job: AnyTraining) -> int:
 def _is_change(job: AnyTraining, change: _Change) -> bool:
     if "sharding" in change.get("train", {}) and job.train.processes == 1:
         return False  # a single process shards nothing
-    refused = "lora" in change.get("student", {}) or "optimizer" in change.get("train", {})
-    if job.train.tensor_parallel > 1 and refused:
+    narrow = "optimizer" in change.get("train", {})
+    if job.train.tensor_parallel > 1 and (narrow or "lora" in change.get("student", {})):
         return False  # groups divide neither adapters nor moments in 8 bits
+    if job.train.cpu_offload and narrow:
+        return False  # a CPU updates moments in float32
     for table, values in change.items():
         for key, value in values.items():
             now = getattr(getattr(job, table), key)

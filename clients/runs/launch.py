@@ -14,8 +14,8 @@ from pathlib import Path
 
 from clients.config.capture import CaptureJob
 from clients.config.kinds import AnyTraining
-from clients.config.tables.common import TeacherLink
 from clients.config.tables.rollouts import RolloutsConfig
+from clients.config.tables.teacher import TeacherLink
 from clients.runs.directory import RunDirectory
 
 _MOST_LORA_RANK = 512  # of vLLM

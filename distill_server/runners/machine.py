@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clients.config.kinds import AnyJob, gpus_of, processes_of, started_teacher
-from clients.config.tables.common import TeacherLink
+from clients.config.tables.teacher import TeacherLink
 from protos.errors import InvalidInput
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from clients.config.tables.common import TeacherLink
+from clients.config.tables.teacher import TeacherLink
 from clients.data.regular_file import open_regular
 from clients.runs.directory import RunDirectory, replace_file
 from clients.runs.launch import teacher_command

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from clients.config.kinds import AnyJob, started_teacher
 from clients.config.tables.after import outputs_in
-from clients.config.tables.common import TeacherLink
+from clients.config.tables.teacher import TeacherLink
 from clients.jobs.job import Job
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.store import JobStore

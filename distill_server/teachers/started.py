@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clients.config.tables.common import TeacherLink
+from clients.config.tables.teacher import TeacherLink
 from clients.runs.directory import RunDirectory
 from distill_server.jobs.run_files import RunFiles
 from distill_server.jobs.waiting import clock

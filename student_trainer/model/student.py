@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import replace
 from typing import Any
@@ -183,3 +184,14 @@ class Student(nn.Module):
 def _summed(rows: Rows, entropy: Tensor, loss_fn: LossFunction) -> FusedLoss:
     losses = loss_fn(rows, slice(0, len(rows)))
     return FusedLoss(losses.sum(), rows.detach(), {"loss": losses.detach(), "entropy": entropy})
+
+
+def hollow_copy(student: Student) -> Student:
+    """Return a copy of the student with its buffers, and with parameters without elements."""
+    return copy.deepcopy(
+        student,
+        {
+            id(parameter): nn.Parameter(parameter.data.new_empty(0), parameter.requires_grad)
+            for parameter in student.parameters()
+        },
+    )

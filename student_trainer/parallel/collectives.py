@@ -6,13 +6,16 @@ If a process stopped while others are in a collective, they would wait until the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from protos.errors import DistillError, error_of
 
@@ -20,14 +23,24 @@ _ERROR_BYTES = 4096  # of an error, sent to the other processes
 Found = TypeVar("Found")
 
 
-def make_accelerator(limit: timedelta) -> Accelerator:
+def make_accelerator(limit: timedelta, *, cpu_offload: bool = False) -> Accelerator:
     """Collective. Return the Accelerator of this process, on a GPU if there is one.
 
     Its collectives fail after `limit`. Products of float32 matrices may use TF32 on a GPU.
+
+    `cpu_offload`: collectives take tensors in host memory too, and a process without a launcher is
+    a group of one, which FSDP2 needs.
     """
     torch.backends.cuda.matmul.allow_tf32 = True
     timeout = InitProcessGroupKwargs(timeout=limit)
-    return Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[timeout])
+    cuda = torch.cuda.is_available()
+    if cpu_offload and not torch.distributed.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        alone: dict[str, Any] = {}
+        if "RANK" not in os.environ:
+            alone = {"store": HashStore(), "rank": 0, "world_size": 1}
+        torch.distributed.init_process_group(backend, timeout=limit, **alone)
+    return Accelerator(cpu=not cuda, kwargs_handlers=[timeout])
 
 
 def largest(accelerator: Accelerator, number: int) -> int:

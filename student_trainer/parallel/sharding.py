@@ -10,9 +10,9 @@ FSDP2 shards the weights over all processes.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,8 +22,10 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -35,7 +37,7 @@ from student_trainer.data.batch import Batch
 from student_trainer.losses import FusedLoss, Rows
 from student_trainer.model.attention import choose_attention
 from student_trainer.model.loading import cast_weights
-from student_trainer.model.student import Student
+from student_trainer.model.student import Student, hollow_copy
 from student_trainer.parallel.collectives import largest
 from student_trainer.parallel.context_parallel import ContextGroup, check_divided
 from student_trainer.parallel.shards import full_tensor, local
@@ -134,6 +136,9 @@ class Replicated:
 class Sharded:
     """Every process has a shard of each weight, gradient and optimizer state (FSDP2), in float32.
 
+    With `cpu_offload` the shards lie in host memory: those of a layer are copied to the device for
+    its part of a pass, and their gradients back.
+
     Training computes the same as with Replicated. The weights of a layer are gathered for its
     forward and its backward pass; those of its linear modules in bfloat16, if the student computes
     in bfloat16. Gradients are added up over processes after each backward pass, so that no process
@@ -156,6 +161,8 @@ class Sharded:
         student: Student,
         tensor_parallel: int = 1,
         context_parallel: int = 1,
+        *,
+        cpu_offload: bool = False,
     ) -> None:
         """Take this process's share of the student's weights, which may be mapped.
 
@@ -167,12 +174,11 @@ class Sharded:
         self.device = accelerator.device
         self.averaged = accelerator.num_processes // tensor_parallel
         self._accelerator = accelerator
-        self.full = _hollow(student).to(accelerator.device).eval()
-        device = accelerator.device.type
+        self.full = hollow_copy(student).to(accelerator.device).eval()
         self._tensor_group: DeviceMesh | None = None
         self.context: ContextGroup | None = None
         styles: dict[nn.Module, ParallelStyle] = {}
-        mesh = init_device_mesh(device, (accelerator.num_processes,))
+        mesh = init_device_mesh(self.device.type, (accelerator.num_processes,))
         if tensor_parallel > 1:
             both = _mesh_of_groups(accelerator, tensor_parallel, "tensor")
             mesh, self._tensor_group = both["data"], both["tensor"]
@@ -183,9 +189,9 @@ class Sharded:
             self.context.divide(student.model)
         # Autocast would cast the weights of linear modules before each product; the cast before the
         # gathering halves the traffic and the memory. All other weights are float32 for autocast.
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        place = CPUOffloadPolicy(self.device.type == "cuda") if cpu_offload else OffloadPolicy()
+        shard = partial(fully_shard, mesh=mesh, offload_policy=place)
         castable = student.linear if student.bf16 else frozenset()
         linear: list[nn.Module] = []
         layers = student.model._no_split_modules or ()
@@ -197,11 +203,11 @@ class Sharded:
                 divide(module, styles, self._tensor_group)
             inside = (one for one in module.modules() if one in castable)
             if group := [one for one in inside if not isinstance(one, FSDPModule)]:
-                fully_shard(group, mesh=mesh, mp_policy=policy)
+                shard(group, mp_policy=policy)
                 linear += group
-            fully_shard(module, mesh=mesh)
+            shard(module)
         # The other weights: embeddings, last norm and head. `fully_shard` works in place.
-        fully_shard(student, mesh=mesh)
+        shard(student)
         for method in ("rows", "states", "line_states"):
             register_fsdp_forward_method(student, method)
         cast_weights(student, bf16=student.bf16)
@@ -288,7 +294,7 @@ class Sharded:
         copies = dict(self.full.named_parameters())
         for name, share in shares.items():
             dtype = torch.bfloat16 if name in self._cast else share.dtype
-            copies[name].data = full_tensor(share.detach().to(dtype))
+            copies[name].data = full_tensor(share.detach().to(self.device, dtype))
         try:
             yield
         finally:
@@ -359,13 +365,16 @@ def distribute(
     sharding: str,
     tensor_parallel: int = 1,
     context_parallel: int = 1,
+    *,
+    cpu_offload: bool = False,
 ) -> Replicated | Sharded:
     """Collective. Distribute the student as the keys of these names in the table `train` say.
 
-    A single process is always Replicated.
+    A single process is Replicated, unless its weights lie in host memory.
     """
-    if sharding == "fsdp2" and accelerator.num_processes > 1:
-        return Sharded(accelerator, student, tensor_parallel, context_parallel)
+    if sharding == "fsdp2" and (accelerator.num_processes > 1 or cpu_offload):
+        groups = tensor_parallel, context_parallel
+        return Sharded(accelerator, student, *groups, cpu_offload=cpu_offload)
     return Replicated(accelerator, student)
 
 
@@ -379,14 +388,3 @@ def _is_divided(weight: Tensor) -> bool:
     """Return whether the processes of a group have different parts of `weight`."""
     assert isinstance(weight, DTensor)
     return weight.device_mesh.ndim == 2 and weight.placements[-1] != Replicate()
-
-
-def _hollow(student: Student) -> Student:
-    """Return a copy of the student with its buffers, and with parameters without elements."""
-    return copy.deepcopy(
-        student,
-        {
-            id(parameter): nn.Parameter(parameter.data.new_empty(0), parameter.requires_grad)
-            for parameter in student.parameters()
-        },
-    )

@@ -19,7 +19,7 @@ def test_every_case_runs(tmp_path: Path) -> None:
     with torch.compiler.set_stance("force_eager"):  # the compiler takes minutes on a CPU
         main(["--device", "cpu", "--quick", "--out", str(out)])
     cases = json.loads(out.read_text())["cases"]
-    assert len(cases) == 12
+    assert len(cases) == 13
     assert sum(case["compile"] for case in cases) == 3
     for case in cases:
         if case["optimizer"] == "adamw_8bit" and importlib.util.find_spec("torchao") is None:

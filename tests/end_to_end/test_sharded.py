@@ -69,7 +69,7 @@ def in_one_process(run: RunDirectory, path: Path) -> RunDirectory:
     copied = RunDirectory(path)
     config = copied.config()
     groups = {"tensor_parallel": 1, "context_parallel": 1}
-    single = {"processes": 1, "sharding": "none", **groups}
+    single = {"processes": 1, "sharding": "none", "cpu_offload": False, **groups}
     train = config.train.model_copy(update=single)
     replace_file(copied.job_json, config.model_copy(update={"train": train}).model_dump_json())
     return finish(copied, 2)
@@ -78,6 +78,27 @@ def in_one_process(run: RunDirectory, path: Path) -> RunDirectory:
 @pytest.mark.slow
 def test_the_same_curve_as_one_process(alone: RunDirectory, pair: RunDirectory) -> None:
     assert_close(metrics_of(pair), metrics_of(alone))
+
+
+@pytest.mark.slow
+def test_one_process_with_its_weights_in_host_memory(
+    material: Material, teacher: str, alone: RunDirectory, tmp_path: Path
+) -> None:
+    """A group of one process; killed, and resumed with weights on the device."""
+    from tests.student_trainer.tiny import job
+
+    offload = {"train__sharding": "fsdp2", "train__cpu_offload": True}
+    run = killed(new_run(tmp_path / "run", job(material, teacher, **UNEVEN, **offload)))
+    assert_close(metrics_of(in_one_process(run, tmp_path / "one")), metrics_of(alone))
+    assert_close(metrics_of(finish(run, 2)), metrics_of(alone))
+
+
+@pytest.mark.slow
+def test_two_processes_with_their_weights_in_host_memory(
+    material: Material, teacher: str, pair: RunDirectory, once: Once
+) -> None:
+    found = made(once, "offloaded", material, teacher, **UNEVEN, **PAIR, train__cpu_offload=True)
+    assert_close(metrics_of(found), metrics_of(pair))
 
 
 @pytest.mark.slow

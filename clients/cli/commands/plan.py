@@ -74,10 +74,13 @@ def plan(
 
 
 def _record(plan: Plan) -> dict[str, object]:
+    from clients.preflight.memory import on_host
+
     return {
         "fits": plan.fits,
         "bytes": plan.parts,
         "peak": plan.peak,
+        "host": on_host(plan.load),
         "usable": plan.usable,
         "largest_micro_batch": plan.micro_batch,
         "changes": plan.changes,
@@ -132,6 +135,7 @@ def _rows(plan: Plan) -> list[dict[str, str]]:
 
 
 def _conclusion(plan: Plan, memory: float) -> list[str]:
+    from clients.preflight.memory import on_host
     from clients.preflight.memory_plan import USABLE, gib
 
     verdict = "fits" if plan.fits else "does not fit"
@@ -139,6 +143,10 @@ def _conclusion(plan: Plan, memory: float) -> list[str]:
         f"\nThe job {verdict}: {gib(plan.peak)} GiB of {gib(plan.usable)} GiB"
         f" ({USABLE:.0%} of {memory:g} GiB)."
     ]
+    if host := on_host(plan.load):
+        lines.append(
+            f"Host memory: {gib(host)} GiB per GPU for weights, gradients, optimizer and anchor."
+        )
     if plan.micro_batch:
         lines.append(f"Largest micro-batch that fits: {plan.micro_batch} tokens.")
     else:

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from clients.config.tables.after import After, check_outputs
-from clients.config.unused import Rule, refusal
+from clients.config.unused import refusal
 
 # The upper end keeps every count within the integers of messages and of SQLite.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -128,86 +128,6 @@ class StudentConfig(Table):
         return attention
 
 
-class TeacherLink(Table):
-    """The teacher service that scores the student's rollouts."""
-
-    address: Address = "localhost:50052"
-    """HOST:PORT of a running `distill-teacher`, or a list of several with the same weights."""
-    model: Name | None = None
-    """Instead of `address`: directory or hub id of a model, for which a teacher is started."""
-    engine: Literal["hf", "vllm", "fake"] = "hf"
-    """Engine that runs `model`, as `distill-teacher --engine`."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the weights of `model`; auto: the dtype they were saved in."""
-    device: str = "auto"
-    """Device of `model`: auto, cpu, cuda, or a device such as cuda:1."""
-    max_batch_tokens: Count = 16384
-    """Padded tokens per forward pass of `model`."""
-    batch_invariant: bool = False
-    """Rows of `model` that do not depend on other sequences, as `--batch-invariant` (hf)."""
-    gpus: Annotated[int, Field(ge=0, le=1024)] | None = None
-    """GPUs of `model`, which share each layer (vllm). Default: 1, and 0 with device = 'cpu'."""
-    logprob_format: Literal["f16", "f32"] = "f16"
-    """Precision of the log-probs that the teacher sends: float16 or float32."""
-    patience_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds to wait for a teacher that does not answer, before the job fails."""
-    prefetch_mib: Count = 256
-    """MiB of memory for rows that arrive before the step that needs them."""
-
-    @field_validator("device")
-    @classmethod
-    def _is_the_engines(cls, device: str, info: ValidationInfo) -> str:
-        if device != "auto" and info.data.get("engine") == "vllm":
-            raise ValueError("vllm takes the GPUs that it is given; leave it out")
-        return device
-
-    @field_validator("batch_invariant")
-    @classmethod
-    def _is_of_hf(cls, batch_invariant: bool, info: ValidationInfo) -> bool:
-        if batch_invariant and info.data.get("engine") != "hf":
-            raise ValueError("needs teacher.engine = 'hf'; choose it, or leave it out")
-        return batch_invariant
-
-    @field_validator("gpus")
-    @classmethod
-    def _can_be_used(cls, gpus: int | None, info: ValidationInfo) -> int | None:
-        if gpus and info.data.get("device") == "cpu":
-            raise ValueError("device = 'cpu' uses none; leave one of them out")
-        if gpus and gpus > 1 and info.data.get("engine") != "vllm":
-            raise ValueError("several need teacher.engine = 'vllm'; choose it, or leave it out")
-        return gpus
-
-    @property
-    def gpus_of_model(self) -> int:
-        """Number of GPUs that `model` takes on a machine with GPUs."""
-        if self.gpus is not None:
-            return self.gpus
-        return 0 if self.device == "cpu" or self.engine == "fake" else 1
-
-
-def started_rules(teacher: TeacherLink | None) -> list[Rule]:
-    """Return the rules of the keys of a teacher that is started for the job, or is not."""
-    started = teacher is not None and teacher.model is not None
-    options = "engine dtype device max_batch_tokens batch_invariant gpus"
-    return [
-        (not started, "teacher.address", "teacher.model is started; leave one of them out"),
-        (
-            started,
-            " ".join(f"teacher.{option}" for option in options.split()),
-            "the service at teacher.address has its own; leave it out, or set teacher.model",
-        ),
-    ]
-
-
-class TeacherConfig(TeacherLink):
-    """A teacher service, with the number of head ids of its rows."""
-
-    top_k: Count | None = None
-    """Head ids per row: the likeliest of student (reverse KL) or teacher. Default: 16; see tail."""
-    tail_draws: TailDraws = 48
-    """Ids per row drawn from the tail, by the student (reverse KL) or the teacher (forward KL)."""
-
-
 class TrainConfig(Table):
     """The optimizer (AdamW), and how a step is divided into micro-batches and processes."""
 
@@ -235,10 +155,25 @@ class TrainConfig(Table):
     """Number of processes, started by `accelerate launch`."""
     sharding: Literal["none", "fsdp2"] = "none"
     """none: each process holds all weights and optimizer state. fsdp2: each holds a share."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory. Needs sharding = "fsdp2"."""
     tensor_parallel: Count = 1
     """Processes that divide the matrices of each layer among them. Needs sharding = "fsdp2"."""
     context_parallel: Count = 1
     """Processes that divide the tokens of each sequence among them. Needs sharding = "fsdp2"."""
+
+    @field_validator("cpu_offload")
+    @classmethod
+    def _is_of_shares(cls, cpu_offload: bool, info: ValidationInfo) -> bool:
+        own = info.data.get("sharding", "fsdp2"), info.data.get("optimizer", "adamw")
+        if cpu_offload and own != ("fsdp2", "adamw"):
+            raise ValueError("needs sharding = 'fsdp2' and optimizer = 'adamw'; set both")
+        return cpu_offload
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 holds the weights: with several processes, or in host memory."""
+        return self.sharding == "fsdp2" and (self.processes > 1 or self.cpu_offload)
 
     @field_validator("tensor_parallel")
     @classmethod
@@ -250,6 +185,8 @@ class TrainConfig(Table):
             raise ValueError("needs sharding = 'fsdp2', which shards what a process has left")
         if tensor_parallel > 1 and info.data.get("optimizer") == "adamw_8bit":
             raise ValueError("cannot divide moments in 8 bits; leave it or optimizer out")
+        if tensor_parallel > 1 and info.data.get("cpu_offload"):
+            raise ValueError("cannot be combined with cpu_offload; leave one of them out")
         return tensor_parallel
 
     @field_validator("context_parallel")

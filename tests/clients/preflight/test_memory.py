@@ -25,6 +25,7 @@ from clients.preflight.memory import (
     Load,
     activations,
     held,
+    on_host,
     optimizer,
     peak,
     products_per_token,
@@ -252,6 +253,18 @@ def test_adamw_needs_a_gradient_and_nothing_else() -> None:
     """The fused kernel of a GPU has no temporary tensors, and the loop of a CPU small ones."""
     load = Load(SHAPE, 2, True, True, False, TOKENS, LINE)
     assert optimizer(load) == {"gradients": 4 * SHAPE.weights // 2}
+
+
+@pytest.mark.parametrize(("processes", "anchor"), [(1, False), (8, True)])
+def test_weights_in_host_memory(processes: int, anchor: bool) -> None:
+    """float32 weights, gradients and two moments: 16 bytes per weight, 20 with an anchor."""
+    load = Load(SHAPE, processes, True, True, True, TOKENS, LINE, anchor=anchor, cpu_offload=True)
+    assert on_host(load) == (20 if anchor else 16) * SHAPE.weights // processes
+    assert not any(held(load).values())
+    assert optimizer(load) == {}
+    on_gpu = replace(load, cpu_offload=False)
+    assert peak(load) < peak(on_gpu) - 8 * SHAPE.weights // processes
+    assert on_host(on_gpu) == 0
 
 
 @pytest.mark.parametrize("lora", [0, 64])

@@ -1,0 +1,90 @@
+"""The table `teacher` of a job: a service that scores, or a model for which one is started."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from clients.config.tables.common import Address, Count, Name, Table, TailDraws
+from clients.config.unused import Rule
+
+
+class TeacherLink(Table):
+    """The teacher service that scores the student's rollouts."""
+
+    address: Address = "localhost:50052"
+    """HOST:PORT of a running `distill-teacher`, or a list of several with the same weights."""
+    model: Name | None = None
+    """Instead of `address`: directory or hub id of a model, for which a teacher is started."""
+    engine: Literal["hf", "vllm", "fake"] = "hf"
+    """Engine that runs `model`, as `distill-teacher --engine`."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of the weights of `model`; auto: the dtype they were saved in."""
+    device: str = "auto"
+    """Device of `model`: auto, cpu, cuda, or a device such as cuda:1."""
+    max_batch_tokens: Count = 16384
+    """Padded tokens per forward pass of `model`."""
+    batch_invariant: bool = False
+    """Rows of `model` that do not depend on other sequences, as `--batch-invariant` (hf)."""
+    gpus: Annotated[int, Field(ge=0, le=1024)] | None = None
+    """GPUs of `model`, which share each layer (vllm). Default: 1, and 0 with device = 'cpu'."""
+    logprob_format: Literal["f16", "f32"] = "f16"
+    """Precision of the log-probs that the teacher sends: float16 or float32."""
+    patience_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds to wait for a teacher that does not answer, before the job fails."""
+    prefetch_mib: Count = 256
+    """MiB of memory for rows that arrive before the step that needs them."""
+
+    @field_validator("device")
+    @classmethod
+    def _is_the_engines(cls, device: str, info: ValidationInfo) -> str:
+        if device != "auto" and info.data.get("engine") == "vllm":
+            raise ValueError("vllm takes the GPUs that it is given; leave it out")
+        return device
+
+    @field_validator("batch_invariant")
+    @classmethod
+    def _is_of_hf(cls, batch_invariant: bool, info: ValidationInfo) -> bool:
+        if batch_invariant and info.data.get("engine") != "hf":
+            raise ValueError("needs teacher.engine = 'hf'; choose it, or leave it out")
+        return batch_invariant
+
+    @field_validator("gpus")
+    @classmethod
+    def _can_be_used(cls, gpus: int | None, info: ValidationInfo) -> int | None:
+        if gpus and info.data.get("device") == "cpu":
+            raise ValueError("device = 'cpu' uses none; leave one of them out")
+        if gpus and gpus > 1 and info.data.get("engine") != "vllm":
+            raise ValueError("several need teacher.engine = 'vllm'; choose it, or leave it out")
+        return gpus
+
+    @property
+    def gpus_of_model(self) -> int:
+        """Number of GPUs that `model` takes on a machine with GPUs."""
+        if self.gpus is not None:
+            return self.gpus
+        return 0 if self.device == "cpu" or self.engine == "fake" else 1
+
+
+def started_rules(teacher: TeacherLink | None) -> list[Rule]:
+    """Return the rules of the keys of a teacher that is started for the job, or is not."""
+    started = teacher is not None and teacher.model is not None
+    options = "engine dtype device max_batch_tokens batch_invariant gpus"
+    return [
+        (not started, "teacher.address", "teacher.model is started; leave one of them out"),
+        (
+            started,
+            " ".join(f"teacher.{option}" for option in options.split()),
+            "the service at teacher.address has its own; leave it out, or set teacher.model",
+        ),
+    ]
+
+
+class TeacherConfig(TeacherLink):
+    """A teacher service, with the number of head ids of its rows."""
+
+    top_k: Count | None = None
+    """Head ids per row: the likeliest of student (reverse KL) or teacher. Default: 16; see tail."""
+    tail_draws: TailDraws = 48
+    """Ids per row drawn from the tail, by the student (reverse KL) or the teacher (forward KL)."""
