@@ -87,6 +87,7 @@ class VllmEngine:
             "additional_config": {
                 "head": [head.weight.weight, head.weight.scales, head.bias],
                 "scale_and_cap": [head.scale_and_cap.scale, head.scale_and_cap.cap],
+                "vocab_size": head.vocab_size,
                 "teacher_pid": os.getpid(),
             },
         }
