@@ -30,7 +30,7 @@ from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.dispatcher import Dispatcher
 from teacher_service.serving.feeder import Feeder
-from teacher_service.serving.loading import LoadingServicer, in_thread
+from teacher_service.serving.loading import LoadingServicer, in_thread, tell_progress
 from teacher_service.serving.scorer import RowScorer
 from teacher_service.serving.self_test import run_self_test
 from teacher_service.serving.service import TeacherServicer
@@ -230,7 +230,11 @@ class _Program:
     async def _load(self, stack: AsyncExitStack) -> None:
         """Load the engine, open cache, dispatcher and HTTP on `stack`, and begin to answer."""
         settings, metrics = self._settings, self._metrics
-        engine = await in_thread(self._tested_engine, self._stop)
+        telling = asyncio.create_task(tell_progress(self._progress))
+        try:
+            engine = await in_thread(self._tested_engine, self._stop)
+        finally:
+            telling.cancel()
         if engine is None:
             return
         info = engine.info
