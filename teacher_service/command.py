@@ -93,18 +93,9 @@ def teacher(
 
     sizes = cache_memory_mib << 20, cache_disk_gib << 30
     vllm = program.VllmSettings(tensor_parallel_size, gpu_memory_share)
-    endpoint = program.EndpointSettings(tokenizer or "", served_model or "")
+    others = (vllm, program.EndpointSettings(tokenizer or "", served_model or ""), adapter or ())
     chosen = program.EngineSettings(
-        engine,
-        model,
-        dtype,
-        device,
-        batch_invariant,
-        max_batch_tokens,
-        max_top_k,
-        vllm,
-        endpoint,
-        adapter or (),
+        engine, model, dtype, device, batch_invariant, max_batch_tokens, max_top_k, *others
     )
     start_logging(log_format, log_level, "teacher_service")
     with errors_as_exit():

@@ -83,27 +83,29 @@ def score_hidden(
     at = 0
     for first in range(0, len(hidden), size):
         these = slice(first, first + size)
-        heads, levels, drawn = (_cut(one, these) for one in (head_ids, uniforms, draw_ids))
+        chosen = (_cut(one, these) for one in (head_ids, uniforms, draw_ids))
         # The logits have no name here: a variable would keep them while the next chunk is computed.
         for block, lse in select(
             _products(product(hidden[these]), bias),
             lambda products: vocabulary.mask_(scale_and_cap.apply_(products, temperature)),
             token_ids[these],
-            top_k,
-            heads,
-            levels,
-            drawn,
             vocabulary,
+            top_k,
+            *chosen,
         ):
             into = slice(at, at + len(lse))
-            for column in fields(ScoredRows):
-                if (values := getattr(block, column.name)) is not None:
-                    getattr(rows, column.name)[into] = values
+            _write(rows, block, into)
             normalisers[into] = lse
             at = into.stop
     # One check at the end: a check in every chunk would synchronize the GPU each time.
     _require_finite(normalisers, first_position)
     return rows
+
+
+def _write(rows: ScoredRows, block: ScoredRows, into: slice) -> None:
+    for column in fields(ScoredRows):
+        if (values := getattr(block, column.name)) is not None:
+            getattr(rows, column.name)[into] = values
 
 
 def _empty(hidden: Tensor, k: int | None, samples: int, draws: int) -> tuple[ScoredRows, Tensor]:
@@ -127,11 +129,11 @@ def select(
     chunk: Tensor,
     to_logits: Callable[[Tensor], Tensor],
     token_ids: Tensor,
+    vocabulary: Vocabulary,
     top_k: int | None,
     head_ids: Tensor | None,
     uniforms: Tensor | None = None,
     draw_ids: Tensor | None = None,
-    vocabulary: Vocabulary = WHOLE,
 ) -> Iterator[tuple[ScoredRows, Tensor]]:
     """Yield rows and their normalisers [n], block by block, from products `chunk` [N, V].
 

@@ -70,16 +70,16 @@ class LoadingServicer(teacher_pb2_grpc.TeacherServicer):
 
 
 async def tell_progress(progress: LoadProgress) -> None:
-    """Log the progress whenever it has changed, at most once in two seconds, until cancelled.
+    """Log the progress every two seconds, if it has changed, until cancelled.
 
     A job server reads these lines, see PROGRESS in clients/runs/launch.py.
     """
     told = ""
     while True:
+        await asyncio.sleep(_TELL_SECONDS)
         if (stage := str(progress)) != told:
             log.info(PROGRESS, extra=fields(stage=stage))
             told = stage
-        await asyncio.sleep(_TELL_SECONDS)
 
 
 async def in_thread(work: Callable[[], _T], stop: asyncio.Event) -> _T | None:
