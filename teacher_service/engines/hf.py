@@ -35,7 +35,13 @@ from teacher_service.models.files import (
     weight_files,
 )
 from teacher_service.models.load_progress import LoadProgress
-from teacher_service.models.loading import body_of, load_model, load_vocabulary, not_linear
+from teacher_service.models.loading import (
+    body_of,
+    load_model,
+    load_vocabulary,
+    max_length_of,
+    not_linear,
+)
 
 
 class HfEngine:
@@ -157,9 +163,7 @@ class HfEngine:
         return states
 
     def _max_length(self) -> int:
-        # A model of text and images, such as Gemma 3, has the limit in its `text_config`.
-        config = self._model.config.get_text_config()
-        return int(getattr(config, "max_position_embeddings", None) or 4096)
+        return max_length_of(self._model)
 
     def _describe(self, model: str, path: Path, digests: FileDigests) -> EngineInfo:
         tokens = load_vocabulary(path)

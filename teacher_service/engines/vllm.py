@@ -34,7 +34,7 @@ from teacher_service.models.files import (
     weight_files,
 )
 from teacher_service.models.load_progress import LoadProgress, read_failure
-from teacher_service.models.loading import load_skeleton, load_vocabulary
+from teacher_service.models.loading import load_skeleton, load_vocabulary, max_length_of
 from teacher_service.models.quantisation import quantisation_of
 
 _WORKER = "teacher_service.engines.vllm_worker.ScoringWorker"
@@ -82,7 +82,10 @@ class VllmEngine:
             "max_num_batched_tokens": max_batch_tokens,
             "max_num_seqs": min(256, max_batch_tokens),
             "scheduling_policy": "priority",
-            "long_prefill_token_threshold": max(1, max_batch_tokens // 4),
+            # vLLM takes no more than the longest sequence.
+            "long_prefill_token_threshold": max(
+                1, min(max_batch_tokens // 4, max_length_of(skeleton))
+            ),
             "long_prefill_token_threshold_adaptive": True,
             "worker_cls": _WORKER,
             "distributed_executor_backend": executor(tensor_parallel_size),
