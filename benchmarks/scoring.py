@@ -27,6 +27,7 @@ import torch
 from benchmarks.process_memory import MIB, resident_before, resident_peak
 from benchmarks.scoring_service import through_the_service
 from teacher_service.head.scoring import score_hidden, select
+from teacher_service.head.vocabulary import WHOLE
 
 VOCAB, HEAD = 151_936, 64
 CHUNK_MIB = 64
@@ -84,7 +85,7 @@ def times(vocab: int, width: int, repetitions: int) -> dict[str, float]:
     steps: dict[str, Callable[[], object]] = {
         "gemm": lambda: torch.mm(hidden, weight.t(), out=copy),
         "logsumexp": lambda: torch.logsumexp(logits, -1),
-        "selection": lambda: list(select(copy, lambda logits: logits, tokens, HEAD, None)),
+        "selection": lambda: list(select(copy, lambda logits: logits, tokens, WHOLE, HEAD, None)),
         OURS: whole,
         PLAIN: plain,
     }

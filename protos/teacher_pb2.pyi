@@ -95,6 +95,7 @@ class TeacherInfo(_message.Message):
     MAX_CHOSEN_IDS_FIELD_NUMBER: _builtins.int
     ONLY_TEMPERATURE_ONE_FIELD_NUMBER: _builtins.int
     TAKES_VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     """sha256 of everything that determines the rows: weights, config, dtype, engine. Each weight update changes it."""
@@ -123,6 +124,8 @@ class TeacherInfo(_message.Message):
     """false: this teacher ignores ScoreRequest.vocab_size"""
     @_builtins.property
     def load(self) -> Global___TeacherLoad: ...
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___TeacherAdapter]: ...
     def __init__(
         self,
         *,
@@ -143,16 +146,42 @@ class TeacherInfo(_message.Message):
         max_chosen_ids: _builtins.int | None = ...,
         only_temperature_one: _builtins.bool = ...,
         takes_vocab_size: _builtins.bool = ...,
+        adapters: _abc.Iterable[Global___TeacherAdapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids", "load", b"load", "max_chosen_ids", b"max_chosen_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids", "batch_invariant", b"batch_invariant", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "load", b"load", "max_chosen_ids", b"max_chosen_ids", "max_length", b"max_length", "max_request_bytes", b"max_request_bytes", "max_tail_draws", b"max_tail_draws", "max_tail_samples", b"max_tail_samples", "max_top_k", b"max_top_k", "model", b"model", "only_temperature_one", b"only_temperature_one", "takes_vocab_size", b"takes_vocab_size", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids", "adapters", b"adapters", "batch_invariant", b"batch_invariant", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "load", b"load", "max_chosen_ids", b"max_chosen_ids", "max_length", b"max_length", "max_request_bytes", b"max_request_bytes", "max_tail_draws", b"max_tail_draws", "max_tail_samples", b"max_tail_samples", "max_top_k", b"max_top_k", "model", b"model", "only_temperature_one", b"only_temperature_one", "takes_vocab_size", b"takes_vocab_size", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_chosen_ids: _TypeAlias = _typing.Literal["max_chosen_ids"]  # noqa: Y015
     _WhichOneofArgType__max_chosen_ids: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_chosen_ids) -> _WhichOneofReturnType__max_chosen_ids | None: ...
 
 Global___TeacherInfo: _TypeAlias = TeacherInfo  # noqa: Y015
+
+@_typing.final
+class TeacherAdapter(_message.Message):
+    """A low-rank adapter, which a request may name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    fingerprint: _builtins.str
+    """of the rows with it; it takes the place of TeacherInfo.fingerprint"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TeacherAdapter: _TypeAlias = TeacherAdapter  # noqa: Y015
 
 @_typing.final
 class TeacherLoad(_message.Message):
@@ -275,6 +304,7 @@ class ScoreRequest(_message.Message):
     MORE_FIELD_NUMBER: _builtins.int
     DRAW_IDS_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """unique within the stream"""
     token_ids: _builtins.bytes
@@ -305,6 +335,8 @@ class ScoreRequest(_message.Message):
     """
     vocab_size: _builtins.int
     """The rows are of the softmax over the first vocab_size logits, and all ids are below it. 0: over all logits."""
+    adapter: _builtins.str
+    """Score with this adapter of the teacher; empty: without one."""
     def __init__(
         self,
         *,
@@ -321,10 +353,11 @@ class ScoreRequest(_message.Message):
         more: _builtins.bool = ...,
         draw_ids: _builtins.bytes = ...,
         vocab_size: _builtins.int = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "head_ids", b"head_ids", "top_k", b"top_k"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw_ids", b"draw_ids", "head", b"head", "head_ids", b"head_ids", "logprob_format", b"logprob_format", "more", b"more", "next_position", b"next_position", "request_id", b"request_id", "sample_seed", b"sample_seed", "start", b"start", "tail_samples", b"tail_samples", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "draw_ids", b"draw_ids", "head", b"head", "head_ids", b"head_ids", "logprob_format", b"logprob_format", "more", b"more", "next_position", b"next_position", "request_id", b"request_id", "sample_seed", b"sample_seed", "start", b"start", "tail_samples", b"tail_samples", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_head: _TypeAlias = _typing.Literal["top_k", "head_ids"]  # noqa: Y015
     _WhichOneofArgType_head: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015

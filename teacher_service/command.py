@@ -66,6 +66,7 @@ def teacher(
     batch_invariant: options.BatchInvariantOption = False,
     tensor_parallel_size: TensorParallelSizeOption = 1,
     gpu_memory_share: GpuMemoryShareOption = 0.9,
+    adapter: options.AdapterOption = None,
     tokenizer: options.TokenizerOption = None,
     served_model: options.ServedModelOption = None,
     cache_dir: options.CacheDirOption = None,
@@ -92,9 +93,9 @@ def teacher(
 
     sizes = cache_memory_mib << 20, cache_disk_gib << 30
     vllm = program.VllmSettings(tensor_parallel_size, gpu_memory_share)
-    endpoint = program.EndpointSettings(tokenizer or "", served_model or "")
+    others = (vllm, program.EndpointSettings(tokenizer or "", served_model or ""), adapter or ())
     chosen = program.EngineSettings(
-        engine, model, dtype, device, batch_invariant, max_batch_tokens, max_top_k, vllm, endpoint
+        engine, model, dtype, device, batch_invariant, max_batch_tokens, max_top_k, *others
     )
     start_logging(log_format, log_level, "teacher_service")
     with errors_as_exit():

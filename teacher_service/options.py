@@ -21,6 +21,13 @@ ServedModelOption = Annotated[
     str | None,
     typer.Option(help="Name of the model at the server, if it has several (endpoint)."),
 ]
+AdapterOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=DIR",
+        help="LoRA adapter that requests may name, in peft's format; may be repeated (hf, vllm).",
+    ),
+]
 HttpPortOption = Annotated[
     int | None,
     typer.Option(

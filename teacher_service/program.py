@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,12 +25,13 @@ from teacher_service.http.app import Teacher
 from teacher_service.http.callers import Callers
 from teacher_service.http.front import HttpFront
 from teacher_service.metrics import TeacherMetrics
+from teacher_service.models.adapters import read_adapters
 from teacher_service.models.load_progress import LoadProgress
 from teacher_service.serving.answer_budget import AnswerBudget
 from teacher_service.serving.batcher import Batcher
 from teacher_service.serving.dispatcher import Dispatcher
 from teacher_service.serving.feeder import Feeder
-from teacher_service.serving.loading import LoadingServicer, in_thread
+from teacher_service.serving.loading import LoadingServicer, in_thread, tell_progress
 from teacher_service.serving.scorer import RowScorer
 from teacher_service.serving.self_test import run_self_test
 from teacher_service.serving.service import TeacherServicer
@@ -64,7 +65,10 @@ class EndpointSettings:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The engine and its model; the command-line options of the same names explain each field."""
+    """The engine and its model; the command-line options of the same names explain each field.
+
+    `adapters`: NAME=DIR each.
+    """
 
     name: str
     model: str
@@ -75,6 +79,7 @@ class EngineSettings:
     max_top_k: int
     vllm: VllmSettings
     endpoint: EndpointSettings = EndpointSettings()
+    adapters: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ def make_engine(settings: EngineSettings, progress: LoadProgress | None = None) 
     load the model.
     """
     _require_known_options(settings)
+    adapters = read_adapters(settings.adapters)
     match settings.name:
         case "hf":
             from teacher_service.engines.hf import HfEngine
@@ -127,6 +133,7 @@ def make_engine(settings: EngineSettings, progress: LoadProgress | None = None) 
                 dtype=settings.dtype,
                 device=settings.device,
                 batch_invariant=settings.batch_invariant,
+                adapters=adapters,
                 progress=progress,
             )
         case "vllm":
@@ -138,6 +145,7 @@ def make_engine(settings: EngineSettings, progress: LoadProgress | None = None) 
                 tensor_parallel_size=settings.vllm.tensor_parallel_size,
                 gpu_memory_share=settings.vllm.gpu_memory_share,
                 max_batch_tokens=settings.max_batch_tokens,
+                adapters=adapters,
                 progress=progress,
             )
         case "endpoint":
@@ -177,6 +185,10 @@ def _require_known_options(settings: EngineSettings) -> None:
         unknown.append(("--device", "set CUDA_VISIBLE_DEVICES"))
     if vllm and settings.batch_invariant:
         unknown.append(("--batch-invariant", "use --engine hf"))
+    if settings.adapters and settings.name == "endpoint":
+        unknown.append(("--adapter", "name the adapter as --served-model"))
+    elif settings.adapters and not (vllm or settings.name == "hf"):
+        unknown.append(("--adapter", "use --engine hf or vllm"))
     for option, hint in unknown:
         raise InvalidInput(
             f"the {settings.name} engine has no such option", field=option, hint=hint
@@ -230,7 +242,11 @@ class _Program:
     async def _load(self, stack: AsyncExitStack) -> None:
         """Load the engine, open cache, dispatcher and HTTP on `stack`, and begin to answer."""
         settings, metrics = self._settings, self._metrics
-        engine = await in_thread(self._tested_engine, self._stop)
+        telling = asyncio.create_task(tell_progress(self._progress))
+        try:
+            engine = await in_thread(self._tested_engine, self._stop)
+        finally:
+            telling.cancel()
         if engine is None:
             return
         info = engine.info
@@ -242,7 +258,10 @@ class _Program:
         dispatcher = await stack.enter_async_context(self._dispatching(engine))
         most = info.limits.max_top_k or info.vocab_size
         limits = RequestLimits(
-            info.vocab_size, info.max_length, min(settings.engine.max_top_k, most)
+            info.vocab_size,
+            info.max_length,
+            min(settings.engine.max_top_k, most),
+            frozenset(info.adapters),
         )
         scorer, budget = RowScorer(dispatcher, cache), AnswerBudget()
         weights = Weights(engine, dispatcher)

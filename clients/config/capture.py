@@ -153,7 +153,7 @@ class CaptureJob(Table):
             [
                 (
                     teacher.model is None,
-                    "teacher.address teacher.patience_seconds teacher.prefetch_mib",
+                    "teacher.address teacher.patience_seconds teacher.prefetch_mib teacher.adapter",
                     "the capture loads teacher.model itself; leave one of them out",
                 ),
                 (

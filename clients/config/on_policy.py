@@ -91,7 +91,7 @@ class OnPolicyJob(TrainingJob):
             [
                 (
                     not named,
-                    "teacher.address teacher.model",
+                    "teacher.address teacher.model teacher.adapter",
                     "the job has `teachers`; leave one of them out",
                 ),
                 *started_rules(self.teacher),

@@ -11,6 +11,7 @@ from clients.config.kinds import AnyJob, started_teacher
 from clients.config.offline import OfflineJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
+from clients.config.sft import SFTJob
 from clients.preflight.vocabulary import require_narrowing
 from clients.store.captured_store import CapturedStore, captured_store_of
 from clients.teacher.info import TeacherInfo
@@ -51,6 +52,12 @@ def services_of(config: AnyJob) -> Mapping[str, str | list[str]]:
         return config.teacher_addresses
     loads_its_own = config.teacher.model is not None or config.method.ray is not None
     return {} if loads_its_own else {"": config.teacher.address}
+
+
+def adapter_of(config: AnyJob) -> str:
+    """Return the adapter with which the job's teacher scores; "": none."""
+    teacher = None if isinstance(config, SFTJob) else config.teacher
+    return (teacher and teacher.adapter) or ""
 
 
 def field_of(name: str) -> str:

@@ -19,6 +19,8 @@ from clients.config.tables.teacher import TeacherLink
 from clients.runs.directory import RunDirectory
 
 _MOST_LORA_RANK = 512  # of vLLM
+# The event under which a teacher that loads logs the stage of its start, as the field `stage`.
+PROGRESS = "loading"
 
 
 def trainer_command(

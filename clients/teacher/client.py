@@ -76,13 +76,15 @@ class TeacherClient:
         field: str = "teacher.address",
         scope: str = "",
         background: bool = False,
+        adapter: str = "",
     ) -> None:
         """Start one thread per teacher. Connections open on first use.
 
         `patience_seconds`: see the class. `max_in_flight`: most requests on one stream. `field`:
         the field that errors name. `scope`: authenticate with a token derived for this scope; see
         `protos.rpc.channel.open_channel`. `background`: teachers score the requests of this client
-        only while no request of another client waits.
+        only while no request of another client waits. `adapter`: the name of the adapter of the
+        teachers that scores every query; "": none.
         """
         addresses = [address] if isinstance(address, str) else [*address]
         several = len(addresses) > 1
@@ -90,7 +92,8 @@ class TeacherClient:
         self._field = field
         self._patience_seconds = patience_seconds
         self._window = PendingRequests(max_in_flight, max_prefetch_bytes)
-        self._identity = SharedIdentity(field)
+        self._adapter = adapter
+        self._identity = SharedIdentity(field, adapter)
         self._lanes = [
             TeacherConnection(
                 one, self._window, self._identity, self._on_wrong_teacher, scope, background
@@ -121,9 +124,10 @@ class TeacherClient:
     def info(self) -> TeacherInfo:
         """Return the model, fingerprint and limits that all teachers of this client share.
 
-        Teachers that do not answer within 5 s are logged. Raises Unavailable if none answers,
-        WrongState if two of them differ, InvalidInput if a server is not a teacher, Unauthenticated
-        or Forbidden if a token is refused.
+        The fingerprint is that of the rows with the adapter of this client. Teachers that do not
+        answer within 5 s are logged. Raises Unavailable if none answers,
+        WrongState if two of them differ or one lacks the adapter, InvalidInput if a server is not a
+        teacher, Unauthenticated or Forbidden if a token is refused.
         """
         found: TeacherInfo | None = None
         faults: list[DistillError] = []
@@ -144,7 +148,10 @@ class TeacherClient:
                 raise fault
             log.warning("%s", fault)
         assert found is not None
-        return replace(found, max_tail_draws=draws, takes_vocab_size=narrows)
+        fingerprint = found.adapters[self._adapter] if self._adapter else found.fingerprint
+        return replace(
+            found, fingerprint=fingerprint, max_tail_draws=draws, takes_vocab_size=narrows
+        )
 
     def load(self) -> TeacherLoad:
         """Return the current load and the counters of the first teacher.
@@ -179,6 +186,8 @@ class TeacherClient:
         as the class describes; `close` cancels it. Raises InvalidInput if the query cannot be
         encoded or is larger than 64 MiB, Unavailable after `close`.
         """
+        if self._adapter:
+            query = replace(query, adapter=self._adapter)
         _require_sendable(query)
         return self._window.submit(query)
 

@@ -36,8 +36,10 @@ class SharedIdentity:
     The identity is fingerprint and version. Thread-safe, except for the methods that say otherwise.
     """
 
-    def __init__(self, field: str) -> None:
+    def __init__(self, field: str, adapter: str = "") -> None:
+        """`adapter`: the identity is that of the rows with it."""
         self._field = field
+        self._adapter = adapter
         self._lock = threading.Lock()
         self._expected: str | None = None
         self._changes = 0
@@ -63,9 +65,26 @@ class SharedIdentity:
         with self._lock:
             self.check(info, name)
 
+    def of(self, info: teacher_pb2.TeacherInfo, name: str) -> str:
+        """Return the identity that this client asks of the teacher `name`.
+
+        Raises WrongState if the teacher does not have the adapter.
+        """
+        if not self._adapter:
+            return identity_of(info.fingerprint, info.version)
+        known = {one.name: one.fingerprint for one in info.adapters}
+        if self._adapter not in known:
+            has = f"; it has {', '.join(sorted(known))}" if known else ""
+            raise WrongState(
+                f"the {name} has no adapter {self._adapter!r}{has}",
+                field=self._field.replace("address", "adapter"),
+                hint=f"start it with --adapter {self._adapter}=DIR, or name one that it has",
+            )
+        return identity_of(known[self._adapter], info.version)
+
     def check(self, info: teacher_pb2.TeacherInfo, name: str) -> None:
         """Do what `require` does, inside `changing`, where the lock is held."""
-        identity = identity_of(info.fingerprint, info.version)
+        identity = self.of(info, name)
         self._expected = self._expected or identity
         if identity != self._expected:
             raise self.other(identity, name)
@@ -208,7 +227,7 @@ class TeacherConnection:
         return None
 
     def _carry(self, info: teacher_pb2.TeacherInfo) -> None:
-        identity = identity_of(info.fingerprint, info.version)
+        identity = self._identity.of(info, self.name)
         stream = self._window.open(self.address, info.max_request_bytes or MAX_MESSAGE_BYTES)
         self.connected = True
         try:

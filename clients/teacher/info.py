@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protos import teacher_pb2
 from protos.rpc.transport import MAX_MESSAGE_BYTES
@@ -45,6 +45,8 @@ class TeacherInfo:
     """True if the teacher scores at temperature 1 only."""
     takes_vocab_size: bool = False
     """True if it takes the `vocab_size` of a query; False: it is older, or an endpoint."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of the rows with an adapter, by its name."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def info_of(message: teacher_pb2.TeacherInfo) -> TeacherInfo:
         max_chosen_ids=message.max_chosen_ids if message.HasField("max_chosen_ids") else None,
         only_temperature_one=message.only_temperature_one,
         takes_vocab_size=message.takes_vocab_size,
+        adapters={one.name: one.fingerprint for one in message.adapters},
     )
 
 

@@ -48,6 +48,7 @@ class ScoreQuery:
       returns their log-probs. Not together with `tail_samples`.
     - `vocab_size`: the rows are of the softmax over the teacher's first `vocab_size` logits; None:
       over all of them
+    - `adapter`: the name of the adapter of the teacher to score with; "": none
 
     Raises InvalidInput unless exactly one of `top_k` and `head_ids` is given, the arrays have these
     shapes, and the temperature is finite and large enough.
@@ -63,6 +64,7 @@ class ScoreQuery:
     seed: int = 0
     draw_ids: NDArray[np.int32] | None = None
     vocab_size: int | None = None
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if (self.top_k is None) == (self.head_ids is None):
@@ -167,6 +169,7 @@ def request_of(
         tail_samples=query.tail_samples,
         sample_seed=query.seed if query.tail_samples else 0,
         vocab_size=query.vocab_size or 0,
+        adapter=query.adapter,
     )
     if query.head_ids is not None:
         request.head_ids = np.asarray(query.head_ids, dtype="<i4").tobytes()
@@ -208,6 +211,7 @@ def row_key(fingerprint: str, version: int, query: ScoreQuery) -> bytes:
     """Return the 32-byte cache key of the rows that this teacher computes for `query`.
 
     The key is a sha256 of everything that determines the rows, the codec version included.
+    `fingerprint`: of the teacher with the adapter of the query.
     """
     facts = [
         fingerprint,

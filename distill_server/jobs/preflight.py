@@ -20,7 +20,13 @@ from clients.config.on_policy import OnPolicyJob
 from clients.config.tables.common import TrainingJob
 from clients.preflight.files import check_here
 from clients.preflight.rollouts import check_rollouts
-from clients.preflight.teachers import check_teachers, field_of, label_of, services_of
+from clients.preflight.teachers import (
+    adapter_of,
+    check_teachers,
+    field_of,
+    label_of,
+    services_of,
+)
 from clients.teacher.client import TeacherClient, TeacherInfo
 from distill_server.jobs.student_tokens import StudentTokens
 from protos.errors import Forbidden, Unauthenticated, WrongState
@@ -54,8 +60,11 @@ class JobPreflight:
         # A pool of its own, so that checks of files do not wait for teachers that do not answer.
         self._askers = ThreadPoolExecutor(_ASKERS, "preflight-teachers")
         self._tokens = StudentTokens()
-        # The request and its start time, by the teacher's addresses and the job's field for them.
-        self._asked: dict[tuple[tuple[str, ...], str], tuple[asyncio.Task[TeacherInfo], float]] = {}
+        # The request and its start time, by the teacher's addresses, the job's field for them, and
+        # the adapter.
+        self._asked: dict[
+            tuple[tuple[str, ...], str, str], tuple[asyncio.Task[TeacherInfo], float]
+        ] = {}
 
     async def __call__(self, config: AnyJob, run: Path) -> None:
         """Raise the DistillError that the job's program would raise at its start.
@@ -70,7 +79,8 @@ class JobPreflight:
                     partial(check_here, config, run, hint=_REMEDY, here=self._here),
                 )
                 names = services_of(config)
-                asked = (self._info(names[name], field_of(name)) for name in names)
+                adapter = adapter_of(config)
+                asked = (self._info(names[name], field_of(name), adapter) for name in names)
                 rollouts = partial(check_rollouts, config, scope="preflight")
                 answers = asyncio.gather(*asked)
                 await asyncio.gather(_apart(self._askers, rollouts), answers)
@@ -84,12 +94,14 @@ class JobPreflight:
                 _MOST_SECONDS,
             )
 
-    async def _info(self, addresses: str | list[str], field: str) -> TeacherInfo:
-        key = (tuple([addresses] if isinstance(addresses, str) else addresses), field)
+    async def _info(self, addresses: str | list[str], field: str, adapter: str) -> TeacherInfo:
+        several = [addresses] if isinstance(addresses, str) else addresses
+        key = (tuple(several), field, adapter)
         task, began = self._asked.get(key, (None, 0.0))
         now = time.monotonic()
         if task is None or (task.done() and (now - began > _FRESH_SECONDS or task.exception())):
-            task = asyncio.create_task(_apart(self._askers, lambda: _ask(addresses, field)))
+            ask = partial(_ask, addresses, field, adapter)
+            task = asyncio.create_task(_apart(self._askers, ask))
             # Mark the error as retrieved: all callers may have been cancelled by then.
             task.add_done_callback(lambda done: done.exception())
             fresh = {k: v for k, v in self._asked.items() if now - v[1] <= _FRESH_SECONDS}
@@ -115,9 +127,11 @@ async def _apart(threads: ThreadPoolExecutor, look: Callable[[], _T]) -> _T:
     return await asyncio.get_running_loop().run_in_executor(threads, look)
 
 
-def _client(addresses: str | list[str], field: str) -> TeacherClient:
+def _client(addresses: str | list[str], field: str, adapter: str = "") -> TeacherClient:
     # The submitter chooses the address, so it gets a token with no more rights than a trainer's.
-    return TeacherClient(addresses, field=field, scope="preflight", patience_seconds=_MOST_SECONDS)
+    return TeacherClient(
+        addresses, field=field, scope="preflight", patience_seconds=_MOST_SECONDS, adapter=adapter
+    )
 
 
 def _vocabulary(addresses: str | list[str], field: str) -> Sequence[str]:
@@ -125,8 +139,8 @@ def _vocabulary(addresses: str | list[str], field: str) -> Sequence[str]:
         return client.vocabulary()
 
 
-def _ask(addresses: str | list[str], field: str) -> TeacherInfo:
-    with _client(addresses, field) as client:
+def _ask(addresses: str | list[str], field: str, adapter: str) -> TeacherInfo:
+    with _client(addresses, field, adapter) as client:
         try:
             return client.info()
         except (Unauthenticated, Forbidden) as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -20,7 +21,7 @@ from pydantic import TypeAdapter
 from clients.config.tables.teacher import TeacherLink
 from clients.data.regular_file import open_regular
 from clients.runs.directory import RunDirectory, replace_file
-from clients.runs.launch import teacher_command
+from clients.runs.launch import PROGRESS, teacher_command
 from protos.rpc.channel import TEACHER_TOKEN, token_of
 
 _NAME = ".teachers"
@@ -29,6 +30,7 @@ OPTIONS = frozenset(
     {"model", "engine", "dtype", "device", "max_batch_tokens", "batch_invariant", "gpus"}
 )
 _LISTENS = re.compile(rb"^teacher listening on (\S+:(\d+))$", re.MULTILINE)
+_LOADS = re.compile(rb" INFO %s stage=(.+)$" % PROGRESS.encode(), re.MULTILINE)
 # A teacher prints its address after what the engine prints while it loads.
 _MOST_BYTES = 8 << 20
 _LINE_CHARS = 500
@@ -101,6 +103,11 @@ def write_record(home: RunDirectory, record: Record) -> None:
             file.write(f"read {token}\n")
 
 
+def remove(home: RunDirectory) -> None:
+    """Remove the directory of a teacher that has ended, as far as it can be removed."""
+    shutil.rmtree(home.path, ignore_errors=True)
+
+
 def command(run: Path, *, attempt: int, processes: int, from_step: int | None = None) -> list[str]:
     """Return the command line of an attempt of the teacher in `run`."""
     record = read_record(RunDirectory(run))
@@ -113,6 +120,12 @@ def address_in(log: Path) -> tuple[str, int]:
     """Return HOST:PORT and port of a teacher that listens, by its log; ("", 0) before it does."""
     found = _LISTENS.search(_head(log))
     return ("", 0) if found is None else (found[1].decode(), int(found[2]))
+
+
+def stage_in(log: Path) -> str:
+    """Return the last stage of its start that a teacher logged; "" before the first one."""
+    found = _LOADS.findall(_head(log))
+    return found[-1].decode(errors="replace").strip()[:_LINE_CHARS] if found else ""
 
 
 def complaint_in(log: Path) -> str:

@@ -38,10 +38,10 @@ _TROUBLE_SECONDS = 5.0
 class Teacher:
     """One teacher: its record on the disk, and what this server knows about it.
 
-    `address` is "" until it listens. `deaths` counts its ends since it last listened; `rests_until`
-    is the monotonic time of the next start. `used_at` is the monotonic time at which a job last
-    used it or waited for it. `trouble` is why it ended last, `failure` why it is given up, and
-    `told` that its jobs know.
+    `address` is "" until it listens; `stage` is how far its start is then. `deaths` counts its ends
+    since it last listened; `rests_until` is the monotonic time of the next start. `used_at` is the
+    monotonic time at which a job last used it or waited for it. `trouble` is why it ended last,
+    `failure` why it is given up, and `told` that its jobs know.
     """
 
     key: str
@@ -50,6 +50,7 @@ class Teacher:
     used_at: float
     since: float = field(default_factory=time.time)
     address: str = ""
+    stage: str = ""
     deaths: int = 0
     rests_until: float = 0.0
     trouble: str = ""
@@ -85,7 +86,8 @@ class Teacher:
             case "RESTING":
                 return f"WAITING teacher.model: {self.trouble}; it starts again"
         again = f" ({self.trouble})" if self.trouble else ""
-        return f"WAITING teacher.model: it loads since {since}{again}"
+        stage = f", {self.stage}" if self.stage else ""
+        return f"WAITING teacher.model: it loads since {since}{again}{stage}"
 
 
 class StartedTeachers:
@@ -128,9 +130,13 @@ class StartedTeachers:
         for key, teacher in list(self._teachers.items()):
             if key in used:
                 teacher.used_at = now
-            if teacher.told or (not teacher.runs and (teacher.stops or self._is_idle(teacher))):
+            if teacher.told:  # its logs stay until the next start of the server
                 del self._teachers[key]
-            elif teacher.work is None:
+            elif teacher.work is not None:
+                continue
+            elif not teacher.runs and (teacher.stops or self._is_idle(teacher)):
+                self._do(teacher, self._forget(teacher))
+            else:
                 self._do(teacher, self._follow(teacher))
         works = [teacher.work for teacher in self._teachers.values() if teacher.work is not None]
         if works:
@@ -184,7 +190,8 @@ class StartedTeachers:
 
     def _do(self, teacher: Teacher, work: Coroutine[Any, Any, None]) -> None:
         def facts() -> tuple[object, ...]:
-            return teacher.state, teacher.address, teacher.runs, teacher.key in self._teachers
+            known = teacher.key in self._teachers
+            return teacher.state, teacher.address, teacher.stage, teacher.runs, known
 
         async def guarded() -> None:
             before = facts()
@@ -204,32 +211,43 @@ class StartedTeachers:
 
         teacher.work = asyncio.create_task(guarded())
 
+    async def _forget(self, teacher: Teacher) -> None:
+        """Forget a teacher that does not run any more, with its directory."""
+        await self._files.start(partial(homes.remove, teacher.home))
+        self._teachers.pop(teacher.key, None)
+
     async def _follow(self, teacher: Teacher) -> None:
         if time.monotonic() < teacher.rests_until or teacher.failure:
             return
         if not teacher.runs:
             await self._begin(teacher)
             return
-        outcome, address, port, complaint = await self._files.start(partial(self._see, teacher))
+        outcome, address, port, said = await self._files.start(partial(self._see, teacher))
         if isinstance(outcome, Running):
-            teacher.found = False
+            teacher.found, teacher.stage = False, said
             if address and not teacher.address and not teacher.stops:
                 await self._listens(teacher, address, port)
             if self._is_idle(teacher) and not teacher.stops:
                 self.stop(teacher)
         elif teacher.stops or (teacher.found and teacher.key not in self._used):
-            teacher.runs = False
-            del self._teachers[teacher.key]
+            teacher.runs, teacher.stops = False, True
+            await self._forget(teacher)
         else:
-            self._ended(teacher, outcome, complaint, listened=bool(teacher.address or address))
+            self._ended(teacher, outcome, said, listened=bool(teacher.address or address))
 
     def _see(self, teacher: Teacher) -> tuple[Outcome, str, int, str]:
-        """Poll a teacher and read its log; blocking."""
+        """Poll a teacher and read its log: its address, and how far it is or why it ended.
+
+        Blocking.
+        """
         file = teacher.home.log_file(teacher.record.attempt)
         outcome = self._runner.poll(teacher.home, teacher.record.attempt)
         address, port = ("", 0) if teacher.address else homes.address_in(file)
-        complaint = "" if isinstance(outcome, Running) else homes.complaint_in(file)
-        return outcome, address, port, complaint
+        if not isinstance(outcome, Running):
+            said = homes.complaint_in(file)
+        else:
+            said = "" if teacher.address or address else homes.stage_in(file)
+        return outcome, address, port, said
 
     async def _listens(self, teacher: Teacher, address: str, port: int) -> None:
         # The next attempt listens on the same port, so that trainers find it.
@@ -253,7 +271,7 @@ class StartedTeachers:
             teacher.failure = f"teacher.model: its teacher cannot be started: {complaint}"
 
     def _died(self, teacher: Teacher, trouble: str) -> None:
-        teacher.runs, teacher.address, teacher.trouble = False, "", trouble
+        teacher.runs, teacher.address, teacher.stage, teacher.trouble = False, "", "", trouble
         pause = 0.0
         if teacher.deaths:
             doubled = self._policy.backoff * 2 ** min(30, teacher.deaths - 1)

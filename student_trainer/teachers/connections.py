@@ -47,6 +47,7 @@ def connect(config: AnyTraining) -> Iterator[Mapping[str, Connection]]:
                     patience_seconds=config.teacher.patience_seconds,
                     max_prefetch_bytes=config.teacher.prefetch_mib * _MIB // len(addresses),
                     field=field_of(name),
+                    adapter=config.teacher.adapter or "",
                 )
             )
             for name, address in addresses.items()

@@ -190,6 +190,7 @@ def _teacher(job: CaptureJob) -> Iterator[tuple[TeacherFacts, MakeSource]]:
             patience_seconds=patience,
             max_prefetch_bytes=ahead,
             background=True,
+            adapter=job.teacher.adapter or "",
         ) as client:
             facts = TeacherFacts.of_service(client)
             yield facts, lambda plan, ask: ServiceSource(client, plan, ask, ahead)

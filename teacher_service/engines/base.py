@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError
 from protos.rows.codec import RowBlock
+from teacher_service.models.adapters import Adapter
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class EngineInfo:
     `vocabulary[i]` is the token with id i ("" for an unused id); it may be shorter than
     `vocab_size`, the width of the logits. `max_length` is in tokens. `fingerprint` and `version`
     change with every weight update. `batch_invariant`: the rows of a sequence do not depend on
-    the other sequences in its batch.
+    the other sequences in its batch. `adapters`: the fingerprint of the rows with each adapter, by
+    its name.
     """
 
     model: str
@@ -53,6 +55,11 @@ class EngineInfo:
     batch_invariant: bool
     version: int = 0
     limits: EngineLimits = EngineLimits()
+    adapters: Mapping[str, str] = field(default_factory=dict)
+
+    def fingerprint_for(self, adapter: str) -> str:
+        """Return the fingerprint of the rows with an adapter; "": without one."""
+        return self.adapters[adapter] if adapter else self.fingerprint
 
     def after(self, update: WeightUpdate) -> EngineInfo:
         """Return the info after `update`: version + 1 and a new fingerprint.
@@ -151,6 +158,15 @@ class TakesWeights(Protocol):
     def update(self, update: WeightUpdate) -> None:
         """Apply `update`. Afterwards `info` has the new fingerprint and version."""
         ...
+
+
+def with_adapters(info: EngineInfo, adapters: Sequence[Adapter]) -> EngineInfo:
+    """Return the info of an engine that also scores with `adapters`.
+
+    Its fingerprint without an adapter is unchanged, so that a teacher may be given further ones.
+    """
+    facts = {one.name: {"model": info.fingerprint, "adapter": one.digest} for one in adapters}
+    return replace(info, adapters={name: fingerprint_of(of_one) for name, of_one in facts.items()})
 
 
 def fingerprint_of(facts: Mapping[str, object]) -> str:

@@ -1,4 +1,4 @@
-"""The endpoint engine: rows from a vLLM server that somebody else runs, over HTTP.
+"""The endpoint engine: rows from a vLLM or SGLang server that somebody else runs, over HTTP.
 
 The teacher service stays in front of the server: one cache, one fair queue, one encoding for many
 students. What the server cannot compute is refused, see `EngineLimits`: temperatures other than 1,
@@ -23,11 +23,11 @@ from teacher_service.engines.base import EngineInfo, EngineLimits, fingerprint_o
 from teacher_service.engines.endpoint_http import HttpEndpoint, Refused
 from teacher_service.engines.endpoint_wire import (
     CHOSEN_IDS,
-    LIKELIEST,
+    SGLANG,
+    VLLM,
+    LikeliestWire,
     ask_chosen_ids,
-    ask_likeliest,
     rows_of_chosen_ids,
-    rows_of_likeliest,
 )
 from teacher_service.models.files import model_directory
 from teacher_service.models.loading import load_vocabulary
@@ -43,7 +43,7 @@ _MOST_IDS = 1 << 22  # no vocabulary is larger
 
 
 class EndpointEngine:
-    """A model behind the HTTP interface of vLLM.
+    """A model behind the HTTP interface of vLLM or SGLang.
 
     Nothing proves which weights the server has: the fingerprint is of the model's name there, its
     limits and the tokenizer. Start a teacher with another `served_model`, or without a cache, when
@@ -51,13 +51,21 @@ class EndpointEngine:
     """
 
     def __init__(
-        self, url: str, *, tokenizer: str, served_model: str, max_top_k: int, step_tokens: int
+        self,
+        url: str,
+        *,
+        tokenizer: str,
+        served_model: str,
+        max_top_k: int,
+        step_tokens: int,
+        wires: Sequence[LikeliestWire] = (VLLM, SGLANG),
     ) -> None:
         """Connect, and find out what the server can do.
 
         `tokenizer`: directory or hub id. `served_model`: the model's name at the server; "": the
         only one. `max_top_k`: most head ids of a row. `step_tokens`: half of the tokens that are in
-        flight; see Feeder. $DISTILL_ENDPOINT_KEY is sent as a bearer token.
+        flight; see Feeder. `wires`: the ways to ask, of which the first that the server answers is
+        taken. $DISTILL_ENDPOINT_KEY is sent as a bearer token.
 
         Raises InvalidInput if the server has no such model, returns no log-probs of prompts, or has
         a smaller vocabulary than the tokenizer; Unauthenticated if it refuses the key; Unavailable
@@ -74,8 +82,9 @@ class EndpointEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
         self._thread.start()
         self._model = served_model
+        self._wire = wires[0]
         try:
-            self.info = self._begin(self._describe(vocabulary, max_top_k)).result()
+            self.info = self._begin(self._describe(vocabulary, max_top_k, wires)).result()
         except DistillError:
             self.close()
             raise
@@ -104,8 +113,7 @@ class EndpointEngine:
         self.tokens_asked += len(query.token_ids)
         try:
             if query.head_ids is None:
-                answer = await self._http.post(LIKELIEST, ask_likeliest(query, self._model))
-                return rows_of_likeliest(query, answer)
+                return await self._likeliest(query)
             answer = await self._http.post(CHOSEN_IDS, ask_chosen_ids(query, self._model))
             return rows_of_chosen_ids(query, answer)
         except Refused as error:
@@ -131,17 +139,27 @@ class EndpointEngine:
         for field, problem, hint in wrong:
             raise InvalidInput(f"this teacher's endpoint {problem}", field=field, hint=hint)
 
-    async def _describe(self, vocabulary: tuple[str, ...], max_top_k: int) -> EngineInfo:
+    async def _likeliest(self, query: ScoreQuery) -> RowBlock:
+        answer = await self._http.post(self._wire.path, self._wire.ask(query, self._model))
+        return self._wire.rows(query, answer)
+
+    async def _describe(
+        self, vocabulary: tuple[str, ...], max_top_k: int, wires: Sequence[LikeliestWire]
+    ) -> EngineInfo:
         entry = await self._find_model()
         length = int(entry.get("max_model_len") or _MAX_LENGTH)
-        width = await self._width(len(vocabulary))
-        likeliest = await self._most(self._takes_likeliest, min(max_top_k, width))
-        if not likeliest:
+        for self._wire in wires:
+            if await self._takes_likeliest(1):
+                break
+        else:
             raise InvalidInput(
                 f"{self._http.url} returns no log-probs of prompts",
                 field="--model",
-                hint="give a server whose /v1/completions answers prompt_logprobs, such as vLLM",
+                hint="give a server whose /v1/completions answers prompt_logprobs, such as vLLM, or"
+                " whose /generate answers return_logprob, such as SGLang",
             )
+        width = await self._width(len(vocabulary))
+        likeliest = await self._most(self._takes_likeliest, min(max_top_k, width))
         chosen = await self._most(self._takes_chosen_ids, min(max_top_k + 1, width))
         log.info(
             "a row has at most %d ids that the endpoint chooses, or %d that a student chooses",
@@ -224,7 +242,7 @@ class EndpointEngine:
     async def _takes_token(self, token: int) -> bool:
         query = ScoreQuery(np.full(2, token, np.int32), 1, top_k=1)
         try:
-            await self._http.post(LIKELIEST, ask_likeliest(query, self._model))
+            await self._http.post(self._wire.path, self._wire.ask(query, self._model))
         except Refused:
             return False
         return True
@@ -232,8 +250,7 @@ class EndpointEngine:
     async def _takes_likeliest(self, count: int) -> bool:
         query = ScoreQuery(np.zeros(2, np.int32), 1, top_k=count)
         try:
-            answer = await self._http.post(LIKELIEST, ask_likeliest(query, self._model))
-            rows_of_likeliest(query, answer)
+            await self._likeliest(query)
         except (Refused, Corrupt):
             return False
         return True

@@ -1,7 +1,8 @@
-"""Requests to a vLLM server for the log-probs of a prompt, and the rows in its answers.
+"""Requests to a server for the log-probs of a prompt, and the rows in its answers.
 
-vLLM has two ways. `/inference/v1/generate` scores given ids of each row and answers with one array;
-`/v1/completions` returns the k likeliest ids of each row, and the sampled token, as JSON. In both,
+vLLM has two ways: `/inference/v1/generate` scores given ids of each row, sent as one array;
+`/v1/completions` returns the k likeliest ids of each row, and the sampled token, as JSON. SGLang's
+`/generate` has the same, in other words; ids that it is given are the same for all rows. In all,
 the head's log-probs and the token's come from the server; the tail mass is one minus the head's.
 """
 
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,6 @@ from protos.rows.codec import RowBlock
 from protos.rows.prompt_logprobs import block_of_head, rows_of_listed
 
 CHOSEN_IDS = "/inference/v1/generate"
-LIKELIEST = "/v1/completions"
 
 
 def ask_chosen_ids(query: ScoreQuery, model: str) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def rows_of_chosen_ids(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock
         return block_of_head(query.head_ids, found[:, :k], found[:, -1], draws)
 
 
-def ask_likeliest(query: ScoreQuery, model: str) -> dict[str, Any]:
+def _ask_vllm(query: ScoreQuery, model: str) -> dict[str, Any]:
     """Return the body that asks for the `top_k` likeliest ids of each row."""
     return {
         "model": model,
@@ -69,8 +70,8 @@ def ask_likeliest(query: ScoreQuery, model: str) -> dict[str, Any]:
     }
 
 
-def rows_of_likeliest(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
-    """Return the rows in the answer to `ask_likeliest`; see `rows_of_listed`.
+def _rows_of_vllm(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
+    """Return the rows in the answer to `_ask_vllm`; see `rows_of_listed`.
 
     Raises Corrupt if the answer has other rows than asked for.
     """
@@ -80,6 +81,61 @@ def rows_of_likeliest(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
         raise _corrupt("has no prompt_logprobs") from error
     with _corrupt_if_refused():
         return rows_of_listed(listed, query.token_ids[query.start :], query.k)
+
+
+def _ask_sglang(query: ScoreQuery, model: str) -> dict[str, Any]:
+    """Return the body that asks SGLang, which has one model, for what `_ask_vllm` asks for."""
+    return {
+        "input_ids": query.token_ids.tolist(),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+        "return_logprob": True,
+        # The first token after it has the first log-prob.
+        "logprob_start_len": query.start - 1,
+        "top_logprobs_num": query.k,
+    }
+
+
+def _rows_of_sglang(query: ScoreQuery, answer: Mapping[str, Any]) -> RowBlock:
+    """Return the rows in the answer to `_ask_sglang`; a log-prob is [NATS, ID, ...] there.
+
+    Raises Corrupt if the answer has other rows than asked for.
+    """
+    tokens = query.token_ids[query.start :]
+    try:
+        found = answer["meta_info"]
+        of_tokens = [one[:2] for one in found["input_token_logprobs"][-query.rows :]]
+        of_head = [[one[:2] for one in row] for row in found["input_top_logprobs"][-query.rows :]]
+        scored, head = np.array(of_tokens, np.float64), np.array(of_head, np.float64)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _corrupt(f"has no log-probs of the input: {error!r}") from error
+    if scored.shape != (query.rows, 2) or not np.array_equal(scored[:, 1], tokens):
+        raise _corrupt("has log-probs of other tokens")
+    if head.shape != (query.rows, query.k, 2):
+        expected = [query.rows, query.k]
+        raise _corrupt(f"has {list(head.shape[:2])} likeliest ids in place of {expected}")
+    with _corrupt_if_refused():
+        return block_of_head(
+            head[:, :, 1].astype(np.int32),
+            head[:, :, 0].astype(np.float32),
+            scored[:, 0].astype(np.float32),
+        )
+
+
+@dataclass(frozen=True)
+class LikeliestWire:
+    """How a server is asked for the `top_k` likeliest ids of each row, and answers.
+
+    `ask` makes the body of a POST to `path` of a query and the name of the model; `rows` reads the
+    answer, and raises Corrupt if it has other rows than asked for.
+    """
+
+    path: str
+    ask: Callable[[ScoreQuery, str], dict[str, Any]]
+    rows: Callable[[ScoreQuery, Mapping[str, Any]], RowBlock]
+
+
+VLLM = LikeliestWire("/v1/completions", _ask_vllm, _rows_of_vllm)
+SGLANG = LikeliestWire("/generate", _ask_sglang, _rows_of_sglang)
 
 
 def _columns(query: ScoreQuery) -> NDArray[np.int32]:

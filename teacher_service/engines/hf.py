@@ -14,11 +14,19 @@ from torch import Tensor
 from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import DistillError, InvalidInput, WrongState
 from protos.rows.codec import RowBlock
-from teacher_service.engines.base import EngineInfo, TensorSpec, WeightUpdate, fingerprint_of
+from teacher_service.engines.base import (
+    EngineInfo,
+    TensorSpec,
+    WeightUpdate,
+    fingerprint_of,
+    with_adapters,
+)
+from teacher_service.engines.hf_adapters import HfAdapters
 from teacher_service.engines.hf_weights import ModelWeights
 from teacher_service.head.head import Head
 from teacher_service.head.scale_and_cap import probe_head
 from teacher_service.head.stored_head import require_plain_weight
+from teacher_service.models.adapters import Adapter
 from teacher_service.models.digests import FileDigests
 from teacher_service.models.files import (
     file_facts,
@@ -27,7 +35,13 @@ from teacher_service.models.files import (
     weight_files,
 )
 from teacher_service.models.load_progress import LoadProgress
-from teacher_service.models.loading import body_of, load_model, load_vocabulary, not_linear
+from teacher_service.models.loading import (
+    body_of,
+    load_model,
+    load_vocabulary,
+    max_length_of,
+    not_linear,
+)
 
 
 class HfEngine:
@@ -48,9 +62,10 @@ class HfEngine:
         dtype: str = "auto",
         device: str = "auto",
         batch_invariant: bool = False,
+        adapters: Sequence[Adapter] = (),
         progress: LoadProgress | None = None,
     ) -> None:
-        """Load the model; `progress` follows it."""
+        """Load the model; `progress` follows it. Queries may name one of `adapters`."""
         progress = progress or LoadProgress()
         path = model_directory(model)
         self._device = _device(device)
@@ -71,18 +86,24 @@ class HfEngine:
         self._head = Head(head.weight.detach(), bias, scale_and_cap=scale_and_cap)
         self._batch_invariant = batch_invariant
         self._weights = ModelWeights(self._model)
+        self._adapters = HfAdapters(self._model, adapters)
         progress.begin("computing the digests of its files")
-        self.info = self._describe(model, path, digests)
+        self.info = with_adapters(self._describe(model, path, digests), adapters)
 
     def parameters(self) -> Mapping[str, TensorSpec]:
         """Return the spec of each parameter by name; a tied weight appears once.
 
-        Raises WrongState if the weights are quantised.
+        Raises WrongState if the weights are quantised, or if there are adapters.
         """
         if getattr(self._model, "hf_quantizer", None) is not None:
             raise WrongState(
                 "the weights of a quantised model cannot be replaced",
                 hint="serve an unquantised checkpoint",
+            )
+        if self.info.adapters:
+            raise WrongState(
+                "the weights of a teacher with adapters cannot be replaced",
+                hint="start it without --adapter",
             )
         return self._weights.specs()
 
@@ -104,9 +125,16 @@ class HfEngine:
         self._weights.require_intact()
         if self._batch_invariant:
             return [answer for query in queries for answer in self._score_together([query])]
-        return self._score_together(queries)
+        answers: dict[int, RowBlock | DistillError] = {}
+        for name in sorted({query.adapter for query in queries}):
+            places = [i for i, query in enumerate(queries) if query.adapter == name]
+            found = self._score_together([queries[place] for place in places])
+            answers |= zip(places, found, strict=True)
+        return [answers[place] for place in range(len(queries))]
 
     def _score_together(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
+        """Score queries of one adapter in one batch."""
+        self._adapters.use(queries[0].adapter)
         hidden = self._hidden([query.token_ids for query in queries])
         # Row t comes from the state that has seen tokens 0..t-1.
         states = [
@@ -135,9 +163,7 @@ class HfEngine:
         return states
 
     def _max_length(self) -> int:
-        # A model of text and images, such as Gemma 3, has the limit in its `text_config`.
-        config = self._model.config.get_text_config()
-        return int(getattr(config, "max_position_embeddings", None) or 4096)
+        return max_length_of(self._model)
 
     def _describe(self, model: str, path: Path, digests: FileDigests) -> EngineInfo:
         tokens = load_vocabulary(path)

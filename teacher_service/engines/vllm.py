@@ -21,10 +21,11 @@ from clients.teacher.query import ScoreQuery, tokenizer_fingerprint
 from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, concatenate
 from protos.vllm_processes import executor, require_vllm
-from teacher_service.engines.base import EngineInfo, fingerprint_of
+from teacher_service.engines.base import EngineInfo, fingerprint_of, with_adapters
 from teacher_service.engines.vllm_process import VllmProcess
 from teacher_service.engines.vllm_wire import decode_answer, encode_query, part_of
 from teacher_service.head.linear_head import HeadTensors, find_head
+from teacher_service.models.adapters import OPTION, Adapter
 from teacher_service.models.digests import FileDigests
 from teacher_service.models.files import (
     file_facts,
@@ -33,10 +34,12 @@ from teacher_service.models.files import (
     weight_files,
 )
 from teacher_service.models.load_progress import LoadProgress, read_failure
-from teacher_service.models.loading import load_skeleton, load_vocabulary
+from teacher_service.models.loading import load_skeleton, load_vocabulary, max_length_of
 from teacher_service.models.quantisation import quantisation_of
 
 _WORKER = "teacher_service.engines.vllm_worker.ScoringWorker"
+# vLLM's sizes of the memory for adapters, by largest rank.
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class VllmEngine:
@@ -60,9 +63,10 @@ class VllmEngine:
         tensor_parallel_size: int = 1,
         gpu_memory_share: float = 0.9,
         max_batch_tokens: int = 16384,
+        adapters: Sequence[Adapter] = (),
         progress: LoadProgress | None = None,
     ) -> None:
-        """Start vLLM; `progress` follows it."""
+        """Start vLLM; `progress` follows it. Queries may name one of `adapters`."""
         progress = progress or LoadProgress()
         require_vllm()
         path = model_directory(model)
@@ -78,7 +82,10 @@ class VllmEngine:
             "max_num_batched_tokens": max_batch_tokens,
             "max_num_seqs": min(256, max_batch_tokens),
             "scheduling_policy": "priority",
-            "long_prefill_token_threshold": max(1, max_batch_tokens // 4),
+            # vLLM takes no more than the longest sequence.
+            "long_prefill_token_threshold": max(
+                1, min(max_batch_tokens // 4, max_length_of(skeleton))
+            ),
             "long_prefill_token_threshold_adaptive": True,
             "worker_cls": _WORKER,
             "distributed_executor_backend": executor(tensor_parallel_size),
@@ -87,9 +94,11 @@ class VllmEngine:
             "additional_config": {
                 "head": [head.weight.weight, head.weight.scales, head.bias],
                 "scale_and_cap": [head.scale_and_cap.scale, head.scale_and_cap.cap],
+                "vocab_size": head.vocab_size,
                 "teacher_pid": os.getpid(),
             },
         }
+        options |= _lora_options(adapters)
         if head.weight.scales is not None:
             options["hf_overrides"] = _without_head(path)
         progress.begin("starting vLLM and reading its weights")
@@ -99,10 +108,13 @@ class VllmEngine:
                 self._vllm = VllmProcess(options)
             except (ValueError, RuntimeError) as error:
                 raise _not_started(path, read_failure(file) or str(error)) from error
+        for number, adapter in enumerate(adapters, 1):
+            progress.begin(f"reading the adapter {adapter.name}")
+            self._load(adapter, number)
         progress.begin("computing the digests of its files")
         cache = self._vllm.config.cache_config
         self._block = cache.block_size if cache.enable_prefix_caching else None
-        self.info = self._describe(model, path, head, tokens, digests)
+        self.info = with_adapters(self._describe(model, path, head, tokens, digests), adapters)
 
     def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
         """Return one result for each query, in order.
@@ -170,14 +182,26 @@ class VllmEngine:
         """
         # The last token is left out, because it predicts nothing.
         prompt = query.token_ids[:-1].tolist()
-        fields = encode_query(query)
-        pooled = await self._vllm.pool(prompt, fields, turn, read_cache=read_cache)
+        fields, adapter = encode_query(query), query.adapter
+        pooled = await self._vllm.pool(prompt, fields, turn, read_cache=read_cache, adapter=adapter)
         answer = decode_answer(pooled)
         if isinstance(answer, DistillError):
             raise answer
         if query.head_ids is not None:
             answer = replace(answer, head_ids=query.head_ids[-len(answer) :])
         return answer
+
+    def _load(self, adapter: Adapter, number: int) -> None:
+        """Load an adapter into vLLM's processes. Raises InvalidInput if it is not of the model."""
+        try:
+            self._vllm.add_adapter(adapter.name, number, adapter.path)
+        except Exception as error:  # of vLLM's process; it has no class for it
+            self._vllm.close()
+            raise InvalidInput(
+                f"vLLM cannot use the adapter {adapter.path}: {' '.join(str(error).split())[:300]}",
+                field=OPTION,
+                hint="give an adapter of this model, or merge it and serve the merged model",
+            ) from error
 
     def _describe(
         self,
@@ -212,6 +236,27 @@ class VllmEngine:
             name="vllm",
             batch_invariant=False,
         )
+
+
+def _lora_options(adapters: Sequence[Adapter]) -> dict[str, Any]:
+    if not adapters:
+        return {}
+    rank = max(adapter.rank for adapter in adapters)
+    if rank > _LORA_RANKS[-1]:
+        raise InvalidInput(
+            f"vLLM has adapters of at most rank {_LORA_RANKS[-1]}, not {rank}",
+            field=OPTION,
+            hint="merge it and serve the merged model",
+        )
+    return {
+        "enable_lora": True,
+        # On a CPU, vLLM computes requests without an adapter with its last one (index -1): it stays
+        # empty there.
+        "max_loras": len(adapters) + (not torch.cuda.is_available()),
+        "max_lora_rank": next(size for size in _LORA_RANKS if size >= rank),
+        # Not the head: ours takes its place.
+        "lora_target_modules": sorted(frozenset().union(*(one.layers for one in adapters))),
+    }
 
 
 def _without_head(path: Path) -> dict[str, Any]:

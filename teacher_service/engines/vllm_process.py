@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -42,6 +43,7 @@ class VllmProcess:
         self._ids = itertools.count()
         self.cached_tokens = 0
         self._closing = False
+        self._adapters: dict[str, Any] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
@@ -64,13 +66,20 @@ class VllmProcess:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def pool(
-        self, token_ids: Sequence[int], fields: Mapping[str, Any], turn: int, *, read_cache: bool
+        self,
+        token_ids: Sequence[int],
+        fields: Mapping[str, Any],
+        turn: int,
+        *,
+        read_cache: bool,
+        adapter: str = "",
     ) -> Tensor:
         """Return the output of the worker's pooler for `token_ids`, uint8 [n].
 
         `fields` are the extra arguments that the pooler receives. vLLM begins the request of the
-        lowest `turn` first, if its options say so. With `read_cache` False the
-        request does not read vLLM's prefix cache. Raises Unavailable if vLLM was stopped.
+        lowest `turn` first, if its options say so. With `read_cache` False the request does not
+        read vLLM's prefix cache. `adapter`: of `add_adapter`; "": none. Raises Unavailable if vLLM
+        was stopped.
         """
         from vllm import PoolingParams
         from vllm.inputs import tokens_input
@@ -79,8 +88,13 @@ class VllmProcess:
         params = PoolingParams(
             task=_TASK, extra_kwargs=dict(fields), skip_reading_prefix_cache=not read_cache
         )
-        prompt, name = tokens_input(list(token_ids)), str(next(self._ids))
-        stream = self._llm.encode(prompt, params, name, priority=turn)
+        stream = self._llm.encode(
+            tokens_input(list(token_ids)),
+            params,
+            str(next(self._ids)),
+            lora_request=self._adapters.get(adapter),
+            priority=turn,
+        )
         try:
             async for output in stream:
                 pooled: Tensor = output.outputs.data
@@ -89,6 +103,14 @@ class VllmProcess:
             self._watch.check()
             raise Unavailable("the teacher is stopping", hint="start it again") from error
         return pooled
+
+    def add_adapter(self, name: str, number: int, path: Path) -> None:
+        """Load the adapter in the directory `path`. Raises what vLLM raises if it cannot."""
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest(name, number, str(path.absolute()))
+        self.run(self._llm.add_lora(request))
+        self._adapters[name] = request
 
     def call_worker(self, method: str) -> Any:
         """Call `method` on every worker and return the first worker's result."""

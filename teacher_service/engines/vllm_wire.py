@@ -32,6 +32,7 @@ def encode_query(query: ScoreQuery) -> dict[str, Any]:
         "tail_samples": query.tail_samples,
         "seed": query.seed,
         "vocab_size": query.vocab_size,
+        "adapter": query.adapter,
     }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt4
 from vllm.model_executor.layers.pooler import PoolingParamsUpdate
@@ -29,6 +30,7 @@ from teacher_service.engines.vllm_wire import decode_query, encode_answer, part_
 from teacher_service.head.head import Head
 from teacher_service.head.scale_and_cap import ScaleAndCap
 from teacher_service.head.stored_head import StoredWeight, read_tensor, read_weight
+from teacher_service.head.vocabulary_shard import VocabularyShard
 from teacher_service.models.files import weight_files
 from teacher_service.models.load_progress import write_failure, write_share
 
@@ -42,10 +44,10 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class ScoringWorker(_Worker):  # type: ignore[misc]
-    """vLLM's worker for this platform, with the full head on rank 0.
+    """vLLM's worker for this platform, with its part of the head.
 
-    The head is loaded before vLLM measures free memory, so that it counts in the memory share. It
-    takes V x H values on one device, however many devices share the body.
+    The head is loaded before vLLM measures free memory, so that it counts in the memory share. Of R
+    ranks each has V / R of its rows, and every rank computes the logits of its ids.
     """
 
     def load_model(self, **options: Any) -> None:
@@ -64,23 +66,31 @@ class ScoringWorker(_Worker):  # type: ignore[misc]
         except Exception as error:
             write_failure(Path(ours["progress_file"]), str(error))
             raise
-        head = None
-        if self.rank == 0:  # vLLM reads only the output of rank 0
-            weight, scales, bias = ours["head"]
-            stored = StoredWeight(weight, scales)
-            head = self._load_head(stored, bias, ScaleAndCap(*ours["scale_and_cap"]))
-        self.model_runner.get_model().pooler = RowPooler(head)
+        weight, scales, bias = ours["head"]
+        head = self._load_head(
+            StoredWeight(weight, scales),
+            bias,
+            ScaleAndCap(*ours["scale_and_cap"]),
+            _shard(ours["vocab_size"]),
+        )
+        # vLLM reads only the output of rank 0.
+        self.model_runner.get_model().pooler = RowPooler(head, answers=self.rank == 0)
 
     def _load_head(
-        self, stored: StoredWeight, bias_name: str | None, scale_and_cap: ScaleAndCap
+        self,
+        stored: StoredWeight,
+        bias_name: str | None,
+        scale_and_cap: ScaleAndCap,
+        shard: VocabularyShard | None,
     ) -> Head:
         path, dtype = Path(self.model_config.model), self.model_config.dtype
-        weight = read_weight(path, stored).to(self.device, dtype)
+        ids = None if shard is None else shard.ids
+        weight = _padded(read_weight(path, stored, ids).to(self.device, dtype), shard)
         bias = None
         if bias_name is not None:
-            bias = read_tensor(path, bias_name).to(self.device, dtype)
+            bias = _padded(read_tensor(path, bias_name, ids).to(self.device, dtype), shard)
         product = None if weight.is_cuda else cpu_product(weight)
-        return Head(weight, bias, product, scale_and_cap)
+        return Head(weight, bias, product, scale_and_cap, shard)
 
     def attention_backends(self) -> list[str]:
         """Return the sorted names of the attention backends.
@@ -94,6 +104,21 @@ class ScoringWorker(_Worker):  # type: ignore[misc]
         """Return the numbers of steps and of their tokens since the start."""
         pooler = self.model_runner.get_model().pooler
         return pooler.steps, pooler.tokens
+
+
+def _shard(vocab_size: int) -> VocabularyShard | None:
+    """Return the part of the vocabulary of this process; None if it has the whole."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return None
+    return VocabularyShard(vocab_size, group.rank_in_group, group.world_size, group.device_group)
+
+
+def _padded(rows: Tensor, shard: VocabularyShard | None) -> Tensor:
+    """Return `rows` [n, ...] with zeros behind them, for as many columns as every rank has."""
+    if shard is None or len(rows) == shard.width:
+        return rows
+    return torch.cat([rows, rows.new_zeros(shard.width - len(rows), *rows.shape[1:])])
 
 
 def _refuse_experts(*_: object, **__: object) -> None:
@@ -156,13 +181,14 @@ class _Progress:
 class RowPooler(torch.nn.Module):
     """A pooler of vLLM that turns hidden states into encoded rows.
 
-    `head` is None on ranks other than 0, whose output vLLM does not read. `steps` and `tokens`
-    count what has been computed.
+    `answers`: False on the ranks whose output vLLM does not read; they compute their part of rows
+    all the same. `steps` and `tokens` count what has been computed.
     """
 
-    def __init__(self, head: Head | None) -> None:
+    def __init__(self, head: Head, *, answers: bool = True) -> None:
         super().__init__()
         self._head = head
+        self._answers = answers
         self.steps = self.tokens = 0
 
     def get_supported_tasks(self) -> set[str]:
@@ -183,8 +209,6 @@ class RowPooler(torch.nn.Module):
         self.tokens += len(hidden_states)
         cursor = pooling_metadata.get_pooling_cursor()
         finished = cursor.get_finished_mask()
-        if self._head is None:
-            return [_NOTHING if ends else None for ends in finished]
         counts = cursor.num_scheduled_tokens_cpu.tolist()
         requests = [
             _progress(state, params, count)
@@ -196,7 +220,9 @@ class RowPooler(torch.nn.Module):
             )
         ]
         chunks = torch.split(hidden_states, counts)
-        self._add(self._head, requests, chunks, cursor.seq_lens_cpu.tolist())
+        self._add(requests, chunks, cursor.seq_lens_cpu.tolist())
+        if not self._answers:
+            return [_NOTHING if ends else None for ends in finished]
         return [
             _encoded(request) if ends else None
             for request, ends in zip(requests, finished, strict=True)
@@ -204,7 +230,6 @@ class RowPooler(torch.nn.Module):
 
     def _add(
         self,
-        head: Head,
         requests: Sequence[_Progress],
         chunks: Sequence[Tensor],
         seen: Sequence[int],
@@ -220,7 +245,7 @@ class RowPooler(torch.nn.Module):
                 due.append(request)
                 parts.append(part_of(request.query, first, end + 1))
                 states.append(chunk[len(chunk) - (end + 1 - first) :])
-        for request, part, answer in zip(due, parts, head.score(parts, states), strict=True):
+        for request, part, answer in zip(due, parts, self._head.score(parts, states), strict=True):
             request.add(part.start, answer)
 
 

@@ -21,13 +21,16 @@ from protos.rows.codec import RowBlock
 from teacher_service.head.scale_and_cap import PLAIN, ScaleAndCap
 from teacher_service.head.scoring import score_hidden
 from teacher_service.head.uniforms import uniforms_of
+from teacher_service.head.vocabulary import WHOLE, Vocabulary
+from teacher_service.head.vocabulary_shard import VocabularyShard
 
 
 class Head:
     """One linear layer: `weight` [V, H] and `bias` [V], on the device of the hidden states.
 
     `product` is an optional faster hidden @ weight.T, as in `score_hidden`. `scale_and_cap`: how
-    the products become logits.
+    the products become logits. `shard`: the part of the vocabulary that weight and bias are of, if
+    several processes share the head; `score` is then collective.
     """
 
     def __init__(
@@ -36,11 +39,13 @@ class Head:
         bias: Tensor | None,
         product: Callable[[Tensor], Tensor] | None = None,
         scale_and_cap: ScaleAndCap = PLAIN,
+        shard: VocabularyShard | None = None,
     ) -> None:
         self.weight = weight
         self.bias = bias
         self._product = product
         self._scale_and_cap = scale_and_cap
+        self._shard = shard
 
     def score(
         self, queries: Sequence[ScoreQuery], states: Sequence[Tensor]
@@ -82,7 +87,7 @@ class Head:
         if queries[0].tail_samples:
             drawn = np.concatenate([uniforms_of(query) for query in queries])
             uniforms = torch.from_numpy(drawn).to(self.weight.device)
-        weight, bias, product = self._narrowed(queries[0].vocab_size)
+        weight, bias, product, vocabulary = self._narrowed(queries[0].vocab_size)
         scored = score_hidden(
             torch.cat(list(states)),
             weight,
@@ -96,6 +101,7 @@ class Head:
             uniforms=uniforms,
             draw_ids=self._long(np.concatenate(draws)) if draws else None,
             first_position=queries[0].start,
+            vocabulary=vocabulary,
         )
         return RowBlock(
             head_ids=scored.head_ids.to(torch.int32).cpu().numpy(),
@@ -109,13 +115,18 @@ class Head:
 
     def _narrowed(
         self, vocab_size: int | None
-    ) -> tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor] | None]:
-        """Return weight, bias and product of the first `vocab_size` ids, as views."""
+    ) -> tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor] | None, Vocabulary]:
+        """Return weight, bias and product of the first `vocab_size` ids, as views; and the ids.
+
+        A shard keeps all its weights, so that the ranks have the same shapes.
+        """
+        if self._shard is not None:
+            return self.weight, self.bias, self._product, self._shard.narrowed(vocab_size)
         product = self._product
         if product is not None and vocab_size is not None:
             product = partial(_first_columns, product, vocab_size)
         bias = None if self.bias is None else self.bias[:vocab_size]
-        return self.weight[:vocab_size], bias, product
+        return self.weight[:vocab_size], bias, product, WHOLE
 
     def _long(self, ids: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(ids.astype(np.int64)).to(self.weight.device)

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from protos.errors import Corrupt
 from teacher_service.head.scale_and_cap import PLAIN, ScaleAndCap
-from teacher_service.head.tail_samples import draw
+from teacher_service.head.vocabulary import WHOLE, Vocabulary
 
 # Float32 logits of one GEMM. With fewer rows, a GPU would spend its time reading the weights.
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 _CACHE_BYTES = 4 << 20
-_GROUP = 64  # logits per group in the top-k search
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,7 @@ def score_hidden(
     draw_ids: Tensor | None = None,
     chunk_rows: int | None = None,
     first_position: int = 0,
+    vocabulary: Vocabulary = WHOLE,
 ) -> ScoredRows:
     """Return rows of log_softmax(logits / temperature).
 
@@ -65,7 +64,7 @@ def score_hidden(
     a row. `product` is an optional faster hidden @ weight.T. Each uniform of `uniforms`, float64
     [N, M] in [0, 1), draws one id from the tail. If a tail has no mass, its sample ids are
     meaningless and their log-prob is -inf. draw_ids int64 [N, D]: ids whose log-probs are also
-    returned.
+    returned. `vocabulary`: the ids that `weight` and `bias` are of; a shard returns rows over all.
 
     Raises Corrupt, naming position `first_position` + row, if a row of logits has a NaN, a +inf or
     no finite entry. Logits of -inf (masked vocabulary) are valid.
@@ -84,24 +83,29 @@ def score_hidden(
     at = 0
     for first in range(0, len(hidden), size):
         these = slice(first, first + size)
-        chosen = [_cut(one, these) for one in (head_ids, uniforms, draw_ids)]
+        chosen = (_cut(one, these) for one in (head_ids, uniforms, draw_ids))
         # The logits have no name here: a variable would keep them while the next chunk is computed.
         for block, lse in select(
             _products(product(hidden[these]), bias),
-            partial(scale_and_cap.apply_, temperature=temperature),
+            lambda products: vocabulary.mask_(scale_and_cap.apply_(products, temperature)),
             token_ids[these],
+            vocabulary,
             top_k,
             *chosen,
         ):
             into = slice(at, at + len(lse))
-            for column in fields(ScoredRows):
-                if (values := getattr(block, column.name)) is not None:
-                    getattr(rows, column.name)[into] = values
+            _write(rows, block, into)
             normalisers[into] = lse
             at = into.stop
     # One check at the end: a check in every chunk would synchronize the GPU each time.
     _require_finite(normalisers, first_position)
     return rows
+
+
+def _write(rows: ScoredRows, block: ScoredRows, into: slice) -> None:
+    for column in fields(ScoredRows):
+        if (values := getattr(block, column.name)) is not None:
+            getattr(rows, column.name)[into] = values
 
 
 def _empty(hidden: Tensor, k: int | None, samples: int, draws: int) -> tuple[ScoredRows, Tensor]:
@@ -125,6 +129,7 @@ def select(
     chunk: Tensor,
     to_logits: Callable[[Tensor], Tensor],
     token_ids: Tensor,
+    vocabulary: Vocabulary,
     top_k: int | None,
     head_ids: Tensor | None,
     uniforms: Tensor | None = None,
@@ -141,9 +146,9 @@ def select(
     for products in torch.split(chunk, _block_rows(chunk)):
         logits = to_logits(products)
         rows = slice(at, at + len(logits))
-        heads = _top(logits, top_k) if head_ids is None else head_ids[rows]
+        heads = _top(vocabulary, logits, top_k) if head_ids is None else head_ids[rows]
         chosen = _cut(uniforms, rows), _cut(draw_ids, rows)
-        yield _score_block(logits, heads, token_ids[rows], *chosen)
+        yield _score_block(logits, heads, token_ids[rows], *chosen, vocabulary)
         at = rows.stop
 
 
@@ -170,24 +175,9 @@ def _products(product: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product.add_(bias)
 
 
-def _top(logits: Tensor, top_k: int | None) -> Tensor:
-    """Return the ids of the k largest logits of each row, int64 [n, k], largest first."""
+def _top(vocabulary: Vocabulary, logits: Tensor, top_k: int | None) -> Tensor:
     assert top_k is not None, "a query has either top_k or head_ids"
-    rows, vocab_size = logits.shape
-    count = vocab_size // _GROUP
-    if top_k == 0:
-        return logits.new_empty(rows, 0, dtype=torch.int64)
-    if top_k * _GROUP * 4 > vocab_size:
-        return logits.topk(top_k, dim=-1).indices
-    # The k largest logits lie in the k groups with the largest maxima. The ids after the last
-    # complete group are always candidates.
-    maxima = logits[:, : count * _GROUP].view(rows, count, _GROUP).amax(-1)
-    groups = maxima.topk(top_k, dim=-1, sorted=False).indices
-    within = torch.arange(_GROUP, device=logits.device)
-    rest = torch.arange(count * _GROUP, vocab_size, device=logits.device).expand(rows, -1)
-    candidates = torch.cat([(groups[:, :, None] * _GROUP + within).flatten(1), rest], dim=1)
-    best = logits.gather(-1, candidates).topk(top_k, dim=-1).indices
-    return candidates.gather(-1, best)
+    return vocabulary.top(logits, top_k)
 
 
 def _score_block(
@@ -196,34 +186,30 @@ def _score_block(
     token_ids: Tensor,
     uniforms: Tensor | None,
     draw_ids: Tensor | None,
+    vocabulary: Vocabulary,
 ) -> tuple[ScoredRows, Tensor]:
     """Return the rows of one block and the normaliser of each row. Overwrites `logits`.
 
     The exponentials of the tail are computed once, in place, so that 4 bytes per logit suffice.
     """
-    head = logits.gather(-1, heads)
-    token = logits.gather(-1, token_ids[:, None]).squeeze(-1)
-    of_draws = None if draw_ids is None else logits.gather(-1, draw_ids)
+    k = heads.shape[1]
+    asked = [heads, token_ids[:, None]] + ([] if draw_ids is None else [draw_ids])
+    values, largest = vocabulary.take_(logits, torch.cat(asked, dim=1), removed=k)
+    # The clamp avoids inf - inf in a row where every logit is -inf.
+    largest = largest.clamp_(min=torch.finfo(logits.dtype).min)
+    weights = logits.sub_(largest[:, None]).exp_()
     # Not log(1 - sum of the head): for a small tail, all digits would cancel.
-    largest = _exp_in_place(logits.scatter_(-1, heads, -torch.inf))
-    tail = logits.sum(-1).log_().add_(largest)
-    lse = torch.logaddexp(torch.logsumexp(head, dim=-1), tail)
-    rows = ScoredRows(heads, head - lse[:, None], tail - lse, token - lse)
-    if of_draws is not None:
-        rows = replace(rows, draw_logprobs=of_draws - lse[:, None])
+    tail = vocabulary.sum(weights).log_().add_(largest)
+    lse = torch.logaddexp(torch.logsumexp(values[:, :k], dim=-1), tail)
+    logprobs = values - lse[:, None]
+    rows = ScoredRows(heads, logprobs[:, :k], tail - lse, logprobs[:, k])
+    if draw_ids is not None:
+        rows = replace(rows, draw_logprobs=logprobs[:, k + 1 :])
     if uniforms is not None:
-        drawn = draw(logits, uniforms)
-        mean = logits.gather(-1, drawn).log_().mean(-1).add_(largest - lse)
+        drawn, of_drawn = vocabulary.draw(weights, uniforms)
+        mean = of_drawn.log_().mean(-1).add_(largest - lse)
         rows = replace(rows, sample_ids=drawn, sample_logprob=mean)
     return rows, lse
-
-
-def _exp_in_place(logits: Tensor) -> Tensor:
-    """Replace logits by exp(logits - largest) and return the largest of each row [n]."""
-    # The clamp avoids inf - inf in a row where every logit is -inf.
-    largest = logits.amax(-1).clamp_(min=torch.finfo(logits.dtype).min)
-    logits.sub_(largest[:, None]).exp_()
-    return largest
 
 
 def _require_finite(normalisers: Tensor, first_position: int) -> None:

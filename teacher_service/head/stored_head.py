@@ -85,13 +85,27 @@ def find_bias(path: Path, names: Sequence[str]) -> str:
     raise _absent(path, names)
 
 
-def read_weight(path: Path, stored: StoredWeight) -> Tensor:
-    """Return the head's weight [V, H] on the CPU: as it is stored, or dequantised in float32."""
-    weight = read_tensor(path, stored.weight)
+def read_weight(path: Path, stored: StoredWeight, ids: range | None = None) -> Tensor:
+    """Return the rows `ids` [n, H] of the head's weight, all if None, on the CPU.
+
+    They are as they are stored, or dequantised in float32. No other rows are read, but for those of
+    a block that the rows share.
+    """
     if stored.scales is None:
-        return weight
-    scales = read_tensor(path, stored.scales)
-    return dequantised(weight, scales, block_of(quantisation_of(path) or {}))
+        return read_tensor(path, stored.weight, ids)
+    scales, block = read_tensor(path, stored.scales), block_of(quantisation_of(path) or {})
+    before = 0
+    if ids is not None:
+        shape = _beside(path, [stored.weight])[stored.weight].shape
+        match _spread(shape, tuple(scales.shape), block):
+            case "row":
+                scales = scales[ids.start : ids.stop]
+            case "block" if block:
+                first = ids.start // block[0]
+                scales = scales[first : math.ceil(ids.stop / block[0])]
+                before = ids.start - first * block[0]
+                ids = range(first * block[0], ids.stop)
+    return dequantised(read_tensor(path, stored.weight, ids), scales, block)[before:]
 
 
 def dequantised(values: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
@@ -127,12 +141,19 @@ def require_plain_weight(path: Path, names: Sequence[str]) -> None:
             raise _refused(path, stored, strange)
 
 
-def read_tensor(path: Path, name: str) -> Tensor:
-    """Return a tensor of the weight files, on the CPU. Raises KeyError if they have none."""
+def read_tensor(path: Path, name: str, rows: range | None = None) -> Tensor:
+    """Return `rows` of a tensor of the weight files, all if None, on the CPU.
+
+    Raises KeyError if the files have no such tensor.
+    """
     for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
             if name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                tensor: Tensor = tensors.get_tensor(name)
+                tensor: Tensor = (
+                    tensors.get_tensor(name)
+                    if rows is None
+                    else tensors.get_slice(name)[rows.start : rows.stop]
+                )
                 return tensor
     raise KeyError(name)
 

@@ -8,8 +8,6 @@ however small it is, and no second [n, V] tensor is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -25,25 +23,59 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     weights [n, V] float32, finite and >= 0, not normalised; uniforms [n, M] float64 in [0, 1). An
     id of weight 0 is never drawn, unless every weight of the row is 0: then the last id is drawn.
     """
-    ids = [_draw(part, levels) for part, levels in _parts(weights, uniforms)]
-    return torch.cat(ids)
-
-
-def _parts(weights: Tensor, uniforms: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    a_row = _SUM_BYTES * weights.shape[1] // _GROUP + _DRAW_BYTES * uniforms.shape[1]
-    size = max(1, _MOST_BYTES[weights.device.type] // a_row)
-    return zip(torch.split(weights, size), torch.split(uniforms, size), strict=True)
+    parts = zip(*_parts(weights, uniforms), strict=True)
+    return torch.cat([_draw(part, levels) for part, levels in parts])
 
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    running = running_sums(weights)
+    return _draw_at(weights, running, levels_of(uniforms, running[:, -1:]))
+
+
+def draw_at(weights: Tensor, running: Tensor, levels: Tensor) -> Tensor:
+    """Return the ids [n, M] at the `levels` [n, M] of the running sums of weights [n, V].
+
+    `running`: of `running_sums`. Each level, float64, is at least 0 and less than the last sum.
+    """
+    parts = zip(*_parts(weights, running, levels), strict=True)
+    return torch.cat([_draw_at(*part) for part in parts])
+
+
+def _parts(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Split the rows of `tensors`, weights first and levels last, so that temporaries are small."""
+    weights, levels = tensors[0], tensors[-1]
+    a_row = _SUM_BYTES * weights.shape[1] // _GROUP + _DRAW_BYTES * levels.shape[1]
+    size = max(1, _MOST_BYTES[weights.device.type] // a_row)
+    return [torch.split(one, size) for one in tensors]
+
+
+def _draw_at(weights: Tensor, running: Tensor, levels: Tensor) -> Tensor:
     vocab_size = weights.shape[1]
-    groups, rest = _pick(_group_sums(weights).double(), uniforms)
+    groups, rest = _find(running, levels)
     ids = groups[:, :, None] * _GROUP + torch.arange(_GROUP, device=weights.device)
     beyond = ids >= vocab_size
     found = weights.gather(1, ids.clamp_(max=vocab_size - 1).flatten(1)).view(ids.shape)
-    within = found.double().masked_fill_(beyond, 0).flatten(0, 1)
-    places, _ = _pick(within, rest.view(-1, 1))
+    within = _running(found.double().masked_fill_(beyond, 0).flatten(0, 1))
+    places, _ = _find(within, levels_of(rest.view(-1, 1), within[:, -1:]))
     return (groups * _GROUP + places.view(groups.shape)).clamp_(max=vocab_size - 1)
+
+
+def running_sums(weights: Tensor) -> Tensor:
+    """Return the running sums, float64 [n, G], of the groups of weights [n, V]."""
+    return _running(_group_sums(weights).double())
+
+
+def levels_of(shares: Tensor, total: Tensor) -> Tensor:
+    """Return the levels [n, M] below the totals [n, 1] at `shares` [n, M] of them, in [0, 1]."""
+    return level_below(shares * total, total)
+
+
+def level_below(levels: Tensor, total: Tensor) -> Tensor:
+    """Return `levels` [n, M], or the largest number below `total` [n, 1] for one that is not below.
+
+    A level that is rounded up to the total would fall after the last entry.
+    """
+    return torch.minimum(levels, total.nextafter(torch.zeros_like(total)))
 
 
 def _group_sums(weights: Tensor) -> Tensor:
@@ -55,19 +87,18 @@ def _group_sums(weights: Tensor) -> Tensor:
     return torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
 
 
-def _pick(weights: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Select entries of weights [n, G] (float64) by inverse CDF at levels [n, M] in [0, 1).
-
-    Returns the indices [n, M], and the relative position of each level within its entry, in [0, 1].
-    """
-    running = weights.cumsum(1)
+def _running(weights: Tensor) -> Tensor:
     # An entry of weight 0 must end exactly where the one before it ends. A parallel sum may round
     # differently, so take the running maximum instead.
-    running = running.masked_fill_(weights == 0, 0).cummax(1).values
-    total = running[:, -1:]
-    # A level that is rounded up to the total would fall after the last entry.
-    level = torch.minimum(levels * total, total.nextafter(torch.zeros_like(total)))
-    index = torch.searchsorted(running, level, right=True).clamp_(max=weights.shape[1] - 1)
+    return weights.cumsum(1).masked_fill_(weights == 0, 0).cummax(1).values
+
+
+def _find(running: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the entries [n, M] of the running sums [n, G] (float64) in which `levels` fall.
+
+    Also returns the relative position of each level within its entry, in [0, 1].
+    """
+    index = torch.searchsorted(running, levels, right=True).clamp_(max=running.shape[1] - 1)
     before = torch.where(index > 0, running.gather(1, (index - 1).clamp_(min=0)), 0)
     width = running.gather(1, index) - before
-    return index, torch.where(width > 0, (level - before) / width, 0)
+    return index, torch.where(width > 0, (levels - before) / width, 0)

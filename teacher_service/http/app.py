@@ -55,15 +55,21 @@ class Teacher:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models: the name of the model, and the most tokens of a sequence."""
-        model = {
-            "id": self.dispatcher.info.model,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "distill-teacher",
-            "max_model_len": self.limits.max_length,
-        }
-        return JSONResponse({"object": "list", "data": [model]})
+        """GET /v1/models: the names of the model and its adapters, and the most tokens."""
+        info = self.dispatcher.info
+        names = {info.model: None, **dict.fromkeys(info.adapters, info.model)}
+        data = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self.created,
+                "owned_by": "distill-teacher",
+                "parent": parent,
+                "max_model_len": self.limits.max_length,
+            }
+            for name, parent in names.items()
+        ]
+        return JSONResponse({"object": "list", "data": data})
 
     async def health(self, request: Request) -> Response:
         """GET /health: an empty answer, with status 503 if the engine is broken."""

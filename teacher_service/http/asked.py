@@ -81,14 +81,21 @@ def require_temperature(value: float | None, field: str) -> None:
     require(value, (1, 0, None), field, "log-probs here are those of temperature 1")
 
 
-def require_model(name: str | None, info: EngineInfo) -> None:
-    """Raise NotFound for the name of another model; None: the request names none."""
-    if name not in (None, info.model):
-        raise NotFound(
-            f"this teacher serves {info.model!r}, not {name!r}",
-            field="model",
-            hint="ask /v1/models for the name",
-        )
+def adapter_of(name: str | None, info: EngineInfo) -> str:
+    """Return the adapter that a request names as its model; "": the model itself, or none named.
+
+    Raises NotFound for the name of another model.
+    """
+    if name in (None, info.model):
+        return ""
+    if name in info.adapters:
+        return str(name)
+    known = " or ".join(repr(one) for one in (info.model, *info.adapters))
+    raise NotFound(
+        f"this teacher serves {known}, not {name!r}",
+        field="model",
+        hint="ask /v1/models for the names",
+    )
 
 
 def refuse(field: str, message: str, hint: str = "") -> NoReturn:
@@ -148,6 +155,7 @@ def query_of(
     top_k: int = 0,
     head_ids: NDArray[np.int32] | None = None,
     draw_ids: NDArray[np.int32] | None = None,
+    adapter: str = "",
 ) -> ScoreQuery:
     """Return the query of a sequence, checked as a gRPC request is; its log-probs are float32.
 
@@ -160,6 +168,7 @@ def query_of(
         start=start,
         temperature=1.0,
         logprob_format=teacher_pb2.LOGPROB_FORMAT_F32,
+        adapter=adapter,
     )
     if head_ids is None:
         message.top_k = top_k

@@ -25,11 +25,11 @@ from protos.rows.codec import RowBlock
 from teacher_service.engines.base import EngineInfo
 from teacher_service.http.asked import (
     Fields,
+    adapter_of,
     query_of,
     read_fields,
     refuse,
     require,
-    require_model,
     require_start,
     require_temperature,
     token_list,
@@ -75,7 +75,7 @@ class ChosenIds:
         opening = {
             "request_id": self.request_id,
             "created": int(time.time()),
-            "model": by.model,
+            "model": query.adapter or by.model,
             "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
             "choices": [{"index": 0, "logprobs": None, "finish_reason": "length", "token_ids": []}],
             "output_mode": "tokens",
@@ -97,7 +97,7 @@ def read_chosen_ids(body: bytes, limits: RequestLimits, info: EngineInfo) -> Cho
     """
     asked = read_fields(body, _Fields)
     sampling = asked.sampling_params
-    require_model(asked.model, info)
+    adapter = adapter_of(asked.model, info)
     require(sampling.max_tokens, (1, 0), "sampling_params.max_tokens")
     require_temperature(sampling.temperature, "sampling_params.temperature")
     require(asked.stream, (False,), "stream", "the answer is sent when all rows are there")
@@ -110,7 +110,15 @@ def read_chosen_ids(body: bytes, limits: RequestLimits, info: EngineInfo) -> Cho
     if ids.shape[1] > most:
         refuse(_IDS, f"a row has 1 to {most} ids, got {ids.shape[1]}", "ask for fewer")
     draws = ids[:, 1:] if ids.shape[1] > 1 else None
-    query = query_of(tokens, limits, names=_NAMES, start=start, head_ids=ids[:, :1], draw_ids=draws)
+    query = query_of(
+        tokens,
+        limits,
+        names=_NAMES,
+        start=start,
+        head_ids=ids[:, :1],
+        draw_ids=draws,
+        adapter=adapter,
+    )
     return ChosenIds([query], asked.request_id)
 
 

@@ -22,11 +22,11 @@ from protos.rows.codec import RowBlock
 from teacher_service.engines.base import EngineInfo
 from teacher_service.http.asked import (
     Fields,
+    adapter_of,
     query_of,
     read_fields,
     refuse,
     require,
-    require_model,
     require_temperature,
     token_lists,
 )
@@ -59,12 +59,13 @@ class Completions:
 
     def text(self, blocks: Sequence[RowBlock], by: EngineInfo) -> Iterator[bytes]:
         """Yield the answer; a choice for each prompt, with no generated token."""
+        adapter = self.queries[0].adapter
         opening = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": by.model,
-            "system_fingerprint": identity_of(by.fingerprint, by.version),
+            "model": adapter or by.model,
+            "system_fingerprint": identity_of(by.fingerprint_for(adapter), by.version),
         }
         yield json.dumps(opening)[:-1].encode() + b', "choices": ['
         for index, (query, block) in enumerate(zip(self.queries, blocks, strict=True)):
@@ -94,7 +95,7 @@ def read_completions(body: bytes, limits: RequestLimits, info: EngineInfo) -> Co
     Raises InvalidInput, and NotFound for another model's name.
     """
     asked = read_fields(body, _Fields)
-    require_model(asked.model, info)
+    adapter = adapter_of(asked.model, info)
     require(asked.max_tokens, (1, 0), "max_tokens")
     require(asked.n, (1,), "n")
     require(asked.stream, (False,), "stream", "the answer is sent when all rows are there")
@@ -109,7 +110,7 @@ def read_completions(body: bytes, limits: RequestLimits, info: EngineInfo) -> Co
         )
     queries = [
         # A row has at least one head id.
-        query_of(ids, limits, top_k=max(k, 1), names={"token_ids": field})
+        query_of(ids, limits, top_k=max(k, 1), names={"token_ids": field}, adapter=adapter)
         for field, ids in token_lists(asked.prompt, "prompt")
     ]
     return Completions(queries, k)

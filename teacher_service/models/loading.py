@@ -101,6 +101,13 @@ def body_of(model: Any) -> Any:
     return model.model if body is model else body
 
 
+def max_length_of(model: Any) -> int:
+    """Return the most tokens of a sequence; 4,096 if the configuration does not have a number."""
+    # A model of text and images, such as Gemma 3, has the limit in its `text_config`.
+    config = model.config.get_text_config()
+    return int(getattr(config, "max_position_embeddings", None) or 4096)
+
+
 def load_vocabulary(path: Path) -> tuple[str, ...]:
     """Return the tokens in order of id, "" for an unused id.
 

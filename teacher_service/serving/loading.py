@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
+from clients.runs.launch import PROGRESS
 from protos import teacher_pb2, teacher_pb2_grpc
 from protos.errors import Unavailable
+from protos.rpc.logs import fields
 from teacher_service.models.load_progress import LoadProgress
 from teacher_service.serving.service import TeacherServicer
+
+log = logging.getLogger(__name__)
+
+_TELL_SECONDS = 2.0
 
 _T = TypeVar("_T")
 
@@ -60,6 +67,19 @@ class LoadingServicer(teacher_pb2_grpc.TeacherServicer):
         if self._teacher is None:
             raise Unavailable(f"it is loading its model ({self._progress})", hint="wait for it")
         return self._teacher
+
+
+async def tell_progress(progress: LoadProgress) -> None:
+    """Log the progress every two seconds, if it has changed, until cancelled.
+
+    A job server reads these lines, see PROGRESS in clients/runs/launch.py.
+    """
+    told = ""
+    while True:
+        await asyncio.sleep(_TELL_SECONDS)
+        if (stage := str(progress)) != told:
+            log.info(PROGRESS, extra=fields(stage=stage))
+            told = stage
 
 
 async def in_thread(work: Callable[[], _T], stop: asyncio.Event) -> _T | None:

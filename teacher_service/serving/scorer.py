@@ -101,7 +101,7 @@ class RowScorer:
 
 
 def _key(query: ScoreQuery, by: EngineInfo) -> bytes:
-    return row_key(by.fingerprint, by.version, query)
+    return row_key(by.fingerprint_for(query.adapter), by.version, query)
 
 
 def _encoded(block: RowBlock, query: ScoreQuery) -> EncodedRows:

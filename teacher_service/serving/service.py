@@ -80,6 +80,10 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
             max_chosen_ids=info.limits.max_chosen_ids,
             only_temperature_one=not info.limits.any_temperature,
             takes_vocab_size=info.limits.any_vocab_size,
+            adapters=[
+                teacher_pb2.TeacherAdapter(name=name, fingerprint=fingerprint)
+                for name, fingerprint in info.adapters.items()
+            ],
         )
 
     async def GetVocabulary(
@@ -149,8 +153,11 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         if expected is None:
             return None
         info = self._dispatcher.info
-        actual = identity_of(info.fingerprint, info.version)
-        if expected != actual:
+        actual, *adapted = (
+            identity_of(fingerprint, info.version)
+            for fingerprint in (info.fingerprint, *info.adapters.values())
+        )
+        if expected not in (actual, *adapted):
             raise WrongState(
                 f"this teacher has fingerprint {actual}, but the requests are for {expected}",
                 field="teacher.address",

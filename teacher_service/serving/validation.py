@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -21,12 +22,13 @@ class RequestLimits:
     """The limits of this teacher on requests.
 
     Token ids are 0 to vocab_size - 1, sequences have 2 to max_length tokens, and k is 1 to
-    max_top_k. With tail samples, top_k may be 0.
+    max_top_k. With tail samples, top_k may be 0. `adapters`: the names that a request may have.
     """
 
     vocab_size: int
     max_length: int
     max_top_k: int
+    adapters: frozenset[str] = frozenset()
 
 
 def parse_request(request: teacher_pb2.ScoreRequest, limits: RequestLimits) -> ScoreQuery:
@@ -40,6 +42,8 @@ def parse_request(request: teacher_pb2.ScoreRequest, limits: RequestLimits) -> S
             f"must be at most {MAX_REQUEST_ID_CHARS} characters, got {len(request.request_id)}",
             "use a number",
         )
+    if request.adapter and request.adapter not in limits.adapters:
+        refuse_adapter(request.adapter, limits.adapters)
     limits, vocab_size = _narrowed(request, limits)
     token_ids = _ids(request.token_ids, "token_ids", limits)
     length, start = len(token_ids), request.start
@@ -80,6 +84,17 @@ def parse_request(request: teacher_pb2.ScoreRequest, limits: RequestLimits) -> S
         request.sample_seed,
         _draws(request, length - start, limits),
         vocab_size,
+        request.adapter,
+    )
+
+
+def refuse_adapter(name: str, known: Iterable[str]) -> NoReturn:
+    """Raise the InvalidInput for an adapter that this teacher does not have."""
+    names = ", ".join(sorted(known))
+    _refuse(
+        "adapter",
+        f"this teacher has no adapter {name!r}" + (f"; it has {names}" if names else ""),
+        f"start it with --adapter {name}=DIR",
     )
 
 

@@ -200,16 +200,54 @@ def test_what_it_says_of_itself(vllm: VllmEngine, hf: HfEngine) -> None:
     assert info.fingerprint != hf.info.fingerprint
 
 
-def test_layers_shared_by_two_processes(hf: HfEngine, engines: Any, tmp_path: Path) -> None:
-    """Tensor parallelism: each computes half of every layer, the first the whole head.
+def largest_of_width(worker: Any, width: int) -> int:
+    """Number of rows of the largest weight of a worker of vLLM that has `width` columns."""
+    pooler = worker.model_runner.get_model().pooler
+    weights = [*worker.model_runner.get_model().parameters(), pooler._head.weight]
+    return max(len(one) for one in weights if one.ndim == 2 and one.shape[1] == width)
+
+
+def test_layers_and_head_shared_by_two_processes(
+    hf: HfEngine,
+    vllm: VllmEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tensor parallelism: each computes half of every layer and of the head, and has no more.
 
     The fingerprint is that of one process, so that replicas on 4 and on 8 GPUs share a cache.
     """
-    vllm = VllmEngine(str(save_model(tmp_path, bad_token=True)), tensor_parallel_size=2)
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # to call a function in workers
+    path = save_model(tmp_path, bad_token=True)
+    shared = VllmEngine(str(path), tensor_parallel_size=2)
     try:
-        assert vllm.info.fingerprint == engines[0].info.fingerprint
-        queries = [ScoreQuery(tokens(n, seed=90), 1, top_k=5) for n in (2, 40, 300)]
-        for ours, theirs in zip(rows(vllm, queries), rows(hf, queries), strict=True):
+        assert shared.info.fingerprint == vllm.info.fingerprint
+        process = shared._vllm
+        ask = process._llm.collective_rpc(largest_of_width, args=(64,))
+        assert process.run(ask) == [256, 256]  # of 500 ids
+        queries = [
+            query
+            for length in (2, 40, 300)
+            for one in [tokens(length, seed=90) % 400]
+            for query in (
+                ScoreQuery(one, 1, top_k=5, tail_samples=6, seed=4),
+                ScoreQuery(one, 1, top_k=5, temperature=0.7, vocab_size=400),
+                ScoreQuery(one, 1, head_ids=heads(length - 1), draw_ids=heads(length - 1, 3, 1)),
+            )
+        ]
+        found = zip(rows(shared, queries), rows(vllm, queries), rows(hf, queries), strict=True)
+        for ours, alone, theirs in found:
             assert_same(ours, theirs)
+            for name in ("head_ids", "tail_sample_ids"):
+                np.testing.assert_array_equal(getattr(ours, name), getattr(alone, name))
+            for name in ("tail_sample_logprob", "draw_logprobs"):
+                if getattr(alone, name) is not None:
+                    apart = getattr(ours, name) - getattr(alone, name)
+                    np.testing.assert_allclose(apart, 0, atol=1e-4)
+        bad = ScoreQuery(tokens(300, seed=71), 4, top_k=5)
+        bad.token_ids[280] = BAD_TOKEN
+        good, fault = shared.score([queries[-1], bad])
+        assert isinstance(good, RowBlock)
+        assert isinstance(fault, Corrupt)
     finally:
-        vllm.close()
+        shared.close()

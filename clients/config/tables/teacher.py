@@ -15,6 +15,8 @@ class TeacherLink(Table):
 
     address: Address = "localhost:50052"
     """HOST:PORT of a running `distill-teacher`, or a list of several with the same weights."""
+    adapter: Name | None = None
+    """Adapter (LoRA) of the teacher at `address`, by its name in `distill-teacher --adapter`."""
     model: Name | None = None
     """Instead of `address`: directory or hub id of a model, for which a teacher is started."""
     engine: Literal["hf", "vllm", "fake"] = "hf"
@@ -73,6 +75,11 @@ def started_rules(teacher: TeacherLink | None) -> list[Rule]:
     options = "engine dtype device max_batch_tokens batch_invariant gpus"
     return [
         (not started, "teacher.address", "teacher.model is started; leave one of them out"),
+        (
+            not started,
+            "teacher.adapter",
+            "a teacher that is started has none; set the teacher.address of one that has it",
+        ),
         (
             started,
             " ".join(f"teacher.{option}" for option in options.split()),

@@ -51,6 +51,7 @@ class Teacher(teacher_pb2_grpc.TeacherServicer):
             max_length=64,
             max_tail_samples=256,
             max_tail_draws=self.max_tail_draws,
+            adapters=[teacher_pb2.TeacherAdapter(name="math", fingerprint="of math")],
         )
 
     def GetVocabulary(

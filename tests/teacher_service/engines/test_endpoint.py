@@ -48,6 +48,8 @@ class VllmLike(ThreadingHTTPServer):
         self.shut = False  # for chosen ids, as vLLM without --enable-scale-out
 
     def answer(self, path: str, body: Answer) -> tuple[int, Answer]:
+        if path == "/generate":  # of SGLang
+            return 404, {"detail": "Not Found"}
         tokens = np.array(body.get("prompt", body.get("token_ids")), np.int32)
         if (tokens >= self.vocab).any():
             return 400, {"error": {"message": "Token id is out of vocabulary"}}
@@ -258,6 +260,7 @@ def test_a_server_that_refuses_what_the_engine_needs(server: VllmLike, tiny_mode
     server.change = lambda _: {"choices": [{"text": "no log-probs"}]}
     with pytest.raises(InvalidInput, match="returns no log-probs of prompts"):
         engine_of(server, tiny_model)
+    server.change = lambda answer: answer
     server.vocab = 3
     with pytest.raises(InvalidInput, match="which the tokenizer has") as caught:
         engine_of(server, tiny_model)

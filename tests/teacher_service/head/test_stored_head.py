@@ -73,6 +73,9 @@ def test_values_times_scales(
             else:
                 expected[row, column] *= factors.reshape(-1)[row]
     np.testing.assert_allclose(read_weight(path, found.weight).numpy(), expected, rtol=1e-7)
+    parts = [range(0, 64), range(64, 90), range(90, VOCAB_SIZE)]
+    read = torch.cat([read_weight(path, found.weight, ids) for ids in parts])
+    np.testing.assert_allclose(read.numpy(), expected, rtol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from clients.cli.commands.doctor import _reachable
+from clients.runs.directory import RunDirectory
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery
+from distill_server.teachers.home import Record, stage_in
+from distill_server.teachers.started import Teacher
 from protos import teacher_pb2
 from protos.errors import DistillError, Unavailable
 from protos.rpc.statuses import fault_of
@@ -125,3 +128,18 @@ def test_a_signal_ends_the_load(loading: GatedTeacher, signum: signal.Signals, c
     loading.process.send_signal(signum)
     assert loading.process.wait(30) == code
     assert "Traceback" not in loading.log.read_text()
+
+
+def test_the_log_has_the_share(loading: GatedTeacher) -> None:
+    """A job server reads it there, for the phase of the jobs that wait for the teacher."""
+    eventually(lambda: re.fullmatch(r"reading its weights: (4\d|5\d)%", stage_in(loading.log)))
+    loading.go_on()
+
+
+def test_the_phase_of_a_job_that_waits_for_it(loading: GatedTeacher, tmp_path: Path) -> None:
+    record = Record({"model": "m"}, attempt=1, port=0, gpus=None)
+    teacher = Teacher("key", RunDirectory(tmp_path), record, used_at=0.0, runs=True)
+    eventually(lambda: "%" in stage_in(loading.log))
+    teacher.stage = stage_in(loading.log)
+    said = r"WAITING teacher\.model: it loads since .* UTC, reading its weights: \d\d%"
+    assert re.fullmatch(said, teacher.phase())

@@ -1,0 +1,67 @@
+"""What scoring asks of the logits of all ids: the largest, chosen ones, the rest's mass, draws.
+
+Shapes: n rows, V ids, M draws per row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from teacher_service.head.tail_samples import draw
+
+_GROUP = 64  # logits per group in the top-k search
+
+
+class Vocabulary:
+    """All ids of a model, in one process: every tensor of logits has them all.
+
+    `VocabularyShard` has a part of them, and the same methods.
+    """
+
+    def mask_(self, logits: Tensor) -> Tensor:
+        """Set logits [n, V] of ids that no row is about to -inf, and return them."""
+        return logits
+
+    def top(self, logits: Tensor, count: int) -> Tensor:
+        """Return the ids of the `count` largest logits of each row, int64, largest first."""
+        return top_ids(logits, count)
+
+    def take_(self, logits: Tensor, ids: Tensor, removed: int) -> tuple[Tensor, Tensor]:
+        """Return the logits [n, c] of `ids` [n, c], and the largest logit [n] of the others.
+
+        The others are all but the first `removed` ids of a row, whose logits become -inf.
+        """
+        values = logits.gather(-1, ids)
+        return values, logits.scatter_(-1, ids[:, :removed], -torch.inf).amax(-1)
+
+    def sum(self, weights: Tensor) -> Tensor:
+        """Return the sum [n] of the weights [n, V] of all ids."""
+        return weights.sum(-1)
+
+    def draw(self, weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ids [n, M] that `uniforms` select, see `draw`, and their weights [n, M]."""
+        drawn = draw(weights, uniforms)
+        return drawn, weights.gather(-1, drawn)
+
+
+WHOLE = Vocabulary()
+
+
+def top_ids(logits: Tensor, count: int) -> Tensor:
+    """Return the places of the `count` largest of each row of [n, V], int64, largest first."""
+    rows, vocab_size = logits.shape
+    groups = vocab_size // _GROUP
+    if count == 0:
+        return logits.new_empty(rows, 0, dtype=torch.int64)
+    if count * _GROUP * 4 > vocab_size:
+        return logits.topk(count, dim=-1).indices
+    # The largest logits lie in the groups with the largest maxima, as many groups as logits. The
+    # ids after the last complete group are always candidates.
+    maxima = logits[:, : groups * _GROUP].view(rows, groups, _GROUP).amax(-1)
+    chosen = maxima.topk(count, dim=-1, sorted=False).indices
+    within = torch.arange(_GROUP, device=logits.device)
+    rest = torch.arange(groups * _GROUP, vocab_size, device=logits.device).expand(rows, -1)
+    candidates = torch.cat([(chosen[:, :, None] * _GROUP + within).flatten(1), rest], dim=1)
+    best = logits.gather(-1, candidates).topk(count, dim=-1).indices
+    return candidates.gather(-1, best)

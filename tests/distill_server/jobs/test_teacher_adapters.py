@@ -1,0 +1,27 @@
+"""A job that names an adapter of its teacher, before it is queued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clients.jobs.job import JobState
+from protos.errors import WrongState
+from tests.distill_server.jobs.preflight_site import Teacher, checking, job, listening
+
+
+def test_an_adapter_that_the_teacher_has(tmp_path: Path) -> None:
+    with listening(Teacher()) as address, checking(tmp_path) as server:
+        assert server.submit(job(tmp_path, address, teacher__adapter="math")) is JobState.QUEUED
+
+
+def test_an_adapter_that_it_does_not_have(tmp_path: Path) -> None:
+    """Also right after a job that named one that it has: each is asked for."""
+    with listening(Teacher()) as address, checking(tmp_path) as server:
+        server.submit(job(tmp_path, address, teacher__adapter="math"))
+        with pytest.raises(WrongState) as caught:
+            server.submit(job(tmp_path, address, teacher__adapter="code"))
+    assert caught.value.field == "teacher.adapter"
+    assert caught.value.message.endswith("has no adapter 'code'; it has math")
+    assert caught.value.hint == "start it with --adapter code=DIR, or name one that it has"
