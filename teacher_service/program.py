@@ -242,7 +242,10 @@ class _Program:
         dispatcher = await stack.enter_async_context(self._dispatching(engine))
         most = info.limits.max_top_k or info.vocab_size
         limits = RequestLimits(
-            info.vocab_size, info.max_length, min(settings.engine.max_top_k, most)
+            info.vocab_size,
+            info.max_length,
+            min(settings.engine.max_top_k, most),
+            info.placeholder,
         )
         scorer, budget = RowScorer(dispatcher, cache), AnswerBudget()
         weights = Weights(engine, dispatcher)

@@ -45,6 +45,8 @@ class TeacherInfo:
     """True if the teacher scores at temperature 1 only."""
     takes_vocab_size: bool = False
     """True if it takes the `vocab_size` of a query; False: it is older, or an endpoint."""
+    takes_images: bool = False
+    """True if its model reads the `images` of a query."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def info_of(message: teacher_pb2.TeacherInfo) -> TeacherInfo:
         max_chosen_ids=message.max_chosen_ids if message.HasField("max_chosen_ids") else None,
         only_temperature_one=message.only_temperature_one,
         takes_vocab_size=message.takes_vocab_size,
+        takes_images=message.takes_images,
     )
 
 

@@ -39,7 +39,8 @@ class EngineInfo:
     `vocabulary[i]` is the token with id i ("" for an unused id); it may be shorter than
     `vocab_size`, the width of the logits. `max_length` is in tokens. `fingerprint` and `version`
     change with every weight update. `batch_invariant`: the rows of a sequence do not depend on
-    the other sequences in its batch.
+    the other sequences in its batch. `placeholder`: the token that stands for an image; None: the
+    model reads no images, otherwise the engine is a ReadsImages.
     """
 
     model: str
@@ -53,6 +54,7 @@ class EngineInfo:
     batch_invariant: bool
     version: int = 0
     limits: EngineLimits = EngineLimits()
+    placeholder: int | None = None
 
     def after(self, update: WeightUpdate) -> EngineInfo:
         """Return the info after `update`: version + 1 and a new fingerprint.
@@ -150,6 +152,19 @@ class TakesWeights(Protocol):
 
     def update(self, update: WeightUpdate) -> None:
         """Apply `update`. Afterwards `info` has the new fingerprint and version."""
+        ...
+
+
+@runtime_checkable
+class ReadsImages(Protocol):
+    """An engine whose model reads images."""
+
+    def expanded(self, query: ScoreQuery) -> ScoreQuery:
+        """Return a query with images as `score` takes it: with all tokens that the model reads.
+
+        Any thread may call it. Raises InvalidInput if an image cannot be used, or if the sequence
+        becomes too long.
+        """
         ...
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from protos.errors import DistillError, InvalidInput, WrongState
 from protos.rows.codec import RowBlock
 from teacher_service.engines.base import EngineInfo, TensorSpec, WeightUpdate, fingerprint_of
 from teacher_service.engines.hf_weights import ModelWeights
+from teacher_service.engines.images import expanded_query, image_inputs
 from teacher_service.head.head import Head
 from teacher_service.head.scale_and_cap import probe_head
 from teacher_service.head.stored_head import require_plain_weight
@@ -27,7 +27,13 @@ from teacher_service.models.files import (
     weight_files,
 )
 from teacher_service.models.load_progress import LoadProgress
-from teacher_service.models.loading import body_of, load_model, load_vocabulary, not_linear
+from teacher_service.models.loading import (
+    body_of,
+    load_image_reader,
+    load_model,
+    load_vocabulary,
+    not_linear,
+)
 
 
 class HfEngine:
@@ -57,7 +63,9 @@ class HfEngine:
         digests = FileDigests(weight_files(path))
         progress.begin("reading its weights")
         with progress.of_transformers():
-            self._model = load_model(path, dtype=dtype).to(self._device).eval()
+            model_of = load_model(path, dtype=dtype, with_images=True)
+        self._model = model_of.to(self._device).eval()
+        self._reader = load_image_reader(path, self._model.config)
         progress.begin("probing its head")
         head = self._model.get_output_embeddings()
         if not isinstance(head, torch.nn.Linear):
@@ -94,6 +102,15 @@ class HfEngine:
         self._weights.apply(update)
         self.info = self.info.after(update)
 
+    def expanded(self, query: ScoreQuery) -> ScoreQuery:
+        """Return a query with images, decoded and with all tokens that the model reads.
+
+        Any thread may call it. Raises InvalidInput if an image cannot be used, or if the sequence
+        becomes too long.
+        """
+        assert self._reader is not None, "info.placeholder is None"
+        return expanded_query(query, self._reader, self._max_length())
+
     @torch.inference_mode()
     def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
         """Return one result for each query, in order.
@@ -107,7 +124,7 @@ class HfEngine:
         return self._score_together(queries)
 
     def _score_together(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
-        hidden = self._hidden([query.token_ids for query in queries])
+        hidden = self._hidden(queries)
         # Row t comes from the state that has seen tokens 0..t-1.
         states = [
             of_one[query.start - 1 : len(query.token_ids) - 1]
@@ -115,15 +132,15 @@ class HfEngine:
         ]
         return [*self._head.score(queries, states)]
 
-    def _hidden(self, sequences: Sequence[np.ndarray[Any, Any]]) -> Tensor:
+    def _hidden(self, queries: Sequence[ScoreQuery]) -> Tensor:
         """Return the final hidden states [B, L - 1, H] of a padded batch; L is the longest length.
 
         State i has seen tokens 0..i. The last token is left out, because it predicts nothing.
         """
-        lengths = [len(sequence) - 1 for sequence in sequences]
-        padded = np.zeros((len(sequences), max(lengths)), dtype=np.int64)
-        for row, sequence in enumerate(sequences):
-            padded[row, : lengths[row]] = sequence[:-1]
+        lengths = [len(query.token_ids) - 1 for query in queries]
+        padded = np.zeros((len(queries), max(lengths)), dtype=np.int64)
+        for row, query in enumerate(queries):
+            padded[row, : lengths[row]] = query.token_ids[:-1]
         # No mask without padding: attention then takes a faster path.
         mask = None
         if min(lengths) != max(lengths):
@@ -131,7 +148,9 @@ class HfEngine:
             mask = torch.from_numpy(seen.astype(np.int64)).to(self._device)
         ids = torch.from_numpy(padded).to(self._device)
         base = body_of(self._model)
-        states: Tensor = base(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        images = image_inputs(queries, ids, self._reader)
+        found = base(input_ids=ids, attention_mask=mask, use_cache=False, **images)
+        states: Tensor = found.last_hidden_state
         return states
 
     def _max_length(self) -> int:
@@ -152,6 +171,7 @@ class HfEngine:
             "batch_invariant": self._batch_invariant,
             "transformers": release_of(transformers.__version__),
             "torch": release_of(torch.__version__),
+            **({} if self._reader is None else {"images": self._reader.facts}),
         }
         return EngineInfo(
             model=model,
@@ -163,6 +183,7 @@ class HfEngine:
             dtype=dtype,
             name="hf",
             batch_invariant=self._batch_invariant,
+            placeholder=None if self._reader is None else self._reader.placeholder,
         )
 
 

@@ -80,6 +80,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
             max_chosen_ids=info.limits.max_chosen_ids,
             only_temperature_one=not info.limits.any_temperature,
             takes_vocab_size=info.limits.any_vocab_size,
+            takes_images=info.placeholder is not None,
         )
 
     async def GetVocabulary(
@@ -163,7 +164,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         self, request: teacher_pb2.ScoreRequest, sender: Sender | None = None
     ) -> AsyncIterator[teacher_pb2.ScoreChunk]:
         with self._metrics.request() as measured:
-            if len(request.head_ids) > MAX_MESSAGE_BYTES:
+            if request.image_sizes or len(request.head_ids) > MAX_MESSAGE_BYTES:
                 # Takes a tenth of a second and more, in which the event loop serves others.
                 query = await asyncio.to_thread(parse_request, request, self._limits)
             else:
