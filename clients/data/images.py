@@ -14,6 +14,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protos.errors import Corrupt, InvalidInput
-from protos.extras import require_extra
+from protos.extras import install_command
 
 # A file of a few KiB may claim any size; one image then has at most 192 MiB in memory.
 MAX_PIXELS = 1 << 26
@@ -157,7 +158,12 @@ def collapsed_ids(
 
 def require_pillow(field: str) -> None:
     """Raise InvalidInput, naming `field`, if the package that decodes images is not installed."""
-    require_extra("images", "a prompt with images", field=field)
+    if find_spec("PIL") is None:
+        raise InvalidInput(
+            "a prompt with images needs the package pillow, which is not installed",
+            field=field,
+            hint=install_command("images"),
+        )
 
 
 def _decoded(image: bytes, field: str) -> Any:

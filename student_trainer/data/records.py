@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,10 +86,18 @@ class RecordReader:
             self._answer(record, conversation, where),
             teacher,
             1.0 if data.weight_column is None else weight_of(record, data.weight_column, where),
-            record if self.with_fields else {},
+            self._fields(record, images),
             where,
             images,
         )
+
+    def _fields(self, record: Mapping[str, Any], images: Sequence[Source]) -> Mapping[str, Any]:
+        """Return the columns for rewards; the bytes of images are none of them."""
+        if not self.with_fields:
+            return {}
+        if not any(isinstance(one, bytes) for one in images):
+            return record
+        return {name: value for name, value in record.items() if name != self.data.image_column}
 
     def _images(self, record: Mapping[str, Any], where: str, folder: Path) -> tuple[Source, ...]:
         """Return the images of a record; a relative path is one from `folder`, that of the data."""

@@ -192,9 +192,11 @@ def _without_dropout(config: Any) -> Any:
 
     Dropout would also make a run irreproducible.
     """
-    for name, value in config.to_dict().items():
-        if ("drop" in name) and isinstance(value, float):
-            setattr(config, name, 0.0)
+    # A model of images and text has a configuration for each of the two.
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        for name, value in part.to_dict().items() if part is not None else ():
+            if ("drop" in name) and isinstance(value, float):
+                setattr(part, name, 0.0)
     return config
 
 

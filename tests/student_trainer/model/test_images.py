@@ -250,6 +250,75 @@ def test_a_file_that_changes_is_noticed(reader: ImageReader, tmp_path: Path) -> 
         prompt.images.encoded()
 
 
+def test_parquet_may_hold_the_images(reader: ImageReader, tmp_path: Path) -> None:
+    """As data sets of the hub have them; a reward gets the other columns."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    image = tiny_vision.image(0)
+    records = [
+        {"prompt": "1=", "image": {"bytes": image, "path": "0.png"}},
+        {"prompt": "2=", "image": None},
+    ]
+    file = tmp_path / "prompts.parquet"
+    pyarrow.parquet.write_table(pa.Table.from_pylist(records), file)
+    data = DataConfig(path=str(file), eval_path=str(file), image_column="image")
+    options: dict[str, Any] = {"held_out": 2, "max_tokens": 50, "seed": 0, "with_fields": True}
+    _, found = load_prompts(data, WORDS, reader=reader, **options)
+    one, other = sorted(found, key=lambda prompt: prompt.text)
+    assert one.images is not None
+    assert one.images.encoded() == (image,)
+    assert other.images is None
+    assert dict(one.fields) == {"prompt": "1="}
+
+
+def test_without_pillow(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job is refused in one sentence; a teacher serves text."""
+    import sys
+
+    from teacher_service.engines.hf import HfEngine
+
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(InvalidInput, match="needs the package pillow") as error:
+        load_image_reader(StudentConfig(model=str(path)))
+    assert "pip install" in error.value.hint
+    assert HfEngine(str(path), device="cpu").info.placeholder is None
+    assert "the package pillow is not installed" in caplog.text
+
+
+@pytest.mark.parametrize("recomputed", [True, 2, "selective"])
+def test_recomputation_keeps_the_gradient(
+    path: Path, reader: ImageReader, tmp_path: Path, recomputed: Any
+) -> None:
+    gradients = []
+    for setting in (False, recomputed):
+        config = StudentConfig(model=str(path), gradient_checkpointing=setting)
+        made = Student(load_model(config, images=reader).eval(), placeholder=PLACEHOLDER)
+        batch = batch_of(sampled(made, prompts_in(tmp_path, RECORDS, reader)))
+        made.train()
+        made(batch, lambda rows, _: -rows.token_logprobs, 1.0).loss_sum.backward()
+        gradients.append({name: w.grad for name, w in made.model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+def test_adapters_see(path: Path, reader: ImageReader, kind: str, tmp_path: Path) -> None:
+    """At first they change nothing; each of them has a gradient."""
+    config = StudentConfig.model_validate({"model": str(path), "lora": {"rank": 2}})
+    made = Student(load_model(config, images=reader).eval(), placeholder=PLACEHOLDER)
+    rollouts = sampled(made, prompts_in(tmp_path, RECORDS, reader))
+    batch = batch_of(rollouts)
+    _, rows = made.rows(batch, 1.0)
+    wanted = expected_logprobs(kind, rollouts[0]).gather(1, rollouts[0].completion[:, None])
+    found = rows.token_logprobs[: rollouts[0].learned]
+    torch.testing.assert_close(found, wanted[:, 0], atol=1e-5, rtol=1e-5)
+    made(batch, lambda rows, _: -rows.token_logprobs, 1.0).loss_sum.backward()
+    learning = [w for w in made.model.parameters() if w.requires_grad]
+    assert all(weight.grad is not None for weight in learning)
+
+
 def test_a_student_that_reads_no_images_is_refused(tmp_path: Path) -> None:
     path = tiny.save(tiny.model(), tiny.tokenizer(), tmp_path / "blind")
     with pytest.raises(InvalidInput, match="reads no images") as error:
