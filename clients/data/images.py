@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from protos.errors import Corrupt, InvalidInput
 from protos.extras import install_command
 
-# A file of a few KiB may claim any size; one image then has at most 192 MiB in memory.
+# Of the images of a sequence. A file of a few KiB may claim any size; decoded, they take 192 MiB.
 MAX_PIXELS = 1 << 26
 _FORMATS = ("PNG", "JPEG", "WEBP")
 
@@ -67,20 +67,42 @@ class ImageReader:
             "placeholder": self.placeholder,
         }
 
-    def read(self, images: Sequence[bytes], field: str = "images") -> Pixels:
+    def read(
+        self, images: Sequence[bytes], field: str = "images", most_tokens: int | None = None
+    ) -> Pixels:
         """Return the pixels of encoded images, at least one.
 
-        Raises InvalidInput, naming `field`, if a file is no image or too large.
+        One after the other, so that memory is bounded: all together have at most MAX_PIXELS pixels
+        in their files, and `most_tokens` tokens for the model (None: no limit).
+
+        Raises InvalidInput, naming `field`, if a file is no image, or if there are too many.
         """
-        pictures = [_decoded(image, field) for image in images]
+        left = MAX_PIXELS
+        made: list[Pixels] = []
+        for image in images:
+            picture = _decoded(image, left, field)
+            left -= picture.width * picture.height
+            made.append(self._pixels(picture, field))
+            if most_tokens is not None and sum(one.tokens[0] for one in made) > most_tokens:
+                raise InvalidInput(
+                    f"the images have more than {most_tokens} tokens, which are left for them",
+                    field=field,
+                    hint="use smaller images, a shorter sequence, or a model with a longer context",
+                )
+        return Pixels(
+            np.concatenate([one.values for one in made]),
+            np.concatenate([one.grid for one in made]),
+            tuple(one.tokens[0] for one in made),
+        )
+
+    def _pixels(self, picture: Any, field: str) -> Pixels:
         try:
-            made = self.processor(images=pictures, return_tensors="np")
+            made = self.processor(images=[picture], return_tensors="np")
         except ValueError as error:  # such as an aspect ratio of more than 200
             raise _refused(str(error), field) from error
         grid = np.asarray(made["image_grid_thw"], np.int64)
-        merged = self.processor.merge_size**2
-        tokens = tuple(int(count) // merged for count in grid.prod(1))
-        return Pixels(np.asarray(made["pixel_values"], np.float32), grid, tokens)
+        tokens = int(grid.prod()) // self.processor.merge_size**2
+        return Pixels(np.asarray(made["pixel_values"], np.float32), grid, (tokens,))
 
 
 def makes_grids(processor: Any) -> bool:
@@ -166,16 +188,16 @@ def require_pillow(field: str) -> None:
         )
 
 
-def _decoded(image: bytes, field: str) -> Any:
-    """Return an image as RGB, turned as its metadata says."""
+def _decoded(image: bytes, most: int, field: str) -> Any:
+    """Return an image of at most `most` pixels as RGB, turned as its metadata says."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(image), formats=_FORMATS) as opened:
             width, height = opened.size
-            if width * height <= MAX_PIXELS:
+            if width * height <= most:
                 return ImageOps.exif_transpose(opened).convert("RGB")
-            why = f"{width} x {height} pixels are more than {MAX_PIXELS}"
+            why = f"its {width} x {height} pixels are more than {most}, which are left for it"
     except UnidentifiedImageError:
         why = "it is no PNG, JPEG or WebP file"
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
@@ -185,7 +207,7 @@ def _decoded(image: bytes, field: str) -> Any:
 
 def _refused(why: str, field: str) -> InvalidInput:
     return InvalidInput(
-        f"an image cannot be used: {why.splitlines()[0]}",
+        f"an image cannot be used: {(why.splitlines() or ['damaged'])[0]}",
         field=field,
         hint="give a PNG, JPEG or WebP file that a program for images can open",
     )

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from clients.data.images import ImageReader, Pixels, expanded_ids
 from clients.teacher.query import ScoreQuery
-from protos.errors import InvalidInput
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,18 +28,12 @@ class ExpandedQuery(ScoreQuery):
 def expanded_query(query: ScoreQuery, reader: ImageReader, max_length: int) -> ExpandedQuery:
     """Return a query with images as the model reads it. Decodes the images.
 
-    Raises InvalidInput if an image cannot be used, or if the sequence has more than `max_length`
-    tokens then.
+    Raises InvalidInput if an image cannot be used, or if the sequence would have more than
+    `max_length` tokens.
     """
-    pixels = reader.read(query.images)
+    others = len(query.token_ids) - len(query.images)
+    pixels = reader.read(query.images, most_tokens=max_length - others)
     token_ids = expanded_ids(query.token_ids, reader.placeholder, pixels.tokens)
-    if len(token_ids) > max_length:
-        raise InvalidInput(
-            f"the sequence has {len(token_ids)} tokens with those of its images, but the teacher"
-            f" reads at most {max_length}",
-            field="images",
-            hint="use smaller images, a shorter sequence, or a teacher with a longer context",
-        )
     values: dict[str, Any] = {one.name: getattr(query, one.name) for one in fields(ScoreQuery)}
     more = len(token_ids) - len(query.token_ids)
     values |= {"token_ids": token_ids, "start": query.start + more, "images": ()}
