@@ -111,6 +111,15 @@ def makes_grids(processor: Any) -> bool:
     return "image_grid_thw" in names and hasattr(processor, "merge_size")
 
 
+def plain_image(grey: int) -> bytes:
+    """Return a PNG of one grey, 0 to 255, for probes of a model."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), (grey, grey, grey)).save(file, "PNG")
+    return file.getvalue()
+
+
 def stored_images(images: Sequence[tuple[str, str]]) -> bytes:
     """Return the bytes that a store keeps for images (name, sha256); b"" for none."""
     return json.dumps(images, ensure_ascii=False).encode() if images else b""

@@ -99,11 +99,15 @@ def image_inputs(
     found = [one for one in images if one is not None]
     if not found:
         return None
-    pixels = [one.pixels() for one in found]
+    return tensors_of([one.pixels() for one in found], input_ids, found[0].reader.placeholder)
+
+
+def tensors_of(pixels: Sequence[Pixels], input_ids: Tensor, placeholder: int) -> dict[str, Tensor]:
+    """Return the inputs of `image_inputs` for the pixels of lines [B, T], in order."""
     return {
         "pixel_values": torch.from_numpy(np.concatenate([one.values for one in pixels])),
         "image_grid_thw": torch.from_numpy(np.concatenate([one.grid for one in pixels])),
-        "mm_token_type_ids": (input_ids == found[0].reader.placeholder).int(),
+        "mm_token_type_ids": input_ids.eq(placeholder).int(),
     }
 
 

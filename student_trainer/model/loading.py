@@ -23,6 +23,7 @@ from clients.data.images import ImageReader, makes_grids, require_pillow
 from clients.data.model_files import refuse_code
 from protos.errors import InvalidInput
 from student_trainer.model.lora import add_adapters, load_adapters
+from student_trainer.model.probes import sees
 from student_trainer.model.recomputation import recompute_activations
 
 # Dtypes of safetensors whose values float32 holds exactly.
@@ -114,12 +115,18 @@ def load_model(
     )
     if mapped and not in_bf16:
         _restore_buffers(model, config)
+    if images is not None:
+        if not sees(model, images):
+            raise InvalidInput(
+                f"images do not change what {student.model!r} computes",
+                field="student.model",
+                hint="choose a student such as Qwen2.5-VL or Qwen3-VL",
+            )
+        model.image_processor = images.processor  # saved with the model
     if student.lora is not None:
         add_adapters(model, student)
         if directory is not None:
             load_adapters(directory, model)
-    if images is not None:
-        model.image_processor = images.processor  # saved with the model
     recompute_activations(model, student.gradient_checkpointing)
     return model
 

@@ -15,7 +15,7 @@ from protos.errors import DistillError, InvalidInput, WrongState
 from protos.rows.codec import RowBlock
 from teacher_service.engines.base import EngineInfo, TensorSpec, WeightUpdate, fingerprint_of
 from teacher_service.engines.hf_weights import ModelWeights
-from teacher_service.engines.images import expanded_query, image_inputs
+from teacher_service.engines.images import expanded_query, image_inputs, sees
 from teacher_service.head.head import Head
 from teacher_service.head.scale_and_cap import probe_head
 from teacher_service.head.stored_head import require_plain_weight
@@ -65,7 +65,9 @@ class HfEngine:
         with progress.of_transformers():
             model_of = load_model(path, dtype=dtype, with_images=True)
         self._model = model_of.to(self._device).eval()
-        self._reader = load_image_reader(path, self._model.config)
+        reader = load_image_reader(path, self._model.config)
+        seeing = reader is not None and sees(body_of(self._model), reader, self._device)
+        self._reader = reader if seeing else None
         progress.begin("probing its head")
         head = self._model.get_output_embeddings()
         if not isinstance(head, torch.nn.Linear):

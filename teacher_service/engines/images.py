@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,8 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clients.data.images import ImageReader, Pixels, expanded_ids
+from clients.data.images import ImageReader, Pixels, expanded_ids, plain_image
 from clients.teacher.query import ScoreQuery
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,3 +61,28 @@ def image_inputs(
         "image_grid_thw": torch.from_numpy(grid).to(ids.device),
         "mm_token_type_ids": ids.eq(reader.placeholder).int(),
     }
+
+
+@torch.inference_mode()
+def sees(body: Any, reader: ImageReader, device: torch.device) -> bool:
+    """Return whether images change the last hidden states of a model.
+
+    `body`: the module that gives them. A model may need other inputs, or ignore those that it is
+    given; the reason is logged.
+    """
+    states = []
+    for grey in (0, 255):
+        tokens = np.array([0, reader.placeholder, 0, 0], np.int32)
+        query = ScoreQuery(tokens, 3, top_k=1, images=(plain_image(grey),))
+        expanded = expanded_query(query, reader, 1 << 20)
+        ids = torch.from_numpy(expanded.token_ids).long()[None].to(device)
+        try:
+            inputs = image_inputs([expanded], ids, reader)
+            states.append(body(input_ids=ids, use_cache=False, **inputs).last_hidden_state[0, -1])
+        except Exception as error:  # a model raises anything for inputs that it does not know
+            log.warning("the teacher reads no images: %s", " ".join(str(error).split())[:300])
+            return False
+    if torch.equal(*states):
+        log.warning("the teacher reads no images: they do not change its hidden states")
+        return False
+    return True

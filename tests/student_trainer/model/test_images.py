@@ -288,6 +288,22 @@ def test_without_pillow(
     assert "the package pillow is not installed" in caplog.text
 
 
+def test_a_student_in_bfloat16_sees(
+    path: Path, reader: ImageReader, kind: str, tmp_path: Path
+) -> None:
+    """The sampler and the rows of a batch, both under autocast."""
+    config = StudentConfig(model=str(path), dtype="bfloat16")
+    model = load_model(config, images=reader).eval()
+    made = Student(model, bf16=True, placeholder=PLACEHOLDER)
+    rollouts = sampled(made, prompts_in(tmp_path, RECORDS, reader), bf16=True)
+    _, rows = made.rows(batch_of(rollouts), 1.0)
+    parts = rows.token_logprobs.split([rollout.learned for rollout in rollouts])
+    for rollout, part in zip(rollouts, parts, strict=True):
+        exact = expected_logprobs(kind, rollout).gather(1, rollout.completion[:, None])[:, 0]
+        assert float((rollout.token_logprobs - exact).abs().max()) < 0.3
+        assert float((part - exact).abs().max()) < 0.3
+
+
 @pytest.mark.parametrize("recomputed", [True, 2, "selective"])
 def test_recomputation_keeps_the_gradient(
     path: Path, reader: ImageReader, tmp_path: Path, recomputed: Any
@@ -302,6 +318,12 @@ def test_recomputation_keeps_the_gradient(
         gradients.append({name: w.grad for name, w in made.model.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+def test_adapters_beside_frozen_weights_in_bfloat16(path: Path, reader: ImageReader) -> None:
+    values = {"model": str(path), "lora": {"rank": 2}, "dtype": "bfloat16"}
+    model = load_model(StudentConfig.model_validate(values), images=reader)
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16, torch.float32}
 
 
 def test_adapters_see(path: Path, reader: ImageReader, kind: str, tmp_path: Path) -> None:
@@ -324,6 +346,18 @@ def test_a_student_that_reads_no_images_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="reads no images") as error:
         load_image_reader(StudentConfig(model=str(path)))
     assert error.value.field == "data.image_column"
+
+
+def test_a_student_that_does_not_see_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tiny_vision.save(tmp_path / "student", kind)
+    model = tiny_vision.model(kind)
+    for name, weight in model.named_parameters():
+        if "merger" in name:
+            weight.data.zero_()
+    model.save_pretrained(path)
+    config = StudentConfig(model=str(path))
+    with pytest.raises(InvalidInput, match="images do not change what"):
+        load_model(config, images=load_image_reader(config))
 
 
 def test_an_export_reads_images(

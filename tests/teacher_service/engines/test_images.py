@@ -106,12 +106,32 @@ def test_an_expanded_query_has_the_rows_of_the_short_one(engine: HfEngine) -> No
     assert found.token_ids[found.start :].tolist() == one.token_ids[one.start :].tolist()
 
 
+def test_a_teacher_in_half_precision_sees(path: Path, engine: HfEngine) -> None:
+    half = HfEngine(str(path), dtype="bfloat16", device="cpu")
+    for found, exact in zip(rows(half, CASES), rows(engine, CASES), strict=True):
+        assert np.abs(found.token_logprobs - exact.token_logprobs).max() < 0.3
+
+
 def test_a_sequence_may_become_too_long(engine: HfEngine) -> None:
     large = tiny_vision.image(0, 64, 64)  # of 64 tokens
     long = query(IMAGE * 8 + "1=", "2", *[large] * 8)
     with pytest.raises(InvalidInput, match=r"have more than \d+ tokens") as error:
         engine.expanded(long)
     assert error.value.field == "images"
+
+
+def test_a_model_that_does_not_see_is_given_no_images(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own code drops what it sees: here, by a last layer of zeros."""
+    tiny_vision.save(tmp_path, kind)
+    model = tiny_vision.model(kind)
+    for name, weight in model.named_parameters():
+        if "merger" in name:
+            weight.data.zero_()
+    model.save_pretrained(tmp_path)
+    assert HfEngine(str(tmp_path), device="cpu").info.placeholder is None
+    assert "they do not change its hidden states" in caplog.text
 
 
 def test_the_engine_says_what_it_reads(engine: HfEngine) -> None:
