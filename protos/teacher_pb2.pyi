@@ -96,6 +96,7 @@ class TeacherInfo(_message.Message):
     ONLY_TEMPERATURE_ONE_FIELD_NUMBER: _builtins.int
     TAKES_VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    TAKES_IMAGES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     """sha256 of everything that determines the rows: weights, config, dtype, engine. Each weight update changes it."""
@@ -122,6 +123,8 @@ class TeacherInfo(_message.Message):
     only_temperature_one: _builtins.bool
     takes_vocab_size: _builtins.bool
     """false: this teacher ignores ScoreRequest.vocab_size"""
+    takes_images: _builtins.bool
+    """The model reads images: ScoreRequest.images are taken."""
     @_builtins.property
     def load(self) -> Global___TeacherLoad: ...
     @_builtins.property
@@ -147,10 +150,11 @@ class TeacherInfo(_message.Message):
         only_temperature_one: _builtins.bool = ...,
         takes_vocab_size: _builtins.bool = ...,
         adapters: _abc.Iterable[Global___TeacherAdapter] | None = ...,
+        takes_images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids", "load", b"load", "max_chosen_ids", b"max_chosen_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids", "adapters", b"adapters", "batch_invariant", b"batch_invariant", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "load", b"load", "max_chosen_ids", b"max_chosen_ids", "max_length", b"max_length", "max_request_bytes", b"max_request_bytes", "max_tail_draws", b"max_tail_draws", "max_tail_samples", b"max_tail_samples", "max_top_k", b"max_top_k", "model", b"model", "only_temperature_one", b"only_temperature_one", "takes_vocab_size", b"takes_vocab_size", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids", "adapters", b"adapters", "batch_invariant", b"batch_invariant", "dtype", b"dtype", "engine", b"engine", "fingerprint", b"fingerprint", "load", b"load", "max_chosen_ids", b"max_chosen_ids", "max_length", b"max_length", "max_request_bytes", b"max_request_bytes", "max_tail_draws", b"max_tail_draws", "max_tail_samples", b"max_tail_samples", "max_top_k", b"max_top_k", "model", b"model", "only_temperature_one", b"only_temperature_one", "takes_images", b"takes_images", "takes_vocab_size", b"takes_vocab_size", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_chosen_ids: _TypeAlias = _typing.Literal["max_chosen_ids"]  # noqa: Y015
     _WhichOneofArgType__max_chosen_ids: _TypeAlias = _typing.Literal["_max_chosen_ids", b"_max_chosen_ids"]  # noqa: Y015
@@ -305,6 +309,8 @@ class ScoreRequest(_message.Message):
     DRAW_IDS_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    IMAGE_SIZES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """unique within the stream"""
     token_ids: _builtins.bytes
@@ -325,8 +331,8 @@ class ScoreRequest(_message.Message):
     sample_seed: _builtins.int
     """The draw depends only on this seed and the tokens before the row's token, so a repeated request gets the same ids."""
     more: _builtins.bool
-    """The next message of the stream has the same request_id and further head_ids or draw_ids of this request, and no
-    other field.
+    """The next message of the stream has the same request_id and further head_ids, draw_ids or images of this request, and
+    no other field.
     Sent only to a teacher with max_request_bytes > 0, if the request does not fit into one message.
     """
     draw_ids: _builtins.bytes
@@ -337,6 +343,13 @@ class ScoreRequest(_message.Message):
     """The rows are of the softmax over the first vocab_size logits, and all ids are below it. 0: over all logits."""
     adapter: _builtins.str
     """Score with this adapter of the teacher; empty: without one."""
+    images: _builtins.bytes
+    """The encoded images of the sequence, in the order of their placeholders, one after the other; image_sizes are
+    their lengths in bytes. token_ids have one placeholder for each image, all before `start`: the service replaces
+    each by as many as its model reads. All positions of this request and of its rows are counted without that.
+    """
+    @_builtins.property
+    def image_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -354,10 +367,12 @@ class ScoreRequest(_message.Message):
         draw_ids: _builtins.bytes = ...,
         vocab_size: _builtins.int = ...,
         adapter: _builtins.str = ...,
+        images: _builtins.bytes = ...,
+        image_sizes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "head_ids", b"head_ids", "top_k", b"top_k"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "draw_ids", b"draw_ids", "head", b"head", "head_ids", b"head_ids", "logprob_format", b"logprob_format", "more", b"more", "next_position", b"next_position", "request_id", b"request_id", "sample_seed", b"sample_seed", "start", b"start", "tail_samples", b"tail_samples", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "draw_ids", b"draw_ids", "head", b"head", "head_ids", b"head_ids", "image_sizes", b"image_sizes", "images", b"images", "logprob_format", b"logprob_format", "more", b"more", "next_position", b"next_position", "request_id", b"request_id", "sample_seed", b"sample_seed", "start", b"start", "tail_samples", b"tail_samples", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_head: _TypeAlias = _typing.Literal["top_k", "head_ids"]  # noqa: Y015
     _WhichOneofArgType_head: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015

@@ -7,7 +7,7 @@ builds the teacher sources, the anchor and the objective; optimizer; metrics.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
 from clients.config.tables.common import StudentConfig
+from clients.data.images import ImageReader
 from clients.preflight.context_parallel import refuse_indivisible_heads
 from clients.preflight.teachers import check_length
 from clients.runs.directory import RunDirectory
@@ -48,6 +49,7 @@ from student_trainer.model.loading import (
     computes_in_bfloat16,
     count_weights,
     load_config,
+    load_image_reader,
     load_model,
     load_tokenizer,
     vocabulary,
@@ -95,8 +97,8 @@ def assemble(
     for a problem that the user can correct.
     """
     disable_progress_bar()  # progress bars of every checkpoint would fill the log
-    tokenizer = load_tokenizer(config.student)
-    vocab_size, make_method = _prepared(config, teachers, stores, rewards, tokenizer)
+    tokenizer, reader = load_tokenizer(config.student), _image_reader(config, stores)
+    vocab_size, make_method = _prepared(config, teachers, stores, rewards, tokenizer, reader)
     accelerator = _accelerator(config)
     step, saved = _resumed(config, run, from_step, accelerator)
     if stores is not None and saved is not None:
@@ -104,7 +106,7 @@ def assemble(
 
     progress.say("loading student", step)
     wait_for_shared_gpus(config, service, accelerator)
-    student = _load_student(config, saved, accelerator, vocab_size)
+    student = _load_student(config, saved, accelerator, vocab_size, reader)
     progress.agree = lambda wish: largest(accelerator, wish)
     if accelerator.is_main_process:
         # Later checkpoints are damaged, or are replaced by the steps of this attempt.
@@ -144,6 +146,15 @@ def _accelerator(config: AnyTraining) -> Accelerator:
     return make_accelerator(limit, cpu_offload=config.train.cpu_offload)
 
 
+def _image_reader(config: AnyTraining, stores: Stores | None) -> ImageReader | None:
+    """Return what reads the images of the job's prompts for its student; None if it has none."""
+    if isinstance(config, OfflineJob):
+        opened = (stores.training, stores.held_out) if stores else ()
+        sees = any(store is not None and store.has_images for store in opened)
+        return load_image_reader(config.student, "data.path") if sees else None
+    return load_image_reader(config.student) if config.data and config.data.image_column else None
+
+
 def _open_log(
     config: AnyTraining, run: RunDirectory, accelerator: Accelerator, attempt: int, step: int
 ) -> MetricsLog | None:
@@ -169,20 +180,32 @@ def _log_start(
 
 
 def _load_student(
-    config: AnyTraining, saved: Path | None, accelerator: Accelerator, vocab_size: int
+    config: AnyTraining,
+    saved: Path | None,
+    accelerator: Accelerator,
+    vocab_size: int,
+    reader: ImageReader | None,
 ) -> Replicated | Sharded:
     """Collective. Load the student, distribute it, choose its attention, and compile it.
 
     `saved`: the checkpoint that has the weights; None: they are the job's. `vocab_size`: number of
-    ids that teacher and student have in common.
+    ids that teacher and student have in common. `reader`: of the images; None: the job has none.
     """
     torch.manual_seed(config.seed)  # new LoRA weights are the same in every attempt
     train = config.train
-    model = load_model(config.student, saved / "model" if saved else None, mapped=train.sharded)
-    made = Student(model, bf16=computes_in_bfloat16(config.student), vocab_size=vocab_size)
+    directory = saved / "model" if saved else None
+    model = load_model(config.student, directory, mapped=train.sharded, images=reader)
+    made = Student(
+        model,
+        bf16=computes_in_bfloat16(config.student),
+        vocab_size=vocab_size,
+        placeholder=None if reader is None else reader.placeholder,
+    )
     groups = train.tensor_parallel, train.context_parallel
     student = distribute(accelerator, made, train.sharding, *groups, cpu_offload=train.cpu_offload)
     student.choose_attention(config.student)
+    if reader is not None:  # the positions of images are those of a sequence with its own line
+        student.trained.layout = student.full.layout = "padded"
     if config.student.compile:
         compile_layers(student.trained)
     return student
@@ -207,6 +230,7 @@ def _prepared(
     stores: Stores | None,
     rewards: Rewards | None,
     tokenizer: Any,
+    reader: ImageReader | None,
 ) -> tuple[int, MakeMethod]:
     """Read and check student and data of the job.
 
@@ -220,7 +244,7 @@ def _prepared(
     most = getattr(shape, "max_position_embeddings", None)
     if isinstance(config, OfflineJob):
         assert stores is not None
-        return _offline(config, teachers, stores, tokenizer, shape)
+        return _offline(config, teachers, stores, tokenizer, shape, reader)
     pair = None
     if isinstance(config, OnPolicyJob):
         pair = tokenizer_pair(config, teachers, tokenizer)
@@ -242,7 +266,7 @@ def _prepared(
     check_length(config.method.max_prompt_tokens + config.method.max_new_tokens, "student", most)
     if isinstance(config, RLJob):
         check_top_k(config.method.top_k, vocab_size, "method.top_k")
-        asked = load_rl_prompts(config, tokenizer)
+        asked = load_rl_prompts(config, tokenizer, reader)
         _check_shares(config, len(asked.held_out))
         environment = config.environment
         retriever = None if environment is None else make_retriever(environment)
@@ -250,7 +274,7 @@ def _prepared(
         return vocab_size, lambda accelerator, student, engine: rl_method(
             config, material, accelerator, student, engine
         )
-    return vocab_size, _on_policy(config, teachers, tokenizer, vocab_size, pair)
+    return vocab_size, _on_policy(config, teachers, tokenizer, vocab_size, pair, reader)
 
 
 def _offline(
@@ -259,6 +283,7 @@ def _offline(
     stores: Stores,
     tokenizer: Any,
     shape: Any,
+    reader: ImageReader | None,
 ) -> tuple[int, MakeMethod]:
     """As `_prepared`. `shape`: the configuration of the student's text model."""
     store, most = stores.training, getattr(shape, "max_position_embeddings", None)
@@ -273,7 +298,7 @@ def _offline(
         check_length(longest + config.method.max_new_tokens, "student", most)
     examined = load_examined(config, tokenizer, longest)
     return vocab_size, lambda accelerator, student, engine: offline_method(
-        config, stores, examined, teachers, accelerator, student, tokenizer, engine, other
+        config, stores, examined, teachers, accelerator, student, tokenizer, engine, other, reader
     )
 
 
@@ -283,8 +308,10 @@ def _on_policy(
     tokenizer: Any,
     vocab_size: int,
     pair: TokenizerPair | None,
+    reader: ImageReader | None,
 ) -> MakeMethod:
-    prompts = _prompts(config, tokenizer)
+    seeing = [name for name, connection in teachers.items() if connection.info.takes_images]
+    prompts = _prompts(config, tokenizer, reader, seeing)
     if pair is None:
         check_top_k(config.top_k, vocab_size, "teacher.top_k")
     else:
@@ -337,7 +364,9 @@ def _resumed(
     return found
 
 
-def _prompts(config: OnPolicyJob, tokenizer: Any) -> tuple[ItemsOfSteps[Prompt], list[Prompt]]:
+def _prompts(
+    config: OnPolicyJob, tokenizer: Any, reader: ImageReader | None, seeing: Sequence[str]
+) -> tuple[ItemsOfSteps[Prompt], list[Prompt]]:
     prompts, held_out = load_prompts(
         config.data,
         tokenizer,
@@ -347,6 +376,8 @@ def _prompts(config: OnPolicyJob, tokenizer: Any) -> tuple[ItemsOfSteps[Prompt],
         teachers=config.teachers,
         # A teacher with another tokenizer renders the messages of a record in its own template.
         with_fields=config.teacher.tokenizer != "same",
+        reader=reader,
+        seeing=seeing,
     )
     _check_shares(config, len(held_out))
     return prompts, held_out

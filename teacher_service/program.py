@@ -262,6 +262,7 @@ class _Program:
             info.max_length,
             min(settings.engine.max_top_k, most),
             frozenset(info.adapters),
+            info.placeholder,
         )
         scorer, budget = RowScorer(dispatcher, cache), AnswerBudget()
         weights = Weights(engine, dispatcher)

@@ -18,7 +18,7 @@ from clients.config.tables.common import (
 )
 from clients.config.tables.data import PromptKeys
 from clients.config.tables.teacher import TeacherConfig
-from clients.config.unused import refuse_unused
+from clients.config.unused import Rule, refuse_unused
 from clients.data.object_urls import place_of
 from clients.data.prompt_format import PromptFormat
 
@@ -50,6 +50,8 @@ class CaptureData(PromptKeys):
     """Column with the answer; its tokens are scored (form `completion`)."""
     messages_column: str = "messages"
     """Column with the conversation; its last assistant turn is scored (form `messages`)."""
+    image_column: Name | None = None
+    """Column with the path of an image, or a list, as in `on_policy`; a running service scores."""
     text_column: str = "text"
     """Column with the document; every token is scored (form `text`)."""
     tokenizer: str | None = None
@@ -59,7 +61,8 @@ class CaptureData(PromptKeys):
     def prompt_format(self) -> PromptFormat:
         """The format of the prompts; it means nothing for plain text."""
         conversations = self.form == "messages"
-        return self.format_of(self.prompt_column, self.messages_column if conversations else None)
+        messages = self.messages_column if conversations else None
+        return self.format_of(self.prompt_column, messages, self.image_column)
 
 
 class RayConfig(Table):
@@ -147,63 +150,73 @@ class CaptureJob(Table):
 
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:
-        data, teacher = self.data, self.teacher
-        return refuse_unused(
-            self,
-            [
-                (
-                    teacher.model is None,
-                    "teacher.address teacher.patience_seconds teacher.prefetch_mib teacher.adapter",
-                    "the capture loads teacher.model itself; leave one of them out",
-                ),
-                (
-                    teacher.model is not None,
-                    "teacher.engine teacher.dtype teacher.device teacher.max_batch_tokens",
-                    "the service at teacher.address scores; leave it out, or set teacher.model",
-                ),
-                (
-                    False,
-                    "teacher.batch_invariant teacher.gpus",
-                    "the capture loads teacher.model in its own process; leave it out",
-                ),
-                (
-                    teacher.model is not None,
-                    "method.ray",
-                    "each engine on Ray loads teacher.model; set it to a directory or a hub id",
-                ),
-                (
-                    data.form == "completion",
-                    "data.prompt_column data.answer_column data.template",
-                    "it belongs to data.form = 'completion'; leave it out, or set this form",
-                ),
-                (
-                    data.form != "text",
-                    "data.system data.chat_template data.template_arguments",
-                    "plain text has no chat template; leave it out, or set another data.form",
-                ),
-                (
-                    data.chat_template,
-                    "data.system data.template_arguments",
-                    "data.chat_template = false switches the chat template off; leave one of them "
-                    "out",
-                ),
-                (
-                    data.form != "messages",
-                    "data.chat_template",
-                    "data.form = 'messages' needs the chat template; leave one of them out",
-                ),
-                (
-                    data.form == "messages",
-                    "data.messages_column",
-                    "it belongs to data.form = 'messages'; leave it out, or set this form",
-                ),
-                (
-                    data.form == "text",
-                    "data.text_column",
-                    "it belongs to data.form = 'text'; leave it out, or set this form",
-                ),
-            ],
-        )
+        return refuse_unused(self, [*self._rules_of_teacher(), *self._rules_of_data()])
+
+    def _rules_of_teacher(self) -> list[Rule]:
+        teacher = self.teacher
+        return [
+            (
+                teacher.model is None,
+                "teacher.address teacher.patience_seconds teacher.prefetch_mib teacher.adapter",
+                "the capture loads teacher.model itself; leave one of them out",
+            ),
+            (
+                teacher.model is not None,
+                "teacher.engine teacher.dtype teacher.device teacher.max_batch_tokens",
+                "the service at teacher.address scores; leave it out, or set teacher.model",
+            ),
+            (
+                False,
+                "teacher.batch_invariant teacher.gpus",
+                "the capture loads teacher.model in its own process; leave it out",
+            ),
+            (
+                teacher.model is not None,
+                "method.ray",
+                "each engine on Ray loads teacher.model; set it to a directory or a hub id",
+            ),
+            (
+                teacher.model is None,
+                "data.image_column",
+                "images are scored by a running service; set teacher.address in place of "
+                "teacher.model",
+            ),
+        ]
+
+    def _rules_of_data(self) -> list[Rule]:
+        data = self.data
+        return [
+            (
+                data.form == "completion",
+                "data.prompt_column data.answer_column data.template",
+                "it belongs to data.form = 'completion'; leave it out, or set this form",
+            ),
+            (
+                data.form != "text",
+                "data.system data.chat_template data.template_arguments data.image_column",
+                "plain text has no chat template; leave it out, or set another data.form",
+            ),
+            (
+                data.chat_template,
+                "data.system data.template_arguments data.image_column",
+                "data.chat_template = false switches the chat template off; leave one of them out",
+            ),
+            (
+                data.form != "messages",
+                "data.chat_template",
+                "data.form = 'messages' needs the chat template; leave one of them out",
+            ),
+            (
+                data.form == "messages",
+                "data.messages_column",
+                "it belongs to data.form = 'messages'; leave it out, or set this form",
+            ),
+            (
+                data.form == "text",
+                "data.text_column",
+                "it belongs to data.form = 'text'; leave it out, or set this form",
+            ),
+        ]
 
     @property
     def max_steps(self) -> int:

@@ -54,6 +54,7 @@ class ExamConfig(Table):
             [
                 *prompt_rules(data),
                 (False, "data.mix data.weight_column", "it is for training; leave it out"),
+                (False, "data.image_column", "an evaluation reads no images; leave it out"),
                 (
                     not text,
                     "data.messages_column data.system data.template_arguments",

@@ -20,6 +20,8 @@ class OfflineData(PromptKeys):
 
     path: Name
     """Directory of the store that a capture wrote, or its URL: s3://BUCKET/PREFIX or gs://."""
+    image_folder: Name | None = None
+    """Folder of the images that the store names. Default: the folder of the captured data."""
     tokenizer: Name = "same"
     """same: as the student's, or refused. auto: any. A directory or hub id: any, found there."""
     prompts: Name | None = None

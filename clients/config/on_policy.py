@@ -7,8 +7,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from clients.config.tables.common import Address, Count, Name, Table, Tail, TrainingJob, check_tail
-from clients.config.tables.data import DataConfig, prompt_rules
-from clients.config.tables.rollouts import RolloutsConfig, rollout_rules
+from clients.config.tables.data import DataConfig, check_beside_images, prompt_rules
+from clients.config.tables.rollouts import RolloutsConfig, in_trainer_rules, rollout_rules
 from clients.config.tables.teacher import TeacherConfig, started_rules
 from clients.config.unused import refusal, refuse_unused
 
@@ -81,6 +81,12 @@ class OnPolicyJob(TrainingJob):
         if self.teachers:
             remedy = "has no effect: the job has `teachers`; leave one of them out"
             raise refusal(self, "teacher.tokenizer", remedy)
+        return self
+
+    @model_validator(mode="after")
+    def _fits_images(self) -> Self:
+        of_tokenizer = self.teacher.tokenizer == "same", "teacher.tokenizer"
+        check_beside_images(self, self.data, [of_tokenizer, *in_trainer_rules(self.rollouts)])
         return self
 
     @model_validator(mode="after")

@@ -11,11 +11,11 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from clients.config.tables.anchor import AnchorConfig
 from clients.config.tables.common import FORMER_TAIL, SampledEvalConfig, TrainingJob
-from clients.config.tables.data import DataConfig, prompt_rules
+from clients.config.tables.data import DataConfig, check_beside_images, prompt_rules
 from clients.config.tables.environment import SearchConfig
 from clients.config.tables.reward import HARMLESS, RewardConfig
 from clients.config.tables.rl_method import UNWEIGHTED, RLConfig
-from clients.config.tables.rollouts import RolloutsConfig, rollout_rules
+from clients.config.tables.rollouts import RolloutsConfig, in_trainer_rules, rollout_rules
 from clients.config.tables.teacher import TeacherLink, started_rules
 from clients.config.unused import Rule, refuse_unused
 
@@ -130,6 +130,15 @@ class RLJob(TrainingJob):
         if data is None and not generated:
             raise ValueError("missing; only the reward reasoning_gym:TASK generates its prompts")
         return data
+
+    @model_validator(mode="after")
+    def _fits_images(self) -> Self:
+        own = (
+            (self.environment is None, "environment"),
+            (self.anchor.context is None, "anchor.context"),
+        )
+        check_beside_images(self, self.data, [*own, *in_trainer_rules(self.rollouts)])
+        return self
 
     @model_validator(mode="after")
     def _uses_every_key(self) -> Self:

@@ -53,6 +53,7 @@ class SFTJob(TrainingJob):
                     "the answers are messages of data.messages_column; leave it out",
                 ),
                 (False, "data.teacher_column", "a job of method sft has no teacher; leave it out"),
+                (False, "data.image_column", "a job of method sft reads no images; leave it out"),
                 *prompt_rules(self.data),
             ],
         )

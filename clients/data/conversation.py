@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -38,12 +38,12 @@ class Conversation:
     def question(self) -> str:
         """The text of the last user message; "" if there is none."""
         asked = (m for m in reversed(self.messages) if m["role"] == "user")
-        return str(next(asked, {}).get("content") or "")
+        return text_of_content(next(asked, {}).get("content"))
 
     @property
     def answer(self) -> str:
         """The text of the last message if it is the assistant's, otherwise ""."""
-        return str(self.messages[-1].get("content") or "") if self.is_answered else ""
+        return text_of_content(self.messages[-1].get("content")) if self.is_answered else ""
 
     def unanswered(self) -> Conversation:
         """Return the conversation without its last message if that is the assistant's."""
@@ -70,12 +70,25 @@ class Conversation:
         return replace(self, messages=(*messages, {"role": "user", "content": text}))
 
 
-def conversation_in(record: Mapping[str, Any], column: str, where: str) -> Conversation:
+def text_of_content(content: Any) -> str:
+    """Return the text of a message: its content, or the text parts of a list of parts."""
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content if part["type"] == "text")
+    return str(content or "")
+
+
+def conversation_in(
+    record: Mapping[str, Any], column: str, where: str, images: int | None = None
+) -> Conversation:
     """Return the conversation in a column of a record, with the tools in its column `tools`.
 
-    `where` describes the record in messages, such as `row 3 of data.jsonl`. Keys without a value
-    are left out: Parquet adds them to every message. Raises InvalidInput if the column is missing
-    or holds something else, or if a message has no text; the assistant's tool calls need none.
+    `where` describes the record in messages, such as `row 3 of data.jsonl`. `images`: number of its
+    images; None: the job has no images. With images, a content may be a list of parts, like
+    {"type": "image"} and {"type": "text", "text": "..."}, with one place for each image. Keys
+    without a value are left out: Parquet adds them to every message.
+
+    Raises InvalidInput if the column is missing or holds something else, or if a message has no
+    text; the assistant's tool calls need none.
     """
     found = record.get(column)
     if not isinstance(found, list) or not all(map(_is_message, found)):
@@ -85,9 +98,11 @@ def conversation_in(record: Mapping[str, Any], column: str, where: str) -> Conve
             field=_FIELD,
             hint='each message must be like {"role": "user", "content": "..."}',
         )
-    messages = [{key: value for key, value in m.items() if value is not None} for m in found]
+    messages = [_without_nulls(message) for message in found]
     for number, message in enumerate(messages, 1):
-        _check(message, f"message {number} of {where}")
+        _check(message, f"message {number} of {where}", parts=images is not None)
+    if images is not None:
+        _check_images(messages, images, where)
     return Conversation(tuple(messages), _tools(record.get(TOOLS), where))
 
 
@@ -107,7 +122,7 @@ def _is_message(value: Any) -> bool:
     return "content" in value or bool(value.get("tool_calls"))
 
 
-def _check(message: Message, where: str) -> None:
+def _check(message: Message, where: str, *, parts: bool) -> None:
     if message["role"] not in _ROLES:
         raise InvalidInput(
             f"{where} has the role {message['role'][:40]!r}",
@@ -115,6 +130,8 @@ def _check(message: Message, where: str) -> None:
             hint=f"use one of {', '.join(_ROLES)}",
         )
     content = message.get("content")
+    if parts and isinstance(content, list) and all(map(_is_part, content)):
+        return
     calls = message["role"] == "assistant" and message.get("tool_calls")
     if not isinstance(content, str) and not (content is None and calls):
         kind = "null" if content is None else f"a {type(content).__name__}"
@@ -122,6 +139,42 @@ def _check(message: Message, where: str) -> None:
             f"{where} has no text: its content is {kind}",
             field=_FIELD,
             hint="remove such messages, or write their content as one string",
+        )
+
+
+def _without_nulls(message: Message) -> Message:
+    """Return a message without the keys that have no value, also in the parts of its content."""
+    found = {key: value for key, value in message.items() if value is not None}
+    if isinstance(content := found.get("content"), list):
+        found["content"] = [
+            {key: value for key, value in part.items() if value is not None}
+            if isinstance(part, dict)
+            else part
+            for part in content
+        ]
+    return found
+
+
+def _is_part(part: Any) -> bool:
+    """Return whether this is a part of a content: the place of an image, or a text."""
+    match part:
+        case {"type": "image", **others}:
+            return not others
+        case {"type": "text", "text": str()}:
+            return True
+    return False
+
+
+def _check_images(messages: Sequence[Message], images: int, where: str) -> None:
+    """Raise InvalidInput unless the messages have one place for each image."""
+    contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
+    places = sum(part["type"] == "image" for content in contents for part in content)
+    if places != images:
+        raise InvalidInput(
+            f"{where} has {images} images, but its messages have {places} parts"
+            ' {"type": "image"}',
+            field="data.image_column",
+            hint="give each image one such part, where the model shall see it",
         )
 
 

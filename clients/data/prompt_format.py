@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clients.data.conversation import TOOLS, Conversation, conversation_in
-from clients.data.records import text_of
+from clients.data.records import images_of, text_of
 from protos.errors import InvalidInput
 
 # Roles of messages that say how to behave.
@@ -23,7 +23,8 @@ _SYSTEM = ("system", "developer")
 class PromptFormat:
     """How the records of a job become prompts; the keys of its table `data` of the same names.
 
-    messages_column: None if the prompt is the text in `prompt_column`.
+    messages_column: None if the prompt is the text in `prompt_column`. image_column: None if
+    prompts have no images.
     """
 
     prompt_column: str = "prompt"
@@ -32,13 +33,15 @@ class PromptFormat:
     system: str | None = None
     chat_template: bool = True
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    image_column: str | None = None
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that `conversation` reads; the first one must exist."""
+        of_images = () if self.image_column is None else (self.image_column,)
         if self.messages_column is None:
-            return (self.prompt_column,)
-        return (self.messages_column, TOOLS)
+            return (self.prompt_column, *of_images)
+        return (self.messages_column, TOOLS, *of_images)
 
     def conversation(self, record: Mapping[str, Any], where: str) -> Conversation:
         """Return the conversation of a record; it may end with the assistant's answer.
@@ -46,10 +49,12 @@ class PromptFormat:
         A text becomes the user's message, with the template. Raises InvalidInput if the column is
         missing or holds something else, or if the record has a system message besides `system`.
         """
+        column = self.image_column
+        images = None if column is None else len(images_of(record, column, where))
         if self.messages_column is None:
             text = text_of(record, self.prompt_column, "data.prompt_column", where)
-            return self.asked(text)
-        found = conversation_in(record, self.messages_column, where)
+            return self.asked(text, images or 0)
+        found = conversation_in(record, self.messages_column, where, images)
         if self.system is not None and any(m["role"] in _SYSTEM for m in found.messages):
             raise InvalidInput(
                 f"{where} has a system message of its own",
@@ -58,10 +63,15 @@ class PromptFormat:
             )
         return self._with_system(found)
 
-    def asked(self, text: str) -> Conversation:
-        """Return the conversation that asks `text`: one user message, with the template."""
+    def asked(self, text: str, images: int = 0) -> Conversation:
+        """Return the conversation that asks `text`: one user message, with the template.
+
+        `images`: number of images before the text.
+        """
         asked = self.template.replace("{prompt}", text)
-        return self._with_system(Conversation(({"role": "user", "content": asked},)))
+        text_part = {"type": "text", "text": asked}
+        content = [*[{"type": "image"}] * images, text_part] if images else asked
+        return self._with_system(Conversation(({"role": "user", "content": content},)))
 
     def text(self, record: Mapping[str, Any], conversation: Conversation) -> str:
         """Return the text of the prompt for rewards: before the template, the last user message."""
@@ -177,6 +187,7 @@ def check_chat_template(form: PromptFormat, template: str | None) -> None:
         "data.messages_column": form.messages_column is not None,
         "data.system": form.system is not None,
         "data.template_arguments": bool(form.template_arguments),
+        "data.image_column": form.image_column is not None,
     }
     if not template:
         for key in (key for key, is_set in needed.items() if is_set):
@@ -187,6 +198,12 @@ def check_chat_template(form: PromptFormat, template: str | None) -> None:
             )
         return
     words = set(re.findall(r"[A-Za-z_]\w*", template))
+    if form.image_column is not None and "image" not in words:
+        raise InvalidInput(
+            "the chat template of the tokenizer writes no images",
+            field="data.image_column",
+            hint="choose a model of images and text",
+        )
     for name in form.template_arguments:
         if name not in words:
             near = difflib.get_close_matches(name, sorted(words), n=1)

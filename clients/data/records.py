@@ -152,6 +152,27 @@ def text_of(record: Mapping[str, Any], column: str, field: str, where: str) -> s
     return str(value)
 
 
+def images_of(record: Mapping[str, Any], column: str, where: str) -> tuple[str | bytes, ...]:
+    """Return the images in a column of a record: the path or the encoded bytes of each.
+
+    The column holds one image or a list of them; without a value there is none. An image is a path,
+    bytes, or {bytes, path} as data sets of the hub have it. Raises InvalidInput, naming `where`, if
+    it holds something else.
+    """
+    value = record.get(column)
+    found: list[str | bytes] = []
+    for one in value if isinstance(value, list) else [] if value is None else [value]:
+        image = one.get("bytes") or one.get("path") if isinstance(one, dict) else one
+        if not isinstance(image, str | bytes) or not image:
+            raise InvalidInput(
+                f"{where} has {type(one).__name__} in column {column!r}, not an image",
+                field="data.image_column",
+                hint="write the path of a PNG, JPEG or WebP file, or its bytes, or a list of them",
+            )
+        found.append(image)
+    return tuple(found)
+
+
 def weight_of(record: Mapping[str, Any], column: str, where: str) -> float:
     """Return the weight in a column of a record, a finite number of at least 0.
 

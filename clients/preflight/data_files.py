@@ -139,6 +139,9 @@ def expected_prompts(
     else:
         columns = (("data.messages_column", conversations),)
 
+    if (images := data.prompt_format.image_column) is not None:
+        columns += (("data.image_column", images),)
+
     def check(records: Records) -> None:
         check_first_prompts(path, data, records, answers=answers, learned=learned)
 

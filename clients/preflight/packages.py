@@ -9,9 +9,11 @@ from importlib.util import find_spec
 
 from clients.config.capture import CaptureJob
 from clients.config.kinds import AnyJob, SamplingJob, started_teacher
+from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.tables.common import StudentConfig, TrainingJob
 from clients.config.tables.reward import GENERATED, RewardConfig
+from clients.data.images import require_pillow
 from protos.errors import InvalidInput
 from protos.extras import require_extra
 
@@ -39,6 +41,8 @@ def check_packages(config: AnyJob) -> None:
         require_extra("teacher", "a teacher", field="teacher.model")
         if teacher.engine == "vllm" and find_spec("vllm") is None:
             require_extra("vllm", "the engine vllm", field="teacher.engine")
+    if isinstance(config, OnPolicyJob | RLJob) and config.data and config.data.image_column:
+        require_pillow("data.image_column")
     if isinstance(config, RLJob):
         check_reward(config.reward)
         if config.environment is not None:

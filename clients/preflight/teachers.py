@@ -39,6 +39,10 @@ class TeacherLimits(Protocol):
     def only_temperature_one(self) -> bool:
         """Whether it scores at temperature 1 only."""
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether its model reads the images of prompts."""
+
 
 def services_of(config: AnyJob) -> Mapping[str, str | list[str]]:
     """Return the addresses of the teacher services that the job needs, by name.
@@ -76,6 +80,7 @@ def check_teachers(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
     Raises InvalidInput if a teacher's limits are too small for the job, and WrongState if a teacher
     does not match the store of an offline job.
     """
+    _check_images(config, infos)
     for name, info in infos.items():
         match config:
             case OnPolicyJob():
@@ -88,8 +93,22 @@ def check_teachers(config: AnyJob, infos: Mapping[str, TeacherInfo]) -> None:
                 check_capture(info, config)
 
 
+def _check_images(config: AnyJob, infos: Mapping[str, TeacherLimits]) -> None:
+    """Check that a teacher reads the images of the prompts; of several, at least one."""
+    data = None if isinstance(config, OfflineJob | SFTJob) else config.data
+    if data is None or data.image_column is None or not infos:
+        return
+    if not any(info.takes_images for info in infos.values()):
+        raise InvalidInput(
+            "the teacher reads no images" if len(infos) == 1 else "no teacher reads images",
+            field="data.image_column",
+            hint="use a teacher whose model reads images, with --engine hf and the package pillow",
+        )
+
+
 def check_capture(teacher: TeacherLimits, job: CaptureJob) -> None:
     """Raise InvalidInput if the job asks for more than the teacher computes."""
+    _check_images(job, {"": teacher})
     _check_temperature(teacher, "teacher", job.method.temperature)
     if job.teacher.top_k > teacher.max_top_k:
         raise InvalidInput(

@@ -49,6 +49,11 @@ class CapturedStore:
         """True if the rows have tail samples."""
         return self.tail_samples > 0
 
+    @property
+    def has_images(self) -> bool:
+        """True if its sequences may name images."""
+        return "image_column" in self.facts
+
 
 def captured_store_of(config: OfflineJob) -> tuple[CapturedStore, CapturedStore | None]:
     """Return the training store of a job, and its held-out store if `data.eval_path` names one.
@@ -59,6 +64,7 @@ def captured_store_of(config: OfflineJob) -> tuple[CapturedStore, CapturedStore 
     """
     training = _read(config.data.path, "data.path")
     _check_facts(config.method, training)
+    _check_images(config, training)
     if config.method.on_policy_fraction:
         _check_prompts(training)
     if config.data.tokenizer != "same" and training.facts.get("form") == "text":
@@ -71,6 +77,7 @@ def captured_store_of(config: OfflineJob) -> tuple[CapturedStore, CapturedStore 
         _check_count(config, training, training.count - 1)
         return training, None
     held_out = _read(config.data.eval_path, "data.eval_path")
+    _check_images(config, held_out)
     for name in ("teacher_fingerprint", *_FACTS):
         if held_out.facts[name] != training.facts[name]:
             raise WrongState(
@@ -173,6 +180,23 @@ def _check_facts(method: OfflineConfig, store: CapturedStore) -> None:
             field="method.tail",
             hint="remove the key, or set method.tail to bucket",
         )
+
+
+def _check_images(config: OfflineJob, store: CapturedStore) -> None:
+    """Raise InvalidInput if the job has a key that does not work with a store of images."""
+    rules = [
+        (config.train.sharding == "none", "train.sharding"),
+        (not config.student.compile, "student.compile"),
+        (config.method.on_policy_fraction == 0, "method.on_policy_fraction"),
+        (config.data.tokenizer == "same", "data.tokenizer"),
+    ]
+    for fits, key in rules if store.has_images else ():
+        if not fits:
+            raise InvalidInput(
+                f"the prompts of the {store.label} have images, with which this key does not work",
+                field=key,
+                hint="leave it out, or give a store without images",
+            )
 
 
 def _check_prompts(store: CapturedStore) -> None:

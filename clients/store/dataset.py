@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from clients.data.images import read_stored_images
 from clients.store.copies import manifest_at, on_disk
 from clients.store.shards import Shard, ShardFacts, StoredRows, open_shard, require_arrow
 from protos.errors import Corrupt, InvalidInput
@@ -84,6 +85,15 @@ class LogitDataset:
         """
         shard, row = self._place(index)
         return bytes(shard.token_ids[shard.token_offsets[row] : shard.token_offsets[row + 1]])
+
+    def content(self, index: int) -> tuple[bytes, tuple[str, ...]]:
+        """Return what a model reads of sequence `index`: `token_ids`, and the sha256 of its images.
+
+        Raises IndexError if there is no such sequence.
+        """
+        shard, row = self._place(index)
+        images = read_stored_images(shard.images[row]) if shard.images else []
+        return self.token_ids(index), tuple(digest for _, digest in images)
 
     def prompt_ids(self, index: int) -> NDArray[np.int32]:
         """Return the token ids before the scored ones of sequence `index`, without verification.

@@ -28,13 +28,15 @@ class StoredRows:
     """One sequence of a store.
 
     `key`: KEY_BYTES bytes; `token_ids`: little-endian int32; `start`: first scored position;
-    `rows`: the rows as encoded by `protos.rows.codec`.
+    `rows`: the rows as encoded by `protos.rows.codec`; `images`: of its prompt, as `stored_images`
+    writes their names and digests.
     """
 
     key: bytes
     token_ids: bytes
     start: int
     rows: bytes
+    images: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Shard:
     checks: bytes
     row_offsets: NDArray[np.int32]
     rows: memoryview
+    images: Sequence[bytes] = ()
 
     def entry(self, row: int) -> StoredRows:
         """Return sequence `row` of the shard. Raises Corrupt if its checksum does not match.
@@ -77,6 +80,7 @@ class Shard:
             bytes(self.token_ids[self.token_offsets[row] : self.token_offsets[row + 1]]),
             int(self.starts[row]),
             bytes(self.rows[self.row_offsets[row] : self.row_offsets[row + 1]]),
+            self.images[row] if self.images else b"",
         )
         at = _CHECK_BYTES * row
         if self.checks[at : at + _CHECK_BYTES] != _check(entry):
@@ -106,7 +110,10 @@ def encode_shard(name: str, entries: Sequence[StoredRows]) -> tuple[bytes, Shard
         "check": [_check(entry) for entry in entries],
         "rows": [entry.rows for entry in entries],
     }
-    batch = pa.record_batch(columns, schema=_schema())
+    seeing = any(entry.images for entry in entries)
+    if seeing:  # a store without images has no column for them, as ever
+        columns["images"] = [entry.images for entry in entries]
+    batch = pa.record_batch(columns, schema=_schema(seeing))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
@@ -133,7 +140,8 @@ def open_shard(path: Path, facts: ShardFacts) -> Shard:
         batch.validate(full=True)
     except pa.ArrowException as error:
         raise ValueError(f"{path} is not an Arrow file: {error}") from error
-    if not batch.schema.equals(_schema(), check_metadata=True) or batch.num_rows != facts.count:
+    known = _schema("images" in batch.schema.names)
+    if not batch.schema.equals(known, check_metadata=True) or batch.num_rows != facts.count:
         raise ValueError(f"the columns or the row count of {path} differ from the manifest")
     shard = _shard(facts.name, batch)
     if _index_digest(shard) != facts.index:
@@ -167,7 +175,7 @@ def write_synced(path: Path, data: bytes) -> None:
         os.close(directory)
 
 
-def _schema() -> Any:
+def _schema(images: bool = False) -> Any:
     import pyarrow as pa
 
     return pa.schema(
@@ -177,12 +185,13 @@ def _schema() -> Any:
             "start": pa.int32(),
             "check": pa.binary(_CHECK_BYTES),
             "rows": pa.binary(),
+            **({"images": pa.binary()} if images else {}),
         }
     )
 
 
 def _shard(name: str, batch: Any) -> Shard:
-    key, token_ids, start, check, rows = batch.columns
+    key, token_ids, start, check, rows, *images = batch.columns
     count = batch.num_rows
     return Shard(
         name=name,
@@ -193,6 +202,7 @@ def _shard(name: str, batch: Any) -> Shard:
         checks=check.buffers()[1].to_pybytes(),
         row_offsets=_copied(rows, count + 1),
         rows=memoryview(rows.buffers()[2]),
+        images=images[0].to_pylist() if images else (),
     )
 
 
@@ -214,4 +224,5 @@ def _check(entry: StoredRows) -> bytes:
     hasher.update(struct.pack("<iQ", entry.start, len(entry.rows)))
     hasher.update(entry.token_ids)
     hasher.update(entry.rows[:HEADER_BYTES])
+    hasher.update(entry.images)
     return hasher.digest()

@@ -334,10 +334,13 @@ def _require_sendable(query: ScoreQuery) -> None:
         size = request_of(query, "").ByteSize() + _ENVELOPE_BYTES
     except (ValueError, TypeError) as error:
         raise InvalidInput(f"the query cannot be encoded: {error}", field="start") from error
-    most = MAX_REQUEST_BYTES if query.head_ids is not None else MAX_MESSAGE_BYTES
+    in_parts = query.head_ids is not None or query.images
+    most = MAX_REQUEST_BYTES if in_parts else MAX_MESSAGE_BYTES
     if size > most:
         raise InvalidInput(
             f"the query has {size} bytes, but one request holds {most}",
-            field="head_ids",
-            hint="score fewer positions, or use fewer head ids per position",
+            field="images" if query.images else "head_ids",
+            hint="use smaller images"
+            if query.images
+            else "score fewer positions, or use fewer head ids per position",
         )

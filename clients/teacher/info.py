@@ -47,6 +47,8 @@ class TeacherInfo:
     """True if it takes the `vocab_size` of a query; False: it is older, or an endpoint."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of the rows with an adapter, by its name."""
+    takes_images: bool = False
+    """True if its model reads the `images` of a query."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def info_of(message: teacher_pb2.TeacherInfo) -> TeacherInfo:
         only_temperature_one=message.only_temperature_one,
         takes_vocab_size=message.takes_vocab_size,
         adapters={one.name: one.fingerprint for one in message.adapters},
+        takes_images=message.takes_images,
     )
 
 

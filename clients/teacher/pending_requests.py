@@ -328,7 +328,8 @@ def _too_large(size: int, most: int, teacher: str) -> InvalidInput:
     return InvalidInput(
         f"the query has {size} bytes, but the teacher at {teacher} takes {most}",
         field="head_ids",
-        hint="install this version of distill-teacher there, or use fewer head ids",
+        hint="install this version of distill-teacher there, or use fewer head ids, or smaller"
+        " images",
     )
 
 

@@ -7,10 +7,12 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from clients.data.images import digest_of
 from protos import teacher_pb2
 from protos.errors import InvalidInput
 from protos.rows import codec as rows
@@ -49,6 +51,9 @@ class ScoreQuery:
     - `vocab_size`: the rows are of the softmax over the teacher's first `vocab_size` logits; None:
       over all of them
     - `adapter`: the name of the adapter of the teacher to score with; "": none
+    - `images`: encoded images (PNG, JPEG or WebP), one for each placeholder token of `token_ids`;
+      all placeholders are before `start`. `token_ids`, `start` and rows are counted with one
+      placeholder an image, however many tokens the teacher makes of it.
 
     Raises InvalidInput unless exactly one of `top_k` and `head_ids` is given, the arrays have these
     shapes, and the temperature is finite and large enough.
@@ -65,6 +70,7 @@ class ScoreQuery:
     draw_ids: NDArray[np.int32] | None = None
     vocab_size: int | None = None
     adapter: str = ""
+    images: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.top_k is None) == (self.head_ids is None):
@@ -129,9 +135,15 @@ class ScoreQuery:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the query's own arrays."""
+        """Bytes of the query's own arrays and images."""
         chosen = (ids for ids in (self.head_ids, self.draw_ids) if ids is not None)
-        return self.token_ids.nbytes + sum(ids.nbytes for ids in chosen)
+        of_ids = self.token_ids.nbytes + sum(ids.nbytes for ids in chosen)
+        return of_ids + sum(map(len, self.images))
+
+    @cached_property
+    def image_digests(self) -> tuple[str, ...]:
+        """The sha256 of each image, in hex."""
+        return tuple(map(digest_of, self.images))
 
 
 def _require_integers(field: str, ids: object, shape: str, dimensions: int) -> None:
@@ -170,6 +182,8 @@ def request_of(
         sample_seed=query.seed if query.tail_samples else 0,
         vocab_size=query.vocab_size or 0,
         adapter=query.adapter,
+        images=b"".join(query.images),
+        image_sizes=map(len, query.images),
     )
     if query.head_ids is not None:
         request.head_ids = np.asarray(query.head_ids, dtype="<i4").tobytes()
@@ -190,10 +204,11 @@ def requests_of(
         return
     parts = [
         (name, getattr(request, name)[at : at + MAX_CHUNK_BYTES])
-        for name in ("head_ids", "draw_ids")
+        for name in ("head_ids", "draw_ids", "images")
         for at in range(0, len(getattr(request, name)), MAX_CHUNK_BYTES)
     ]
     request.ClearField("draw_ids")
+    request.ClearField("images")
     if query.head_ids is not None:
         request.head_ids = b""  # its parts follow
     request.more = True
@@ -231,6 +246,8 @@ def row_key(fingerprint: str, version: int, query: ScoreQuery) -> bytes:
         facts += ["draw_ids", query.tail_draws]
     if query.vocab_size is not None:
         facts += ["vocab_size", query.vocab_size]
+    if query.images:
+        facts += ["images", query.image_digests]
     hasher = hashlib.sha256(json.dumps(facts).encode() + b"\n")
     hasher.update(np.asarray(query.token_ids, dtype="<i4").tobytes())
     if query.head_ids is not None:

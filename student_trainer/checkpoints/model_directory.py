@@ -92,3 +92,5 @@ def save_configuration(path: Path, model: Any, dtype: torch.dtype) -> None:
     config.save_pretrained(path)
     if model.can_generate():
         model.generation_config.save_pretrained(path)
+    if hasattr(model, "image_processor"):  # see model/loading.py
+        model.image_processor.save_pretrained(path)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from protos.rows.codec import RowBlock
+from student_trainer.data.images import image_inputs
 from student_trainer.data.packing import Layout, places
 from student_trainer.data.rollout import Rollout, TailDraws
 from student_trainer.data.sequence import TokenSequence
@@ -62,6 +63,7 @@ class Batch:
     float32: log-probs in nats under the policy that sampled the tokens; None for stored sequences.
     sequence_weights [N] float32: the weight of the row's sequence; None if all are 1.
     teachers: the name of the teacher of each sequence, "" if the job has one teacher.
+    images: the inputs of `image_inputs`; None if no sequence has an image.
     """
 
     input_ids: Tensor
@@ -77,6 +79,7 @@ class Batch:
     sampling_logprobs: Tensor | None
     teachers: tuple[str, ...]
     sequence_weights: Tensor | None = field(default=None, kw_only=True)
+    images: Mapping[str, Tensor] | None = field(default=None, kw_only=True)
 
     @property
     def inputs(self) -> Mapping[str, Tensor]:
@@ -85,7 +88,7 @@ class Batch:
         There is no mask: padding is at the end, and position ids separate the sequences of a line.
         """
         if self.position_ids is None:
-            return {"input_ids": self.input_ids}
+            return {"input_ids": self.input_ids, **(self.images or {})}
         return {"input_ids": self.input_ids, "position_ids": self.position_ids}
 
     def select(self, outputs: Tensor) -> Tensor:
@@ -101,9 +104,11 @@ class Batch:
         """Return a batch with one token to read and no rows, for a rank without work left."""
         values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(Batch)}
         nothing: dict[str, Any] = {
-            name: value if value is None else value[:0] for name, value in values.items()
+            name: value if value is None or name == "images" else value[:0]
+            for name, value in values.items()
         }
-        return Batch(**nothing | {"input_ids": self.input_ids[:1, :1], "position_ids": None})
+        other = {"input_ids": self.input_ids[:1, :1], "position_ids": None, "images": None}
+        return Batch(**nothing | other)
 
     def to(self, device: torch.device) -> Self:
         """Return the batch with all tensors on `device`."""
@@ -133,6 +138,7 @@ def make_batch(
         ids[line, first:last] = text.token_ids
         positions[line, first:] = torch.arange(width - first)
         positions[line, last:] = torch.arange(width - last)
+    assert layout == "padded" or all(text.images is None for text in texts), "lines of one sequence"
     counts = torch.tensor([text.learned for text in texts])
     position = [first + text.places for text, (_, first) in zip(texts, placed, strict=True)]
     draws = _draws(texts)
@@ -151,6 +157,7 @@ def make_batch(
         draw_logprobs=None if draws is None else draws.logprobs.to(device),
         sampling_logprobs=_sampling_logprobs(texts, device),
         sequence_weights=_weights(texts, counts, device),
+        images=_moved(image_inputs([text.images for text in texts], ids), device),
         teachers=tuple(t.teacher if isinstance(t, Rollout) else "" for t in texts),
     )
 
@@ -172,12 +179,14 @@ def teacher_rows(blocks: Sequence[RowBlock], device: torch.device) -> Rows:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Return a field of a batch on `device`: a tensor, rows, a tuple of rows or of names."""
+    """Return a field of a batch on `device`: a tensor, rows, a tuple or a mapping of these."""
     match value:
         case Tensor():
             return value.to(device)
         case Rows():
             return value.map(lambda tensor: tensor.to(device))
+        case dict():
+            return {name: _moved(one, device) for name, one in value.items()}
         case tuple():
             return tuple(_moved(one, device) for one in value)
     return value

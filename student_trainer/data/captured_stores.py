@@ -62,15 +62,16 @@ def without_copies(
     """Return the `chosen` sequences of `training` without copies of held-out ones.
 
     `chosen`, `aside`: int64 indices of the training sequences in `training` and of the held-out
-    ones in `held_out`. A copy has exactly the same token ids, which is common in data sets. Raises
+    ones in `held_out`. A copy has exactly the same token ids and images, which is common in data
+    sets. Raises
     InvalidInput if no sequence is left.
     """
-    unseen = {held_out.data.token_ids(int(index)) for index in aside}
+    unseen = {held_out.data.content(int(index)) for index in aside}
     alike = np.isin(training.data.lengths[chosen], held_out.data.lengths[aside])
     copies = [
         place
         for place in np.flatnonzero(alike)
-        if training.data.token_ids(int(chosen[place])) in unseen
+        if training.data.content(int(chosen[place])) in unseen
     ]
     if len(copies) == len(chosen):
         raise InvalidInput(

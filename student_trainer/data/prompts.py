@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.config.tables.data import DataConfig
+from clients.data.images import ImageReader
 from clients.data.prompt_format import PromptFormat, check_chat_template, template_text
 from clients.data.records import DataSet
 from protos.errors import InvalidInput
+from student_trainer.data.images import SequenceImages, with_images
 from student_trainer.data.order import permutation
 from student_trainer.data.records import PromptRecord, RecordReader
 from student_trainer.data.shares import counts_of, sources_of
@@ -34,7 +36,8 @@ class Prompt:
 
     ids [T] int32: its token ids. answer: the reference answer, "" if there is none. teacher: the
     name of its teacher, "" if the job has one. text: the prompt before the template, for rewards.
-    fields: the columns of its record, for rewards. weight: of its sequences in the loss.
+    fields: the columns of its record, for rewards. weight: of its sequences in the loss. images:
+    those whose tokens `ids` have; None if it has none.
     """
 
     ids: NDArray[np.int32]
@@ -43,6 +46,7 @@ class Prompt:
     text: str = ""
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     weight: float = 1.0
+    images: SequenceImages | None = None
 
 
 class Encoder(Protocol[Made]):
@@ -79,10 +83,14 @@ class LeftOut:
 class _PromptEncoder:
     """Turns records into prompts, and counts those that are too long."""
 
-    def __init__(self, form: PromptFormat, tokenizer: Any, max_tokens: int) -> None:
+    def __init__(
+        self, form: PromptFormat, tokenizer: Any, max_tokens: int, reader: ImageReader | None = None
+    ) -> None:
+        """`reader`: of the images of the records; None: they have none."""
         self._form = form
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
+        self._reader = reader
         self._too_long = LeftOut(
             f"prompts so far that are longer than method.max_prompt_tokens = {max_tokens}"
         )
@@ -98,12 +106,20 @@ class _PromptEncoder:
         """
         ids = self._form.ids(self._tokenizer, record.conversation.unanswered(), record.where)
         require_tokens(ids, record.where, field)
-        if len(ids) > self._max_tokens:
+        tokens, images = np.array(ids, dtype=np.int32), None
+        if self._reader is not None:
+            tokens, images = with_images(tokens, record.images, self._reader, record.where)
+        if len(tokens) > self._max_tokens:
             self._too_long.add()
             return None
-        tokens = np.array(ids, dtype=np.int32)
         return Prompt(
-            tokens, record.answer, record.teacher, record.text, record.fields, record.weight
+            tokens,
+            record.answer,
+            record.teacher,
+            record.text,
+            record.fields,
+            record.weight,
+            images,
         )
 
     def nothing_left(self, field: str) -> InvalidInput:
@@ -231,19 +247,22 @@ def load_prompts(
     seed: int,
     teachers: Collection[str] = (),
     with_fields: bool = False,
+    reader: ImageReader | None = None,
+    seeing: Collection[str] = (),
 ) -> tuple[ItemsOfSteps[Prompt], list[Prompt]]:
     """Return the training prompts and the held-out prompts.
 
     Prompts of more than `max_tokens` tokens are left out, and counted in the log as they are met.
-    `with_fields`: keep all columns of the records.
+    `with_fields`: keep all columns of the records. `reader`: of their images, if the job has any.
+    `seeing`: the teachers that read images, by name.
 
     Raises InvalidInput as `load_items` does, or if a prompt has no tokens, names a teacher that is
     not in `teachers` (checked if `teachers` is not empty), or needs another chat template.
     """
     check_chat_template(data.prompt_format, template_text(tokenizer.chat_template))
-    encoder = _PromptEncoder(data.prompt_format, tokenizer, max_tokens)
-    reader = RecordReader(data, teachers, with_fields)
-    return load_items(reader, encoder, held_out=held_out, seed=seed)
+    encoder = _PromptEncoder(data.prompt_format, tokenizer, max_tokens, reader)
+    records = RecordReader(data, teachers, with_fields, seeing=seeing)
+    return load_items(records, encoder, held_out=held_out, seed=seed)
 
 
 def load_items(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from clients.config.tables.data import DataConfig
 from clients.data.conversation import Conversation, require_question
-from clients.data.records import DataSet, text_of, weight_of
+from clients.data.records import DataSet, images_of, text_of, weight_of
 from protos.errors import InvalidInput
+from student_trainer.data.images import FIELD, Source
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class PromptRecord:
     conversation: may end with the assistant's answer. text: the prompt for rewards, before the
     template. answer: the reference answer, "" if there is none. teacher: the name of its teacher,
     "" if the job has one. weight: of its sequences in the loss. fields: all columns, if they are
-    kept. where: the row, for messages.
+    kept. where: the row, for messages. images: their files, or the images themselves.
     """
 
     conversation: Conversation
@@ -29,6 +31,7 @@ class PromptRecord:
     weight: float
     fields: Mapping[str, Any]
     where: str
+    images: tuple[Source, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class RecordReader:
     with_fields: bool = False
     needs_answers: bool = False
     needs_questions: bool = True
+    seeing: Collection[str] = ()
 
     def read(self, source: DataSet) -> Iterator[PromptRecord]:
         """Yield the records in order. Raises InvalidInput at a record that cannot be used."""
@@ -55,9 +59,10 @@ class RecordReader:
         if self.data.weight_column is not None:
             columns.append(self.data.weight_column)
         for number, record in enumerate(source.records([] if self.with_fields else columns), 1):
-            yield self._record(record, f"row {number} of {source.path}")
+            where = f"row {number} of {source.path}"
+            yield self._record(record, where, Path(source.path).parent)
 
-    def _record(self, record: Mapping[str, Any], where: str) -> PromptRecord:
+    def _record(self, record: Mapping[str, Any], where: str, folder: Path) -> PromptRecord:
         data, form = self.data, self.data.prompt_format
         conversation = form.conversation(record, where)
         if self.needs_answers and form.messages_column is not None:
@@ -65,15 +70,48 @@ class RecordReader:
         # A conversation that has no answer, but needs one, is left out later.
         if self.needs_questions and (conversation.messages or not self.needs_answers):
             require_question(conversation, where)
+        teacher = (
+            _teacher(record, data.teacher_column, self.teachers, where) if self.teachers else ""
+        )
+        images = self._images(record, where, folder)
+        if images and self.teachers and teacher not in self.seeing:
+            raise InvalidInput(
+                f"{where} has images, but its teacher {teacher!r} reads none",
+                field="data.teacher_column",
+                hint="name a teacher that reads images, or remove the images",
+            )
         return PromptRecord(
             conversation,
             form.text(record, conversation),
             self._answer(record, conversation, where),
-            _teacher(record, data.teacher_column, self.teachers, where) if self.teachers else "",
+            teacher,
             1.0 if data.weight_column is None else weight_of(record, data.weight_column, where),
-            record if self.with_fields else {},
+            self._fields(record, images),
             where,
+            images,
         )
+
+    def _fields(self, record: Mapping[str, Any], images: Sequence[Source]) -> Mapping[str, Any]:
+        """Return the columns for rewards; the bytes of images are none of them."""
+        if not self.with_fields:
+            return {}
+        if not any(isinstance(one, bytes) for one in images):
+            return record
+        return {name: value for name, value in record.items() if name != self.data.image_column}
+
+    def _images(self, record: Mapping[str, Any], where: str, folder: Path) -> tuple[Source, ...]:
+        """Return the images of a record; a relative path is one from `folder`, that of the data."""
+        column = self.data.image_column
+        found = () if column is None else images_of(record, column, where)
+        images = tuple(one if isinstance(one, bytes) else folder / one for one in found)
+        for one in images:
+            if isinstance(one, Path) and not one.is_file():
+                raise InvalidInput(
+                    f"{where} names the image {one}, which is no file",
+                    field=FIELD,
+                    hint="paths are relative to the data file; correct the path",
+                )
+        return images
 
     def _answer(self, record: Mapping[str, Any], conversation: Conversation, where: str) -> str:
         column = self.data.answer_column

@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 
 from protos.rows.codec import RowBlock
+from student_trainer.data.images import SequenceImages
 
 
 @dataclass(frozen=True)
 class TokenSequence:
     """token_ids [T] int64 on the CPU; the tokens from index `start` (at least 1) on are learned.
 
-    weight: multiplies the loss of the sequence.
+    weight: multiplies the loss of the sequence. images: of the prompt; None if it has none.
     """
 
     token_ids: Tensor
     start: int
     weight: float = field(default=1.0, kw_only=True)
+    images: SequenceImages | None = field(default=None, kw_only=True)
 
     @property
     def completion(self) -> Tensor:

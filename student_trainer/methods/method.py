@@ -95,6 +95,7 @@ def plain_rollouts(
         max_new_tokens=config.method.max_new_tokens,
         batch_tokens=sampling_batch(config),
         bf16=computes_in_bfloat16(config.student),
+        never=student.full.placeholder,
     )
 
 

@@ -34,6 +34,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,8 +44,11 @@ from numpy.typing import NDArray
 
 from clients.config.offline import OfflineJob
 from clients.config.tables.data import DataConfig, PromptKeys
+from clients.data.images import ImageReader, read_stored_images
 from clients.store.dataset import LogitDataset
+from protos.errors import Corrupt, InvalidInput
 from student_trainer.data.captured_stores import Stores, TrainingStore, without_copies
+from student_trainer.data.images import with_images
 from student_trainer.data.order import EpochOrder, permutation
 from student_trainer.data.prompts import Prompt, load_prompts
 from student_trainer.data.sequence import TokenSequence
@@ -188,6 +192,38 @@ def read(data: LogitDataset, index: int) -> PendingRows:
     return PendingRows(TokenSequence(torch.from_numpy(ids), entry.start), resolved(block))
 
 
+def reading_images(reader: ImageReader, folder: str | None) -> ReadSequence:
+    """Return a function like `read` for stores whose sequences name images.
+
+    `reader`: of the student. `folder`: the images are named from there; None: from that of the
+    captured data. The function raises Corrupt if an image is not the captured one.
+    """
+
+    def read_one(data: LogitDataset, index: int) -> PendingRows:
+        entry, block = data.decoded(index)
+        here = Path(data.metadata["data"]).parent if folder is None else Path(folder)
+        named = read_stored_images(entry.images)
+        where = f"sequence {index} of {data.path}"
+        short = np.frombuffer(entry.token_ids, "<i4")
+        try:
+            ids, images = with_images(short, [here / name for name, _ in named], reader, where)
+        except InvalidInput as error:
+            error.field = "data.image_folder"
+            raise
+        found = () if images is None else images.digests
+        if found != tuple(digest for _, digest in named):
+            raise Corrupt(
+                f"the images of {where} are not those that were captured",
+                field="data.image_folder",
+                hint="give the folder of the captured images, or capture again",
+            )
+        start = entry.start + len(ids) - len(short)
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        return PendingRows(TokenSequence(tokens, start, images=images), resolved(block))
+
+    return read_one
+
+
 def prompt_of(data: LogitDataset, index: int) -> Prompt:
     """Return the tokens before the scored ones of stored sequence `index`, without an answer."""
     entry = data.entry(index)
@@ -204,18 +240,20 @@ def offline_method(
     tokenizer: Any,
     engine: Engine | None,
     other: OtherTokenizerStore | None = None,
+    images: ImageReader | None = None,
 ) -> Method:
     """Build the method of an offline job. The module docstring lists the steps.
 
     The KL is the forward one, over the teacher's stored top-k. `examined`: the prompts for exact
     match, empty if the job wants none. `teachers`: the live teacher under the name "", needed only
     if `method.on_policy_fraction` > 0. `engine`: samples the student's answers; None: this process
-    does. `other`: reads the stores if they have another tokenizer.
+    does. `other`: reads the stores if they have another tokenizer. `images`: reads those that the
+    stores name; None: they name none.
     """
     store, method = stores.training, config.method
     tail = method.tail or ("bucket+teacher_samples" if store.has_samples else "bucket")
     objective = _objective(config, store, tail, other is not None)
-    read_one = read if other is None else other.read
+    read_one = _reading(config, other, images)
     sampling: dict[str, Any] = {"top_k": 0, "temperature": store.temperature, "draws": 0}
     sampling["vocab_size"] = student.full.vocab_size
     sampled = None
@@ -252,6 +290,15 @@ def offline_method(
     )
     facts = {"store": store.identity}
     return Method(objective, steps.of_step, evaluation, facts=facts, ahead=ahead)
+
+
+def _reading(
+    config: OfflineJob, other: OtherTokenizerStore | None, images: ImageReader | None
+) -> ReadSequence:
+    """Return the function that reads a stored sequence; see `offline_method`."""
+    if images is not None:
+        return reading_images(images, config.data.image_folder)
+    return read if other is None else other.read
 
 
 def _objective(

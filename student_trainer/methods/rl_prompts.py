@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from clients.config.rl import RLJob
+from clients.data.images import ImageReader
 from clients.data.prompt_format import PromptFormat
 from student_trainer.data.prompts import Prompt, load_prompts
 from student_trainer.data.rollout import Rollout
@@ -32,8 +33,10 @@ class RLPrompts:
     held_out: Sequence[Prompt]
 
 
-def load_rl_prompts(config: RLJob, tokenizer: Any) -> RLPrompts:
+def load_rl_prompts(config: RLJob, tokenizer: Any, reader: ImageReader | None = None) -> RLPrompts:
     """Load the prompts of the job's data set, or set up its reasoning-gym task.
+
+    `reader`: of the images of the prompts; None: they have none.
 
     Raises InvalidInput if the data cannot be used (see `load_prompts`), or if the task does not
     exist, rejects its options, or has too few different prompts to hold out.
@@ -47,6 +50,7 @@ def load_rl_prompts(config: RLJob, tokenizer: Any) -> RLPrompts:
         max_tokens=config.method.max_prompt_tokens,
         seed=config.seed,
         with_fields=True,
+        reader=reader,
     )
     return RLPrompts(training, held_out)
 

@@ -9,13 +9,21 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from clients.config.tables.common import StudentConfig
+from clients.data.images import ImageReader, makes_grids, require_pillow
 from clients.data.model_files import refuse_code
 from protos.errors import InvalidInput
 from student_trainer.model.lora import add_adapters, load_adapters
+from student_trainer.model.probes import sees
 from student_trainer.model.recomputation import recompute_activations
 
 # Dtypes of safetensors whose values float32 holds exactly.
@@ -36,6 +44,26 @@ def load_tokenizer(student: StudentConfig) -> Any:
     return _explained(student, AutoTokenizer.from_pretrained)
 
 
+def load_image_reader(student: StudentConfig, field: str = "data.image_column") -> ImageReader:
+    """Return what reads the images of prompts for the student's model.
+
+    `field`: the key that makes it read images. Raises InvalidInput if the package pillow is missing
+    or the processor cannot be read, or if the model reads no images, or not as patches with a grid.
+    """
+    require_pillow(field)
+    placeholder = getattr(load_config(student), "image_token_id", None)
+    if placeholder is not None:
+        # The same pixels whether torchvision is installed or not.
+        processor = _explained(student, AutoImageProcessor.from_pretrained, backend="pil")
+        if makes_grids(processor):
+            return ImageReader(processor, int(placeholder))
+    raise InvalidInput(
+        f"{student.model!r} reads no images, or not as patches with a grid",
+        field=field,
+        hint="choose a student such as Qwen2.5-VL or Qwen3-VL, or leave the key out",
+    )
+
+
 def computes_in_bfloat16(student: StudentConfig) -> bool:
     """Return whether the student computes in bfloat16 on this machine, otherwise in float32."""
     if student.dtype == "auto":
@@ -46,12 +74,17 @@ def computes_in_bfloat16(student: StudentConfig) -> bool:
 def count_weights(student: StudentConfig) -> int:
     """Return the number of weights of the student, without adapters; loads none of them."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(student))
+        config = load_config(student)
+        model = _class_for(config, with_images=True).from_config(config)
     return int(model.num_parameters())
 
 
 def load_model(
-    student: StudentConfig, directory: Path | None = None, *, mapped: bool = False
+    student: StudentConfig,
+    directory: Path | None = None,
+    *,
+    mapped: bool = False,
+    images: ImageReader | None = None,
 ) -> Any:
     """Return the model with the weights of a checkpoint, if one is given, or those of the job.
 
@@ -61,6 +94,8 @@ def load_model(
 
     `mapped`: leave float32 weights in the dtype of their files. Their memory is then that of the
     file, which all processes of a machine share. `cast_weights` makes them float32.
+
+    `images`: load a model of images and text; its directories then have the processor's settings.
 
     Raises InvalidInput if there is no usable model, or if the adapters of the checkpoint do not fit
     `student.lora`.
@@ -73,19 +108,35 @@ def load_model(
     in_bf16 = student.lora is not None and computes_in_bfloat16(student)
     model = _explained(
         source,
-        AutoModelForCausalLM.from_pretrained,
+        _class_for(config, with_images=images is not None).from_pretrained,
         config=config,
         dtype=torch.bfloat16 if in_bf16 else _stored_dtype(source) if mapped else torch.float32,
         use_safetensors=True,
     )
     if mapped and not in_bf16:
         _restore_buffers(model, config)
+    if images is not None:
+        if not sees(model, images):
+            raise InvalidInput(
+                f"images do not change what {student.model!r} computes",
+                field="student.model",
+                hint="choose a student such as Qwen2.5-VL or Qwen3-VL",
+            )
+        model.image_processor = images.processor  # saved with the model
     if student.lora is not None:
         add_adapters(model, student)
         if directory is not None:
             load_adapters(directory, model)
     recompute_activations(model, student.gradient_checkpointing)
     return model
+
+
+def _class_for(config: Any, *, with_images: bool) -> Any:
+    """Return the class of transformers that loads a model with this configuration."""
+    causal = AutoModelForCausalLM
+    if not with_images or type(config) in causal._model_mapping:
+        return causal
+    return AutoModelForImageTextToText
 
 
 def cast_weights(module: nn.Module, *, bf16: bool) -> None:
@@ -148,9 +199,11 @@ def _without_dropout(config: Any) -> Any:
 
     Dropout would also make a run irreproducible.
     """
-    for name, value in config.to_dict().items():
-        if ("drop" in name) and isinstance(value, float):
-            setattr(config, name, 0.0)
+    # A model of images and text has a configuration for each of the two.
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        for name, value in part.to_dict().items() if part is not None else ():
+            if ("drop" in name) and isinstance(value, float):
+                setattr(part, name, 0.0)
     return config
 
 

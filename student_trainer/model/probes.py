@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from clients.data.images import ImageReader, plain_image
 from clients.data.scale_and_cap import PROBE, fit_scale_and_cap
+from student_trainer.data.images import tensors_of
 from student_trainer.losses import LogitMap
 
 _PROBE_TOKENS = 8
@@ -98,6 +100,27 @@ def logit_map_of(model: Any, vocab_size: int | None = None) -> LogitMap | None:
         return None
     scale, cap = found
     return LogitMap(vocab_size, scaled * scale, cap)
+
+
+@torch.no_grad()
+def sees(model: Any, reader: ImageReader) -> bool:
+    """Return True if images change the last hidden states of `model`, given as the trainer does.
+
+    A model may need other inputs, or ignore those that it is given.
+    """
+    states = []
+    for grey in (0, 255):
+        pixels = reader.read([plain_image(grey)])
+        ids = torch.zeros(1, pixels.tokens[0] + 2, dtype=torch.long)
+        ids[0, 1:-1] = reader.placeholder
+        inputs = {"input_ids": ids, **tensors_of([pixels], ids, reader.placeholder)}
+        try:
+            on_device = {name: of.to(model.device) for name, of in inputs.items()}
+            made = model.base_model(**on_device, use_cache=False).last_hidden_state
+        except Exception:  # a model raises anything for inputs that it does not know
+            return False
+        states.append(made[0, -1])
+    return not torch.equal(*states)
 
 
 def _ratio_of(scaled: Tensor, states: Tensor) -> float | None:

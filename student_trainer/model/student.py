@@ -34,19 +34,28 @@ class Student(nn.Module):
     sequences share the lines of a batch; `choose_attention` (`attention.py`) sets it. `compiled`:
     whether its layers are compiled; `compile_layers` (`compilation.py`) sets it. `bf16`: whether it
     computes in bfloat16. `linear`: the linear modules that every forward pass calls. `vocab_size`:
-    number of ids that rows are about: the softmax is over their logits.
+    number of ids that rows are about: the softmax is over their logits. `placeholder`: the token
+    that stands for an image; None: no batch has images.
     """
 
-    def __init__(self, model: Any, *, bf16: bool = False, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        bf16: bool = False,
+        vocab_size: int | None = None,
+        placeholder: int | None = None,
+    ) -> None:
         """Wrap `model`, a transformers causal LM, and probe it on a few tokens.
 
         `bf16`: compute in bfloat16; trainable weights stay float32, because bfloat16 would lose
         small updates. `vocab_size`: leave out the logits of later ids, which are padding for the
-        teacher; None: all count.
+        teacher; None: all count. `placeholder`: see the class.
         """
         super().__init__()
         self.model = model
         self.bf16 = bf16
+        self.placeholder = placeholder
         self.vocab_size = vocab_size or int(model.config.get_text_config().vocab_size)
         # A cast weight is used once here: the cache of autocast would hold a copy of the model.
         with self.precision(cache=False), called_linear_modules(model) as linear:
@@ -152,7 +161,10 @@ class Student(nn.Module):
         V counts all ids, also those from `vocab_size` on.
         """
         head = self.model.get_output_embeddings()
-        states = body_of(self.model)(**batch.inputs, use_cache=False).last_hidden_state
+        body = body_of(self.model) if self.placeholder is None else self.model.base_model
+        states = body(**batch.inputs, use_cache=False).last_hidden_state
+        if self.placeholder is not None and batch.images is None:
+            states = states + _zero_of(body)
         return batch.select(states), head.weight, getattr(head, "bias", None)
 
     def _logits(self, batch: Batch, vocab_size: int | None) -> Tensor:
@@ -195,3 +207,13 @@ def hollow_copy(student: Student) -> Student:
             for parameter in student.parameters()
         },
     )
+
+
+def _zero_of(body: nn.Module) -> Tensor | float:
+    """Return 0, with a gradient of 0 for each weight that learns.
+
+    A batch without images does not use the weights of the part that sees; DDP waits for the
+    gradients of all weights.
+    """
+    weights = [weight.flatten()[0] for weight in body.parameters() if weight.requires_grad]
+    return torch.stack(weights).sum() * 0 if weights and torch.is_grad_enabled() else 0.0

@@ -33,6 +33,7 @@ class HuggingFaceRollouts:
         draws: int = 0,
         vocab_size: int | None = None,
         bf16: bool = False,
+        never: int | None = None,
     ) -> None:
         """Set up the sampler.
 
@@ -40,7 +41,7 @@ class HuggingFaceRollouts:
         `max_new_tokens`: limit of a completion. `batch_tokens`: tokens of a batch at most, with
         padding. `draws`: ids per token to draw from the tail; greedy rollouts have none.
         `vocab_size`: sample from the first `vocab_size` ids; None: from all. `bf16`: compute in
-        bfloat16.
+        bfloat16. `never`: an id that is not sampled: the placeholder of images.
         """
         self._sampler = Sampler(
             model,
@@ -50,6 +51,7 @@ class HuggingFaceRollouts:
             draws=draws,
             vocab_size=vocab_size,
             bf16=bf16,
+            never=never,
         )
         self._max_new_tokens = max_new_tokens
         self._batch_tokens = batch_tokens
@@ -66,7 +68,10 @@ class HuggingFaceRollouts:
                 draw_noise = [noise_of(n, seed, most, draws=True) for n in numbers[part]]
             before = [torch.from_numpy(prompt.ids).long() for prompt in prompts[part]]
             limits = [most] * len(before)
-            written = self._sampler.write(before, limits, noise, draw_noise=draw_noise)
+            images = [prompt.images for prompt in prompts[part]]
+            written = self._sampler.write(
+                before, limits, noise, draw_noise=draw_noise, images=images
+            )
             yield [rollout_of(*pair) for pair in zip(prompts[part], written, strict=True)]
 
 
@@ -96,4 +101,5 @@ def rollout_of(prompt: Prompt, written: SampledTokens) -> Rollout:
         text=prompt.text,
         weight=prompt.weight,
         versions=written.versions,
+        images=prompt.images,
     )

@@ -38,22 +38,25 @@ def sample_step(
     top_p: float = 1.0,
     draws: int = 0,
     draw_uniforms: Tensor | None = None,
+    never: int | None = None,
 ) -> SampledStep:
     """Sample one token per row of logits [B, V] by inverse CDF, and record the policy.
 
     uniforms [B] float64: random numbers in [0, 1); None takes the most likely tokens, without
     draws. `top_p`: sample from the nucleus with this probability; all records are of the policy
     before it. `draws`: M. draw_uniforms [B] float64: random numbers of the draws; None draws none.
+    `never`: an id that is not sampled; records are of the policy with it.
     """
     logprobs = (logits.float() / temperature).log_softmax(1)
     head = logprobs.topk(top_k, dim=1).indices
     drawn = None
     if uniforms is None:
-        chosen = logprobs.argmax(1, keepdim=True)
+        chosen = _without(logprobs, never, -torch.inf).argmax(1, keepdim=True)
     else:
         # float64: over a vocabulary of 150k, a float32 sum loses the unlikely tokens.
         probabilities = logprobs.double().exp()
-        likely = nucleus(probabilities, top_p) if top_p < 1 else probabilities
+        allowed = _without(probabilities, never, 0.0)
+        likely = nucleus(allowed, top_p) if top_p < 1 else allowed
         cumulative = likely.cumsum(1)
         level = uniforms[:, None] * cumulative[:, -1:]
         chosen = torch.searchsorted(cumulative, level, right=True)
@@ -73,3 +76,12 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     ordered, ids = probabilities.sort(1, descending=True)
     likelier = ordered.cumsum(1) - ordered
     return torch.zeros_like(probabilities).scatter_(1, ids, ordered * (likelier < top_p))
+
+
+def _without(values: Tensor, never: int | None, instead: float) -> Tensor:
+    """Return values [B, V] with `instead` at the id `never`; a copy, unless it is None."""
+    if never is None:
+        return values
+    copy = values.clone()
+    copy[:, never] = instead
+    return copy

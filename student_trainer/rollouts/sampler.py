@@ -17,6 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from student_trainer.data.images import SequenceImages, image_inputs
 from student_trainer.data.rollout import TailDraws
 from student_trainer.rollouts.narrow_cache import cache_of
 from student_trainer.rollouts.sample_step import SampledStep, sample_step
@@ -94,6 +95,7 @@ class Sampler:
         draws: int = 0,
         vocab_size: int | None = None,
         bf16: bool = False,
+        never: int | None = None,
     ) -> None:
         """Set up the sampler of `model`, a transformers causal LM.
 
@@ -110,6 +112,7 @@ class Sampler:
         self._draws = draws
         self._vocab_size = vocab_size
         self._bf16 = bf16
+        self._never = never
         self._ends = end_ids(model, tokenizer)
         self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
@@ -122,13 +125,15 @@ class Sampler:
         marks: Marks | None = None,
         draw_noise: Sequence[Tensor] | None = None,
         is_cancelled: Callable[[], bool] = lambda: False,
+        images: Sequence[SequenceImages | None] = (),
     ) -> list[SampledTokens]:
         """Sample tokens after each of the sequences before[i], [T_i] int64; not thread-safe.
 
         A completion has at most limits[i] tokens and stops at an end token or one of `marks`.
         noise[i] [limits[i]] float64: uniform random numbers in [0, 1), one per token; None takes
         the most likely token. draw_noise[i]: likewise, for the draws of the tail; None draws none.
-        is_cancelled: called for each token; True ends all completions where they are. While this
+        is_cancelled: called for each token; True ends all completions where they are. images[i]: of
+        before[i], if there are any. While this
         method runs, the model has another `generation_config`. No gradient.
         """
         device = self._model.device
@@ -150,7 +155,9 @@ class Sampler:
             self._draws,
             draw_levels,
             self._vocab_size,
+            self._never,
         )
+        inputs = image_inputs(images, ids) or {}
         stop = _Stop(width, torch.tensor(limits, device=device), marks, is_cancelled)
         own, self._model.generation_config = self._model.generation_config, self._config(limits)
         try:
@@ -160,6 +167,7 @@ class Sampler:
                     attention_mask=mask.to(device),
                     past_key_values=cache_of(self._model, bf16=self._bf16),
                     generation_config=self._model.generation_config,
+                    **{name: of.to(device) for name, of in inputs.items()},
                     logits_processor=LogitsProcessorList([recorder]),
                     stopping_criteria=StoppingCriteriaList([stop]),
                 )
@@ -254,6 +262,7 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
         draws: int,
         draw_noise: Tensor | None,
         vocab_size: int | None,
+        never: int | None,
     ) -> None:
         self._top_k = top_k
         self._temperature = temperature
@@ -262,6 +271,7 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
         self._count = draws
         self._draw_noise = draw_noise  # [B, tokens] uniform; None: no draws
         self._vocab_size = vocab_size
+        self._never = never
         self._steps: list[SampledStep] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -278,6 +288,7 @@ class _SamplingRecorder(LogitsProcessor):  # type: ignore[misc]
             top_p=self._top_p,
             draws=self._count,
             draw_uniforms=draw_noise,
+            never=self._never,
         )
         self._steps.append(step)
         return torch.full_like(scores, -torch.inf).scatter_(1, step.token_ids[:, None], 0.0)

@@ -222,7 +222,9 @@ class AnchorTeacher:
             prompt = self._prompt(rollout)
         return NumberedSequence(
             # A TokenSequence has rows for the environment's tokens too, like any teacher's rows.
-            TokenSequence(torch.cat([prompt, rollout.completion]), len(prompt)),
+            TokenSequence(
+                torch.cat([prompt, rollout.completion]), len(prompt), images=rollout.images
+            ),
             placeholder_rows(
                 rollout.head_ids.numpy(),
                 None if rollout.draws is None else rollout.draws.ids.numpy(),

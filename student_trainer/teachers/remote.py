@@ -46,13 +46,19 @@ class RemoteTeacher:
     def score(self, rollout: Rollout) -> Future[RowBlock]:
         """Request one row per token of the completion; never blocks.
 
-        Raises InvalidInput if the rollout is too large for one message. The future raises what the
+        Raises InvalidInput if the rollout is too large for one message, Corrupt if the file of an
+        image has changed. The future raises what the
         service answered, or Unavailable after `teacher.patience_seconds` without an answer.
         """
         head = rollout.head_ids.numpy() if self._top_k is None else None
+        token_ids, start = rollout.token_ids.numpy().astype(np.int32), rollout.start
+        images: tuple[bytes, ...] = ()
+        if rollout.images is not None:
+            token_ids, start = rollout.images.collapsed(token_ids, start)
+            images = rollout.images.encoded()
         query = ScoreQuery(
-            token_ids=rollout.token_ids.numpy().astype(np.int32),
-            start=rollout.start,
+            token_ids=token_ids,
+            start=start,
             top_k=self._top_k,
             head_ids=head,
             temperature=self._temperature,
@@ -62,6 +68,7 @@ class RemoteTeacher:
             seed=zlib.crc32(rollout.token_ids.numpy().tobytes()) if self._tail_samples else 0,
             draw_ids=None if rollout.draws is None else rollout.draws.ids.numpy(),
             vocab_size=self._vocab_size,
+            images=images,
         )
         return self._client.submit(query)
 

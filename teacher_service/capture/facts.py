@@ -46,6 +46,8 @@ def facts_of(
         "empty": plan.empty,
         PART: method.shard,
         SEQUENCES: sum(len(plan.file(number)) for number in files),
+        # A store without images has the facts that it had before there were any.
+        **({"image_column": data.image_column} if data.image_column else {}),
     }
     return {name: str(value) for name, value in facts.items()}
 
@@ -66,8 +68,9 @@ def _columns(data: CaptureData) -> tuple[str, ...]:
 
 
 def _digest(plan: Plan) -> str:
-    """Return the xxh3-128 hex digest of all token ids, sequence ends and scored starts."""
+    """Return the xxh3-128 hex digest of all token ids, ends, scored starts and images."""
     hasher = xxhash.xxh3_128()
-    for numbers in (plan.token_ids, plan.offsets, plan.starts):
+    of_images = (plan.images, plan.image_ends) if len(plan.images) else ()
+    for numbers in (plan.token_ids, plan.offsets, plan.starts, *of_images):
         hasher.update(numbers.data.cast("B"))
     return hasher.hexdigest()

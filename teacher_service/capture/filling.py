@@ -57,7 +57,8 @@ def _write(
         sequence = plan[index]
         token_ids = sequence.token_ids.astype("<i4").tobytes()
         data = block if isinstance(block, bytes) else encode(block)
-        entries.append(StoredRows(key_of(index), token_ids, sequence.start, data))
+        entry = StoredRows(key_of(index), token_ids, sequence.start, data, sequence.images)
+        entries.append(entry)
     try:
         writer.append(entries)
     except DistillError:  # some are OSErrors too

@@ -18,10 +18,14 @@ from teacher_service.capture.tokenizing import Placed, RecordEncoder, encode_all
 
 @dataclass(frozen=True, eq=False)
 class CaptureSequence:
-    """A sequence of tokens, int32 [T]; positions from `start` (>= 1) on are scored."""
+    """A sequence of tokens, int32 [T]; positions from `start` (>= 1) on are scored.
+
+    images: of its prompt, as `stored_images` writes them; each has one placeholder in the tokens.
+    """
 
     token_ids: NDArray[np.int32]
     start: int
+    images: bytes = b""
 
     @property
     def rows(self) -> int:
@@ -56,15 +60,15 @@ class SequenceReader:
             yield from self._packed()
             return
         check_chat_template(self._data.prompt_format, template_text(self._tokenizer.chat_template))
-        for ids, start in self._encoded():
+        for ids, start, images in self._encoded():
             if not len(ids):
                 self.empty += 1
             elif len(ids) > self._max_tokens:
                 self.too_long += 1
             else:
-                yield CaptureSequence(ids, start)
+                yield CaptureSequence(ids, start, images)
 
-    def _encoded(self) -> Iterator[tuple[NDArray[np.int32], int]]:
+    def _encoded(self) -> Iterator[tuple[NDArray[np.int32], int, bytes]]:
         encoder = RecordEncoder(self._data, self._tokenizer)
         for chunk in encode_all(self._placed(encoder.columns), encoder, self._processes):
             self.records += len(chunk.lengths)
@@ -84,7 +88,7 @@ class SequenceReader:
                 hint="use another tokenizer, or another form",
             )
         waiting = np.empty(0, np.int32)
-        for ids, _ in self._encoded():
+        for ids, _, _ in self._encoded():
             self.empty += not len(ids)
             # Some tokenizers start texts with the end token, so a document is never cut at one.
             ended = not len(ids) or ids[-1] == end

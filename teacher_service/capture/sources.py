@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from clients.config.capture import CaptureJob
+from clients.data.images import read_same_image, read_stored_images
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery, answer_bytes
 from protos.errors import Corrupt, DistillError, InvalidInput
@@ -32,6 +34,7 @@ class Ask:
     tail_samples: int
     seed: int
     vocab_size: int | None = None  # rows about the first ids only; None: about all
+    folder: Path = Path()  # of the data; images are named from there
 
     @classmethod
     def of(cls, job: CaptureJob) -> Ask:
@@ -52,10 +55,11 @@ class Ask:
             compress=job.method.compress,
             tail_samples=job.method.tail_samples,
             seed=job.seed,
+            folder=Path(job.data.path).parent,
         )
 
     def query(self, sequence: CaptureSequence) -> ScoreQuery:
-        """Return the query for the rows of `sequence`."""
+        """Return the query for the rows of `sequence`. Raises Corrupt if an image has changed."""
         return ScoreQuery(
             sequence.token_ids,
             sequence.start,
@@ -65,6 +69,10 @@ class Ask:
             tail_samples=self.tail_samples,
             seed=self.seed,
             vocab_size=self.vocab_size,
+            images=tuple(
+                read_same_image(self.folder / name, digest)
+                for name, digest in read_stored_images(sequence.images)
+            ),
         )
 
     def encode(self, block: RowBlock) -> bytes:
@@ -131,13 +139,15 @@ class ServiceSource:
     def files(self, numbers: range, told: Told) -> Iterator[Sequence[RowBlock]]:
         """Yield the rows of each file in `numbers`; see RowSource."""
         asked: deque[tuple[int, Future[RowBlock]]] = deque()
-        ahead = 0  # bytes of the rows that were requested and not yet taken
+        ahead = 0  # bytes of the rows that were requested and not yet taken, and of their images
         queries = (self._query(index) for number in numbers for index in self._plan.file(number))
         for number in numbers:
             rows: list[RowBlock] = []
             for index in self._plan.file(number):
                 while (not asked or ahead < self._ahead) and (query := next(queries, None)):
-                    asked.append((answer_bytes(query), self._client.submit(query)))
+                    # Images wait in memory, too, until their rows are there.
+                    size = answer_bytes(query) + sum(map(len, query.images))
+                    asked.append((size, self._client.submit(query)))
                     ahead += asked[-1][0]
                 size, answer = asked.popleft()
                 try:

@@ -23,7 +23,7 @@ class TeacherFacts:
 
     `vocabulary` fetches the tokens by id; it is called only if the tokenizers differ. `max_length`
     is in tokens. `batch_invariant`: two captures of the same data get the same bits.
-    `takes_vocab_size`, `only_temperature_one`: see TeacherInfo.
+    `takes_vocab_size`, `only_temperature_one`, `takes_images`: see TeacherInfo.
     """
 
     name: str
@@ -37,6 +37,7 @@ class TeacherFacts:
     batch_invariant: bool
     takes_vocab_size: bool
     only_temperature_one: bool
+    takes_images: bool
     vocabulary: Callable[[], Sequence[str]]
 
     @classmethod
@@ -55,6 +56,7 @@ class TeacherFacts:
             info.batch_invariant,
             info.takes_vocab_size,
             info.only_temperature_one,
+            info.takes_images,
             client.vocabulary,
         )
 
@@ -73,6 +75,7 @@ class TeacherFacts:
             True,  # a capture with its own engine forms the same batches each time
             info.limits.any_vocab_size,
             not info.limits.any_temperature,
+            False,  # an engine of the capture itself is given no images
             lambda: info.vocabulary,
         )
 

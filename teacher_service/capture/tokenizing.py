@@ -12,6 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from numpy.typing import NDArray
 
 from clients.config.capture import CaptureData
 from clients.data.answer_ids import answered_ids, completion_ids
-from clients.data.records import text_of
+from clients.data.images import digest_of, read_image, stored_images
+from clients.data.records import images_of, text_of
 from protos.errors import InternalFault, InvalidInput
 
 # A record with its place in the data, for messages.
@@ -37,18 +39,20 @@ class Encoded:
 
     token_ids int32 [n]: of all records, one after the other. lengths, starts int32 [records]: a
     record's number of tokens, and of those before its first scored one. A record with nothing to
-    score has length 0.
+    score has length 0. images: of each record, as `stored_images` writes them.
     """
 
     token_ids: NDArray[np.int32]
     lengths: NDArray[np.int32]
     starts: NDArray[np.int32]
+    images: tuple[bytes, ...]
 
-    def records(self) -> Iterator[tuple[NDArray[np.int32], int]]:
-        """Yield (token ids, start) of each record."""
+    def records(self) -> Iterator[tuple[NDArray[np.int32], int, bytes]]:
+        """Yield (token ids, start, images) of each record."""
         ends = np.cumsum(self.lengths)
-        for end, length, start in zip(ends, self.lengths, self.starts, strict=True):
-            yield self.token_ids[end - length : end], int(start)
+        columns = zip(ends, self.lengths, self.starts, self.images, strict=True)
+        for end, length, start, images in columns:
+            yield self.token_ids[end - length : end], int(start), images
 
 
 class RecordEncoder:
@@ -64,7 +68,7 @@ class RecordEncoder:
         """The columns that the records need."""
         match self._data.form:
             case "completion":
-                return self._data.prompt_column, self._data.answer_column
+                return *self._form.columns, self._data.answer_column
             case "messages":
                 return self._form.columns
             case "text":
@@ -84,15 +88,17 @@ class RecordEncoder:
             case "text":
                 of_record = self._document
         ids: list[int] = []
-        lengths, starts = [], []
+        lengths, starts, images = [], [], []
         for where, record in records:
             prompt, scored = of_record(where, record)
             lengths.append(len(prompt) + len(scored) if scored else 0)
             starts.append(len(prompt))
+            images.append(self._images(where, record))
             if scored:
                 ids += prompt
                 ids += scored
-        return Encoded(*(np.array(numbers, np.int32) for numbers in (ids, lengths, starts)))
+        found, sizes, firsts = (np.array(numbers, np.int32) for numbers in (ids, lengths, starts))
+        return Encoded(found, sizes, firsts, tuple(images))
 
     def _completion(self, where: str, record: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         asked = self._form.conversation(record, where)
@@ -107,6 +113,22 @@ class RecordEncoder:
         if answer:
             _require_tokens(ids, where)
         return ids, answer
+
+    def _images(self, where: str, record: Mapping[str, Any]) -> bytes:
+        """Return the names and digests of a record's images. Raises InvalidInput without a file."""
+        column = self._data.image_column
+        if column is None:
+            return b""
+        found: list[tuple[str, str]] = []
+        for name in images_of(record, column, where):
+            if isinstance(name, bytes):
+                raise InvalidInput(
+                    f"{where} has an image itself in column {column!r}, which a store cannot name",
+                    field="data.image_column",
+                    hint="write each image to a file, and its path into the column",
+                )
+            found.append((name, digest_of(read_image(Path(self._data.path).parent / name, where))))
+        return stored_images(found)
 
     def _document(self, where: str, record: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         text = text_of(record, self._data.text_column, "data.text_column", where)

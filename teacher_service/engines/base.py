@@ -41,7 +41,8 @@ class EngineInfo:
     `vocab_size`, the width of the logits. `max_length` is in tokens. `fingerprint` and `version`
     change with every weight update. `batch_invariant`: the rows of a sequence do not depend on
     the other sequences in its batch. `adapters`: the fingerprint of the rows with each adapter, by
-    its name.
+    its name. `placeholder`: the token that stands for an image; None: the model reads no images,
+    otherwise the engine is a ReadsImages.
     """
 
     model: str
@@ -56,6 +57,7 @@ class EngineInfo:
     version: int = 0
     limits: EngineLimits = EngineLimits()
     adapters: Mapping[str, str] = field(default_factory=dict)
+    placeholder: int | None = None
 
     def fingerprint_for(self, adapter: str) -> str:
         """Return the fingerprint of the rows with an adapter; "": without one."""
@@ -167,6 +169,19 @@ def with_adapters(info: EngineInfo, adapters: Sequence[Adapter]) -> EngineInfo:
     """
     facts = {one.name: {"model": info.fingerprint, "adapter": one.digest} for one in adapters}
     return replace(info, adapters={name: fingerprint_of(of_one) for name, of_one in facts.items()})
+
+
+@runtime_checkable
+class ReadsImages(Protocol):
+    """An engine whose model reads images."""
+
+    def expanded(self, query: ScoreQuery) -> ScoreQuery:
+        """Return a query with images as `score` takes it: with all tokens that the model reads.
+
+        Any thread may call it. Raises InvalidInput if an image cannot be used, or if the sequence
+        becomes too long.
+        """
+        ...
 
 
 def fingerprint_of(facts: Mapping[str, object]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from teacher_service.engines.base import (
 )
 from teacher_service.engines.hf_adapters import HfAdapters
 from teacher_service.engines.hf_weights import ModelWeights
+from teacher_service.engines.images import expanded_query, image_inputs, sees
 from teacher_service.head.head import Head
 from teacher_service.head.scale_and_cap import probe_head
 from teacher_service.head.stored_head import require_plain_weight
@@ -37,6 +37,7 @@ from teacher_service.models.files import (
 from teacher_service.models.load_progress import LoadProgress
 from teacher_service.models.loading import (
     body_of,
+    load_image_reader,
     load_model,
     load_vocabulary,
     max_length_of,
@@ -72,7 +73,11 @@ class HfEngine:
         digests = FileDigests(weight_files(path))
         progress.begin("reading its weights")
         with progress.of_transformers():
-            self._model = load_model(path, dtype=dtype).to(self._device).eval()
+            model_of = load_model(path, dtype=dtype, with_images=True)
+        self._model = model_of.to(self._device).eval()
+        reader = load_image_reader(path, self._model.config)
+        seeing = reader is not None and sees(body_of(self._model), reader, self._device)
+        self._reader = reader if seeing else None
         progress.begin("probing its head")
         head = self._model.get_output_embeddings()
         if not isinstance(head, torch.nn.Linear):
@@ -115,6 +120,15 @@ class HfEngine:
         self._weights.apply(update)
         self.info = self.info.after(update)
 
+    def expanded(self, query: ScoreQuery) -> ScoreQuery:
+        """Return a query with images, decoded and with all tokens that the model reads.
+
+        Any thread may call it. Raises InvalidInput if an image cannot be used, or if the sequence
+        becomes too long.
+        """
+        assert self._reader is not None, "info.placeholder is None"
+        return expanded_query(query, self._reader, self._max_length())
+
     @torch.inference_mode()
     def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
         """Return one result for each query, in order.
@@ -135,7 +149,7 @@ class HfEngine:
     def _score_together(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
         """Score queries of one adapter in one batch."""
         self._adapters.use(queries[0].adapter)
-        hidden = self._hidden([query.token_ids for query in queries])
+        hidden = self._hidden(queries)
         # Row t comes from the state that has seen tokens 0..t-1.
         states = [
             of_one[query.start - 1 : len(query.token_ids) - 1]
@@ -143,15 +157,15 @@ class HfEngine:
         ]
         return [*self._head.score(queries, states)]
 
-    def _hidden(self, sequences: Sequence[np.ndarray[Any, Any]]) -> Tensor:
+    def _hidden(self, queries: Sequence[ScoreQuery]) -> Tensor:
         """Return the final hidden states [B, L - 1, H] of a padded batch; L is the longest length.
 
         State i has seen tokens 0..i. The last token is left out, because it predicts nothing.
         """
-        lengths = [len(sequence) - 1 for sequence in sequences]
-        padded = np.zeros((len(sequences), max(lengths)), dtype=np.int64)
-        for row, sequence in enumerate(sequences):
-            padded[row, : lengths[row]] = sequence[:-1]
+        lengths = [len(query.token_ids) - 1 for query in queries]
+        padded = np.zeros((len(queries), max(lengths)), dtype=np.int64)
+        for row, query in enumerate(queries):
+            padded[row, : lengths[row]] = query.token_ids[:-1]
         # No mask without padding: attention then takes a faster path.
         mask = None
         if min(lengths) != max(lengths):
@@ -159,7 +173,9 @@ class HfEngine:
             mask = torch.from_numpy(seen.astype(np.int64)).to(self._device)
         ids = torch.from_numpy(padded).to(self._device)
         base = body_of(self._model)
-        states: Tensor = base(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        images = image_inputs(queries, ids, self._reader)
+        found = base(input_ids=ids, attention_mask=mask, use_cache=False, **images)
+        states: Tensor = found.last_hidden_state
         return states
 
     def _max_length(self) -> int:
@@ -178,6 +194,7 @@ class HfEngine:
             "batch_invariant": self._batch_invariant,
             "transformers": release_of(transformers.__version__),
             "torch": release_of(torch.__version__),
+            **({} if self._reader is None else {"images": self._reader.facts}),
         }
         return EngineInfo(
             model=model,
@@ -189,6 +206,7 @@ class HfEngine:
             dtype=dtype,
             name="hf",
             batch_invariant=self._batch_invariant,
+            placeholder=None if self._reader is None else self._reader.placeholder,
         )
 
 

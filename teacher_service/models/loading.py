@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +11,26 @@ import torch
 import transformers
 from safetensors import safe_open
 
+from clients.data.images import ImageReader, makes_grids
 from clients.data.tokenization import tokens_of
 from protos.errors import InvalidInput
 from teacher_service.models.files import weight_files
 from teacher_service.models.quantisation import quantisation_of
 
+log = logging.getLogger(__name__)
+
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+# The files with the settings of an image processor.
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
-def load_model(path: Path, *, dtype: str, device: str | None = None) -> Any:
+def load_model(
+    path: Path, *, dtype: str, device: str | None = None, with_images: bool = False
+) -> Any:
     """Load the model on the CPU; with device "meta", without the values of its weights.
+
+    `with_images`: load a model of images and text that is no causal language model of transformers
+    by itself, too.
 
     Raises InvalidInput with field --dtype if the dtype is unknown, and with field --model if the
     model cannot be loaded, the files lack some of its weights, or transformers leaves out a tensor,
@@ -26,7 +38,7 @@ def load_model(path: Path, *, dtype: str, device: str | None = None) -> Any:
     """
     _check_dtype(dtype)
     try:
-        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        model, loading = _class_for(path, with_images).from_pretrained(
             path,
             dtype=dtype,
             device_map=device,
@@ -63,6 +75,45 @@ def load_skeleton(path: Path, *, dtype: str) -> Any:
             return transformers.AutoModelForCausalLM.from_config(config, **chosen)
     except Exception as error:  # the library raises any exception for a wrong config
         raise not_loaded(path, str(error)) from error
+
+
+def load_image_reader(path: Path, config: Any) -> ImageReader | None:
+    """Return what reads images for the model at `path`, or None if it cannot be given images.
+
+    It needs the package pillow, and a processor that divides images into patches with a grid, as
+    those of Qwen's models do. `config`: of the model.
+    """
+    placeholder = getattr(config, "image_token_id", None)
+    if placeholder is None or not any((path / name).is_file() for name in _PROCESSORS):
+        return None
+    if find_spec("PIL") is None:
+        log.warning("the teacher reads no images: the package pillow is not installed")
+        return None
+    try:
+        processor = transformers.AutoImageProcessor.from_pretrained(
+            # The same pixels whether torchvision is installed or not.
+            path,
+            backend="pil",
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        log.warning("the teacher reads no images: %s", error)
+        return None
+    return ImageReader(processor, placeholder) if makes_grids(processor) else None
+
+
+def _class_for(path: Path, with_images: bool) -> Any:
+    """Return the class of transformers that loads the model at `path`."""
+    causal = transformers.AutoModelForCausalLM
+    if not with_images:
+        return causal
+    config = transformers.AutoConfig.from_pretrained(
+        path, trust_remote_code=False, local_files_only=True
+    )
+    both = transformers.AutoModelForImageTextToText
+    only = type(config) in both._model_mapping and type(config) not in causal._model_mapping
+    return both if only else causal
 
 
 def _check_dtype(dtype: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from clients.teacher.query import ScoreQuery
 from protos.errors import DistillError, Unavailable
-from teacher_service.engines.base import Engine, EngineInfo
+from teacher_service.engines.base import Engine, EngineInfo, ReadsImages
 from teacher_service.metrics import TeacherMetrics
 from teacher_service.serving.fair_queue import MAX_QUEUED_BYTES, FairQueue, Scored, Sender
 
@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 # An engine that fails so often in a row is broken; see Dispatcher.
 MAX_FAILURES = 3
 _PROBE_TOKENS = 8
+# Queries whose images are decoded, and wait or are computed: a pixel takes 24 bytes, so an image of
+# a megapixel takes 24 MB.
+_MAX_DECODED = 16
 
 
 class Dispatcher(ABC):
@@ -51,6 +54,7 @@ class Dispatcher(ABC):
         self.broken = False
         self._queue = FairQueue(max_queued_bytes)
         self._wake = asyncio.Event()
+        self._decoded = asyncio.Semaphore(_MAX_DECODED)
 
     async def __aenter__(self) -> Self:
         self._loop_task = asyncio.create_task(self._run())
@@ -76,8 +80,16 @@ class Dispatcher(ABC):
 
         Without a `sender`, the query is of a sender of its own. Raises Overloaded if waiting
         queries take more than `max_queued_bytes`, Unavailable if the engine is broken, and the
-        error of the engine for this query.
+        error of the engine for this query. Images are decoded first; at most 16 such queries wait.
         """
+        if not query.images:
+            return await self._answered(query, sender)
+        assert isinstance(self._engine, ReadsImages), "validation refuses images otherwise"
+        async with self._decoded:
+            expanded = await asyncio.to_thread(self._engine.expanded, query)
+            return await self._answered(expanded, sender)
+
+    async def _answered(self, query: ScoreQuery, sender: Sender | None) -> Scored:
         if self.broken:
             raise stopping()
         waiting = self._queue.add(query, sender or Sender())

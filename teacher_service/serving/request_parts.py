@@ -1,4 +1,4 @@
-"""Joins the messages of requests whose chosen ids do not fit into one message."""
+"""Joins the messages of requests whose chosen ids or images do not fit into one message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from protos.rpc.transport import MAX_REQUEST_BYTES
 from teacher_service.serving.answer_budget import BudgetShare
 
 # The fields of a request that may be in several messages.
-_FIELDS: tuple[Literal["head_ids"], Literal["draw_ids"]] = ("head_ids", "draw_ids")
+_FIELDS: tuple[Literal["head_ids"], Literal["draw_ids"], Literal["images"]]
+_FIELDS = ("head_ids", "draw_ids", "images")
 
 Request = tuple[teacher_pb2.ScoreRequest, InvalidInput | None]
 
@@ -18,7 +19,7 @@ Request = tuple[teacher_pb2.ScoreRequest, InvalidInput | None]
 class RequestParts:
     """The messages of one unfinished request of a stream; their bytes count in `share`.
 
-    A message with `more` is followed by further head ids or draw ids of its request, see
+    A message with `more` is followed by further ids or images of its request, see
     protos/teacher.proto.
     """
 
@@ -48,7 +49,7 @@ class RequestParts:
         if self._first is None:
             return []
         request, _ = self._joined()
-        return [(request, _refused("the messages with its other ids are missing"))]
+        return [(request, _refused("the messages with the rest of it are missing"))]
 
     def _keep(self, name: str, ids: bytes) -> None:
         self._bytes += len(ids)
@@ -73,4 +74,6 @@ class RequestParts:
 
 
 def _refused(message: str) -> InvalidInput:
-    return InvalidInput(message, field="head_ids", hint="use fewer head ids per position")
+    return InvalidInput(
+        message, field="head_ids", hint="use fewer head ids per position, or smaller images"
+    )

@@ -151,11 +151,12 @@ class ScoreStream:
 
 
 def _answer_bytes(request: teacher_pb2.ScoreRequest) -> int:
-    """Return the estimated memory of the answer in bytes; `request` is not validated yet."""
+    """Return the estimated memory of the answer, and of its images, in bytes; not validated yet."""
     rows = max(0, len(request.token_ids) // 4 - request.start)
     ids = len(request.head_ids) // 4 or rows * request.top_k
     ids += len(request.draw_ids) // 4
-    return _HEAD_ID_BYTES * ids + (_ROW_BYTES + _SAMPLE_BYTES * request.tail_samples) * rows
+    answer = _HEAD_ID_BYTES * ids + (_ROW_BYTES + _SAMPLE_BYTES * request.tail_samples) * rows
+    return answer + len(request.images)
 
 
 def _refusal(request: teacher_pb2.ScoreRequest, error: Exception) -> teacher_pb2.ScoreChunk:

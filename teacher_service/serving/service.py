@@ -84,6 +84,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
                 teacher_pb2.TeacherAdapter(name=name, fingerprint=fingerprint)
                 for name, fingerprint in info.adapters.items()
             ],
+            takes_images=info.placeholder is not None,
         )
 
     async def GetVocabulary(
@@ -170,7 +171,7 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServicer):
         self, request: teacher_pb2.ScoreRequest, sender: Sender | None = None
     ) -> AsyncIterator[teacher_pb2.ScoreChunk]:
         with self._metrics.request() as measured:
-            if len(request.head_ids) > MAX_MESSAGE_BYTES:
+            if request.image_sizes or len(request.head_ids) > MAX_MESSAGE_BYTES:
                 # Takes a tenth of a second and more, in which the event loop serves others.
                 query = await asyncio.to_thread(parse_request, request, self._limits)
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NoReturn
 
 import numpy as np
@@ -23,12 +24,14 @@ class RequestLimits:
 
     Token ids are 0 to vocab_size - 1, sequences have 2 to max_length tokens, and k is 1 to
     max_top_k. With tail samples, top_k may be 0. `adapters`: the names that a request may have.
+    `placeholder`: the token that stands for an image; None: the teacher reads no images.
     """
 
     vocab_size: int
     max_length: int
     max_top_k: int
     adapters: frozenset[str] = frozenset()
+    placeholder: int | None = None
 
 
 def parse_request(request: teacher_pb2.ScoreRequest, limits: RequestLimits) -> ScoreQuery:
@@ -85,6 +88,7 @@ def parse_request(request: teacher_pb2.ScoreRequest, limits: RequestLimits) -> S
         _draws(request, length - start, limits),
         vocab_size,
         request.adapter,
+        _images(request, token_ids, limits),
     )
 
 
@@ -154,6 +158,50 @@ def _draws(
             f"send [length - start, M] ids, M from 1 to {MAX_TAIL_DRAWS}, the same for every row",
         )
     return flat.reshape(rows, -1)
+
+
+def _images(
+    request: teacher_pb2.ScoreRequest, token_ids: NDArray[np.int32], limits: RequestLimits
+) -> tuple[bytes, ...]:
+    """Return the images of the request; each has one placeholder, in the tokens before `start`."""
+    sizes, data = request.image_sizes, request.images
+    if limits.placeholder is None:
+        if sizes or data:
+            _refuse(
+                "images",
+                "this teacher reads no images",
+                "use a teacher whose model reads images, with --engine hf",
+            )
+        return ()
+    if sum(sizes) != len(data) or 0 in sizes:
+        _refuse(
+            "image_sizes",
+            f"{len(sizes)} sizes with the sum {sum(sizes)} for {len(data)} bytes",
+            "send the length of each image in bytes",
+        )
+    places = np.flatnonzero(token_ids == limits.placeholder)
+    before = places[places < request.start]
+    if len(before) != len(sizes):
+        _refuse(
+            "images",
+            f"the tokens before `start` have {len(before)} image placeholders (id"
+            f" {limits.placeholder}), but the request has {len(sizes)} images",
+            "send each image, and one placeholder token for each",
+        )
+    if (np.diff(before) == 1).any():
+        _refuse(
+            "token_ids",
+            "has two image placeholders in a row, which the model would read as one image",
+            "put other tokens between two images, as the chat template does",
+        )
+    if sizes and len(before) != len(places):
+        _refuse(
+            f"token_ids[{places[len(before)]}]",
+            "is an image placeholder at or after `start`, but rows are of text only",
+            "put images before the scored tokens",
+        )
+    ends = np.cumsum([0, *sizes])
+    return tuple(data[first:end] for first, end in pairwise(ends.tolist()))
 
 
 def _ids(data: bytes, field: str, limits: RequestLimits) -> NDArray[np.int32]:

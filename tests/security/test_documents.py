@@ -17,7 +17,8 @@ from tests.security.conftest import DOCUMENT, Certificates
 from tests.security.processes import environment
 
 FLOORS = re.compile(
-    r"^\| (torch|transformers|pyarrow|vllm|starlette|h11|grpcio) \| ([\d.]+) \|", re.MULTILINE
+    r"^\| (torch|transformers|pyarrow|pillow|vllm|starlette|h11|grpcio) \| ([\d.]+) \|",
+    re.MULTILINE,
 )
 REQUIREMENT = re.compile(r"^([a-z0-9-]+)>=([\d.]+)")
 
@@ -29,7 +30,7 @@ def version(text: str) -> tuple[int, ...]:
 def test_pyproject_keeps_the_floors() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     floors = dict(FLOORS.findall(DOCUMENT.read_text()))
-    assert len(floors) == 7
+    assert len(floors) == 8
     required = [project["dependencies"], *project["optional-dependencies"].values()]
     seen = set()
     for requirement in [one for group in required for one in group]:
@@ -39,7 +40,7 @@ def test_pyproject_keeps_the_floors() -> None:
             assert found, f"{requirement} has no floor"
             assert version(found[2]) >= version(floors[name]), requirement
             seen.add(name)
-    assert {"torch", "transformers", "pyarrow", "starlette", "h11", "grpcio"} <= seen
+    assert {"torch", "transformers", "pyarrow", "pillow", "starlette", "h11", "grpcio"} <= seen
 
 
 def test_the_table_of_variables_is_the_code() -> None:

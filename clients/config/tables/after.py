@@ -34,6 +34,7 @@ FILE_KEYS: tuple[tuple[str, ...], ...] = (
     ("data", "eval_prompts"),
     ("data", "prompts"),
     ("data", "tokenizer"),
+    ("data", "image_folder"),
     ("teacher", "model"),
     ("teacher", "tokenizer"),
     ("reward", "file"),

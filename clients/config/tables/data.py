@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from clients.config.tables.common import Name, Table
-from clients.config.unused import Rule
+from clients.config.tables.common import Name, Table, TrainingJob
+from clients.config.unused import Rule, refusal
 from clients.data.prompt_format import PromptFormat
 
 # Arguments of the function that renders chat templates (transformers), which calls it themselves.
@@ -51,11 +52,17 @@ class PromptKeys(Table):
             raise ValueError(f"{name!r} is set by the program; leave it out")
         return arguments
 
-    def format_of(self, prompt_column: str, messages_column: str | None) -> PromptFormat:
+    def format_of(
+        self,
+        prompt_column: str,
+        messages_column: str | None,
+        image_column: str | None = None,
+    ) -> PromptFormat:
         """Return the format of prompts in one of the two columns."""
         return PromptFormat(
             prompt_column=prompt_column,
             messages_column=messages_column,
+            image_column=image_column,
             template=self.template,
             system=self.system,
             chat_template=self.chat_template,
@@ -89,6 +96,8 @@ class DataConfig(PromptKeys):
     """Column with the prompt."""
     messages_column: Name | None = None
     """Column with a conversation instead: a list of {role, content}; see docs/jobs.md."""
+    image_column: Name | None = None
+    """Column with the image of the prompt, or a list: paths, or bytes; see docs/pairs.md."""
     answer_column: str = "answer"
     """Column with the reference answer; read by `eval.metric` and by rewards."""
     teacher_column: str = "teacher"
@@ -126,7 +135,7 @@ class DataConfig(PromptKeys):
     @property
     def prompt_format(self) -> PromptFormat:
         """The format of the prompts."""
-        return self.format_of(self.prompt_column, self.messages_column)
+        return self.format_of(self.prompt_column, self.messages_column, self.image_column)
 
 
 def _exact(share: float) -> Fraction:
@@ -140,7 +149,7 @@ def prompt_rules(data: PromptKeys | None) -> list[Rule]:
     return [
         (
             data is None or data.chat_template,
-            "data.messages_column data.system data.template_arguments",
+            "data.messages_column data.system data.template_arguments data.image_column",
             "data.chat_template = false switches the chat template off; leave one of them out",
         ),
         (
@@ -149,3 +158,23 @@ def prompt_rules(data: PromptKeys | None) -> list[Rule]:
             "the prompts are the conversations of data.messages_column; leave one of them out",
         ),
     ]
+
+
+def check_beside_images(
+    job: TrainingJob, data: DataConfig | None, others: Iterable[tuple[bool, str]]
+) -> None:
+    """Raise ValidationError if a job with images has a key that does not work with them.
+
+    `others`: of the method, each whether the key can stay, and the key.
+    """
+    if data is None or data.image_column is None:
+        return
+    rules = [
+        *others,
+        (job.train.sharding == "none", "train.sharding"),
+        (not job.student.compile, "student.compile"),
+    ]
+    for fits, key in rules:
+        if not fits:
+            problem = "does not work with data.image_column; leave one of them out"
+            raise refusal(job, key, problem)

@@ -92,3 +92,12 @@ def rollout_rules(rollouts: RolloutsConfig) -> list[Rule]:
             "with rollouts.lag = 0 no answer is unfinished when the weights change; leave it out",
         ),
     ]
+
+
+def in_trainer_rules(rollouts: RolloutsConfig) -> list[tuple[bool, str]]:
+    """Return the keys that make another program than the trainer sample, for those that may not."""
+    return [
+        (rollouts.engine == "hf", "rollouts.engine"),
+        (rollouts.lag == 0, "rollouts.lag"),
+        (rollouts.address is None, "rollouts.address"),
+    ]

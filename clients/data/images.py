@@ -1,0 +1,222 @@
+"""Images of a prompt: from files to the inputs of a model, and from placeholders to image tokens.
+
+Token ids are collapsed or expanded. Collapsed ids have one placeholder for each image: the wire,
+the cache of rows and stores have these, with `start` counted in them. Expanded ids, which a model
+reads, have as many placeholders for an image as the model makes tokens of it: that depends on the
+processor of the model, so teacher and student expand the same prompt differently. Only
+`expanded_ids` and `collapsed_ids` go from one to the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protos.errors import Corrupt, InvalidInput
+from protos.extras import install_command
+
+# Of the images of a sequence. A file of a few KiB may claim any size; decoded, they take 192 MiB.
+MAX_PIXELS = 1 << 26
+_FORMATS = ("PNG", "JPEG", "WEBP")
+
+
+@dataclass(frozen=True, eq=False)
+class Pixels:
+    """The images of a sequence, as the processor of a model makes them.
+
+    values [P, D] float32: the patches of all images. grid [n, 3] int64: patches of each image in
+    time, height and width; P is the sum of their products. tokens: of each image, for the model.
+    """
+
+    values: NDArray[np.float32]
+    grid: NDArray[np.int64]
+    tokens: tuple[int, ...]
+
+
+class ImageReader:
+    """Makes the inputs of a model from image files.
+
+    processor: an image processor of transformers that `makes_grids`. placeholder: the id of the
+    token that stands for an image. Thread-safe.
+    """
+
+    def __init__(self, processor: Any, placeholder: int) -> None:
+        """Keep both; see the class."""
+        self.processor = processor
+        self.placeholder = placeholder
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """What determines the pixels besides the files, for a fingerprint."""
+        import PIL
+
+        release = ".".join(PIL.__version__.split(".")[:2])
+        return {
+            "class": type(self.processor).__name__,
+            "settings": self.processor.to_dict(),
+            "pillow": release,
+            "placeholder": self.placeholder,
+        }
+
+    def read(
+        self, images: Sequence[bytes], field: str = "images", most_tokens: int | None = None
+    ) -> Pixels:
+        """Return the pixels of encoded images, at least one.
+
+        One after the other, so that memory is bounded: all together have at most MAX_PIXELS pixels
+        in their files, and `most_tokens` tokens for the model (None: no limit).
+
+        Raises InvalidInput, naming `field`, if a file is no image, or if there are too many.
+        """
+        left = MAX_PIXELS
+        made: list[Pixels] = []
+        for image in images:
+            picture = _decoded(image, left, field)
+            left -= picture.width * picture.height
+            made.append(self._pixels(picture, field))
+            if most_tokens is not None and sum(one.tokens[0] for one in made) > most_tokens:
+                raise InvalidInput(
+                    f"the images have more than {most_tokens} tokens, which are left for them",
+                    field=field,
+                    hint="use smaller images, a shorter sequence, or a model with a longer context",
+                )
+        return Pixels(
+            np.concatenate([one.values for one in made]),
+            np.concatenate([one.grid for one in made]),
+            tuple(one.tokens[0] for one in made),
+        )
+
+    def _pixels(self, picture: Any, field: str) -> Pixels:
+        try:
+            made = self.processor(images=[picture], return_tensors="np")
+        except ValueError as error:  # such as an aspect ratio of more than 200
+            raise _refused(str(error), field) from error
+        grid = np.asarray(made["image_grid_thw"], np.int64)
+        tokens = int(grid.prod()) // self.processor.merge_size**2
+        return Pixels(np.asarray(made["pixel_values"], np.float32), grid, (tokens,))
+
+
+def makes_grids(processor: Any) -> bool:
+    """Return whether an image processor makes patches with a grid, as those of Qwen's models do."""
+    names = getattr(processor, "model_input_names", ())
+    return "image_grid_thw" in names and hasattr(processor, "merge_size")
+
+
+def plain_image(grey: int) -> bytes:
+    """Return a PNG of one grey, 0 to 255, for probes of a model."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), (grey, grey, grey)).save(file, "PNG")
+    return file.getvalue()
+
+
+def stored_images(images: Sequence[tuple[str, str]]) -> bytes:
+    """Return the bytes that a store keeps for images (name, sha256); b"" for none."""
+    return json.dumps(images, ensure_ascii=False).encode() if images else b""
+
+
+def read_stored_images(data: bytes) -> list[tuple[str, str]]:
+    """Return the (name, sha256) of which `stored_images` has made `data`."""
+    return [(name, digest) for name, digest in json.loads(data)] if data else []
+
+
+def digest_of(image: bytes) -> str:
+    """Return the sha256 of an encoded image, in hex."""
+    return hashlib.sha256(image).hexdigest()
+
+
+def read_image(path: Path, where: str) -> bytes:
+    """Return the bytes of an image file of the record `where`; raises InvalidInput if it cannot."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidInput(
+            f"cannot read the image {path} of {where}: {error.strerror or error}",
+            field="data.image_column",
+            hint="paths are relative to the data file; correct the path, or the file",
+        ) from error
+
+
+def read_same_image(path: Path, digest: str) -> bytes:
+    """Return the bytes of an image file with this sha256. Raises Corrupt if it is another image."""
+    image = read_image(path, "a prompt")
+    if digest_of(image) != digest:
+        raise Corrupt(
+            f"the image {path} is not the one that the job or the capture has read",
+            hint="restore the file",
+        )
+    return image
+
+
+def expanded_ids(
+    ids: NDArray[np.int32], placeholder: int, tokens: Sequence[int]
+) -> NDArray[np.int32]:
+    """Return collapsed ids [T] with as many placeholders for each image as it has `tokens`.
+
+    Raises ValueError unless `ids` have one placeholder for each image.
+    """
+    places = np.flatnonzero(ids == placeholder)
+    if len(places) != len(tokens):
+        raise ValueError(f"{len(places)} placeholders for {len(tokens)} images")
+    counts = np.ones(len(ids), np.int64)
+    counts[places] = tokens
+    return np.repeat(ids, counts)
+
+
+def collapsed_ids(
+    ids: NDArray[np.int32], placeholder: int, tokens: Sequence[int]
+) -> NDArray[np.int32]:
+    """Return the ids of which `expanded_ids` makes `ids`, given the same `tokens`.
+
+    Raises ValueError unless `ids` have as many placeholders as the images have tokens.
+    """
+    places = np.flatnonzero(ids == placeholder)
+    if len(places) != sum(tokens):
+        raise ValueError(f"{len(places)} placeholders for {sum(tokens)} tokens of images")
+    firsts = np.cumsum([0, *tokens])[:-1]
+    return np.delete(ids, np.delete(places, firsts))
+
+
+def require_pillow(field: str) -> None:
+    """Raise InvalidInput, naming `field`, if the package that decodes images is not installed."""
+    if find_spec("PIL") is None:
+        raise InvalidInput(
+            "a prompt with images needs the package pillow, which is not installed",
+            field=field,
+            hint=install_command("images"),
+        )
+
+
+def _decoded(image: bytes, most: int, field: str) -> Any:
+    """Return an image of at most `most` pixels as RGB, turned as its metadata says."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(image), formats=_FORMATS) as opened:
+            width, height = opened.size
+            if width * height <= most:
+                return ImageOps.exif_transpose(opened).convert("RGB")
+            why = f"its {width} x {height} pixels are more than {most}, which are left for it"
+    except UnidentifiedImageError:
+        why = "it is no PNG, JPEG or WebP file"
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        why = str(error) or type(error).__name__
+    raise _refused(why, field)
+
+
+def _refused(why: str, field: str) -> InvalidInput:
+    return InvalidInput(
+        f"an image cannot be used: {(why.splitlines() or ['damaged'])[0]}",
+        field=field,
+        hint="give a PNG, JPEG or WebP file that a program for images can open",
+    )

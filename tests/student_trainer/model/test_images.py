@@ -1,0 +1,372 @@
+"""Students that see: sampling, rows and gradients against plain passes of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clients.config.tables.common import StudentConfig
+from clients.config.tables.data import DataConfig
+from clients.data.images import ImageReader
+from protos.errors import Corrupt, InvalidInput
+from student_trainer.checkpoints.export import export_model
+from student_trainer.data.batch import Batch, ScoredSequence, make_batch, placeholder_rows
+from student_trainer.data.prompts import Prompt, load_prompts
+from student_trainer.data.rollout import Rollout
+from student_trainer.losses import Rows
+from student_trainer.model.loading import load_image_reader, load_model
+from student_trainer.model.student import Student
+from student_trainer.rollouts.hf import HuggingFaceRollouts
+from tests import tiny_vision
+from tests.student_trainer import tiny
+
+WORDS = tiny_vision.tokenizer()
+PLACEHOLDER = WORDS.convert_tokens_to_ids(tiny_vision.IMAGE)
+# Prompts with an image, without one, with two, and with the first one again.
+RECORDS = [
+    {"prompt": "1+2=", "image": "0.png"},
+    {"prompt": "34+5=", "image": None},
+    {"prompt": "6=", "image": ["1.png", "0.png"]},
+    {"prompt": "1+2=", "image": "0.png"},
+]
+
+
+@pytest.fixture(scope="module", params=tiny_vision.KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def path(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vision.save(tmp_path_factory.mktemp(kind) / "student", kind)
+
+
+@pytest.fixture
+def reader(path: Path) -> ImageReader:
+    return load_image_reader(StudentConfig(model=str(path)))
+
+
+@pytest.fixture
+def student(path: Path, reader: ImageReader) -> Student:
+    model = load_model(StudentConfig(model=str(path)), images=reader)
+    return Student(model.eval(), placeholder=PLACEHOLDER)
+
+
+def prompts_in(root: Path, records: list[dict[str, Any]], reader: ImageReader) -> list[Prompt]:
+    import json
+
+    for number, size in enumerate([(24, 16), (40, 48)]):
+        (root / f"{number}.png").write_bytes(tiny_vision.image(number, *size))
+    file = root / "prompts.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = DataConfig(path=str(file), eval_path=str(file), image_column="image")
+    _, found = load_prompts(
+        data, WORDS, held_out=len(records), max_tokens=200, seed=0, reader=reader
+    )
+    return sorted(found, key=lambda prompt: prompt.text)
+
+
+def sampled(student: Student, prompts: list[Prompt], **options: Any) -> list[Rollout]:
+    rollouts = HuggingFaceRollouts(
+        student.model,
+        WORDS,
+        top_k=4,
+        temperature=1.0,
+        max_new_tokens=8,
+        batch_tokens=2000,
+        never=PLACEHOLDER,
+        **options,
+    )
+    numbers = range(len(prompts))
+    return [one for batch in rollouts.generate(prompts, numbers, seed=3) for one in batch]
+
+
+def batch_of(rollouts: list[Rollout]) -> Batch:
+    scored = [
+        ScoredSequence(rollout, placeholder_rows(rollout.head_ids.numpy())) for rollout in rollouts
+    ]
+    return make_batch(scored, torch.device("cpu"))
+
+
+def short_ids(rollout: Rollout) -> tuple[list[int], list[bytes]]:
+    if rollout.images is None:
+        return rollout.token_ids.tolist(), []
+    ids, start = rollout.images.collapsed(rollout.token_ids.numpy(), rollout.start)
+    assert ids[start:].tolist() == rollout.completion.tolist()
+    return ids.tolist(), list(rollout.images.encoded())
+
+
+def expected_logprobs(kind: str, rollout: Rollout) -> torch.Tensor:
+    """By a plain pass, of the completion: [learned, V]."""
+    logits = tiny_vision.plain_logits(tiny_vision.model(kind), *short_ids(rollout))
+    return logits.log_softmax(-1)[-1 - rollout.learned : -1]
+
+
+def test_the_sampler_sees_the_images(
+    student: Student, reader: ImageReader, kind: str, tmp_path: Path
+) -> None:
+    for rollout in sampled(student, prompts_in(tmp_path, RECORDS, reader)):
+        logprobs = expected_logprobs(kind, rollout)
+        found = logprobs.gather(1, rollout.completion[:, None])[:, 0]
+        torch.testing.assert_close(rollout.token_logprobs, found, atol=1e-5, rtol=1e-5)
+        assert torch.equal(rollout.head_ids.long().sort(1)[0], logprobs.topk(4, 1)[1].sort(1)[0])
+
+
+def test_no_placeholder_is_sampled(student: Student, reader: ImageReader, tmp_path: Path) -> None:
+    """Not even where nearly nothing else is likely; the records are of the policy with it."""
+    with torch.no_grad():
+        student.model.lm_head.weight[PLACEHOLDER] += 5 * student.model.lm_head.weight.abs().max()
+    prompts = prompts_in(tmp_path, RECORDS, reader)
+    found = sampled(student, prompts)
+    assert all(PLACEHOLDER not in rollout.completion for rollout in found)
+    assert any((rollout.head_ids == PLACEHOLDER).any() for rollout in found)
+    batch_of(found)
+
+
+def test_rows_are_those_of_a_plain_pass(
+    student: Student, reader: ImageReader, kind: str, tmp_path: Path
+) -> None:
+    rollouts = sampled(student, prompts_in(tmp_path, RECORDS, reader))
+    _, rows = student.rows(batch_of(rollouts), 1.0)
+    parts = rows.token_logprobs.split([rollout.learned for rollout in rollouts])
+    for rollout, part in zip(rollouts, parts, strict=True):
+        wanted = expected_logprobs(kind, rollout).gather(1, rollout.completion[:, None])[:, 0]
+        torch.testing.assert_close(part, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_the_gradient_is_that_of_a_plain_pass(
+    student: Student, reader: ImageReader, kind: str, tmp_path: Path
+) -> None:
+    """Of all weights, those that see among them."""
+    rollouts = sampled(student, prompts_in(tmp_path, RECORDS, reader))
+
+    def loss(rows: Rows, _: slice) -> torch.Tensor:
+        return -rows.token_logprobs
+
+    student(batch_of(rollouts), loss, 1.0).loss_sum.backward()
+    plain = tiny_vision.model(kind)
+    total = torch.zeros(())
+    for rollout in rollouts:
+        images = None if rollout.images is None else rollout.images.pixels()
+        inputs: dict[str, torch.Tensor] = {}
+        if images is not None:
+            inputs = {
+                "pixel_values": torch.from_numpy(images.values),
+                "image_grid_thw": torch.from_numpy(images.grid),
+                "mm_token_type_ids": (rollout.token_ids == PLACEHOLDER).int()[None],
+            }
+        logits = plain(input_ids=rollout.token_ids[None], use_cache=False, **inputs).logits[0]
+        logprobs = logits.log_softmax(-1)[-1 - rollout.learned : -1]
+        total = total - logprobs.gather(1, rollout.completion[:, None]).sum()
+    total.backward()
+    wanted = dict(plain.named_parameters())
+    for name, weight in student.model.named_parameters():
+        other = wanted[name].grad
+        if other is None:
+            continue
+        assert weight.grad is not None, name
+        torch.testing.assert_close(weight.grad, other, atol=2e-4, rtol=2e-4, msg=name)
+    seeing = [w for name, w in student.model.named_parameters() if "visual" in name]
+    assert sum(float(w.grad.abs().sum()) > 0 for w in seeing if w.grad is not None) > 10
+
+
+def test_a_batch_without_images_has_a_gradient_for_every_weight(
+    student: Student, reader: ImageReader, tmp_path: Path
+) -> None:
+    """Of zero, where there is nothing to see: DDP waits for all of them."""
+    blind = [
+        one for one in sampled(student, prompts_in(tmp_path, RECORDS, reader)) if not one.images
+    ]
+    batch = batch_of(blind)
+    assert batch.images is None
+    student(batch, lambda rows, _: -rows.token_logprobs, 1.0).loss_sum.backward()
+    assert all(weight.grad is not None for weight in student.model.parameters())
+    assert all(
+        not weight.grad.any()
+        for name, weight in student.model.named_parameters()
+        if "visual" in name and weight.grad is not None
+    )
+
+
+def test_a_batch_without_rows_has_no_images(
+    student: Student, reader: ImageReader, tmp_path: Path
+) -> None:
+    batch = batch_of(sampled(student, prompts_in(tmp_path, RECORDS, reader)))
+    assert batch.images is not None
+    assert batch.without_rows().images is None
+    assert batch.to(torch.device("cpu")).images is not None
+
+
+def test_prompts_count_the_tokens_of_images(reader: ImageReader, tmp_path: Path) -> None:
+    found = prompts_in(tmp_path, RECORDS, reader)
+    assert [int((prompt.ids == PLACEHOLDER).sum()) for prompt in found] == [6, 6, 0, 36]
+    assert found[0].images is not None
+    assert found[0].images.tokens == (6,)
+    assert found[2].images is None
+
+
+def test_images_may_be_parts_of_messages(reader: ImageReader, tmp_path: Path) -> None:
+    content = [{"type": "text", "text": "1"}, {"type": "image"}, {"type": "text", "text": "2="}]
+    record = {"messages": [{"role": "user", "content": content}], "image": "0.png"}
+    prompts_in(tmp_path, RECORDS, reader)  # writes the images
+    file = tmp_path / "messages.jsonl"
+    data = {"path": str(file), "eval_path": str(file), "messages_column": "messages"}
+
+    def load(record: dict[str, Any]) -> list[Prompt]:
+        import json
+
+        file.write_text(json.dumps(record) + "\n")
+        config = DataConfig.model_validate(data | {"image_column": "image"})
+        options = {"held_out": 1, "max_tokens": 50, "seed": 0}
+        return load_prompts(config, WORDS, reader=reader, **options)[1]
+
+    (found,) = load(record)
+    text = WORDS.decode(found.ids)
+    assert (
+        text.replace(" ", "") == f"1{tiny_vision.START}{tiny_vision.IMAGE * 6}{tiny_vision.END}2="
+    )
+    assert found.text == "1\n2="
+    with pytest.raises(InvalidInput, match=r"has 2 images, but its messages have 1 parts"):
+        load(record | {"image": ["0.png", "1.png"]})
+    with pytest.raises(InvalidInput, match="which is no file"):
+        load(record | {"image": "2.png"})
+    content[0]["text"] = tiny_vision.IMAGE
+    with pytest.raises(InvalidInput, match="has 1 images, but its prompt has 2 image placeholders"):
+        load(record)
+
+
+def test_a_file_that_changes_is_noticed(reader: ImageReader, tmp_path: Path) -> None:
+    (prompt, *_) = prompts_in(tmp_path, RECORDS[:1], reader)
+    assert prompt.images is not None
+    (tmp_path / "0.png").write_bytes(tiny_vision.image(9))
+    from student_trainer.data import images
+
+    images._encoded.cache_clear()
+    with pytest.raises(Corrupt, match="is not the one that the job"):
+        prompt.images.encoded()
+
+
+def test_parquet_may_hold_the_images(reader: ImageReader, tmp_path: Path) -> None:
+    """As data sets of the hub have them; a reward gets the other columns."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    image = tiny_vision.image(0)
+    records = [
+        {"prompt": "1=", "image": {"bytes": image, "path": "0.png"}},
+        {"prompt": "2=", "image": None},
+    ]
+    file = tmp_path / "prompts.parquet"
+    pyarrow.parquet.write_table(pa.Table.from_pylist(records), file)
+    data = DataConfig(path=str(file), eval_path=str(file), image_column="image")
+    options: dict[str, Any] = {"held_out": 2, "max_tokens": 50, "seed": 0, "with_fields": True}
+    _, found = load_prompts(data, WORDS, reader=reader, **options)
+    one, other = sorted(found, key=lambda prompt: prompt.text)
+    assert one.images is not None
+    assert one.images.encoded() == (image,)
+    assert other.images is None
+    assert dict(one.fields) == {"prompt": "1="}
+
+
+def test_without_pillow(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job is refused in one sentence; a teacher serves text."""
+    import sys
+
+    from teacher_service.engines.hf import HfEngine
+
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(InvalidInput, match="needs the package pillow") as error:
+        load_image_reader(StudentConfig(model=str(path)))
+    assert "pip install" in error.value.hint
+    assert HfEngine(str(path), device="cpu").info.placeholder is None
+    assert "the package pillow is not installed" in caplog.text
+
+
+def test_a_student_in_bfloat16_sees(
+    path: Path, reader: ImageReader, kind: str, tmp_path: Path
+) -> None:
+    """The sampler and the rows of a batch, both under autocast."""
+    config = StudentConfig(model=str(path), dtype="bfloat16")
+    model = load_model(config, images=reader).eval()
+    made = Student(model, bf16=True, placeholder=PLACEHOLDER)
+    rollouts = sampled(made, prompts_in(tmp_path, RECORDS, reader), bf16=True)
+    _, rows = made.rows(batch_of(rollouts), 1.0)
+    parts = rows.token_logprobs.split([rollout.learned for rollout in rollouts])
+    for rollout, part in zip(rollouts, parts, strict=True):
+        exact = expected_logprobs(kind, rollout).gather(1, rollout.completion[:, None])[:, 0]
+        assert float((rollout.token_logprobs - exact).abs().max()) < 0.3
+        assert float((part - exact).abs().max()) < 0.3
+
+
+@pytest.mark.parametrize("recomputed", [True, 2, "selective"])
+def test_recomputation_keeps_the_gradient(
+    path: Path, reader: ImageReader, tmp_path: Path, recomputed: Any
+) -> None:
+    gradients = []
+    for setting in (False, recomputed):
+        config = StudentConfig(model=str(path), gradient_checkpointing=setting)
+        made = Student(load_model(config, images=reader).eval(), placeholder=PLACEHOLDER)
+        batch = batch_of(sampled(made, prompts_in(tmp_path, RECORDS, reader)))
+        made.train()
+        made(batch, lambda rows, _: -rows.token_logprobs, 1.0).loss_sum.backward()
+        gradients.append({name: w.grad for name, w in made.model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+def test_adapters_beside_frozen_weights_in_bfloat16(path: Path, reader: ImageReader) -> None:
+    values = {"model": str(path), "lora": {"rank": 2}, "dtype": "bfloat16"}
+    model = load_model(StudentConfig.model_validate(values), images=reader)
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16, torch.float32}
+
+
+def test_adapters_see(path: Path, reader: ImageReader, kind: str, tmp_path: Path) -> None:
+    """At first they change nothing; each of them has a gradient."""
+    config = StudentConfig.model_validate({"model": str(path), "lora": {"rank": 2}})
+    made = Student(load_model(config, images=reader).eval(), placeholder=PLACEHOLDER)
+    rollouts = sampled(made, prompts_in(tmp_path, RECORDS, reader))
+    batch = batch_of(rollouts)
+    _, rows = made.rows(batch, 1.0)
+    wanted = expected_logprobs(kind, rollouts[0]).gather(1, rollouts[0].completion[:, None])
+    found = rows.token_logprobs[: rollouts[0].learned]
+    torch.testing.assert_close(found, wanted[:, 0], atol=1e-5, rtol=1e-5)
+    made(batch, lambda rows, _: -rows.token_logprobs, 1.0).loss_sum.backward()
+    learning = [w for w in made.model.parameters() if w.requires_grad]
+    assert all(weight.grad is not None for weight in learning)
+
+
+def test_a_student_that_reads_no_images_is_refused(tmp_path: Path) -> None:
+    path = tiny.save(tiny.model(), tiny.tokenizer(), tmp_path / "blind")
+    with pytest.raises(InvalidInput, match="reads no images") as error:
+        load_image_reader(StudentConfig(model=str(path)))
+    assert error.value.field == "data.image_column"
+
+
+def test_a_student_that_does_not_see_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tiny_vision.save(tmp_path / "student", kind)
+    model = tiny_vision.model(kind)
+    for name, weight in model.named_parameters():
+        if "merger" in name:
+            weight.data.zero_()
+    model.save_pretrained(path)
+    config = StudentConfig(model=str(path))
+    with pytest.raises(InvalidInput, match="images do not change what"):
+        load_model(config, images=load_image_reader(config))
+
+
+def test_an_export_reads_images(
+    student: Student, reader: ImageReader, tmp_path: Path, kind: str
+) -> None:
+    export_model(tmp_path / "export", model=student.model, tokenizer=WORDS)
+    config = StudentConfig(model=str(tmp_path / "export"))
+    again = load_model(config, images=load_image_reader(config))
+    ids = WORDS(tiny_vision.START + tiny_vision.IMAGE + tiny_vision.END + "1=")["input_ids"]
+    found = tiny_vision.plain_logits(again.eval(), ids, [tiny_vision.image(0)])
+    wanted = tiny_vision.plain_logits(tiny_vision.model(kind), ids, [tiny_vision.image(0)])
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
