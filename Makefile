@@ -2,7 +2,7 @@
 FAST := $(addprefix tests/,protos clients distill_server/jobs distill_server/rpc teacher_service/head \
   teacher_service/cache $(addprefix student_trainer/,losses data critic model run rewards))
 
-.PHONY: setup docs demo demo-rl demo-search demo-real test test-fast test-ray test-8bit test-track test-vllm soak chaos lint bench bench-offline bench-draws bench-rl bench-trl bench-gpu bench-vllm protos clean
+.PHONY: setup docs demo demo-rl demo-search demo-real test test-fast test-ray test-slurm test-8bit test-track test-vllm soak chaos lint bench bench-offline bench-draws bench-rl bench-trl bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 # Of faults in `make chaos`; CHAOS: its other options.
 MINUTES ?= 30
@@ -52,6 +52,13 @@ chaos: setup  ## inject faults into a whole installation for MINUTES=30; needs r
 test-ray: setup  ## test captures and jobs on a local Ray cluster; installs Ray, which `make test` does not
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[ray]'
 	$(BIN)/pytest tests/teacher_service/capture/test_ray.py tests/distill_server/runners/test_ray.py tests/distill_server/runners/test_ray_runner.py tests/distill_server/runners/test_ray_rollouts.py
+
+test-slurm: setup  ## test jobs on a Slurm of this machine, as root; installs slurm-wlm and munge (Debian), which `make test` does not
+	command -v slurmctld >/dev/null && command -v munged >/dev/null || { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { \
+	    echo "error: make test-slurm needs root, and the packages slurm-wlm and munge" >&2; exit 1; }; \
+	  apt-get update -qq && apt-get install -qq -y --no-install-recommends slurm-wlm munge; }
+	DISTILL_SLURM_AWAY=60 $(BIN)/pytest tests/distill_server/runners/test_slurm.py tests/distill_server/runners/test_slurm_runner.py
 
 test-8bit: setup  ## test the optimizer with moments in 8 bits; installs torchao, which `make test` does not
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[8bit]'

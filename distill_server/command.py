@@ -59,6 +59,8 @@ def serve(
     external_url: options.ExternalUrlOption = "",
     database: options.DatabaseOption = None,
     ray: options.RayOption = None,
+    slurm: options.SlurmOption = False,
+    slurm_option: options.SlurmOptionsOption = None,
     version: VersionOption = False,
 ) -> None:
     """Accept distillation jobs, run them, and report their progress."""
@@ -71,7 +73,7 @@ def serve(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     tls = TlsFiles(tls_cert, tls_key, tls_client_ca)
     try:
-        machine = _machine(slots or gpus or 1, gpus, cpus, threads_per_job, on_ray=ray is not None)
+        machine = _machine(slots or gpus or 1, gpus, cpus, threads_per_job, ray, slurm)
         endpoint = read_endpoint(host, port, token_file, tls, insecure=insecure)
         asyncio.run(
             run_server(
@@ -79,11 +81,11 @@ def serve(
                 database=database,
                 dashboard=_dashboard(dashboard, external_url, tls),
                 endpoint=endpoint,
-                runner=_runner(ray),
+                runner=_runner(ray, slurm, slurm_option or []),
                 policy=Policy(
                     machine, most_queued, retries, backoff, give_up_after=give_up_after * 3600
                 ),
-                preflight=JobPreflight(here=ray is None),
+                preflight=JobPreflight(here=ray is None and not slurm),
                 on_ready=lambda bound: print(
                     f"server listening on {endpoint.address(bound)}", flush=True
                 ),
@@ -95,7 +97,7 @@ def serve(
 
 
 def _machine(
-    slots: int, gpus: int | None, cpus: int, threads_per_job: int, *, on_ray: bool
+    slots: int, gpus: int | None, cpus: int, threads_per_job: int, ray: str | None, slurm: bool
 ) -> Machine:
     from distill_server.runners.machine import (
         UNCOUNTED,
@@ -104,18 +106,32 @@ def _machine(
         visible_gpus,
     )
 
-    here = 0 if on_ray else (os.cpu_count() or 1) // 2
-    names = gpus_of_cluster if on_ray else visible_gpus
+    on_cluster = slurm or ray is not None
+    here = 0 if on_cluster else (os.cpu_count() or 1) // 2
+    names = gpus_of_cluster if on_cluster else visible_gpus
     return Machine(
         slots=slots,
         cpus_per_job=threads_per_job or max(1, (cpus or here) // slots),
-        cpus=cpus or (UNCOUNTED if on_ray else 0),
+        cpus=cpus or (UNCOUNTED if on_cluster else 0),
         gpus=None if gpus is None else names(gpus),
-        has_teachers=not on_ray,
+        has_teachers=not on_cluster,
+        places_engines=not slurm,
     )
 
 
-def _runner(ray: str | None) -> Runner:
+def _runner(ray: str | None, slurm: bool, slurm_options: list[str]) -> Runner:
+    if slurm and ray is not None:
+        raise InvalidInput("cannot be given with --ray", field="--slurm", hint="leave one out")
+    if slurm_options and not slurm:
+        raise InvalidInput("needs --slurm", field="--slurm-option", hint="add --slurm")
+    if slurm:
+        from distill_server.runners.cluster import Cluster
+        from distill_server.runners.slurm.jobs import SlurmJobs
+        from distill_server.runners.slurm.runner import PAUSE_SECONDS, SlurmRunner
+        from distill_server.runners.slurm.script import check_options
+
+        chosen = check_options(slurm_options)
+        return SlurmRunner(Cluster(SlurmJobs(), "Slurm", PAUSE_SECONDS), chosen)
     if ray is None:
         from distill_server.runners.local.runner import LocalRunner
 

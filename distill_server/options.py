@@ -19,7 +19,7 @@ GpusOption = Annotated[
     int | None,
     typer.Option(
         help="Number of GPUs to divide among the jobs. Default: not divided, each job sees all GPUs"
-        " (none on a Ray cluster).",
+        " (none on a cluster).",
         min=0,
     ),
 ]
@@ -69,6 +69,22 @@ RayOption = Annotated[
         metavar="ADDRESS",
         help="Run the jobs on the Ray cluster with this dashboard, http://HOST:8265. --gpus and"
         " --cpus limit what all jobs together use of the cluster.",
+    ),
+]
+SlurmOption = Annotated[
+    bool,
+    typer.Option(
+        "--slurm",
+        help="Run the jobs with Slurm, where this machine can submit jobs. --gpus and --cpus limit"
+        " what all jobs together use of the cluster.",
+    ),
+]
+SlurmOptionsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--slurm-option",
+        metavar="NAME=VALUE",
+        help="Option of sbatch for each job, such as partition=gpu; may be repeated.",
     ),
 ]
 ExternalUrlOption = Annotated[

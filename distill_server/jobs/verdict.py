@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from clients.jobs.job import JobState
 from clients.runs.directory import Status
-from distill_server.runners.interface import Exited, Lost
+from distill_server.runners.interface import Exited, Lost, Withdrawn
 from protos.errors import ExitCode, is_infrastructure
 
 _FIELD = re.compile(r"([a-z_][\w.-]*): ")
@@ -36,7 +36,7 @@ class Died:
 
 
 def verdict_of(
-    state: JobState, step: int, status: Status | None, outcome: Exited | Lost
+    state: JobState, step: int, status: Status | None, outcome: Exited | Lost | Withdrawn
 ) -> Ended | Died:
     """Judge an ended attempt of a job in `state` by the trainer's last status and its exit.
 
@@ -48,6 +48,8 @@ def verdict_of(
     reason = status.reason if status is not None else ""
     if verdict == "succeeded":
         return Ended(JobState.SUCCEEDED)
+    if isinstance(outcome, Withdrawn) and not cancelling:
+        return Ended(JobState.CANCELLED, outcome.reason)
     if verdict == "cancelled" and cancelling:
         return Ended(JobState.CANCELLED, reason or "cancelled on request")
     if status is not None and verdict == "failed":
@@ -62,7 +64,7 @@ def verdict_of(
         reason = "the trainer could not write its verdict; see its log"
         died = Died(reason, blameless=True, waits_for="disk")
     else:
-        died = Died(f"{_death(outcome)} at step {step}", blameless=lost)
+        died = Died(_death(outcome, step), blameless=lost)
     return Ended(JobState.CANCELLED, f"cancelled; {died.reason}") if cancelling else died
 
 
@@ -72,16 +74,21 @@ def _subject(reason: str) -> str:
     return found[1] if found else "a service that the job needs"
 
 
-def _death(outcome: Exited | Lost) -> str:
+def _death(outcome: Exited | Lost | Withdrawn, step: int) -> str:
     match outcome:
+        case Withdrawn(reason=reason):
+            return reason
+        case Lost(reason=reason) if reason:
+            return reason
         case Lost(blameless=True):
-            return (
+            how = (
                 "the machine or its container was restarted, or the start of the trainer was"
                 " interrupted,"
             )
         case Lost():
-            return "the trainer and its supervisor process disappeared"
+            how = "the trainer and its supervisor process disappeared"
         case Exited(code=code) if code < 0:
-            return f"the trainer was killed by signal {-code}"
+            how = f"the trainer was killed by signal {-code}"
         case Exited(code=code):
-            return f"the trainer exited with code {code} without a verdict"
+            how = f"the trainer exited with code {code} without a verdict"
+    return f"{how} at step {step}"

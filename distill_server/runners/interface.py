@@ -32,13 +32,22 @@ class Lost:
     """The attempt is not running and its exit code is unknown.
 
     `blameless`: the attempt never started, the machine was rebooted, or the attempt was started by
-    an earlier server and its supervisor disappeared too (a restarted container).
+    an earlier server and its supervisor disappeared too (a restarted container), or the cluster
+    took its nodes away. `reason`: what the cluster says of it, if it says more.
     """
 
     blameless: bool
+    reason: str = ""
 
 
-Outcome = Running | Exited | Lost
+@dataclass(frozen=True)
+class Withdrawn:
+    """Somebody has cancelled the attempt with the tools of the cluster, not through the server."""
+
+    reason: str
+
+
+Outcome = Running | Exited | Lost | Withdrawn
 
 
 class Runner(Protocol):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from clients.config.kinds import AnyJob, gpus_of, processes_of, started_teacher
+from clients.config.kinds import AnyJob, SamplingJob, gpus_of, processes_of, started_teacher
 from clients.config.tables.teacher import TeacherLink
 from protos.errors import InvalidInput
 
@@ -34,6 +34,7 @@ class Machine:
     of all jobs together; 0 means slots * cpus_per_job. `gpus` are names as in CUDA_VISIBLE_DEVICES;
     None means that GPUs are not divided among jobs. `has_teachers`: the server starts the teachers
     of `teacher.model`, which take GPUs of `gpus`; as many at once as there are slots.
+    `places_engines`: the server finds GPUs for the engines of `rollouts.gpus`.
     """
 
     slots: int = 1
@@ -41,6 +42,7 @@ class Machine:
     cpus: int = 0
     gpus: tuple[str, ...] | None = None
     has_teachers: bool = True
+    places_engines: bool = True
 
     @property
     def all_cpus(self) -> int:
@@ -72,6 +74,7 @@ class Machine:
                 hint="leave it out, or lower rollouts.gpus",
             )
         self._require_room_for_teacher(job)
+        self._require_room_for_engines(job)
         if (gpus := self._gpus_of(job)) > len(self.gpus or ()):
             raise InvalidInput(
                 f"the job asks for {gpus} GPUs, the server has {len(self.gpus or ())} for jobs",
@@ -85,7 +88,7 @@ class Machine:
             return
         if not self.has_teachers:
             raise InvalidInput(
-                "a server of a Ray cluster starts no teachers",
+                "a server with --ray or --slurm starts no teachers",
                 field="teacher.model",
                 hint="start a distill-teacher, and give its teacher.address",
             )
@@ -96,6 +99,14 @@ class Machine:
                 f" {len(self.gpus)} for jobs",
                 field="teacher.model",
                 hint="start the server with a larger --gpus, or set teacher.device = 'cpu'",
+            )
+
+    def _require_room_for_engines(self, job: AnyJob) -> None:
+        if not self.places_engines and isinstance(job, SamplingJob) and job.rollouts.gpus:
+            raise InvalidInput(
+                "a server with --slurm places no rollout engines on GPUs of their own",
+                field="rollouts.gpus",
+                hint="start distill-rollouts, and give its rollouts.address; or leave it out",
             )
 
     def gpus_for(self, teacher: TeacherLink, held: Sequence[Share]) -> tuple[str, ...] | None:

@@ -3,6 +3,7 @@
 OPTIONS are JSON: `gpus`, how many to divide; `threads`, of a job; `retries`; `clock`, "jumps" or
 "fast": what becomes of time.time; `ranks`, a program of which torch's launcher runs two, with the
 number of the attempt; `ray`, the address of a cluster that runs the jobs, with no launcher;
+`slurm`, options of sbatch: Slurm runs the jobs, with no launcher;
 `linger`, the seconds that a teacher stays without jobs.
 """
 
@@ -62,6 +63,13 @@ def spoil_clock(how: str) -> None:
 
 def runner_of(options: dict[str, Any]) -> Runner:
     ranks, ray = options.get("ranks"), options.get("ray")
+    if "slurm" in options:
+        from distill_server.runners.cluster import Cluster
+        from distill_server.runners.slurm.jobs import SlurmJobs
+        from distill_server.runners.slurm.runner import SlurmRunner
+
+        of_ranks = launching(ranks) if ranks else command
+        return SlurmRunner(Cluster(SlurmJobs(), "Slurm", 0.5), options["slurm"], command=of_ranks)
     if ray is None:
         return LocalRunner(command=launching(ranks, *TORCH) if ranks else command)
     from distill_server.runners.ray.cluster import RayCluster
@@ -76,7 +84,7 @@ def main() -> int:
     runs, host, port, slots = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     options = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
     gpus = tuple(str(n) for n in range(options["gpus"])) if "gpus" in options else None
-    cpus = UNCOUNTED if "ray" in options else 0  # as the program
+    cpus = UNCOUNTED if {"ray", "slurm"} & options.keys() else 0  # as the program
     machine = Machine(slots=slots, cpus_per_job=options.get("threads", 1), cpus=cpus, gpus=gpus)
     spoil_clock(options.get("clock", ""))
     logging.basicConfig()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,15 @@ def run(
     resume: Annotated[
         str, typer.Option(metavar="DIR", help="Resume this run directory; give no job file.")
     ] = "",
+    directory: Annotated[
+        str,
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            help="Run directory: made for a new job, resumed as --resume does if it exists."
+            " For batch scripts that are started again.",
+        ),
+    ] = "",
 ) -> ExitCode:
     """Run a job on this machine, in the foreground, without a server.
 
@@ -45,19 +55,39 @@ def run(
     output = settings_of(context).output
     if bool(job) == bool(resume):
         raise InvalidInput("give either a job file or --resume DIR", hint="see distill run --help")
+    if directory and resume:
+        raise InvalidInput("is for a job file", field="--dir", hint="leave out --dir or --resume")
+    if directory and (Path(directory) / "job.json").exists():
+        return _run_on(Path(directory), output)
     if not resume:
-        return run_new(job, overrides(sets, name), Path(runs), output)
+        return run_new(job, overrides(sets, name), Path(runs), output, directory)
     found, attempt = _reopened(Path(resume), max_steps_of(sets or []))
     return _attempted(found, attempt, output, remove_if_refused=False)
 
 
-def run_new(job: str, chosen: list[str], runs: Path, output: Output) -> ExitCode:
+def _run_on(path: Path, output: Output) -> ExitCode:
+    """Resume the job of a run directory as it is there; a finished one has nothing left to do."""
+    from clients.runs.directory import RunDirectory
+
+    status = RunDirectory(path).read_status()
+    if status is not None and status.verdict == "succeeded":
+        output.say(f"the run {path} is finished: {status.step} of {status.max_steps} steps")
+        return ExitCode.OK
+    found, attempt = _reopened(path, None)
+    return _attempted(found, attempt, output, remove_if_refused=False)
+
+
+def run_new(
+    job: str, chosen: list[str], runs: Path, output: Output, directory: str = ""
+) -> ExitCode:
     """Run the first attempt of the job in a file, in a new run directory in `runs`.
+
+    `directory`: the run directory itself, instead of a name in `runs`.
 
     Returns the exit code of the command. Removes the run directory and raises the trainer's error
     if its preflight refuses the job.
     """
-    return _attempted(_made(job, chosen, runs), 1, output, remove_if_refused=True)
+    return _attempted(_made(job, chosen, runs, directory), 1, output, remove_if_refused=True)
 
 
 def _attempted(
@@ -98,7 +128,7 @@ def _made_by(run: RunDirectory) -> dict[str, Path | str]:
     return {"run": run.path}
 
 
-def _made(job: str, chosen: list[str], runs: Path) -> RunDirectory:
+def _made(job: str, chosen: list[str], runs: Path, directory: str) -> RunDirectory:
     from clients.config.file import load_job, localized
     from clients.config.tables.after import outputs_in
     from clients.preflight.data_files import check_data
@@ -120,10 +150,34 @@ def _made(job: str, chosen: list[str], runs: Path) -> RunDirectory:
     check_gpus(config)
     check_files(config)
     check_data(config)
+    parts = (config, file.text, file.path.suffix.lower())
+    if directory:
+        return _made_whole(Path(directory), parts)
     for name in run_ids(config.method.type, config.name):
         with suppress(FileExistsError):
-            return RunDirectory.create(runs / name, config, file.text, file.path.suffix.lower())
+            return RunDirectory.create(runs / name, *parts)
     raise AssertionError("there is always another id")
+
+
+def _made_whole(path: Path, parts: tuple[AnyJob, str, str]) -> RunDirectory:
+    """Make the run directory `path` with its job, or nothing: a script may be killed at any time.
+
+    Raises InvalidInput if there is something at `path` already, other than an empty directory.
+    """
+    from clients.runs.directory import RunDirectory
+
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        RunDirectory.create(partial, *parts)
+        partial.rename(path)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise InvalidInput(
+            f"cannot make the run directory {path}: {(error.strerror or str(error)).lower()}",
+            field="--dir",
+            hint="name a directory that does not exist, or that a run has made",
+        ) from error
+    return RunDirectory(path)
 
 
 def judged_beside(job: Path, config: AnyJob) -> AnyJob:

@@ -67,9 +67,10 @@ def run_attempt(
 
 
 class _Wishes:
-    """The user's signals: the first asks for a checkpoint and a stop, the second kills.
+    """The user's signals: the first asks for a checkpoint and a stop, a later Ctrl-C kills.
 
-    SIGINT (Ctrl-C), SIGTERM and SIGHUP all count.
+    SIGTERM and SIGHUP ask only: batch systems send SIGTERM more than once, and end the time to save
+    by SIGKILL.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -77,11 +78,7 @@ class _Wishes:
     def __init__(self, run: RunDirectory, output: Output) -> None:
         self._run = run
         self._output = output
-        self._count = 0
-
-    @property
-    def kill(self) -> bool:
-        return self._count > 1
+        self._asked = self.kill = False
 
     def __enter__(self) -> _Wishes:
         self._before = {number: signal.signal(number, self._wish) for number in self._SIGNALS}
@@ -92,8 +89,9 @@ class _Wishes:
             signal.signal(number, handler)
 
     def _wish(self, number: int, frame: FrameType | None) -> None:
-        self._count += 1
-        if self._count == 1:
+        self.kill = self.kill or (self._asked and number == signal.SIGINT)
+        if not self._asked:
+            self._asked = True
             self._run.write_control(Control(stop="checkpoint"))
             self._output.say("stopping after a checkpoint; press Ctrl-C again to kill the job")
 

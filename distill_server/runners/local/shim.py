@@ -22,6 +22,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from clients.runs.fence import is_fenced
@@ -56,13 +57,27 @@ def main() -> None:
     if options and os.fork():
         # Detach from the Ray worker, which kills its children when it ends.
         os._exit(0)
+    supervise(directory, log, lambda: float(grace), argv, owned=bool(options))
+
+
+def supervise(
+    directory: Path,
+    log: Path,
+    grace_seconds: Callable[[], float],
+    argv: list[str],
+    *,
+    owned: bool = False,
+) -> int | None:
+    """Run `argv` to its end as the shim in this process, and return its exit code.
+
+    -N means that signal N killed it; None: the attempt of `directory` is claimed, so nothing was
+    started. `grace_seconds` is asked when SIGTERM comes. `owned`: also kill `argv` when the other
+    end of stdin is closed.
+    """
     # Blocked signals stay pending until sigtimedwait. Handlers would race with the waits.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*_WATCHED, signal.SIGHUP, signal.SIGINT})
-    if claim(directory):
-        _run(directory, log, float(grace), argv, owned=bool(options))
-
-
-def _run(directory: Path, log: Path, grace_seconds: float, argv: list[str], *, owned: bool) -> None:
+    if not claim(directory):
+        return None
     mark = secrets.token_hex(16)
     # Orphans of the trainer become children of this process, so that none is out of its sight.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -71,7 +86,7 @@ def _run(directory: Path, log: Path, grace_seconds: float, argv: list[str], *, o
     except OSError as error:
         print(f"cannot run {argv[0]}: {error}", file=sys.stderr, flush=True)
         _write_exit(directory, _CANNOT_RUN)
-        return
+        return _CANNOT_RUN
     try:
         _introduce(directory, mark, child)
         code = _follow(child, mark, directory, grace_seconds, owned=owned)
@@ -81,6 +96,7 @@ def _run(directory: Path, log: Path, grace_seconds: float, argv: list[str], *, o
             kill_family(mark, under=os.getpid())
         delete_abandoned()
     _write_exit(directory, code)
+    return code
 
 
 def _write_exit(directory: Path, code: int) -> None:
@@ -122,12 +138,14 @@ def _introduce(directory: Path, mark: str, child: int) -> None:
     write_json(directory / "shim.json", card)
 
 
-def _follow(child: int, mark: str, directory: Path, grace_seconds: float, *, owned: bool) -> int:
+def _follow(
+    child: int, mark: str, directory: Path, grace_seconds: Callable[[], float], *, owned: bool
+) -> int:
     """Wait for the trainer's end and return its exit code; -N means that signal N killed it.
 
     `owned`: also kill the trainer when the other end of stdin is closed.
     """
-    kill_at, unwanted = float("inf"), False
+    kill_at, unwanted, asked = float("inf"), False, False
     written: list[Identity] = []
     list_at = 0.0
     while True:
@@ -144,9 +162,10 @@ def _follow(child: int, mark: str, directory: Path, grace_seconds: float, *, own
         ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         told = event.si_signo if event is not None else 0
         # Once only: some programs exit at once on a second SIGTERM.
-        if told == signal.SIGTERM and not ended and kill_at == float("inf"):
+        if told == signal.SIGTERM and not ended and not asked:
+            asked = True
             _signal_group(child, signal.SIGTERM)
-            kill_at = time.monotonic() + grace_seconds
+            kill_at = time.monotonic() + grace_seconds()
         # Kill one round later: a trainer that finds the fence itself then logs the reason.
         still_unwanted, unwanted = unwanted, is_fenced() or (owned and _hung_up())
         killed = told == signal.SIGQUIT or time.monotonic() >= kill_at or still_unwanted

@@ -1,14 +1,12 @@
-"""Calls a Ray cluster from a background thread, so that the server never waits for the network."""
+"""The Ray cluster of a server."""
 
 from __future__ import annotations
 
 import logging
-import threading
-from dataclasses import dataclass
 from typing import Protocol
 
+from distill_server.runners.cluster import Cluster, Jobs
 from distill_server.runners.ray.jobs import Answer
-from protos.errors import DistillError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -16,121 +14,24 @@ log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.5
 
 
-class Jobs(Protocol):
+class ClusterJobs(Jobs[Answer], Protocol):
     """The calls that RayCluster makes to a cluster. `RayJobs` implements them; calls may block."""
-
-    def submit(self, name: str, entrypoint: str) -> None:
-        """Start a job; no effect if the cluster already knows the name."""
-
-    def stop(self, name: str) -> None:
-        """Stop a job; no effect if the cluster does not know it, or if it has ended."""
-
-    def look(self, name: str) -> Answer:
-        """Return the state of a job."""
 
     def is_open(self) -> bool:
         """Return True if other machines can run programs on the cluster without a token."""
 
 
-@dataclass
-class _Followed:
-    entrypoint: str | None = None  # None once the cluster has accepted the job
-    stopping: bool = False
-    answer: Answer | None = None
-    trouble: str = ""
+class RayCluster(Cluster[Answer]):
+    """The last known state of the followed jobs of a Ray cluster."""
 
+    def __init__(self, jobs: ClusterJobs) -> None:
+        self._calls = jobs
+        super().__init__(jobs, "the Ray cluster", _PAUSE_SECONDS)
 
-class RayCluster:
-    """The last known state of the followed jobs of a cluster. No method blocks; thread-safe.
-
-    A daemon thread submits, stops and polls the jobs every 0.5 s.
-    """
-
-    def __init__(self, jobs: Jobs) -> None:
-        self._jobs = jobs
-        self._lock = threading.Lock()
-        self._followed: dict[str, _Followed] = {}
-        self._wanted = threading.Event()
-        self._greeted = self._out_of_reach = False
-        threading.Thread(target=self._run, name="ray", daemon=True).start()
-
-    def submit(self, name: str, entrypoint: str) -> None:
-        """Follow a job, and start it as soon as the cluster can be reached."""
-        with self._lock:
-            self._followed[name] = _Followed(entrypoint)
-        self._wanted.set()
-
-    def stop(self, name: str) -> None:
-        """Stop a job; a job that was not yet submitted is not started."""
-        with self._lock:
-            followed = self._followed.setdefault(name, _Followed())
-            followed.stopping, followed.entrypoint = True, None
-
-    def look(self, name: str) -> tuple[Answer | None, str]:
-        """Return a job's last state and the current problem of the cluster; starts following it.
-
-        The state is None before the first answer; the problem is "" if there is none.
-        """
-        with self._lock:
-            followed = self._followed.setdefault(name, _Followed())
-            return followed.answer, followed.trouble
-
-    def forget(self, name: str) -> None:
-        """Stop following a job."""
-        with self._lock:
-            self._followed.pop(name, None)
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                followed = list(self._followed.items())
-            asks = bool(followed) or not self._greeted
-            try:
-                self._greet()
-                for name, one in followed:
-                    self._converse(name, one)
-                if asks:
-                    self._tell(followed, "")
-            except DistillError as error:  # the cluster is unreachable, or refuses all calls
-                self._tell(followed, error.message)
-            except Exception:
-                log.exception("cannot talk to the Ray cluster")
-            self._wanted.wait(_PAUSE_SECONDS)
-            self._wanted.clear()
-
-    def _converse(self, name: str, one: _Followed) -> None:
-        """Submit or stop one job if requested, and fetch its state."""
-        try:
-            if entrypoint := one.entrypoint:
-                self._jobs.submit(name, entrypoint)
-                with self._lock:
-                    one.entrypoint = None
-            if one.stopping:
-                self._jobs.stop(name)
-            one.answer = self._jobs.look(name)
-            one.trouble = ""
-        except Unavailable:
-            raise
-        except DistillError as error:
-            one.trouble = error.message
-
-    def _greet(self) -> None:
-        """On the first answer of the cluster, warn if it is open to other machines."""
-        if self._greeted:
-            return
-        if self._jobs.is_open():
+    def greet(self) -> None:
+        """Warn if the cluster is open to other machines."""
+        if self._calls.is_open():
             log.warning(
                 "the Ray cluster requires no token: everyone who can reach it can run programs on"
                 " it; start it with RAY_AUTH_MODE=token, or keep it behind a firewall"
             )
-        self._greeted = True
-
-    def _tell(self, followed: list[tuple[str, _Followed]], trouble: str) -> None:
-        """Record the cluster's problem for each job, and log it when it begins or ends."""
-        for _, one in followed:
-            one.trouble = trouble or one.trouble
-        if trouble and not self._out_of_reach:
-            log.warning("%s; running jobs continue and new jobs wait", trouble)
-        elif self._out_of_reach and not trouble:
-            log.warning("the Ray cluster can be reached again")
-        self._out_of_reach = bool(trouble)

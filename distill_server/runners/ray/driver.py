@@ -27,9 +27,9 @@ from clients.runs.fence import VARIABLE as FENCE
 from clients.runs.fence import is_fenced
 from distill_server.runners.local.living_shims import LivingShims, attempts_before
 from distill_server.runners.local.process import claim, write_json
+from distill_server.runners.order import TrainerOrder, take_order
 from distill_server.runners.ray.engines import EngineProcess, Engines, LostActor
 from distill_server.runners.ray.jobs import shown
-from distill_server.runners.ray.order import TrainerOrder, take_order
 from distill_server.runners.ray.places import Place, rank_variables
 from distill_server.runners.ray.rank import Rank
 

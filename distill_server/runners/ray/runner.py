@@ -7,29 +7,23 @@ comes from Ray.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import time
 from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from clients.config.kinds import AnyJob, SamplingJob
 from clients.runs.directory import RunDirectory
-from clients.runs.fence import VARIABLE as FENCE
-from clients.runs.fence import raise_fence
 from clients.runs.launch import rollouts_command, trainer_command
-from distill_server.runners.attempt_tokens import attempt_tokens
 from distill_server.runners.interface import CommandFactory, Exited, Lost, Outcome, Running
 from distill_server.runners.local.process import claim
 from distill_server.runners.local.shim_files import exit_code_of
 from distill_server.runners.machine import Share
+from distill_server.runners.order import attempt_name, place_order
 from distill_server.runners.ray.cluster import RayCluster
 from distill_server.runners.ray.jobs import Absent, Present
-from distill_server.runners.ray.order import TrainerOrder, write_order
-from distill_server.runners.trainer_environment import threads_of, trainer_environment
 
 # The delay after which another node's writes to shared storage are visible.
 _STORAGE_SECONDS = 3.0
@@ -61,33 +55,23 @@ class RayRunner:
         share: Share,
     ) -> None:
         """Submit the attempt to the cluster. Raises OSError if its order cannot be written."""
-        fence = raise_fence(run.path, attempt)
-        directory = run.logs(attempt)
-        directory.mkdir(parents=True, exist_ok=True)
-        # The command for one process: the driver runs it once per rank.
-        _, *arguments = self._command(run.path, attempt=attempt, processes=1, from_step=from_step)
-        environment = trainer_environment(os.environ, share, processes)
         engines = _engines_of(self._config(run), share, processes)
-        environment.pop("CUDA_VISIBLE_DEVICES", None)  # names GPUs of this machine, not of a node
-        order = TrainerOrder(
-            run=str(run.path),
+        path = place_order(
+            run,
+            self._command,
             attempt=attempt,
-            arguments=arguments,
-            environment={**environment, **attempt_tokens(run.path.name, attempt), FENCE: fence},
-            folder=os.getcwd(),
             processes=processes,
-            cpus=threads_of(share, processes),
+            from_step=from_step,
+            share=share,
             **engines,
         )
-        path = directory / "order.json"
-        write_order(path, order)
         # Ray passes the entrypoint to a shell, so it is quoted (shlex.join).
         entrypoint = [sys.executable, "-P", "-m", "distill_server.runners.ray.driver", str(path)]
-        self._cluster.submit(_name(run, attempt), shlex.join(entrypoint))
+        self._cluster.submit(attempt_name(run, attempt), shlex.join(entrypoint))
 
     def poll(self, run: RunDirectory, attempt: int) -> Outcome:
         """Return the last known state of an attempt, without waiting for the cluster."""
-        name, directory = _name(run, attempt), run.logs(attempt)
+        name, directory = attempt_name(run, attempt), run.logs(attempt)
         if (code := exit_code_of(directory)) is not None:
             self._forget(name, directory)
             return Exited(code)
@@ -104,7 +88,7 @@ class RayRunner:
 
     def stop(self, run: RunDirectory, attempt: int, *, now: bool) -> None:
         """Stop the driver, which reads from control.json whether to stop at once. Repeatable."""
-        self._cluster.stop(_name(run, attempt))
+        self._cluster.stop(attempt_name(run, attempt))
 
     def _forget(self, name: str, directory: Path) -> None:
         self._over_since.pop(directory, None)
@@ -129,11 +113,6 @@ def _engines_of(config: AnyJob, share: Share, processes: int) -> dict[str, Any]:
         "engine_gpus": rollouts.tensor_parallel_size if gpus else 0,
         "engine_arguments": rollouts_command(config, rollouts)[1:],
     }
-
-
-def _name(run: RunDirectory, attempt: int) -> str:
-    """Return the Ray job's name, with a hash: two servers on a cluster may use the same job id."""
-    return f"{run.path.name}-{sha256(bytes(run.path)).hexdigest()[:8]}-{attempt}"
 
 
 def _has_begun(directory: Path) -> bool:

@@ -143,6 +143,41 @@ def test_resume_is_a_new_attempt(
     assert "is not a run directory" in capsys.readouterr().err
 
 
+def test_a_directory_is_made_then_resumed_then_finished(
+    capsys: Capture, job_file: Callable[..., str], trainer: Script
+) -> None:
+    trainer("""
+        log(attempt, loss=0.5)
+        tell("cancelled" if attempt == 1 else "succeeded", "", attempt)
+    """)
+    Path("runs/mine").mkdir(parents=True)  # an empty one is as good as none
+    command = ["run", job_file(), "--dir", "runs/mine", "--set", "max_steps=2"]
+    assert main(command) == ExitCode.JOB_CANCELLED
+    assert only_run().path.name == "mine"
+    assert main(command) == 0
+    assert only_run().log_file(2).exists()
+    capsys.readouterr()
+    assert main(command) == 0
+    assert capsys.readouterr().err == "the run runs/mine is finished: 2 of 2 steps\n"
+    assert not only_run().log_file(3).exists()
+
+
+def test_a_directory_of_something_else_is_left_alone(
+    capsys: Capture, job_file: Callable[..., str]
+) -> None:
+    Path("mine").mkdir()
+    Path("mine/file").touch()
+    job = job_file()
+    before = sorted(Path().iterdir())
+    assert main(["run", job, "--dir", "mine"]) == ExitCode.USAGE
+    assert (
+        "--dir: cannot make the run directory mine: directory not empty" in capsys.readouterr().err
+    )
+    assert sorted(Path().iterdir()) == before
+    assert main(["run", "--resume", "mine", "--dir", "mine"]) == ExitCode.USAGE
+    assert "--dir: is for a job file" in capsys.readouterr().err
+
+
 def test_resume_leaves_a_trainer_at_work_alone(
     capsys: Capture, job_file: Callable[..., str], trainer: Script
 ) -> None:
@@ -233,6 +268,23 @@ def test_ctrl_c_stops_after_a_checkpoint(
     captured = capsys.readouterr()
     assert "stopping after a checkpoint; press Ctrl-C again to kill the job" in captured.err
     assert "asked to stop" in captured.out
+
+
+def test_a_second_sigterm_does_not_kill(
+    capsys: Capture, job_file: Callable[..., str], trainer: Script
+) -> None:
+    """Batch systems send it to every process, and again."""
+    trainer("""
+        log(1, loss=0.5)
+        while run.read_control().stop != "checkpoint":
+            time.sleep(0.05)
+        time.sleep(1.5)
+        tell("cancelled", "", 1, reason="asked to stop")
+    """)
+    thread = send(started, signal.SIGTERM, signal.SIGTERM)
+    assert main(["run", job_file()]) == ExitCode.JOB_CANCELLED
+    thread.join()
+    assert "asked to stop" in capsys.readouterr().out
 
 
 def test_ctrl_c_twice_kills(capsys: Capture, job_file: Callable[..., str], trainer: Script) -> None:

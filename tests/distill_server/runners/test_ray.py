@@ -24,7 +24,7 @@ from clients.runs.fence import VARIABLE as FENCE
 from clients.runs.fence import raise_fence
 from distill_server.runners.local.process import Identity, family, identity_of, kill_family
 from distill_server.runners.local.shim_files import card_of, exit_code_of
-from distill_server.runners.ray.order import TrainerOrder, write_order
+from distill_server.runners.order import TrainerOrder, write_order
 from tests.distill_server import conftest
 from tests.distill_server.conftest import Server, job_config
 from tests.distill_server.jobs.history import History

@@ -22,10 +22,10 @@ from clients.runs.fence import VARIABLE
 from distill_server.runners.interface import Exited, Lost, Outcome, Running
 from distill_server.runners.local.process import claim, write_json
 from distill_server.runners.machine import Share
+from distill_server.runners.order import take_order
 from distill_server.runners.ray import runner as ray_runner
 from distill_server.runners.ray.cluster import RayCluster
 from distill_server.runners.ray.jobs import Absent, Answer, Present, RayJobs
-from distill_server.runners.ray.order import take_order
 from distill_server.runners.ray.places import Place, rank_variables
 from distill_server.runners.ray.runner import RayRunner
 from protos.auth.scoped_token import scoped_token

@@ -204,7 +204,7 @@ def test_a_teacher_of_the_output_of_a_job(make_server: MakeServer) -> None:
 
 def test_machines_without_teachers_or_room() -> None:
     job = taught("x", teacher_gpus=1)
-    with pytest.raises(InvalidInput, match="a server of a Ray cluster starts no teachers"):
+    with pytest.raises(InvalidInput, match="a server with --ray or --slurm starts no teachers"):
         Machine(has_teachers=False).require_room(job)
     machine = Machine(slots=2, gpus=("0", "1"))
     machine.require_room(job)

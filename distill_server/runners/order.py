@@ -1,0 +1,112 @@
+"""The order for the driver of an attempt on a cluster: a file that the server writes.
+
+The order is not part of what the cluster is told of a job, because its environment holds secrets
+and every client of a cluster can list job descriptions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from clients.runs.directory import RunDirectory
+from clients.runs.fence import VARIABLE as FENCE
+from clients.runs.fence import raise_fence
+from distill_server.runners.attempt_tokens import attempt_tokens
+from distill_server.runners.interface import CommandFactory
+from distill_server.runners.machine import Share
+from distill_server.runners.trainer_environment import threads_of, trainer_environment
+
+
+@dataclass(frozen=True)
+class TrainerOrder:
+    """The processes of one attempt.
+
+    Each of the `processes` runs Python with `arguments` and gets `cpus` CPUs and `gpus` GPUs of one
+    node. Each of the `engines`, rollout services beside them, runs Python with `engine_arguments`
+    and gets `cpus` CPUs and `engine_gpus` GPUs of one node. `run` is the path of the run directory.
+    `folder` is the working directory, against which a job's relative paths resolve; a node without
+    it uses the rank's directory.
+    """
+
+    run: str
+    attempt: int
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    folder: str
+    processes: int
+    cpus: int
+    gpus: int
+    engines: int = 0
+    engine_gpus: int = 0
+    engine_arguments: Sequence[str] = ()
+
+
+def attempt_name(run: RunDirectory, attempt: int) -> str:
+    """Return the name of an attempt on a cluster.
+
+    It has a hash of the run directory: two servers on a cluster may use the same job id.
+    """
+    return f"{run.path.name}-{sha256(bytes(run.path)).hexdigest()[:8]}-{attempt}"
+
+
+def place_order(
+    run: RunDirectory,
+    command: CommandFactory,
+    *,
+    attempt: int,
+    processes: int,
+    from_step: int | None,
+    share: Share,
+    **placed: Any,
+) -> Path:
+    """Raise the fence of an attempt, write its order and return the file.
+
+    `command` makes the command line of one process: the driver runs it once per rank. `placed` are
+    the fields of TrainerOrder with GPUs and engines. Raises OSError if the disk refuses the file.
+    """
+    fence = raise_fence(run.path, attempt)
+    directory = run.logs(attempt)
+    directory.mkdir(parents=True, exist_ok=True)
+    _, *arguments = command(run.path, attempt=attempt, processes=1, from_step=from_step)
+    environment = trainer_environment(os.environ, share, processes)
+    environment.pop("CUDA_VISIBLE_DEVICES", None)  # names GPUs of this machine, not of a node
+    order = TrainerOrder(
+        run=str(run.path),
+        attempt=attempt,
+        arguments=arguments,
+        environment={**environment, **attempt_tokens(run.path.name, attempt), FENCE: fence},
+        folder=os.getcwd(),
+        processes=processes,
+        cpus=threads_of(share, processes),
+        **placed,
+    )
+    path = directory / "order.json"
+    write_order(path, order)
+    return path
+
+
+def write_order(path: Path, order: TrainerOrder) -> None:
+    """Write the order durably, with mode 600."""
+    descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+    with open(descriptor, "w") as file:
+        json.dump(asdict(order), file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_order(path: Path) -> TrainerOrder:
+    """Read an order."""
+    return TrainerOrder(**json.loads(path.read_text()))
+
+
+def take_order(path: Path) -> TrainerOrder:
+    """Read an order and remove its file."""
+    order = read_order(path)
+    path.unlink()
+    return order

@@ -1,0 +1,1 @@
+"""A runner that runs each attempt as one job of Slurm."""

@@ -1,0 +1,593 @@
+"""Jobs on a Slurm of this machine, with three nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from clients.config.on_policy import OnPolicyJob
+from clients.jobs.client import DistillClient
+from clients.jobs.job import Job, JobState
+from clients.runs.directory import RunDirectory
+from distill_server.runners.local.process import family, kill_family
+from distill_server.runners.local.shim_files import card_of
+from tests.distill_server import conftest
+from tests.distill_server.conftest import Server, job_config
+from tests.distill_server.jobs.history import History
+from tests.documents import ROOT, blocks
+from tests.end_to_end.conftest import material, once, teacher
+from tests.end_to_end.forked_trainer import finish
+from tests.end_to_end.processes import ENVIRONMENT, RealServer, metrics_of, new_run, weights
+from tests.slurm_cluster import NODES, SlurmCluster, missing
+
+if TYPE_CHECKING:
+    from tests.student_trainer.tiny import Material
+
+# How long the controller is away, and how long squeue lists nothing.
+AWAY_SECONDS = float(os.environ.get("DISTILL_SLURM_AWAY", "0"))
+if absent := missing() or ("" if AWAY_SECONDS else "it takes minutes: make test-slurm"):
+    pytest.skip(absent, allow_module_level=True)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+PATIENCE = 120
+__all__ = ["material", "once", "teacher"]
+
+
+def eventually(true: Callable[[], object]) -> None:
+    conftest.eventually(true, PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    made = SlurmCluster(gpus=2)
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in made.environment.items():
+            environment.setenv(name, value)
+            environment.setitem(ENVIRONMENT, name, value)
+        yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def idle(cluster: SlurmCluster) -> Iterator[None]:
+    """No test leaves a job or a process behind."""
+    yield
+    cluster.call("scancel", "--full", f"--user={os.getuid()}")
+    eventually(cluster.is_idle)
+
+
+StartServer = Callable[..., Server]
+
+
+@pytest.fixture
+def start_server(cluster: SlurmCluster, tmp_path: Path) -> Iterator[StartServer]:
+    servers: list[Server] = []
+
+    def start(
+        *options: str, runs: Path = tmp_path / "the runs", slots: int = 4, **others: object
+    ) -> Server:
+        servers.append(Server(runs, slots, slurm=options, **others))
+        servers[-1].start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        if server.process is not None:
+            server.kill()
+        for card in server.runs.rglob("shim.json"):
+            if found := card_of(card.parent):
+                kill_family(found.mark)
+
+
+def begun(server: Server, job_id: str, attempt: int = 1, rank: int = 0) -> str:
+    """The mark of a rank's processes, once it has begun."""
+    directory = server.runs / job_id / f"logs/attempt-{attempt}/rank-{rank}"
+    eventually(lambda: card_of(directory))
+    card = card_of(directory)
+    assert card is not None
+    return card.mark
+
+
+def check(history: History, server: Server, client: DistillClient, jobs: Sequence[Job]) -> None:
+    """The rules of the history, and no order is left with the secrets that it had."""
+    for job in jobs:
+        history.submitted("", job.id)
+        history.watched(job.id, list(client.watch(job.id)))
+    history.check(server.runs, server.slots)
+    assert not list(server.runs.rglob("order.json"))
+
+
+def number_of(cluster: SlurmCluster, job: Job, attempt: int = 1) -> str:
+    """The number in Slurm of an attempt's job, once it is submitted."""
+
+    def found() -> list[str]:
+        name = re.compile(f"{job.id}-[0-9a-f]{{8}}-{attempt}")
+        return [number for number, said, _ in cluster.jobs() if name.fullmatch(said)]
+
+    eventually(found)
+    (number,) = found()
+    return number
+
+
+def state_of(cluster: SlurmCluster, number: str) -> str:
+    return next(state for found, _, state in cluster.jobs() if found == number)
+
+
+def with_processes(config: OnPolicyJob, processes: int) -> OnPolicyJob:
+    values = config.model_dump()
+    train = {**values["train"], "processes": processes}
+    return OnPolicyJob.model_validate({**values, "train": train})
+
+
+def test_jobs_end_are_tried_again_and_stopped(start_server: StartServer) -> None:
+    """In a directory whose name has a space."""
+    server, history = start_server(), History()
+    scripts = [
+        ("pause=0.01", 5),
+        ("pause=0.01 crash_at=3 crashes=1 every=2", 5),
+        ("pause=0.05", 1_000_000),
+        ("hang_at=3 deaf=1 orphan=1", 1_000_000),
+    ]
+    with DistillClient(server.address) as client:
+        jobs = [client.submit(job_config(script, steps)) for script, steps in scripts]
+        good, crashing, polite, deaf = (job.id for job in jobs)
+        eventually(lambda: client.get(polite).step >= 3 and client.get(deaf).step >= 2)
+        mark = begun(server, deaf)
+        client.cancel(polite)
+        client.cancel(deaf, now=True)
+        ended = [client.wait(job.id, timeout=PATIENCE) for job in jobs]
+        assert [(job.state, job.attempt) for job in ended] == [
+            (JobState.SUCCEEDED, 1),
+            (JobState.SUCCEEDED, 2),
+            (JobState.CANCELLED, 1),
+            (JobState.CANCELLED, 1),
+        ]
+        assert ended[2].reason == "cancelled on request"
+        assert (server.runs / polite / "checkpoints" / f"step-{ended[2].step:06d}").is_dir()
+        assert "killed by signal 9" in ended[3].reason
+        assert family(mark) == []  # the orphan, too
+        lines = b"".join(client.logs(good)).decode().splitlines()
+        assert lines == ["attempt 1 starts after step 0", *(f"step {n}" for n in range(1, 6))]
+        second = server.runs / crashing / "logs/attempt-2/rank-0.log"
+        assert "starts after step 2" in second.read_text()
+        check(history, server, client, jobs)
+
+
+def test_a_job_that_waits_says_why(cluster: SlurmCluster, start_server: StartServer) -> None:
+    server, history = start_server(), History()
+    cluster.call("sbatch", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    with DistillClient(server.address) as client:
+        jobs = [client.submit(job_config(name, 5)) for name in ("cancelled", "withdrawn")]
+        why = re.compile("PENDING in Slurm: (Resources|Priority)")
+        for job in jobs:
+            eventually(lambda job=job: why.fullmatch(client.get(job.id).phase))
+            assert client.get(job.id).state is JobState.PREPARING
+        client.cancel(jobs[0].id)
+        ended = client.wait(jobs[0].id, timeout=PATIENCE)
+        assert (ended.state, ended.attempt) == (JobState.CANCELLED, 1)
+        assert ended.reason == "cancelled on request"
+        cluster.call("scancel", number_of(cluster, jobs[1]))
+        withdrawn = client.wait(jobs[1].id, timeout=PATIENCE)
+        assert withdrawn.state is JobState.CANCELLED
+        assert withdrawn.reason.startswith("cancelled in Slurm, not through the server")
+        check(history, server, client, jobs)
+
+
+def test_scancel_leaves_a_checkpoint(cluster: SlurmCluster, start_server: StartServer) -> None:
+    """It ends the job, as whoever called it wants; `distill resume` goes on after its last step."""
+    server, history = start_server(), History()
+    with DistillClient(server.address) as client:
+        job = client.submit(job_config("pause=0.05 every=1000000", 1_000_000))
+        eventually(lambda: client.get(job.id).step >= 3)
+        cluster.call("scancel", number_of(cluster, job))
+        ended = client.wait(job.id, timeout=PATIENCE)
+        assert ended.state is JobState.CANCELLED
+        assert ended.reason.startswith("cancelled in Slurm, not through the server")
+        run = RunDirectory(server.runs / job.id)
+        assert run.checkpoint_steps() == (ended.step,)
+        client.resume(job.id)
+        history.resumed(job.id)
+        eventually(lambda: client.get(job.id).step > ended.step)
+        assert f"attempt 2 starts after step {ended.step}" in run.log_file(2).read_text()
+        client.cancel(job.id)
+        assert client.wait(job.id, timeout=PATIENCE).reason == "cancelled on request"
+        check(history, server, client, [job])
+
+
+@pytest.mark.parametrize("partition", ["work", "strict"])
+def test_preemption_costs_no_retry(
+    cluster: SlurmCluster, start_server: StartServer, partition: str
+) -> None:
+    """With a time of grace in Slurm, and without one; the job waits for room and goes on."""
+    server, history = start_server(f"partition={partition}", "exclusive", retries=0), History()
+    with DistillClient(server.address) as client:
+        job = client.submit(with_processes(job_config("pause=0.05 every=1000000", 1_000_000), 1))
+        eventually(lambda: client.get(job.id).step >= 3)
+        cluster.call(*URGENT, "--wrap=sleep 1000")
+        eventually(lambda: client.get(job.id).attempt == 2)
+        again = client.get(job.id)
+        assert "preempted" in again.reason or "stopped by SIGTERM" in again.reason, again.reason
+        run = RunDirectory(server.runs / job.id)
+        assert run.checkpoint_steps() == (again.step,)
+        eventually(lambda: client.get(job.id).phase.startswith("PENDING in Slurm"))
+        cluster.call("scancel", "--partition=urgent")
+        eventually(lambda: client.get(job.id).step > again.step)
+        client.cancel(job.id)
+        assert client.wait(job.id, timeout=PATIENCE).reason == "cancelled on request"
+        check(history, server, client, [job])
+
+
+URGENT = ("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null")
+
+
+def test_a_node_that_fails_costs_no_retry(cluster: SlurmCluster, start_server: StartServer) -> None:
+    server, history = start_server("nodelist=n2", retries=0), History()
+    with DistillClient(server.address) as client:
+        job = client.submit(job_config("pause=0.05", 1_000_000))
+        eventually(lambda: client.get(job.id).step >= 3)
+        cluster.call("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+        eventually(lambda: client.get(job.id).attempt == 2)
+        assert "NODE_FAIL" in client.get(job.id).reason
+        # The node comes back by itself: its slurmd is alive (ReturnToService).
+        eventually(lambda: client.get(job.id).state is JobState.RUNNING)
+        client.cancel(job.id)
+        assert client.wait(job.id, timeout=PATIENCE).state is JobState.CANCELLED
+        check(history, server, client, [job])
+
+
+RANKS = """
+import os, subprocess, time
+print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)
+subprocess.Popen(['sleep', '1000'], start_new_session=True)
+time.sleep(1000)
+"""
+
+
+def test_a_killed_rank_frees_its_nodes(cluster: SlurmCluster, start_server: StartServer) -> None:
+    """The attempt ends, and nothing is left, not even what a rank left in its own session."""
+    server, history = start_server(ranks=RANKS, retries=0, threads=8), History()
+    with DistillClient(server.address) as client:
+        job = client.submit(with_processes(job_config("ranks"), 2))
+        marks = [begun(server, job.id, rank=rank) for rank in (0, 1)]
+        for mark in marks:
+            eventually(lambda mark=mark: len(family(mark)) == 2)
+        (victim,) = [who for who in family(marks[1]) if "ranks.py" in cmdline(who.pid)]
+        os.kill(victim.pid, signal.SIGKILL)
+        ended = client.wait(job.id, timeout=PATIENCE)
+        assert ended.state is JobState.FAILED
+        assert ended.reason.startswith("the trainer was killed by signal 9")
+        assert ended.reason.endswith("process 1 ended first, with code -9")
+        for mark in marks:
+            eventually(lambda mark=mark: not family(mark))
+        eventually(cluster.is_idle)
+        check(history, server, client, [job])
+
+
+def cmdline(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+PLACES = """
+import os
+names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'OMP_NUM_THREADS')
+print(*(os.environ[name] for name in names), os.environ.get('CUDA_VISIBLE_DEVICES'))
+secrets = [name for name in os.environ if name.startswith('SECRET')]
+assert not secrets, secrets
+"""
+
+
+@pytest.mark.parametrize("gpus", [None, 3])
+def test_places_of_ranks(
+    cluster: SlurmCluster,
+    start_server: StartServer,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int | None,
+) -> None:
+    """As torchrun has them: three processes, of which two fit on a node. No GPUs without --gpus."""
+    monkeypatch.setenv("SECRET_OF_THE_SERVER", "1")
+    share = {} if gpus is None else {"gpus": gpus}
+    server, history = start_server(ranks=PLACES, retries=0, threads=6, **share), History()
+    with DistillClient(server.address) as client:
+        job = client.submit(with_processes(job_config("places"), 3))
+        ended = client.wait(job.id, timeout=PATIENCE)
+        assert ended.reason.startswith("the trainer exited with code 0 without a verdict")
+        logs = [server.runs / job.id / f"logs/attempt-1/rank-{rank}.log" for rank in range(3)]
+        seen = ["0,1", "0,1", "0"] if gpus else ["None"] * 3
+        assert [log.read_text() for log in logs] == [
+            f"0 3 0 2 2 {seen[0]}\n",
+            f"1 3 1 2 2 {seen[1]}\n",
+            f"2 3 0 1 2 {seen[2]}\n",
+        ]
+        check(history, server, client, [job])
+
+
+def test_a_job_that_slurm_refuses_fails(start_server: StartServer) -> None:
+    server, history = start_server("partition=nowhere"), History()
+    with DistillClient(server.address) as client:
+        job = client.submit(job_config("refused"))
+        ended = client.wait(job.id, timeout=PATIENCE)
+        assert (ended.state, ended.attempt) == (JobState.FAILED, 2)
+        assert ended.reason.startswith("Slurm refused the job: sbatch: error:")
+        assert ended.reason.endswith("Invalid partition name specified")
+        check(history, server, client, [job])
+
+
+def test_a_directory_that_is_not_shared(cluster: SlurmCluster, start_server: StartServer) -> None:
+    """One of the nodes does not see it."""
+    options = f"nodelist={NODES[-1]}"
+    server = start_server(options, runs=cluster.unshared / "runs", retries=0)
+    with DistillClient(server.address) as client:
+        job = client.submit(job_config("not shared"))
+        ended = client.wait(job.id, timeout=PATIENCE)
+        assert ended.state is JobState.FAILED
+        assert "nothing appeared in its run directory: --runs and the server's" in ended.reason
+
+
+def test_the_controller_is_away(cluster: SlurmCluster, start_server: StartServer) -> None:
+    """Jobs go on and say so; one that ends meanwhile has succeeded; one submitted then starts."""
+    server, history = start_server(), History()
+    with DistillClient(server.address) as client:
+        jobs = [client.submit(job_config(f"pause={p}", n)) for p, n in ((0.05, 10**6), (0.2, 20))]
+        for job in jobs:
+            eventually(lambda job=job: client.get(job.id).step > 0)
+        cluster.kill_controller()
+        try:
+            since = time.monotonic()
+            eventually(lambda: client.get(jobs[0].id).phase.startswith("Slurm cannot be reached"))
+            assert client.wait(jobs[1].id, timeout=PATIENCE).state is JobState.SUCCEEDED
+            jobs.append(client.submit(job_config("late", 3)))
+            server.kill()
+            server.start()
+            step = client.get(jobs[0].id).step
+            eventually(lambda: client.get(jobs[0].id).step > step)
+            time.sleep(max(0.0, AWAY_SECONDS - (time.monotonic() - since)))
+            assert client.get(jobs[2].id).state in (JobState.PREPARING, JobState.QUEUED)
+        finally:
+            cluster.start_controller()
+        ended = client.wait(jobs[2].id, timeout=PATIENCE)
+        assert (ended.state, ended.attempt) == (JobState.SUCCEEDED, 1)
+        assert client.get(jobs[0].id).attempt == 1
+        client.cancel(jobs[0].id)
+        assert client.wait(jobs[0].id, timeout=PATIENCE).reason == "cancelled on request"
+        check(history, server, client, jobs)
+
+
+def test_squeue_lists_nothing(
+    cluster: SlurmCluster,
+    start_server: StartServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither a running nor a waiting job is gone because of that; a restarted server waits too."""
+    silent = tmp_path / "silent"
+    real = subprocess.check_output(["which", "squeue"], text=True).strip()
+    fake = tmp_path / "bin" / "squeue"
+    fake.parent.mkdir()
+    fake.write_text(f'#!/bin/sh\n[ -e "{silent}" ] || exec {real} "$@"\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+    server, history = start_server(threads=2), History()
+    with DistillClient(server.address) as client:
+        running = client.submit(job_config("pause=0.05", 10**6))
+        eventually(lambda: client.get(running.id).step > 0)
+        fill(cluster, 9)
+        waiting = client.submit(job_config("pause=0.05", 5))
+        eventually(lambda: client.get(waiting.id).phase.startswith("PENDING in Slurm"))
+        silent.touch()
+        for job in (running, waiting):
+            eventually(lambda job=job: client.get(job.id).phase.startswith("squeue does not list"))
+        time.sleep(AWAY_SECONDS)
+        server.kill()
+        server.start()
+        time.sleep(AWAY_SECONDS)
+        silent.unlink()
+        cluster.call("scancel", "--name=filling")
+        ended = client.wait(waiting.id, timeout=PATIENCE)
+        assert (ended.state, ended.attempt) == (JobState.SUCCEEDED, 1)
+        assert client.get(running.id).attempt == 1
+        client.cancel(running.id)
+        assert client.wait(running.id, timeout=PATIENCE).reason == "cancelled on request"
+        check(history, server, client, [running, waiting])
+
+
+def fill(cluster: SlurmCluster, cpus: int) -> None:
+    """Occupy CPUs that no job has: the nodes have twelve."""
+    options = ["--job-name=filling", f"--ntasks={cpus}", "--output=/dev/null"]
+    cluster.call("sbatch", *options, "--wrap=sleep 1000")
+
+
+def test_servers_are_killed(cluster: SlurmCluster, start_server: StartServer) -> None:
+    """The same processes go on; one job ends while nobody looks; one waits all the time."""
+    server, history = start_server(slots=3, threads=2), History()
+    with DistillClient(server.address) as client:
+        names = [("pause=0.05", 10**6), ("fail_at=20 pause=0.2", 10**6)]
+        jobs = [client.submit(job_config(*name)) for name in names]
+        for job in jobs:
+            eventually(lambda job=job: client.get(job.id).step > 0)
+        mark = begun(server, jobs[0].id)
+        fill(cluster, 8)
+        fill(cluster, 2)  # it has what the job that fails leaves
+        jobs.append(client.submit(job_config("waits", 3)))
+        number = number_of(cluster, jobs[2])
+        for _ in range(3):
+            step = client.get(jobs[0].id).step
+            server.kill()
+            server.start()
+            eventually(lambda step=step: client.get(jobs[0].id).step > step)
+        assert begun(server, jobs[0].id) == mark
+        assert number_of(cluster, jobs[2]) == number
+        cluster.call("scancel", "--name=filling")
+        assert client.wait(jobs[2].id, timeout=PATIENCE).state is JobState.SUCCEEDED
+        client.cancel(jobs[0].id)
+        ended = [client.wait(job.id, timeout=PATIENCE) for job in jobs]
+        assert [(job.state, job.attempt) for job in ended] == [
+            (JobState.CANCELLED, 1),
+            (JobState.FAILED, 1),
+            (JobState.SUCCEEDED, 1),
+        ]
+        check(history, server, client, jobs)
+
+
+class SlurmServer(RealServer):
+    """`python -m distill_server --slurm` with the real trainer; a process has one thread."""
+
+    def launch(self) -> subprocess.Popen[str]:
+        where = ["--runs", str(self.runs), "--host", self.host, "--port", str(self.port)]
+        options = ["--slurm", "--slurm-option", "ntasks-per-node=2"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "distill_server", *where, *options, "--backoff", "0.5"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+        )
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_a_preempted_job_resumes_to_the_same_bits(
+    cluster: SlurmCluster, material: Material, teacher: str, tmp_path: Path, processes: int
+) -> None:
+    """One process; and 2 x 2 over gloo with FSDP2, two on each of two nodes.
+
+    With DDP, four processes that resume differ in the last bits, also without Slurm.
+    """
+    from tests.student_trainer.tiny import curve, job
+
+    sharding = "fsdp2" if processes > 1 else "none"
+    several = {"train__processes": processes, "train__sharding": sharding}
+    config = job(material, teacher, max_steps=12, **several)
+    server = SlurmServer(tmp_path / "runs", 1)
+    server.start()
+    try:
+        with DistillClient(server.address) as client:
+            submitted = client.submit(config)
+            eventually(lambda: client.get(submitted.id).step >= 2)
+            cluster.call(*URGENT, "--job-name=urgent", "--wrap=sleep 1")
+            ended = client.wait(submitted.id, timeout=2 * PATIENCE)
+            assert ended.state is JobState.SUCCEEDED, ended.reason
+            assert ended.attempt == 2
+    finally:
+        server.kill()
+    run = RunDirectory(server.runs / ended.id)
+    assert len(list(run.logs(2).glob("rank-*.log"))) == processes
+    expected = finish(new_run(tmp_path / "run", config))
+    assert curve(metrics_of(run)) == curve(metrics_of(expected))
+    assert weights(run) == weights(expected)
+
+
+@pytest.mark.skipif(AWAY_SECONDS < 60, reason="a limit of Slurm is a minute")
+def test_the_time_limit_costs_no_retry(start_server: StartServer) -> None:
+    server, history = start_server("time=1", retries=0), History()
+    with DistillClient(server.address) as client:
+        job = client.submit(job_config("pause=0.05 every=1000000", 1_000_000))
+        eventually(lambda: client.get(job.id).attempt == 2)
+        assert "time limit" in client.get(job.id).reason
+        step = client.get(job.id).step
+        eventually(lambda: client.get(job.id).step > step)
+        log = (server.runs / job.id / "logs/attempt-2/rank-0.log").read_text()
+        assert f"attempt 2 starts after step {step}\n" in log
+        client.cancel(job.id)
+        assert client.wait(job.id, timeout=PATIENCE).reason == "cancelled on request"
+        check(history, server, client, [job])
+
+
+def test_the_server_of_the_documents(
+    cluster: SlurmCluster, material: Material, teacher: str, tmp_path: Path
+) -> None:
+    """Its command, with other paths, an address of its own, and a job that it runs."""
+    from tests.student_trainer.tiny import job
+
+    (block,) = blocks("docs/operations.md", "slurm")
+    (line,) = block.commands
+    program, *words = shlex.split(line)
+    assert program == ".venv/bin/distill-server"
+    changed = {"/shared/runs": "runs", "/var/lib/distill/server.sqlite": "server.sqlite"}
+    options = [str(tmp_path / changed[word]) if word in changed else word for word in words]
+    with subprocess.Popen(
+        [sys.executable, "-m", "distill_server", *options, "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    ) as server:
+        assert server.stdout is not None
+        try:
+            address = server.stdout.readline().split()[-1]
+            with DistillClient(address) as client:
+                config = job(material, teacher, max_steps=2, resources__gpus=1)
+                ended = client.wait(client.submit(config).id, timeout=PATIENCE)
+                assert ended.state is JobState.SUCCEEDED, ended.reason
+        finally:
+            server.kill()
+    script = (tmp_path / "runs" / ended.id / "logs/attempt-1/job.sbatch").read_text()
+    for option in ("--gpus-per-task=1", "--cpus-per-task=2", "--time=2-00:00:00"):
+        assert f"#SBATCH {option}\n" in script
+
+
+def test_the_script_of_the_documents(
+    cluster: SlurmCluster, material: Material, teacher: str, tmp_path: Path
+) -> None:
+    """Cancelled and submitted again, to the bits of an undisturbed run; then it does nothing."""
+    from tests.student_trainer.tiny import curve, job
+
+    (block,) = blocks("docs/operations.md", "slurm-script")
+    command, script, file, directory = shlex.split(block.commands[0])
+    assert (command, file, directory) == ("sbatch", "job.toml", "/shared/runs/my-run")
+    config = job(material, teacher, max_steps=60)
+    (tmp_path / "job.yaml").write_text(config.model_dump_json())
+    distill = tmp_path / "bin" / "distill"
+    distill.parent.mkdir()
+    distill.write_text(f'#!/bin/sh\nexec {sys.executable} -m clients "$@"\n')
+    distill.chmod(0o755)
+    run = RunDirectory(tmp_path / "runs" / "my-run")
+
+    def submit() -> str:
+        words = [
+            command,
+            "--parsable",
+            "--cpus-per-task=1",
+            f"--output={tmp_path}/%j.log",
+            str(ROOT / script),
+        ]
+        words += [str(tmp_path / "job.yaml"), str(run.path)]
+        path = f"{distill.parent}:{os.environ['PATH']}"
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**ENVIRONMENT, "PATH": path},
+        )
+        return done.stdout.strip()
+
+    def ends(number: str) -> str:
+        over = ("COMPLETED", "CANCELLED", "FAILED")
+        eventually(lambda: state_of(cluster, number) in over)
+        return state_of(cluster, number)
+
+    first = submit()
+    eventually(lambda: len(metrics_of(run)) >= 2)
+    cluster.call("scancel", first)
+    assert ends(first) == "CANCELLED"
+    said = (tmp_path / f"{first}.log").read_text()
+    eventually(cluster.is_idle)
+    status = run.read_status()
+    assert status is not None
+    assert status.verdict == "cancelled", said
+    assert run.checkpoint_steps()[-1] == status.step
+    second = submit()
+    assert ends(second) == "COMPLETED", (tmp_path / f"{second}.log").read_text()
+    third = submit()
+    assert ends(third) == "COMPLETED"
+    assert "is finished: 60 of 60 steps" in (tmp_path / f"{third}.log").read_text()
+    expected = finish(new_run(tmp_path / "run", config))
+    assert curve(metrics_of(run)) == curve(metrics_of(expected))
+    assert weights(run) == weights(expected)
