@@ -78,7 +78,7 @@ class VllmEngine:
             "max_num_batched_tokens": max_batch_tokens,
             "max_num_seqs": min(256, max_batch_tokens),
             "scheduling_policy": "priority",
-            "long_prefill_token_threshold": max(1, max_batch_tokens // 4),
+            "long_prefill_token_threshold": _share_of_step(skeleton, max_batch_tokens),
             "long_prefill_token_threshold_adaptive": True,
             "worker_cls": _WORKER,
             "distributed_executor_backend": executor(tensor_parallel_size),
@@ -212,6 +212,16 @@ class VllmEngine:
             name="vllm",
             batch_invariant=False,
         )
+
+
+def _share_of_step(skeleton: Any, step_tokens: int) -> int:
+    """Return how many tokens of a step a long query gets at least, however many wait.
+
+    vLLM gives it an equal share if that is more. It refuses a number above the longest context,
+    which only vLLM knows exactly: 2,048 is below that of any but the smallest models.
+    """
+    longest = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
+    return min(max(1, step_tokens // 4), 2048, longest or 1)
 
 
 def _without_head(path: Path) -> dict[str, Any]:
