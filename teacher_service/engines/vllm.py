@@ -82,10 +82,7 @@ class VllmEngine:
             "max_num_batched_tokens": max_batch_tokens,
             "max_num_seqs": min(256, max_batch_tokens),
             "scheduling_policy": "priority",
-            # vLLM takes no more than the longest sequence.
-            "long_prefill_token_threshold": max(
-                1, min(max_batch_tokens // 4, max_length_of(skeleton))
-            ),
+            "long_prefill_token_threshold": _share_of_step(skeleton, max_batch_tokens),
             "long_prefill_token_threshold_adaptive": True,
             "worker_cls": _WORKER,
             "distributed_executor_backend": executor(tensor_parallel_size),
@@ -257,6 +254,15 @@ def _lora_options(adapters: Sequence[Adapter]) -> dict[str, Any]:
         # Not the head: ours takes its place.
         "lora_target_modules": sorted(frozenset().union(*(one.layers for one in adapters))),
     }
+
+
+def _share_of_step(skeleton: Any, step_tokens: int) -> int:
+    """Return how many tokens of a step a long query gets at least, however many wait.
+
+    vLLM gives it an equal share if that is more. It refuses a number above the longest context,
+    which only vLLM knows exactly: 2,048 is below that of any but the smallest models.
+    """
+    return min(max(1, step_tokens // 4), 2048, max_length_of(skeleton))
 
 
 def _without_head(path: Path) -> dict[str, Any]:
