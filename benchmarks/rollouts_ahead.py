@@ -39,7 +39,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from clients.config.on_policy import OnPolicyJob
 from clients.runs.directory import RunDirectory
 
-VOCABULARY, LATENCY_MS = 4096, 200
+VOCABULARY, PROMPT, LATENCY_MS = 4096, 48, 200
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "serial": (2, {}),
     "in turn": (1, {"service": True}),
@@ -62,16 +62,15 @@ _READY = " listening on "
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm", type=Path, help="a Python with vLLM; without it, no such jobs")
-    parser.add_argument("--prompt", type=int, default=48, help="tokens of a prompt")
     parser.add_argument("--quick", action="store_true", help="few short steps, for tests")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rollouts_ahead.json"))
     options = parser.parse_args(arguments)
     steps, answers, tokens = (4, 4, 8) if options.quick else (16, 16, 96)
-    skipped, prompt = 1 if options.quick else 4, options.prompt
+    skipped = 1 if options.quick else 4
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        weights = save_material(root, layers=2 if options.quick else 6, prompt=prompt)
+        weights = save_material(root, layers=2 if options.quick else 6)
         found = {}
         with teacher(root) as address:
             for name, (threads, rollouts) in JOBS.items():
@@ -79,19 +78,13 @@ def main(arguments: list[str] | None = None) -> None:
                     continue
                 python = options.vllm if "vllm" in name else sys.executable
                 given = {**rollouts, "python": str(python)} if "service" in rollouts else rollouts
-                lines = run(root / name, address, threads, given, steps, answers, tokens, prompt)
+                lines = run(root / name, address, threads, given, steps, answers, tokens)
                 found[name] = stages(lines[1 + skipped :])
                 print(name, {key: round(value, 3) for key, value in found[name].items()})
     result = {
         "machine": f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores, "
         f"load average {os.getloadavg()[0]:.1f}",
-        "workload": {
-            "weights": weights,
-            "answers": answers,
-            "prompt": prompt,
-            "tokens": tokens,
-            "steps": steps,
-        },
+        "workload": {"weights": weights, "answers": answers, "tokens": tokens, "steps": steps},
         "seconds_a_step": found,
         "ahead": {
             name: compared(found[name], found["serial"], found[turn])
@@ -132,7 +125,7 @@ def stages(lines: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def save_material(root: Path, *, layers: int, hidden: int = 256, prompt: int = 48) -> int:
+def save_material(root: Path, *, layers: int, hidden: int = 256) -> int:
     """Write the student and the prompts; return the number of weights."""
     torch.manual_seed(0)
     words = {f"t{number}": number for number in range(VOCABULARY)}
@@ -153,7 +146,7 @@ def save_material(root: Path, *, layers: int, hidden: int = 256, prompt: int = 4
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(
         root / "student"
     )
-    chosen = np.random.default_rng(0).integers(1, VOCABULARY, (400, prompt))
+    chosen = np.random.default_rng(0).integers(1, VOCABULARY, (400, PROMPT))
     texts = (" ".join(f"t{number}" for number in row) for row in chosen)
     lines = (json.dumps({"prompt": text}) + "\n" for text in texts)
     (root / "prompts.jsonl").write_text("".join(lines))
@@ -200,7 +193,6 @@ def run(
     steps: int,
     answers: int,
     tokens: int,
-    prompt: int = 48,
 ) -> list[dict[str, Any]]:
     """Run a job to its end; return its metrics."""
     student = path.parent / "student"
@@ -211,15 +203,15 @@ def run(
         log, python = path.with_suffix(".log"), [rollouts["python"]]
         with served(command, log, threads=1, python=python) as service:
             given = {"address": service, "engine": engine, "lag": rollouts.get("lag", 0)}
-            return run(path, address, threads, given, steps, answers, tokens, prompt)
+            return run(path, address, threads, given, steps, answers, tokens)
     job = OnPolicyJob.model_validate(
         {
             "student": {"model": str(student)},
             "teacher": {"address": address},
             "data": {"path": str(path.parent / "prompts.jsonl"), "chat_template": False},
             "max_steps": steps,
-            "method": {"max_prompt_tokens": 2 * prompt, "max_new_tokens": tokens},
-            "train": {"prompts_per_step": answers, "tokens_per_micro_batch": 4 * (prompt + tokens)},
+            "method": {"max_prompt_tokens": 2 * PROMPT, "max_new_tokens": tokens},
+            "train": {"prompts_per_step": answers, "tokens_per_micro_batch": 4 * (PROMPT + tokens)},
             "eval": {"every": 10**6, "prompts": 1},
             "checkpoint": {"every": 10**6},
             "track": {"tensorboard": False},
