@@ -1,6 +1,7 @@
 """Measures the bytes of memory that each process holds for each weight of the student.
 
-    python -m benchmarks.process_bytes [--processes 1 2 4 8] [--shardings none fsdp2] [--lora 0 16]
+    python -m benchmarks.process_bytes [--processes 1 2 4 8] [--shardings none fsdp2]
+    python -m benchmarks.process_bytes --lora 16 --widths 512 1024 --out FILE
 
 Each process is a real one of a gloo group on the CPU, with a random student whose activations are
 negligible. The figures are resident memory, as the kernel counts it: the difference between a
@@ -94,7 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--shardings", nargs="+", default=["none", "fsdp2"])
-    parser.add_argument("--lora", type=int, nargs="+", default=[0, 16])
+    parser.add_argument("--lora", type=int, nargs="+", default=[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/process_bytes.json"))

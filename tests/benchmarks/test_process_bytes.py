@@ -11,13 +11,11 @@ from benchmarks.process_bytes import held, main
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [0, 16])
-def test_two_processes_hold_half_each(lora: int, tmp_path: Path) -> None:
+def test_two_processes_hold_half_each(tmp_path: Path) -> None:
     out = tmp_path / "bytes.json"
-    group = ["--processes", "2", "--shardings", "fsdp2", "--lora", str(lora)]
-    main([*group, "--widths", "128", "384", "--out", str(out)])
+    main(["--processes", "2", "--shardings", "fsdp2", "--widths", "128", "384", "--out", str(out)])
     (found,) = json.loads(out.read_text())
-    stages, formula = found["stages"], held(2, "fsdp2", lora, widths=(128, 384))
+    stages, formula = found["stages"], held(2, "fsdp2", widths=(128, 384))
     for stage, expected in formula.items():
         assert stages[stage][0] == pytest.approx(expected, rel=0.05), stage
     # Unsharded gradients until the last micro-batch took 16.0, and a float32 gathering 12.4.
