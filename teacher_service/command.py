@@ -66,6 +66,7 @@ def teacher(
     batch_invariant: options.BatchInvariantOption = False,
     tensor_parallel_size: TensorParallelSizeOption = 1,
     gpu_memory_share: GpuMemoryShareOption = 0.9,
+    engine_option: options.EngineOptionOption = None,
     adapter: options.AdapterOption = None,
     tokenizer: options.TokenizerOption = None,
     served_model: options.ServedModelOption = None,
@@ -92,7 +93,7 @@ def teacher(
     from teacher_service.http.front import HttpFront
 
     sizes = cache_memory_mib << 20, cache_disk_gib << 30
-    vllm = program.VllmSettings(tensor_parallel_size, gpu_memory_share)
+    vllm = program.VllmSettings(tensor_parallel_size, gpu_memory_share, engine_option or ())
     others = (vllm, program.EndpointSettings(tokenizer or "", served_model or ""), adapter or ())
     chosen = program.EngineSettings(
         engine, model, dtype, device, batch_invariant, max_batch_tokens, max_top_k, *others

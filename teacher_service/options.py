@@ -28,6 +28,14 @@ AdapterOption = Annotated[
         help="LoRA adapter that requests may name, in peft's format; may be repeated (hf, vllm).",
     ),
 ]
+EngineOptionOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="Further argument of vLLM's AsyncEngineArgs, such as data_parallel_size=2; may be "
+        "repeated (vllm).",
+    ),
+]
 HttpPortOption = Annotated[
     int | None,
     typer.Option(

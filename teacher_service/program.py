@@ -45,10 +45,14 @@ GRACE_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """Options of the vllm engine: the number of GPUs, and the share of their memory in (0, 1]."""
+    """Options of the vllm engine: the number of GPUs, and the share of their memory in (0, 1].
+
+    `options`: further ones, NAME=VALUE each.
+    """
 
     tensor_parallel_size: int
     gpu_memory_share: float
+    options: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,7 @@ def make_engine(settings: EngineSettings, progress: LoadProgress | None = None) 
                 gpu_memory_share=settings.vllm.gpu_memory_share,
                 max_batch_tokens=settings.max_batch_tokens,
                 adapters=adapters,
+                options=settings.vllm.options,
                 progress=progress,
             )
         case "endpoint":
@@ -181,6 +186,8 @@ def _require_known_options(settings: EngineSettings) -> None:
     unknown = [(option, "use --engine endpoint") for option, value in own.items() if value]
     if settings.name == "hf" and settings.vllm.tensor_parallel_size != 1:
         unknown.append(("--tensor-parallel-size", "use --engine vllm"))
+    if settings.vllm.options and not vllm:
+        unknown.append(("--engine-option", "use --engine vllm"))
     if vllm and settings.device != "auto":
         unknown.append(("--device", "set CUDA_VISIBLE_DEVICES"))
     if vllm and settings.batch_invariant:

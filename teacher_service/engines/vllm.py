@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from protos.errors import Corrupt, DistillError, InvalidInput
 from protos.rows.codec import RowBlock, concatenate
 from protos.vllm_processes import executor, require_vllm
 from teacher_service.engines.base import EngineInfo, fingerprint_of, with_adapters
-from teacher_service.engines.vllm_process import VllmProcess
+from teacher_service.engines.vllm_options import facts_of, read_options
+from teacher_service.engines.vllm_process import OWN_OPTIONS, VllmProcess
 from teacher_service.engines.vllm_wire import decode_answer, encode_query, part_of
 from teacher_service.head.linear_head import HeadTensors, find_head
 from teacher_service.models.adapters import OPTION, Adapter
@@ -38,6 +39,14 @@ from teacher_service.models.loading import load_skeleton, load_vocabulary, max_l
 from teacher_service.models.quantisation import quantisation_of
 
 _WORKER = "teacher_service.engines.vllm_worker.ScoringWorker"
+# Arguments of vLLM that are no `--engine-option`: those that this module sets, and others.
+_OURS = OWN_OPTIONS | {
+    *("model", "dtype", "tensor_parallel_size", "gpu_memory_utilization", "max_num_batched_tokens"),
+    *("max_num_seqs", "scheduling_policy", "long_prefill_token_threshold", "worker_cls"),
+    *("long_prefill_token_threshold_adaptive", "distributed_executor_backend", "hf_overrides"),
+    *("model_loader_extra_config", "additional_config", "enable_lora", "max_loras"),
+    *("max_lora_rank", "lora_target_modules"),
+}
 # vLLM's sizes of the memory for adapters, by largest rank.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -64,9 +73,13 @@ class VllmEngine:
         gpu_memory_share: float = 0.9,
         max_batch_tokens: int = 16384,
         adapters: Sequence[Adapter] = (),
+        options: Sequence[str] = (),
         progress: LoadProgress | None = None,
     ) -> None:
-        """Start vLLM; `progress` follows it. Queries may name one of `adapters`."""
+        """Start vLLM; `progress` follows it. Queries may name one of `adapters`.
+
+        `options`: further ones of vLLM, each NAME=VALUE; see `vllm_options.py`.
+        """
         progress = progress or LoadProgress()
         require_vllm()
         path = model_directory(model)
@@ -74,35 +87,21 @@ class VllmEngine:
         skeleton = load_skeleton(path, dtype=dtype)
         head = find_head(skeleton, path)
         tokens = load_vocabulary(path)
-        options: dict[str, Any] = {
-            "model": str(path),
-            "dtype": str(skeleton.dtype).removeprefix("torch."),
+        further = read_options(options, _OURS)
+        arguments = {
             "tensor_parallel_size": tensor_parallel_size,
             "gpu_memory_utilization": gpu_memory_share,
-            "max_num_batched_tokens": max_batch_tokens,
-            "max_num_seqs": min(256, max_batch_tokens),
-            "scheduling_policy": "priority",
-            "long_prefill_token_threshold": _share_of_step(skeleton, max_batch_tokens),
-            "long_prefill_token_threshold_adaptive": True,
-            "worker_cls": _WORKER,
-            "distributed_executor_backend": executor(tensor_parallel_size),
-            # By default vLLM accepts a quantised model that lacks some of its weights.
-            "model_loader_extra_config": {"enable_weights_track": True},
-            "additional_config": {
-                "head": [head.weight.weight, head.weight.scales, head.bias],
-                "scale_and_cap": [head.scale_and_cap.scale, head.scale_and_cap.cap],
-                "vocab_size": head.vocab_size,
-                "teacher_pid": os.getpid(),
-            },
+            **_arguments(path, skeleton, head, max_batch_tokens),
+            **_lora_options(adapters),
+            **further,
         }
-        options |= _lora_options(adapters)
-        if head.weight.scales is not None:
-            options["hf_overrides"] = _without_head(path)
+        if not further:  # otherwise one process may not be enough: vLLM decides
+            arguments["distributed_executor_backend"] = executor(tensor_parallel_size)
         progress.begin("starting vLLM and reading its weights")
         with progress.of_another_process() as file:
-            options["additional_config"]["progress_file"] = str(file)
+            arguments["additional_config"]["progress_file"] = str(file)
             try:
-                self._vllm = VllmProcess(options)
+                self._vllm = VllmProcess(arguments)
             except (ValueError, RuntimeError) as error:
                 raise _not_started(path, read_failure(file) or str(error)) from error
         for number, adapter in enumerate(adapters, 1):
@@ -111,7 +110,8 @@ class VllmEngine:
         progress.begin("computing the digests of its files")
         cache = self._vllm.config.cache_config
         self._block = cache.block_size if cache.enable_prefix_caching else None
-        self.info = with_adapters(self._describe(model, path, head, tokens, digests), adapters)
+        info = self._describe(model, path, head, tokens, digests, further)
+        self.info = with_adapters(info, adapters)
 
     def score(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
         """Return one result for each query, in order.
@@ -131,8 +131,10 @@ class VllmEngine:
 
     @property
     def step_tokens(self) -> int:
-        """Most tokens of one step of vLLM's scheduler."""
-        return int(self._vllm.config.scheduler_config.max_num_batched_tokens)
+        """Most tokens of one step of vLLM's schedulers, of which data parallelism has several."""
+        config = self._vllm.config
+        schedulers = config.parallel_config.data_parallel_size
+        return int(config.scheduler_config.max_num_batched_tokens * schedulers)
 
     @property
     def cached_tokens(self) -> int:
@@ -207,6 +209,7 @@ class VllmEngine:
         head: HeadTensors,
         tokens: tuple[str, ...],
         digests: FileDigests,
+        further: Mapping[str, Any],
     ) -> EngineInfo:
         config = self._vllm.config
         dtype = str(config.model_config.dtype).removeprefix("torch.")
@@ -221,6 +224,7 @@ class VllmEngine:
             "prefix_caching": config.cache_config.enable_prefix_caching,
             "vllm": release_of(self._vllm.version),
             "torch": release_of(torch.__version__),
+            **facts_of(further),
         }
         return EngineInfo(
             model=model,
@@ -233,6 +237,33 @@ class VllmEngine:
             name="vllm",
             batch_invariant=False,
         )
+
+
+def _arguments(
+    path: Path, skeleton: Any, head: HeadTensors, max_batch_tokens: int
+) -> dict[str, Any]:
+    """Return arguments of vLLM's AsyncEngineArgs for a model and its head."""
+    arguments: dict[str, Any] = {
+        "model": str(path),
+        "dtype": str(skeleton.dtype).removeprefix("torch."),
+        "max_num_batched_tokens": max_batch_tokens,
+        "max_num_seqs": min(256, max_batch_tokens),
+        "scheduling_policy": "priority",
+        "long_prefill_token_threshold": _share_of_step(skeleton, max_batch_tokens),
+        "long_prefill_token_threshold_adaptive": True,
+        "worker_cls": _WORKER,
+        # By default vLLM accepts a quantised model that lacks some of its weights.
+        "model_loader_extra_config": {"enable_weights_track": True},
+        "additional_config": {
+            "head": [head.weight.weight, head.weight.scales, head.bias],
+            "scale_and_cap": [head.scale_and_cap.scale, head.scale_and_cap.cap],
+            "vocab_size": head.vocab_size,
+            "teacher_pid": os.getpid(),
+        },
+    }
+    if head.weight.scales is not None:
+        arguments["hf_overrides"] = _without_head(path)
+    return arguments
 
 
 def _lora_options(adapters: Sequence[Adapter]) -> dict[str, Any]:

@@ -26,6 +26,13 @@ from protos.vllm_processes import (
 _T = TypeVar("_T")
 
 _TASK = "token_embed"
+# Arguments of vLLM that are set here, for every teacher.
+OWN_OPTIONS = frozenset(
+    [
+        *("runner", "convert", "pooler_config", "max_model_len", "skip_tokenizer_init"),
+        *("trust_remote_code", "load_format", "enforce_eager", "disable_log_stats"),
+    ]
+)
 
 
 class VllmProcess:

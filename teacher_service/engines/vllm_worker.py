@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.distributed import get_tp_group
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt4
 from vllm.model_executor.layers.pooler import PoolingParamsUpdate
@@ -73,8 +73,9 @@ class ScoringWorker(_Worker):  # type: ignore[misc]
             ScaleAndCap(*ours["scale_and_cap"]),
             _shard(ours["vocab_size"]),
         )
-        # vLLM reads only the output of rank 0.
-        self.model_runner.get_model().pooler = RowPooler(head, answers=self.rank == 0)
+        # vLLM reads only the output of the first rank of the last stage of a pipeline.
+        answers = get_pp_group().is_last_rank and get_tp_group().is_first_rank
+        self.model_runner.get_model().pooler = RowPooler(head, answers=answers)
 
     def _load_head(
         self,
