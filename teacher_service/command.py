@@ -93,11 +93,10 @@ def teacher(
     from teacher_service.http.front import HttpFront
 
     sizes = cache_memory_mib << 20, cache_disk_gib << 30
+    common = engine, model, dtype, device, batch_invariant, max_batch_tokens, max_top_k
     vllm = program.VllmSettings(tensor_parallel_size, gpu_memory_share, engine_option or ())
-    others = (vllm, program.EndpointSettings(tokenizer or "", served_model or ""), adapter or ())
-    chosen = program.EngineSettings(
-        engine, model, dtype, device, batch_invariant, max_batch_tokens, max_top_k, *others
-    )
+    other = program.EndpointSettings(tokenizer or "", served_model or "")
+    chosen = program.EngineSettings(*common, vllm, other, adapter or ())
     start_logging(log_format, log_level, "teacher_service")
     with errors_as_exit():
         tls = TlsFiles(tls_cert, tls_key, tls_client_ca)

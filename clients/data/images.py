@@ -27,6 +27,7 @@ from protos.extras import install_command
 # Of the images of a sequence. A file of a few KiB may claim any size; decoded, they take 192 MiB.
 MAX_PIXELS = 1 << 26
 _FORMATS = ("PNG", "JPEG", "WEBP")
+_LONGEST_SHOWN = 300  # characters of a path in a message
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +134,26 @@ def read_stored_images(data: bytes) -> list[tuple[str, str]]:
 def digest_of(image: bytes) -> str:
     """Return the sha256 of an encoded image, in hex."""
     return hashlib.sha256(image).hexdigest()
+
+
+def image_file(folder: Path, name: str, where: str) -> Path:
+    """Return the file of an image of the record `where`; a relative name is one in `folder`.
+
+    Raises InvalidInput (`data.image_column`) if there is no such file.
+    """
+    path = folder / name
+    try:
+        exists = path.is_file()
+    except OSError:  # such as a name that is too long
+        exists = False
+    if not exists:
+        shown = str(path) if len(str(path)) < _LONGEST_SHOWN else f"{str(path)[:_LONGEST_SHOWN]}..."
+        raise InvalidInput(
+            f"{where} names the image {shown}, which is no file",
+            field="data.image_column",
+            hint="paths are relative to the data file; correct the path",
+        )
+    return path
 
 
 def read_image(path: Path, where: str) -> bytes:

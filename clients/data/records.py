@@ -152,6 +152,9 @@ def text_of(record: Mapping[str, Any], column: str, field: str, where: str) -> s
     return str(value)
 
 
+_ADDRESSES = ("data:", "http://", "https://", "s3://", "gs://", "file://")
+
+
 def images_of(record: Mapping[str, Any], column: str, where: str) -> tuple[str | bytes, ...]:
     """Return the images in a column of a record: the path or the encoded bytes of each.
 
@@ -168,6 +171,12 @@ def images_of(record: Mapping[str, Any], column: str, where: str) -> tuple[str |
                 f"{where} has {type(one).__name__} in column {column!r}, not an image",
                 field="data.image_column",
                 hint="write the path of a PNG, JPEG or WebP file, or its bytes, or a list of them",
+            )
+        if isinstance(image, str) and image.startswith(_ADDRESSES):
+            raise InvalidInput(
+                f"{where} has {image[:40]!r} in column {column!r}, and addresses are not read",
+                field="data.image_column",
+                hint="write the path of a local file, or put the bytes into a .parquet file",
             )
         found.append(image)
     return tuple(found)

@@ -20,7 +20,8 @@ from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
 from clients.config.tables.data import DataConfig
 from clients.config.tables.reward import RewardConfig
-from clients.data.records import FILE_SUFFIXES, record_in, weight_of
+from clients.data.images import image_file
+from clients.data.records import FILE_SUFFIXES, images_of, record_in, weight_of
 from clients.data.regular_file import open_regular
 from protos.errors import InvalidInput
 
@@ -156,7 +157,7 @@ def check_first_prompts(
     answers: bool,
     learned: bool,
 ) -> None:
-    """Raise InvalidInput if the first records have wrong conversations or weights, or no answers.
+    """Raise InvalidInput if the first records are wrong: conversations, weights, images, answers.
 
     `records`: the first ones of the file `path`. A record without the column is not refused here.
     """
@@ -167,6 +168,10 @@ def check_first_prompts(
         where = f"row {number} of {path}"
         if weights is not None and weights in record:
             weight_of(record, weights, where)
+        if form.image_column is not None and form.image_column in record:
+            for image in images_of(record, form.image_column, where):
+                if isinstance(image, str):
+                    image_file(Path(path).parent, image, where)
         answered |= not learned and record.get(data.answer_column) is not None
         if conversations in record:
             found = form.conversation(record, where)

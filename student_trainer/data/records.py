@@ -9,9 +9,10 @@ from typing import Any
 
 from clients.config.tables.data import DataConfig
 from clients.data.conversation import Conversation, require_question
+from clients.data.images import image_file
 from clients.data.records import DataSet, images_of, text_of, weight_of
 from protos.errors import InvalidInput
-from student_trainer.data.images import FIELD, Source
+from student_trainer.data.images import Source
 
 
 @dataclass(frozen=True)
@@ -103,15 +104,9 @@ class RecordReader:
         """Return the images of a record; a relative path is one from `folder`, that of the data."""
         column = self.data.image_column
         found = () if column is None else images_of(record, column, where)
-        images = tuple(one if isinstance(one, bytes) else folder / one for one in found)
-        for one in images:
-            if isinstance(one, Path) and not one.is_file():
-                raise InvalidInput(
-                    f"{where} names the image {one}, which is no file",
-                    field=FIELD,
-                    hint="paths are relative to the data file; correct the path",
-                )
-        return images
+        return tuple(
+            one if isinstance(one, bytes) else image_file(folder, one, where) for one in found
+        )
 
     def _answer(self, record: Mapping[str, Any], conversation: Conversation, where: str) -> str:
         column = self.data.answer_column

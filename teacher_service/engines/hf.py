@@ -22,7 +22,7 @@ from teacher_service.engines.base import (
 )
 from teacher_service.engines.hf_adapters import HfAdapters
 from teacher_service.engines.hf_weights import ModelWeights
-from teacher_service.engines.images import expanded_query, image_inputs, sees
+from teacher_service.engines.images import ExpandedQuery, expanded_query, image_inputs, sees
 from teacher_service.head.head import Head
 from teacher_service.head.scale_and_cap import probe_head
 from teacher_service.head.stored_head import require_plain_weight
@@ -140,14 +140,16 @@ class HfEngine:
         if self._batch_invariant:
             return [answer for query in queries for answer in self._score_together([query])]
         answers: dict[int, RowBlock | DistillError] = {}
-        for name in sorted({query.adapter for query in queries}):
-            places = [i for i, query in enumerate(queries) if query.adapter == name]
+        # A model that gets images takes every placeholder of the batch for one of them.
+        kinds = [(query.adapter, isinstance(query, ExpandedQuery)) for query in queries]
+        for kind in sorted(set(kinds)):
+            places = [place for place, one in enumerate(kinds) if one == kind]
             found = self._score_together([queries[place] for place in places])
             answers |= zip(places, found, strict=True)
         return [answers[place] for place in range(len(queries))]
 
     def _score_together(self, queries: Sequence[ScoreQuery]) -> list[RowBlock | DistillError]:
-        """Score queries of one adapter in one batch."""
+        """Score queries of one adapter in one batch, all with images or all without."""
         self._adapters.use(queries[0].adapter)
         hidden = self._hidden(queries)
         # Row t comes from the state that has seen tokens 0..t-1.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from protos.errors import InvalidInput
 
@@ -76,10 +76,12 @@ def _read(option: str) -> Adapter:
             raise _refused(f"{path} has no {file}", "give a directory that peft has saved")
     try:
         config = json.loads((path / _CONFIGURATION).read_text("utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it is no object")
+        _require_plain(path, config)
         rank = _rank(config)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _refused(f"{path}/{_CONFIGURATION} is malformed: {error}", "restore it") from error
-    _require_plain(path, config)
     layers = _hidden_layers(path)
     facts = json.dumps([config.get(key) for key in _SCALING], sort_keys=True).encode()
     digest = hashlib.sha256(facts)
@@ -108,8 +110,11 @@ def _require_plain(path: Path, config: dict[str, Any]) -> None:
 
 
 def _hidden_layers(path: Path) -> frozenset[str]:
-    with safe_open(path / WEIGHTS, framework="pt") as tensors:
-        names = sorted(tensors.keys())
+    try:
+        with safe_open(path / WEIGHTS, framework="pt") as tensors:
+            names = sorted(tensors.keys())
+    except (SafetensorError, OSError) as error:
+        raise _refused(f"{path}/{WEIGHTS} cannot be read: {error}", "restore it") from error
     layers = set()
     for name in names:
         found = _TENSOR.fullmatch(name)

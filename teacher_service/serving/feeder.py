@@ -28,7 +28,8 @@ class Feeder(Dispatcher):
     one query more. So the engine finds a full step whenever one ends, however long the queries are.
     A sender without a query in flight does not wait for a place: the engine gets its query at once,
     with a turn before those of the queries that the engine has not begun. So the query of a light
-    client is in the step that follows the present one, whatever else waits.
+    client beside a heavy one is in the step that follows the present one, however deep the queue of
+    the other; with several heavy clients, turns are by tokens.
 
     The engine has failed if it raised for a query twice, and for a short probe as well, so that the
     query is not the cause.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +24,7 @@ from protos.errors import (
 )
 
 if TYPE_CHECKING:
+    from clients.config.file import JobFile
     from clients.config.kinds import AnyJob
     from clients.runs.directory import RunDirectory, Status
 
@@ -39,14 +41,14 @@ def run(
         str, typer.Option(metavar="DIR", help="Resume this run directory; give no job file.")
     ] = "",
     directory: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--dir",
             metavar="DIR",
             help="Run directory: made for a new job, resumed as --resume does if it exists."
             " For batch scripts that are started again.",
         ),
-    ] = "",
+    ] = None,
 ) -> ExitCode:
     """Run a job on this machine, in the foreground, without a server.
 
@@ -55,20 +57,37 @@ def run(
     output = settings_of(context).output
     if bool(job) == bool(resume):
         raise InvalidInput("give either a job file or --resume DIR", hint="see distill run --help")
-    if directory and resume:
+    if directory is not None and resume:
         raise InvalidInput("is for a job file", field="--dir", hint="leave out --dir or --resume")
-    if directory and (Path(directory) / "job.json").exists():
-        return _run_on(Path(directory), output)
+    if directory == "":
+        raise InvalidInput("is empty", field="--dir", hint="name the run directory")
+    chosen = overrides(sets, name)
+    if directory is not None and (Path(directory) / "job.json").exists():
+        from clients.config.file import load_job
+
+        return _run_on(Path(directory), _complete(load_job(job, chosen)), output)
     if not resume:
-        return run_new(job, overrides(sets, name), Path(runs), output, directory)
+        return run_new(job, chosen, Path(runs), output, directory or "")
     found, attempt = _reopened(Path(resume), max_steps_of(sets or []))
     return _attempted(found, attempt, output, remove_if_refused=False)
 
 
-def _run_on(path: Path, output: Output) -> ExitCode:
-    """Resume the job of a run directory as it is there; a finished one has nothing left to do."""
+def _run_on(path: Path, job: AnyJob, output: Output) -> ExitCode:
+    """Resume the job of a run directory; a finished one has nothing left to do.
+
+    `job`: of the file. Raises InvalidInput (`--dir`) if it is not the job of the directory.
+    """
     from clients.runs.directory import RunDirectory
 
+    made_with, asked = (_values(one.model_dump()) for one in (RunDirectory(path).config(), job))
+    if other := sorted(key for key in made_with | asked if made_with.get(key) != asked.get(key)):
+        raise InvalidInput(
+            f"{path} was made with another {other[0]}: {made_with.get(other[0])!r}, not"
+            f" {asked.get(other[0])!r}",
+            field="--dir",
+            hint="give the same job file and --set, or name another directory;"
+            f" distill run --resume {path} continues it as it is",
+        )
     status = RunDirectory(path).read_status()
     if status is not None and status.verdict == "succeeded":
         output.say(f"the run {path} is finished: {status.step} of {status.max_steps} steps")
@@ -129,7 +148,7 @@ def _made_by(run: RunDirectory) -> dict[str, Path | str]:
 
 
 def _made(job: str, chosen: list[str], runs: Path, directory: str) -> RunDirectory:
-    from clients.config.file import load_job, localized
+    from clients.config.file import load_job
     from clients.config.tables.after import outputs_in
     from clients.preflight.data_files import check_data
     from clients.preflight.files import check_files
@@ -145,7 +164,7 @@ def _made(job: str, chosen: list[str], runs: Path, directory: str) -> RunDirecto
             field="after" if file.config.after else outputs_in(file.config)[0].key,
             hint="use distill submit, or name the files that the other job wrote",
         )
-    config = _stored_absolute(localized(judged_beside(file.path, file.config)))
+    config = _complete(file)
     check_packages(config)
     check_gpus(config)
     check_files(config)
@@ -166,6 +185,7 @@ def _made_whole(path: Path, parts: tuple[AnyJob, str, str]) -> RunDirectory:
     """
     from clients.runs.directory import RunDirectory
 
+    path = path if path.name else path.absolute()  # "." has no name
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         RunDirectory.create(partial, *parts)
@@ -195,6 +215,22 @@ def judged_beside(job: Path, config: AnyJob) -> AnyJob:
         raise InvalidInput(f"no such file: {file}", field="reward.file", hint=hint)
     reward = config.reward.model_copy(update={"file": str(file)})
     return config.model_copy(update={"reward": reward})
+
+
+def _complete(file: JobFile) -> AnyJob:
+    """Return the job of a file as a run directory has it: all paths are absolute."""
+    from clients.config.file import localized
+
+    return _stored_absolute(localized(judged_beside(file.path, file.config)))
+
+
+def _values(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the values of a job by key, such as `train.processes`."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        key = f"{above}{name}"
+        found |= _values(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+    return found
 
 
 def _stored_absolute(config: AnyJob) -> AnyJob:

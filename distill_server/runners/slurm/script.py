@@ -38,9 +38,11 @@ def check_options(options: Sequence[str]) -> tuple[str, ...]:
                 field="--slurm-option",
                 hint="give its long name without dashes, for example partition=gpu",
             )
-        if name in _RESERVED:
+        # sbatch takes the beginning of a name too, if no option has that name.
+        own = [one for one in sorted(_RESERVED) if one.startswith(name) and name != "gpus"]
+        if own:
             raise InvalidInput(
-                f"the server sets {name} itself for each job",
+                f"the server sets {own[0]} itself for each job",
                 field="--slurm-option",
                 hint="leave it out",
             )

@@ -162,6 +162,32 @@ def test_a_directory_is_made_then_resumed_then_finished(
     assert not only_run().log_file(3).exists()
 
 
+def test_a_directory_of_another_job_is_not_resumed(
+    capsys: Capture, job_file: Callable[..., str], trainer: Script
+) -> None:
+    trainer('tell("cancelled", "", 1)')
+    job = job_file()
+    command = ["run", job, "--dir", "mine", "--set", "max_steps=2"]
+    assert main(command) == ExitCode.JOB_CANCELLED
+    capsys.readouterr()
+    assert main(["run", job, "--dir", "mine", "--set", "max_steps=3"]) == ExitCode.USAGE
+    assert "--dir: mine was made with another max_steps: 2, not 3" in capsys.readouterr().err
+    assert main(["run", "none.toml", "--dir", "mine"]) == ExitCode.USAGE
+    assert "none.toml" in capsys.readouterr().err
+    assert main(["run", job, "--dir", ""]) == ExitCode.USAGE
+    assert "--dir: is empty" in capsys.readouterr().err
+
+
+def test_the_present_directory(
+    job_file: Callable[..., str], trainer: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer('tell("succeeded", "", 1)')
+    job = str(Path(job_file()).absolute())
+    Path("mine").mkdir()
+    monkeypatch.chdir("mine")
+    assert main(["run", job, "--dir", "."]) == 0
+
+
 def test_a_directory_of_something_else_is_left_alone(
     capsys: Capture, job_file: Callable[..., str]
 ) -> None:

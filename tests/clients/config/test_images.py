@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from clients.config.capture import CaptureJob
 from clients.config.on_policy import OnPolicyJob
 from clients.config.rl import RLJob
 from clients.config.sft import SFTJob
+from clients.data.images import image_file
 from clients.data.records import images_of
 from clients.preflight.teachers import check_teachers
 from protos.errors import InvalidInput
@@ -99,6 +101,21 @@ def test_one_of_several_teachers_must_read_images() -> None:
 )
 def test_images_of_a_record(value: object, expected: tuple[str | bytes, ...]) -> None:
     assert images_of({"image": value}, "image", "row 1") == expected
+
+
+@pytest.mark.parametrize("value", ["data:image/png;base64," + "A" * 5000, ["https://x.org/1.png"]])
+def test_addresses_are_refused(value: object) -> None:
+    with pytest.raises(InvalidInput, match="addresses are not read") as caught:
+        images_of({"image": value}, "image", "row 1")
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("name", ["none.png", "x" * 5000])
+def test_what_is_no_file(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"row 1 names the image .*, which is no file") as caught:
+        image_file(tmp_path, name, "row 1")
+    assert caught.value.field == "data.image_column"
+    assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("value", [3, [None], "", [{"bytes": None, "path": None}]])

@@ -298,6 +298,7 @@ def test_verdicts(
         ("partition=a\nb", "is not an option of sbatch"),
         ("requeue", "the server sets requeue itself"),
         ("ntasks=4", "the server sets ntasks itself"),
+        ("job-nam=x", "the server sets job-name itself"),
     ],
 )
 def test_options_that_are_refused(option: str, message: str) -> None:

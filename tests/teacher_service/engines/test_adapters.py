@@ -114,7 +114,7 @@ def test_weights_are_not_pushed_beneath_adapters(
         ({"init_lora_weights": "pissa"}, "has init_lora_weights = 'pissa'"),
         ({"bias": "all"}, "has bias = 'all'"),
         ({"modules_to_save": ["lm_head"]}, "has modules_to_save"),
-        ({"peft_type": "IA3"}, "is an adapter of type IA3, not LORA"),
+        ({"peft_type": "IA3", "r": None}, "is an adapter of type IA3, not LORA"),
         ({"r": None}, "adapter_config.json is malformed"),
     ],
 )
@@ -126,6 +126,18 @@ def test_another_kind_is_refused(
         read_adapters([f"math={tmp_path / 'copy'}"])
     assert caught.value.field == "--adapter"
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json"])
+@pytest.mark.parametrize("content", ["", "[]", "x" * 9])
+def test_a_damaged_file_is_refused(
+    adapters: dict[str, Path], file: str, content: str, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(adapters["math"], tmp_path / "copy")
+    (copy / file).write_text(content)
+    with pytest.raises(InvalidInput, match=f"{file} (cannot be read|is malformed)") as caught:
+        read_adapters([f"math={copy}"])
+    assert caught.value.field == "--adapter"
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])

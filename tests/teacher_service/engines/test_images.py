@@ -79,6 +79,17 @@ def test_a_batch_with_images_is_each_query_alone(engine: HfEngine) -> None:
         np.testing.assert_allclose(together.token_logprobs, alone.token_logprobs, atol=1e-5)
 
 
+def test_a_placeholder_in_scored_text_beside_images(engine: HfEngine) -> None:
+    """A student may sample it: it is a token like others, and no image of another query."""
+    text = query("1+2=", f"3{IMAGE}5")
+    alone = rows(engine, [text])[0]
+    together = rows(engine, [CASES[0], text, CASES[1]])
+    np.testing.assert_allclose(together[1].token_logprobs, alone.token_logprobs, atol=1e-5)
+    expected = rows(engine, CASES[:2])
+    for found, one in zip(together[::2], expected, strict=True):
+        np.testing.assert_allclose(found.token_logprobs, one.token_logprobs, atol=1e-5)
+
+
 def test_the_image_changes_the_rows_and_the_key(engine: HfEngine) -> None:
     one, other = (query(f"{IMAGE}1+2=", "345", picture) for picture in PICTURES[::2])
     found, changed = rows(engine, [one, other])

@@ -19,7 +19,7 @@ from tests.teacher_service.processes import TeacherProcess
 
 WORDS = tiny_vision.tokenizer()
 PLACEHOLDER = WORDS.convert_tokens_to_ids(tiny_vision.IMAGE)
-LIMITS = RequestLimits(len(WORDS), 100, 8, PLACEHOLDER)
+LIMITS = RequestLimits(len(WORDS), 100, 8, placeholder=PLACEHOLDER)
 ONE = tiny_vision.START + tiny_vision.IMAGE + tiny_vision.END
 
 
