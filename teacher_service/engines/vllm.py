@@ -39,14 +39,13 @@ from teacher_service.models.loading import load_skeleton, load_vocabulary, max_l
 from teacher_service.models.quantisation import quantisation_of
 
 _WORKER = "teacher_service.engines.vllm_worker.ScoringWorker"
-# Arguments of vLLM that are no `--engine-option`: those that this module sets, and others.
-_OURS = OWN_OPTIONS | {
-    *("model", "dtype", "tensor_parallel_size", "gpu_memory_utilization", "max_num_batched_tokens"),
-    *("max_num_seqs", "scheduling_policy", "long_prefill_token_threshold", "worker_cls"),
-    *("long_prefill_token_threshold_adaptive", "distributed_executor_backend", "hf_overrides"),
-    *("model_loader_extra_config", "additional_config", "enable_lora", "max_loras"),
-    *("max_lora_rank", "lora_target_modules"),
-}
+# Arguments of vLLM that are no `--engine-option`, beside those that every teacher sets.
+_SOMETIMES_OURS = frozenset(
+    [
+        *("distributed_executor_backend", "hf_overrides", "enable_lora", "max_loras"),
+        *("max_lora_rank", "lora_target_modules"),
+    ]
+)
 # vLLM's sizes of the memory for adapters, by largest rank.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -87,14 +86,14 @@ class VllmEngine:
         skeleton = load_skeleton(path, dtype=dtype)
         head = find_head(skeleton, path)
         tokens = load_vocabulary(path)
-        further = read_options(options, _OURS)
         arguments = {
             "tensor_parallel_size": tensor_parallel_size,
             "gpu_memory_utilization": gpu_memory_share,
             **_arguments(path, skeleton, head, max_batch_tokens),
             **_lora_options(adapters),
-            **further,
         }
+        further = read_options(options, OWN_OPTIONS | _SOMETIMES_OURS | arguments.keys())
+        arguments |= further
         if not further:  # otherwise one process may not be enough: vLLM decides
             arguments["distributed_executor_backend"] = executor(tensor_parallel_size)
         progress.begin("starting vLLM and reading its weights")
