@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from protos.errors import DistillError, TimedOut, Unavailable
+from protos.errors import TimedOut, Unavailable
 from protos.rpc.channel import SERVER_TOKEN, open_channel
 from protos.rpc.statuses import fault_of
 from protos.rpc.transport import STREAM_OPEN
@@ -79,7 +79,7 @@ class ServerConnection:
                 return
             except grpc.RpcError as error:
                 away_since = away_since or time.monotonic()
-                fault = self._fault_of_stream(error)
+                fault = fault_of(error, self.name)
                 out_of_patience = time.monotonic() - away_since > self._patience
                 if out_of_patience or not isinstance(fault, Unavailable):
                     raise fault from error
@@ -98,16 +98,6 @@ class ServerConnection:
             ready.result(min(_LONGEST_PAUSE_SECONDS, max(0.0, until - time.monotonic())))
         except grpc.FutureTimeoutError:
             ready.cancel()
-
-    def _fault_of_stream(self, error: grpc.RpcError) -> DistillError:
-        call: Any = error
-        if call.code() is grpc.StatusCode.CANCELLED:
-            # The server cancelled the call: a server that shuts down cancels streams that did not
-            # end within its grace period.
-            return Unavailable(
-                f"the {self.name} ended the stream", hint="check that it is not shutting down"
-            )
-        return fault_of(error, self.name)
 
 
 def _pauses() -> Iterator[float]:

@@ -15,7 +15,14 @@ from google.protobuf import duration_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from protos.errors import DistillError, InternalFault, InvalidInput, Overloaded, error_of
+from protos.errors import (
+    DistillError,
+    InternalFault,
+    InvalidInput,
+    Overloaded,
+    Unavailable,
+    error_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -185,6 +192,12 @@ def fault_of(error: grpc.RpcError, server: str) -> DistillError:
             status.name,
             f"cannot reach the {server}" + (f" ({reason[1]})" if reason else ""),
             hint=TLS_HINT if tls else "check that it runs and that the address is right",
+        )
+    if status is grpc.StatusCode.CANCELLED:
+        # A server that shuts down cancels the calls that reach it as it closes its port, and those
+        # that did not end within its grace period.
+        return Unavailable(
+            f"the {server} ended the call", hint="check that it is not shutting down"
         )
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return error_of(status.name, f"the {server} did not answer in time", hint="try again")

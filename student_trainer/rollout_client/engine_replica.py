@@ -30,12 +30,8 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
 _MAX_PAUSE_SECONDS = 1.0
 _SLEEP_SECONDS = 60.0  # with adapters, the weights of a model are copied to the CPU
-# The service died, stopped or does not answer, or this client has cancelled the call.
-_AWAY = (
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-)
+# The service died, stopped or does not answer.
+_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class Replica:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -152,3 +153,22 @@ def test_nobody_listens() -> None:
 def test_only_loopback(host: str) -> None:
     with pytest.raises(InvalidInput):
         ServerEndpoint(host).require_usable()
+
+
+def test_a_call_that_the_server_cancels_may_be_repeated() -> None:
+    """As gRPC does with a call that reaches a server while it closes its port."""
+
+    def cancel(request: bytes, context: grpc.ServicerContext) -> bytes:
+        context.cancel()
+        return request
+
+    handler = grpc.unary_unary_rpc_method_handler(cancel)
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("a", {"b": handler})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        error = channel.unary_unary("/a/b").future(b"", timeout=20).exception()
+    server.stop(0)
+    assert error.code() is grpc.StatusCode.CANCELLED
+    assert isinstance(fault_of(error, "teacher"), Unavailable)

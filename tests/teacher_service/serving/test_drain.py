@@ -17,7 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from clients.teacher.client import TeacherClient
 from clients.teacher.query import ScoreQuery, request_of
 from protos import teacher_pb2, teacher_pb2_grpc
+from protos.errors import DistillError, Unavailable
 from protos.rows.codec import RowBlock
+from protos.rpc.statuses import fault_of
 from protos.rpc.transport import CHANNEL_OPTIONS
 from teacher_service.engines.fake import FakeEngine, FakeSettings
 from tests.teacher_service.conftest import StartTeacher
@@ -85,16 +87,18 @@ def info(stub: Any) -> teacher_pb2.TeacherInfo:
     return found
 
 
-def refusal(address: str) -> grpc.StatusCode:
-    """The status of calls to `address`, from the first one that fails on."""
+def refusal(address: str) -> DistillError:
+    """What a client is told by the first call to `address` that fails.
+
+    gRPC cancels a call that reaches the server as it closes its port, and refuses the next one.
+    """
     deadline = time.monotonic() + WAIT
     while time.monotonic() < deadline:
         with grpc.insecure_channel(address) as channel:
             try:
                 info(teacher_pb2_grpc.TeacherStub(channel))
             except grpc.RpcError as error:
-                code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
-                return code
+                return fault_of(error, f"teacher {address}")
     raise TimeoutError(f"{address} goes on answering")
 
 
@@ -108,7 +112,7 @@ def test_new_calls_are_unavailable_while_it_drains(start_teacher: StartTeacher) 
             time.sleep(0.01)
         teacher.send(signal.SIGTERM)
         for address in (teacher.address, f"localhost:{teacher.port}"):
-            assert refusal(address) is grpc.StatusCode.UNAVAILABLE
+            assert isinstance(refusal(address), Unavailable)
         answered = [chunk.last for chunk in stream]
         assert len(answered) >= 2
         assert all(answered)
