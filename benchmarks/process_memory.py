@@ -6,7 +6,9 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MIB = 1 << 20
@@ -59,6 +61,35 @@ def peak_of(process: int) -> int:
         return _field(Path(f"/proc/{process}/status"), "VmHWM")
     except (OSError, KeyError):
         return 0
+
+
+@contextmanager
+def peak_of_children(pause_seconds: float = 0.5) -> Iterator[list[int]]:
+    """Yield a list whose only value becomes the peak of the bytes of all child processes together.
+
+    Children of children count too. A page that processes share counts once (PSS). The peak is that
+    of readings which are `pause_seconds` apart.
+    """
+    import psutil
+
+    peak, over, here = [0], threading.Event(), psutil.Process()
+
+    def held(child: psutil.Process) -> int:
+        with suppress(psutil.Error):  # it has ended
+            return int(child.memory_full_info().pss)
+        return 0
+
+    def read() -> None:
+        while not over.wait(pause_seconds):
+            peak[0] = max(peak[0], sum(map(held, here.children(recursive=True))))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        reader.join()
 
 
 def available() -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.offline_material import ROOT, environment
 from benchmarks.process_memory import peak_of
 from benchmarks.rl_material import Material, Warm
-from clients.config.rl import RLJob
+from clients.config.kinds import kind_of
 from clients.runs.directory import RunDirectory
 
 HEAD = 32
@@ -120,12 +120,22 @@ def all_runs(work: Path, material: Material, sizes: Sizes) -> Iterator[dict[str,
 
 def one_run(home: Path, job: Mapping[str, Any]) -> dict[str, Any]:
     """Run one job and return its measurements; its directory is removed."""
-    shutil.rmtree(home, ignore_errors=True)
-    made = RunDirectory.create(home, RLJob.model_validate(job))
-    peak = _train(made.path, home.with_suffix(".log"))
-    lines = (made.path / "metrics.jsonl").read_text().splitlines()
+    _, records, peak = train_once(home, job)
     shutil.rmtree(home)
-    return _summary([json.loads(line) for line in lines]) | {"peak_bytes": peak}
+    return summary(records) | {"peak_bytes": peak}
+
+
+def train_once(
+    home: Path, job: Mapping[str, Any]
+) -> tuple[RunDirectory, list[dict[str, float]], int]:
+    """Run one training job in a new directory `home`.
+
+    Returns the directory, the records of its metrics, and its peak of resident memory in bytes.
+    """
+    shutil.rmtree(home, ignore_errors=True)
+    made = RunDirectory.create(home, kind_of(job).model_validate(job))
+    peak = _train(made.path, home.with_suffix(".log"))
+    return made, [json.loads(line) for line in made.metrics.read_text().splitlines()], peak
 
 
 def _train(run: Path, log: Path) -> int:
@@ -144,7 +154,8 @@ def _train(run: Path, log: Path) -> int:
     return peak
 
 
-def _summary(records: list[dict[str, float]]) -> dict[str, Any]:
+def summary(records: list[dict[str, float]]) -> dict[str, Any]:
+    """Return what the page needs of the metrics of a run."""
     steps = [record for record in records if "time/step" in record]
     late = steps[-max(1, len(steps) // 10) :]
 

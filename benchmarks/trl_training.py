@@ -40,6 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.draw_material import LONGEST_PROMPT, Pair, make_pair, prompts
 from benchmarks.draw_training import measure
+from benchmarks.process_memory import peak_of_children
 from benchmarks.rollouts_ahead import served
 from clients.config.on_policy import OnPolicyJob
 from clients.runs.directory import RunDirectory
@@ -99,18 +100,14 @@ def read(path: Path, steps: int) -> dict[str, Any]:
 def train(
     way: str, pair: Pair, options: argparse.Namespace, folder: Path, seed: int
 ) -> dict[str, Any]:
-    """Train one student; return seconds (the median step), all seconds of steps, and the KL."""
-    if way == "TRL":
-        path = folder / "trl"
-        command = [sys.executable, "-m", "benchmarks.trl_training", "--data", str(options.data)]
-        command += ["--work", str(options.work), "--steps", str(options.steps)]
-        command += ["--seed", str(seed), "--trl", str(path)]
-        done = subprocess.run(command, env=environment(THREADS), capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(done.stderr[-4000:])
-        steps = json.loads((path / "seconds.json").read_text())
-    else:
-        path, steps = train_here(way, pair, options, folder, seed)
+    """Train one student; return seconds (the median step), all seconds of steps, peak_bytes of all
+    processes together, and the KL.
+    """
+    with peak_of_children() as peak:
+        if way == "TRL":
+            path, steps = run_trl(options, folder / "trl", seed)
+        else:
+            path, steps = train_here(way, pair, options, folder, seed)
     tokenizer = AutoTokenizer.from_pretrained(pair.teacher)
     teacher, student = (
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -118,7 +115,23 @@ def train(
     )
     held_out = prompts(options.data, tokenizer, HELD_OUT)
     kl = measure(student, teacher, tokenizer, held_out, TOKENS)
-    return {"seconds": statistics.median(steps[SKIPPED:]), "kl": kl, "steps_seconds": steps}
+    return {
+        "seconds": statistics.median(steps[SKIPPED:]),
+        "kl": kl,
+        "peak_bytes": peak[0],
+        "steps_seconds": steps,
+    }
+
+
+def run_trl(options: argparse.Namespace, path: Path, seed: int) -> tuple[Path, list[float]]:
+    """Train with TRL in a process; return the student's directory and the seconds of each step."""
+    command = [sys.executable, "-m", "benchmarks.trl_training", "--data", str(options.data)]
+    command += ["--work", str(options.work), "--steps", str(options.steps)]
+    command += ["--seed", str(seed), "--trl", str(path)]
+    done = subprocess.run(command, env=environment(THREADS), capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-4000:])
+    return path, json.loads((path / "seconds.json").read_text())
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -251,7 +264,9 @@ def train_with_trl(pair: Pair, data: Path, out: Path, steps: int, seed: int) -> 
 
 def show(runs: list[dict[str, Any]]) -> None:
     theirs = {run["seed"]: run for run in runs if run["way"] == "TRL"}
-    print(f"\n{'':<8} seconds a step   times TRL's speed   exact KL held out (each seed)")
+    print(
+        f"\n{'':<8} seconds a step   times TRL's speed   peak GiB   exact KL held out (each seed)"
+    )
     for way in WAYS:
         mine = [run for run in runs if run["way"] == way]
         if not mine:
@@ -260,7 +275,9 @@ def show(runs: list[dict[str, Any]]) -> None:
         ratios = [theirs[run["seed"]]["seconds"] / run["seconds"] for run in mine if theirs]
         ratio = f"{statistics.median(ratios):.2f}" if ratios else "-"
         kl = ", ".join(f"{run['kl']:.3f}" for run in mine)
-        print(f"{way:<8} {seconds:>14.2f}   {ratio:>17}   {kl}")
+        peaks = [run["peak_bytes"] / (1 << 30) for run in mine if "peak_bytes" in run]
+        peak = f"{statistics.median(peaks):.2f}" if peaks else "-"
+        print(f"{way:<8} {seconds:>14.2f}   {ratio:>17}   {peak:>8}   {kl}")
 
 
 if __name__ == "__main__":

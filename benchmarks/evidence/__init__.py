@@ -1,0 +1,1 @@
+"""One script a claim; `python -m benchmarks.evidence.page` writes docs/evidence.md from results."""

@@ -1,0 +1,208 @@
+"""Anchors in RL: none, a fixed one and an EMA one, on harder sums, at higher learning rates.
+
+    python -m benchmarks.evidence.anchors [--processes 2] [--seeds 5]
+
+A model of 2 layers is pretrained until it gets some sums right, then learns from the reward
+`exact_match` (`benchmarks/rl_runs.py`), for longer than in `benchmarks.rl`. Tasks: sums of two
+numbers below 100, and below 1,000. At the end the student answers each of 200 unseen sums 16 times
+at temperature 1: the share of right answers (pass@1), the share of sums with a right one among 8
+(pass@8, the estimator of arXiv 2107.03374, equation 1), and the number of different answers among
+the 16. Each run is kept in `--work` and added to benchmarks/results/evidence_anchors.json when it
+ends; an interrupted benchmark goes on where it stopped. A run takes one or two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.evidence.runs import RESULTS, finished, machine, write
+from benchmarks.offline_material import environment
+from benchmarks.rl_material import VOCABULARY, Material
+from benchmarks.rl_runs import Arm, summary, train_once
+from student_trainer.data.prompts import Prompt
+from student_trainer.rollouts.hf import HuggingFaceRollouts
+from student_trainer.tools.pretrain import main as pretrain
+
+PROMPTS, ANSWERS, STEPS = 64, 8, 150
+ASKED, SAMPLES, TRIES = 200, 16, 8
+HEAD = 32
+# The largest term of a sum, and the loss at which the pretraining stops.
+TASKS = {"sums below 100": (100, 0.5), "sums below 1,000": (1000, 0.6)}
+RATES = (3e-4, 1e-3, 3e-3)
+ARMS = (
+    Arm("no KL"),
+    Arm("fixed anchor, beta 0.1", 0.1, tau=1.0),
+    Arm("EMA anchor, beta 0.1", 0.1),
+    Arm("fixed anchor, beta 1", 1.0, tau=1.0),
+    Arm("EMA anchor, beta 1", 1.0),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run."""
+
+    task: str
+    rate: float
+    arm: Arm
+    seed: int
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {"task": self.task, "rate": self.rate, "arm": self.arm.name, "seed": self.seed}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("runs/evidence/anchors"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "evidence_anchors.json")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # the key of the only run, as JSON
+    options = parser.parse_args(arguments)
+    disable_progress_bar()
+    materials = {task: make_material(options.work, task) for task in options.tasks}
+    settings = [
+        Setting(task, rate, arm, seed)
+        for seed in range(options.seeds)
+        for rate in options.rates
+        for task in options.tasks
+        for arm in ARMS
+    ]
+    if options.one:
+        (chosen,) = [one for one in settings if one.key == json.loads(options.one)]
+        print(json.dumps(run(options.work, materials[chosen.task], chosen, options.steps)))
+        return
+    result = finished(options.out, {"machine": machine(), "steps": options.steps})
+    missing = [one for one in settings if not any(r | one.key == r for r in result["runs"])]
+
+    def add(one: Setting) -> None:
+        command = [sys.executable, "-m", "benchmarks.evidence.anchors"]
+        command += [*(arguments or sys.argv[1:]), "--one", json.dumps(one.key)]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(done.stderr[-3000:])
+        found = json.loads(done.stdout.splitlines()[-1])
+        write(options.out, result, one.key | found)
+        print(one.key, {name: found[name] for name in ("pass@1", "pass@8", "answers")}, flush=True)
+
+    with ThreadPoolExecutor(options.processes) as pool:
+        list(pool.map(add, missing))
+
+
+def make_material(work: Path, task: str) -> Material:
+    """Make sums and the pretrained model of a task, once."""
+    below, until_loss = TASKS[task]
+    home = (work / f"below-{below}").absolute()
+    made = Material(home / "train.jsonl", home / "heldout.jsonl", home / "model")
+    if made.model.exists():
+        return made
+    home.mkdir(parents=True, exist_ok=True)
+    pairs = random.Random(0).sample(range(below * below), 10_000)
+    sums = [(pair // below, pair % below) for pair in pairs]
+    lines = [
+        json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)[::-1]}) + "\n" for a, b in sums
+    ]
+    made.held_out.write_text("".join(lines[:1000]))
+    made.train.write_text("".join(lines[1000:]))
+    partial = made.model.with_suffix(".part")
+    words = ["--data", str(made.train), "--loss-on", "last", "--out", str(partial)]
+    words += ["--tokenizer", "bpe", "--vocab-size", str(VOCABULARY), "--layers", "2"]
+    words += ["--width", "64", "--steps", "4000", "--until-loss", str(until_loss)]
+    pretrain([*words, "--learning-rate", "3e-3"])
+    partial.rename(made.model)
+    return made
+
+
+def run(work: Path, material: Material, setting: Setting, steps: int) -> dict[str, Any]:
+    """Train once; return the metrics of the run and the examination of its student."""
+    name = "-".join(str(value) for value in setting.key.values())
+    home = work / "runs" / name.replace(" ", "-").replace(",", "")
+    home.parent.mkdir(parents=True, exist_ok=True)
+    made, records, _ = train_once(home, job(material, setting, steps))
+    found = examine(made.export, material.held_out)
+    shutil.rmtree(home)
+    return asdict(setting.arm) | summary(records) | found
+
+
+def job(material: Material, setting: Setting, steps: int) -> dict[str, Any]:
+    arm = setting.arm
+    anchor = {"anchor": {"tau": arm.tau, "update_period": 10}} if arm.beta else {}
+    return {
+        "student": {"model": str(material.model)},
+        "data": {"path": str(material.train), "eval_path": str(material.held_out)},
+        "reward": {"type": "exact_match"},
+        **anchor,
+        "method": {
+            "type": "rl",
+            "beta": arm.beta,
+            "top_k": HEAD,
+            "rollouts_per_prompt": ANSWERS,
+            "max_new_tokens": 6,
+        },
+        "train": {
+            "learning_rate": setting.rate,
+            "warmup_steps": 5,
+            "prompts_per_step": PROMPTS,
+        },
+        "eval": {"every": max(1, steps // 6), "prompts": ASKED, "metric": "exact_match"},
+        "checkpoint": {"every": steps},
+        "track": {"tensorboard": False},
+        "seed": setting.seed,
+        "max_steps": steps,
+    }
+
+
+def examine(model: Path, held_out: Path) -> dict[str, float]:
+    """Return pass@1, pass@8 and the number of different answers among SAMPLES to a sum."""
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    lines = [json.loads(line) for line in held_out.read_text().splitlines()[:ASKED]]
+    ids = [np.array(tokenizer(line["prompt"])["input_ids"], dtype=np.int32) for line in lines]
+    rollouts = HuggingFaceRollouts(
+        student, tokenizer, top_k=1, temperature=1.0, max_new_tokens=6, batch_tokens=1 << 14
+    )
+    asked = [Prompt(one, "") for one in ids for _ in range(SAMPLES)]
+    texts = []
+    for answers in rollouts.generate(asked, range(len(asked)), seed=12345):
+        texts += [tokenizer.decode(one.completion, skip_special_tokens=True) for one in answers]
+    assert len(texts) == len(asked)
+    return passes([texts[i : i + SAMPLES] for i in range(0, len(texts), SAMPLES)], lines)
+
+
+def passes(texts: Sequence[Sequence[str]], lines: Sequence[dict[str, str]]) -> dict[str, float]:
+    """Return pass@1, pass@8 and different answers, each the mean over prompts."""
+    right = [
+        sum(text.strip() == line["answer"] for text in of)
+        for of, line in zip(texts, lines, strict=True)
+    ]
+    missed = [math.comb(SAMPLES - c, TRIES) / math.comb(SAMPLES, TRIES) for c in right]
+    return {
+        "pass@1": sum(right) / (SAMPLES * len(right)),
+        "pass@8": 1 - sum(missed) / len(missed),
+        "answers": sum(len(set(of)) for of in texts) / len(texts),
+    }
+
+
+if __name__ == "__main__":
+    main()

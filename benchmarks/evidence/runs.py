@@ -1,0 +1,37 @@
+"""The file of results of a benchmark whose runs are added one by one, so that it can go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+
+RESULTS = Path("benchmarks/results")
+_writing = Lock()
+
+
+def machine() -> str:
+    """Return processor, number of cores and version of torch."""
+    return f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+
+
+def finished(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {settings, "runs"} as written so far; runs of other settings are left out."""
+    held = json.loads(path.read_text()) if path.exists() else {}
+    same = {name: held.get(name) for name in settings} == dict(settings)
+    return {**settings, "runs": held["runs"] if same else []}
+
+
+def write(path: Path, result: dict[str, Any], run: dict[str, Any]) -> None:
+    """Add a run to the results and write them; threads may call it at once."""
+    with _writing:
+        result["runs"].append(run)
+        partial = path.with_suffix(".part")
+        partial.write_text(json.dumps(result, indent=1) + "\n")
+        partial.rename(path)

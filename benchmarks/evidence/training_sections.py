@@ -1,0 +1,208 @@
+"""The sections of docs/evidence.md about whole methods, speed and the cost of the service."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evidence import pictures
+from benchmarks.evidence.anchors import ARMS, TASKS
+from benchmarks.evidence.claims import Effect, Section, effects_table, paired, read
+
+
+def anchors(docs: Path) -> Section | None:
+    found = read("evidence_anchors")
+    if not found:
+        return None
+    runs = found["runs"]
+    pictures.anchors(runs, docs / "evidence-anchors.png")
+    effects = []
+    for task in TASKS:
+        for rate in sorted({run["rate"] for run in runs if run["task"] == task}):
+            here = [run for run in runs if (run["task"], run["rate"]) == (task, rate)]
+            for beta in (0.1, 1):
+                ema, fixed = ({"arm": f"{kind} anchor, beta {beta:g}"} for kind in ("EMA", "fixed"))
+                case = f"{task}, rate {rate:g}, beta {beta:g}"
+                none = {"arm": ARMS[0].name}
+                effects += [
+                    Effect(f"{case}: EMA above fixed", paired(here, "pass@1", ema, fixed)),
+                    Effect(f"{case}: EMA above no KL", paired(here, "pass@1", ema, none)),
+                ]
+    effects = [one for one in effects if len(one.differences) > 1]
+    text = f"""\
+## Anchors in reinforcement learning
+
+A small model that gets about four of ten sums below 100 right learns from rewards for
+{found["steps"]} steps of 64 sums x 8 answers, two and a half times as long as in
+[the first comparison](rl.md), which found no difference at a low learning rate. pass@1 and pass@8:
+the chance of a right answer among 1 and 8, of 16 answers at temperature 1 to 200 unseen sums.
+Differences of pass@1:
+
+![pass@1 and pass@8 by anchor](evidence-anchors.png)
+
+{effects_table(effects, "pass@1")}
+
+Means over seeds; KL: to the anchor, at the end. From the weak start of sums below 1,000 (7% right)
+no arm learned in these steps. With beta 1 a fixed anchor holds the student back; an EMA anchor
+follows it.
+
+{arm_table(runs)}
+"""
+    claim = "In RL, an EMA anchor ends above a fixed one and above none (EMA-PG's claim)"
+    command = "python -m benchmarks.evidence.anchors"
+    return Section(claim, effects, text, command, "1 minute a run")
+
+
+def arm_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        "| task | rate | anchor | seeds | pass@1 | pass@8 | answers of 16 that differ | KL |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for task, rate in sorted({(run["task"], run["rate"]) for run in runs}):
+        for arm in ARMS:
+            mine = [r for r in runs if (r["task"], r["rate"], r["arm"]) == (task, rate, arm.name)]
+            if not mine:
+                continue
+            means = [
+                statistics.mean(run[name] for run in mine)
+                for name in ("pass@1", "pass@8", "answers")
+            ]
+            kls = [run["kl_anchor"] for run in mine if run.get("kl_anchor") is not None]
+            kl = f"{statistics.mean(kls):.3f}" if kls else "-"
+            shares = f"{means[0]:.3f} | {means[1]:.3f} | {means[2]:.1f}"
+            rows.append(f"| {task} | {rate:g} | {arm.name} | {len(mine)} | {shares} | {kl} |")
+    return "\n".join(rows)
+
+
+def rl_estimators(docs: Path) -> Section:
+    found = {one["name"]: one["finals"] for one in read("rl")["summaries"]}
+    effects = []
+    for beta in (0.001, 0.1):
+        ours = found[f"EMA anchor, bucket+sampled, beta {beta:g}"]
+        for other in ("published", "k3"):
+            theirs = found[f"EMA anchor, {other}, beta {beta:g}"]
+            ends = [a - b for a, b in zip(ours, theirs, strict=True)]
+            effects.append(Effect(f"beta {beta:g}: `bucket+sampled` above `{other}`", ends))
+    text = f"""\
+## The estimator of RL's KL
+
+Held-out accuracy of the runs of [Reinforcement learning: measurements](rl.md), whose vocabulary of
+257 ids leaves 0.3% of the mass outside a head of 32: there the tail cannot matter.
+
+{effects_table(effects, "accuracy")}
+"""
+    claim = "In RL, `bucket+sampled` ends above `published` and k3"
+    return Section(claim, effects, text, "python -m benchmarks.rl", "30 minutes")
+
+
+def methods(docs: Path) -> Section | None:
+    found = read("evidence_methods")
+    if not found:
+        return None
+    runs = [run | {"end": run["curve"][-1]["accuracy"]} for run in found["runs"]]
+    pictures.methods(runs, docs / "evidence-methods.png")
+    effects = []
+    for rate in sorted({run["rate"] for run in runs}):
+        for sums in (500, None):
+            here = [run for run in runs if (run["rate"], run["sums"]) == (rate, sums)]
+            case = f"{sums or '9,000'} sums, rate {rate:g}"
+            for other in ("sft", "offline"):
+                ends = paired(here, "end", {"method": "on-policy"}, {"method": other})
+                effects.append(Effect(f"{case}: on-policy above {other}", ends))
+    effects = [one for one in effects if len(one.differences) > 1]
+    text = f"""\
+## On-policy, offline, fine-tuning, rewards
+
+One student, {found["steps"]} steps of 64 sequences each: fine-tuning on the teacher's answers,
+offline distillation from rows of the same answers, on-policy distillation, rewards. The teacher is
+always right, and answers have at most four tokens. FLOPs of the student: 6 a weight and token, 8
+for a sampled token.
+
+![Accuracy by FLOPs](evidence-methods.png)
+
+Rewards alone (8 sums a step, no KL) do not teach this weak student, and at the higher learning rate
+they ruin it; [the runs with anchors](#anchors-in-reinforcement-learning) start from a better one.
+Lines are medians over seeds, dots the lowest and highest. Differences of the accuracy at the end
+(equal steps; on-policy costs a third more FLOPs of the student):
+
+{effects_table(effects, "accuracy")}
+"""
+    claim = (
+        "On-policy distillation ends above fine-tuning and offline distillation on short answers"
+    )
+    return Section(claim, effects, text, "python -m benchmarks.evidence.methods", "1 minute a run")
+
+
+def speed(docs: Path) -> Section:
+    runs = read("trl_training")["runs"]
+    logs = [run | {"seconds": run["seconds"]} for run in runs]
+    ratios = [
+        theirs["seconds"] / ours["seconds"]
+        for ours in logs
+        for theirs in logs
+        if (ours["way"], theirs["way"]) == ("vllm", "TRL") and ours["seed"] == theirs["seed"]
+    ]
+    kls = paired(runs, "kl", {"way": "TRL"}, {"way": "vllm"})
+    effects = [
+        Effect("times TRL's speed, above 1.3", ratios, least=1.3),
+        Effect("TRL's held-out KL minus ours, above -0.02", kls, least=-0.02),
+    ]
+    memory = read("trl_memory")
+    peaks = {run["way"]: run["peak_bytes"] / (1 << 30) for run in memory["runs"]} if memory else {}
+    rows = [f"| {way} | {peak:.2f} | {peak / peaks['TRL']:.2f} |" for way, peak in peaks.items()]
+    table = "\n".join(["| run | peak, GiB | of TRL's |", "|---|---|---|", *rows])
+    text = f"""\
+## Speed beside TRL
+
+Whole runs beside TRL's DistillationTrainer: same models, batch and cores
+([Results](results.md#beside-trl)). `vllm`: an engine of vLLM samples one step ahead.
+
+{effects_table(effects, "ratio, nats", 2)}
+
+Peak memory of all processes of a run together, pages that processes share counted once
+(`--steps {memory["steps"] if memory else "-"}`):
+
+{table}
+
+Ours has more copies of the weights: the trainer's, the engine's and a snapshot for it; TRL has one
+student and one teacher in one process, but the logits of both.
+"""
+    command = "make bench-trl DATA=train.jsonl"
+    claim = "A step is 1.3 times as fast as TRL's at equal KL"
+    return Section(claim, effects, text, command, "6 minutes a run")
+
+
+def service(docs: Path) -> Section | None:
+    found = read("evidence_service_cost")
+    if not found:
+        return None
+    ways = found["ways"]
+    alone = ways["in the process"]
+    rows, effects = ["| teacher | tokens/s (median) | ms of CPU a token |", "|---|---|---|"], []
+    for way, measured in ways.items():
+        speed = statistics.median(one["tokens"] / one["seconds"] for one in measured)
+        cpu = statistics.median(one["cpu"] / one["tokens"] for one in measured)
+        rows.append(f"| {way} | {speed:.0f} | {1000 * cpu:.2f} |")
+        if way != "in the process":
+            ratios = [a["seconds"] / b["seconds"] for a, b in zip(alone, measured, strict=True)]
+            effects.append(
+                Effect(f"{way}: above 0.95 of the speed in the process", ratios, least=0.95)
+            )
+    text = f"""\
+## The cost of the service
+
+SmolLM2-135M scores answers of GSM8K, 16 head ids and 48 draws a row; turns of the three ways
+alternate, an effect is the mean over rounds.
+
+{chr(10).join(rows)}
+
+{effects_table(effects, "times the speed in the process")}
+
+A row costs 392 bytes, request and answer together: 40 Mbit/s carry 12,700 rows a second. All logits
+in float16 would be 98,304 bytes: 51 rows a second.
+"""
+    claim = "A teacher service costs less than 5% of the teacher's speed, also over 40 Mbit/s"
+    command = "python -m benchmarks.evidence.service_cost --data train.jsonl"
+    return Section(claim, effects, text, command, "10 minutes")

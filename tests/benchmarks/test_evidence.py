@@ -1,0 +1,102 @@
+"""The evidence page: verdicts, gradients and shares against independent formulas."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.draw_noise import Position
+from benchmarks.evidence import page
+from benchmarks.evidence.anchors import SAMPLES, TRIES, passes
+from benchmarks.evidence.claims import Effect, overall, paired
+from benchmarks.evidence.gradients import renormalised_gradient
+from benchmarks.evidence.offline_k import Text, Way, loss_of, tail_samples
+from benchmarks.evidence.runs import finished, write
+from student_trainer.losses import Direction
+from tests.student_trainer import tiny
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_the_gradient_of_the_renormalised_heads_is_that_of_autograd(direction: Direction) -> None:
+    torch.manual_seed(0)
+    logits = (2 * torch.randn(50, dtype=torch.float64)).requires_grad_()
+    log_p, log_q = logits.log_softmax(0), torch.randn(50, dtype=torch.float64).log_softmax(0)
+    head = (log_p if direction == "reverse" else log_q).topk(7).indices
+    p, q = log_p[head].log_softmax(0), log_q[head].log_softmax(0)
+    kl = (p.exp() * (p - q)).sum() if direction == "reverse" else (q.exp() * (q - p)).sum()
+    (expected,) = torch.autograd.grad(kl, logits)
+    found = renormalised_gradient(Position(log_p.detach(), log_q), direction, 7)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_pass_at_8_is_the_share_of_subsets_with_a_right_answer() -> None:
+    texts = [["7"] * right + ["0"] * (SAMPLES - right) for right in (0, 1, 3, 16)]
+    found = passes(texts, [{"answer": "7"}] * 4)
+    shares = [
+        statistics.mean("7" in chosen for chosen in itertools.combinations(one, TRIES))
+        for one in texts
+    ]
+    assert found["pass@8"] == pytest.approx(statistics.mean(shares), abs=1e-12)
+    assert found["pass@1"] == pytest.approx(20 / 64)
+    assert found["answers"] == pytest.approx((1 + 2 + 2 + 1) / 4)
+
+
+def test_a_verdict_follows_from_the_interval() -> None:
+    # Student's t of four values: mean +- 3.182 sd / 2.
+    assert Effect("", [1.0, 2.0, 3.0, 4.0]).interval == pytest.approx((2.5, 3.182 * 1.2909944 / 2))
+    assert Effect("", [1.0, 2.0, 3.0, 4.0]).verdict == "shown"
+    assert Effect("", [-1.0, 2.0, 3.0, 4.0]).verdict == "not shown"
+    assert Effect("", [-1.0, -2.0, -1.5, -1.2]).verdict == "refuted"
+    assert Effect("", [1.0, 2.0, 3.0, 4.0], least=0.5).verdict == "not shown"
+    assert Effect("", [5.0]).verdict == "not shown", "one seed shows nothing"
+    both = [Effect("", [1.0, 1.1]), Effect("", [0.0, 1.0])]
+    assert overall(both) == "not shown in 1, shown in 1"
+
+
+def test_runs_are_paired_by_seed() -> None:
+    runs = [
+        {"way": way, "seed": seed, "kl": seed + kl}
+        for way, kl in (("a", 1), ("b", 3))
+        for seed in (0, 1)
+    ]
+    runs.append({"way": "b", "seed": 2, "kl": 9.0})
+    assert paired(runs, "kl", {"way": "b"}, {"way": "a"}) == [2, 2]
+
+
+def test_results_of_other_settings_are_not_continued(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    result = finished(path, {"steps": 2})
+    write(path, result, {"seed": 0})
+    assert finished(path, {"steps": 2})["runs"] == [{"seed": 0}]
+    assert finished(path, {"steps": 3})["runs"] == []
+
+
+def test_the_losses_meet_the_exact_one_when_the_head_holds_all() -> None:
+    torch.manual_seed(0)
+    teacher, student = tiny.model(seed=0).float(), tiny.model(seed=1).float()
+    vocabulary = student.config.vocab_size
+    of = [Text(torch.randint(vocabulary, (9,)), 3), Text(torch.randint(vocabulary, (6,)), 2)]
+    exact = loss_of(Way("exact"), student, teacher, of)
+    for loss in ("bucket", "none", "renormalised"):
+        found = loss_of(Way(loss, vocabulary), student, teacher, of)
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
+
+
+def test_tail_samples_are_outside_the_head() -> None:
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    head = logits.topk(10).indices
+    assert not (tail_samples(logits, head)[:, :, None] == head[:, None, :]).any()
+
+
+def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
+    """Nobody edits a verdict by hand."""
+    pytest.importorskip("matplotlib")
+    page.main(["--docs", str(tmp_path)])
+    root = Path(__file__).parents[2]
+    assert (tmp_path / "evidence.md").read_text() == (root / "docs" / "evidence.md").read_text()
+    assert json.loads((root / "benchmarks/results/evidence_anchors.json").read_text())["runs"]
