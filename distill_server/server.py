@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import sqlite3
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ from distill_server.rpc.service import SERVICE, DistillService
 from distill_server.rpc.streams import Streams
 from distill_server.runners.interface import Runner
 from distill_server.scheduler import Policy, Scheduler
+from distill_server.uploads import Uploads, collect_now, uploads_named_in
 from protos.distill_pb2_grpc import add_DistillServicer_to_server
 from protos.errors import InvalidInput
 from protos.rpc.server import ServerEndpoint, serve
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
     from distill_server.dashboard.serve import Dashboard
 
 _GRACE_SECONDS = 5.0
+_COLLECT_SECONDS = 3600.0
+
+log = logging.getLogger(__name__)
 
 
 async def run_server(
@@ -66,7 +72,8 @@ async def run_server(
             partial(runner.stop, now=False),
         )
         streams = Streams(store, runs, bells, files)
-        service = DistillService(store, runs, control, streams, files, scheduler.teachers)
+        uploads = Uploads(runs)
+        service = DistillService(store, runs, control, streams, files, scheduler.teachers, uploads)
         pages: contextlib.AbstractAsyncContextManager[Callable[[int], None]]
         pages = contextlib.nullcontext(lambda bound: None)
         if dashboard is not None:
@@ -79,7 +86,23 @@ async def run_server(
                 on_ready(bound)
                 announce(bound)
 
-            await _serve_and_schedule(service, scheduler, endpoint, ready, bells.close)
+            garbage = asyncio.create_task(_collect_garbage(uploads, connection, files))
+            try:
+                await _serve_and_schedule(service, scheduler, endpoint, ready, bells.close)
+            finally:
+                garbage.cancel()
+
+
+async def _collect_garbage(
+    uploads: Uploads, connection: sqlite3.Connection, files: RunFiles
+) -> None:
+    """Remove, every hour, the uploads that no job names."""
+    while True:
+        try:
+            await files.start(partial(collect_now, uploads, uploads_named_in(connection)))
+        except Exception:
+            log.exception("cannot remove unused uploads; retrying in %g s", _COLLECT_SECONDS)
+        await asyncio.sleep(_COLLECT_SECONDS)
 
 
 async def _serve_and_schedule(

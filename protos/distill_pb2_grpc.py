@@ -84,6 +84,16 @@ class DistillStub(object):
                 request_serializer=protos_dot_distill__pb2.ListTeachersRequest.SerializeToString,
                 response_deserializer=protos_dot_distill__pb2.ListTeachersResponse.FromString,
                 _registered_method=True)
+        self.BeginUpload = channel.unary_unary(
+                '/distill.v1.Distill/BeginUpload',
+                request_serializer=protos_dot_distill__pb2.BeginUploadRequest.SerializeToString,
+                response_deserializer=protos_dot_distill__pb2.BeginUploadResponse.FromString,
+                _registered_method=True)
+        self.SendFiles = channel.stream_unary(
+                '/distill.v1.Distill/SendFiles',
+                request_serializer=protos_dot_distill__pb2.FilePart.SerializeToString,
+                response_deserializer=protos_dot_distill__pb2.SendFilesResponse.FromString,
+                _registered_method=True)
         self.GetArtifact = channel.unary_stream(
                 '/distill.v1.Distill/GetArtifact',
                 request_serializer=protos_dot_distill__pb2.GetArtifactRequest.SerializeToString,
@@ -159,6 +169,20 @@ class DistillServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BeginUpload(self, request, context):
+        """Says which bytes of some files the server lacks. Once it has them all, keeps them at a path that jobs can name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SendFiles(self, request_iterator, context):
+        """Receives files one after the other, each from the byte that BeginUpload named to its end. What has arrived is kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetArtifact(self, request, context):
         """Sends files of a job: its export (a Hugging Face directory, or the store of a capture), a checkpoint, or its notes.
         """
@@ -218,6 +242,16 @@ def add_DistillServicer_to_server(servicer, server):
                     servicer.ListTeachers,
                     request_deserializer=protos_dot_distill__pb2.ListTeachersRequest.FromString,
                     response_serializer=protos_dot_distill__pb2.ListTeachersResponse.SerializeToString,
+            ),
+            'BeginUpload': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginUpload,
+                    request_deserializer=protos_dot_distill__pb2.BeginUploadRequest.FromString,
+                    response_serializer=protos_dot_distill__pb2.BeginUploadResponse.SerializeToString,
+            ),
+            'SendFiles': grpc.stream_unary_rpc_method_handler(
+                    servicer.SendFiles,
+                    request_deserializer=protos_dot_distill__pb2.FilePart.FromString,
+                    response_serializer=protos_dot_distill__pb2.SendFilesResponse.SerializeToString,
             ),
             'GetArtifact': grpc.unary_stream_rpc_method_handler(
                     servicer.GetArtifact,
@@ -495,6 +529,60 @@ class Distill(object):
             '/distill.v1.Distill/ListTeachers',
             protos_dot_distill__pb2.ListTeachersRequest.SerializeToString,
             protos_dot_distill__pb2.ListTeachersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BeginUpload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/distill.v1.Distill/BeginUpload',
+            protos_dot_distill__pb2.BeginUploadRequest.SerializeToString,
+            protos_dot_distill__pb2.BeginUploadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendFiles(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/distill.v1.Distill/SendFiles',
+            protos_dot_distill__pb2.FilePart.SerializeToString,
+            protos_dot_distill__pb2.SendFilesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,10 @@ class DistillStub:
     ResumeJob: _grpc.UnaryUnaryMultiCallable[_distill_pb2.ResumeJobRequest, _distill_pb2.Job]
     ListTeachers: _grpc.UnaryUnaryMultiCallable[_distill_pb2.ListTeachersRequest, _distill_pb2.ListTeachersResponse]
     """The teachers that the server runs for jobs with `teacher.model`."""
+    BeginUpload: _grpc.UnaryUnaryMultiCallable[_distill_pb2.BeginUploadRequest, _distill_pb2.BeginUploadResponse]
+    """Says which bytes of some files the server lacks. Once it has them all, keeps them at a path that jobs can name."""
+    SendFiles: _grpc.StreamUnaryMultiCallable[_distill_pb2.FilePart, _distill_pb2.SendFilesResponse]
+    """Receives files one after the other, each from the byte that BeginUpload named to its end. What has arrived is kept."""
     GetArtifact: _grpc.UnaryStreamMultiCallable[_distill_pb2.GetArtifactRequest, _distill_pb2.ArtifactChunk]
     """Sends files of a job: its export (a Hugging Face directory, or the store of a capture), a checkpoint, or its notes."""
 
@@ -67,6 +71,10 @@ class DistillAsyncStub(DistillStub):
     ResumeJob: _aio.UnaryUnaryMultiCallable[_distill_pb2.ResumeJobRequest, _distill_pb2.Job]  # type: ignore[assignment]
     ListTeachers: _aio.UnaryUnaryMultiCallable[_distill_pb2.ListTeachersRequest, _distill_pb2.ListTeachersResponse]  # type: ignore[assignment]
     """The teachers that the server runs for jobs with `teacher.model`."""
+    BeginUpload: _aio.UnaryUnaryMultiCallable[_distill_pb2.BeginUploadRequest, _distill_pb2.BeginUploadResponse]  # type: ignore[assignment]
+    """Says which bytes of some files the server lacks. Once it has them all, keeps them at a path that jobs can name."""
+    SendFiles: _aio.StreamUnaryMultiCallable[_distill_pb2.FilePart, _distill_pb2.SendFilesResponse]  # type: ignore[assignment]
+    """Receives files one after the other, each from the byte that BeginUpload named to its end. What has arrived is kept."""
     GetArtifact: _aio.UnaryStreamMultiCallable[_distill_pb2.GetArtifactRequest, _distill_pb2.ArtifactChunk]  # type: ignore[assignment]
     """Sends files of a job: its export (a Hugging Face directory, or the store of a capture), a checkpoint, or its notes."""
 
@@ -145,6 +153,22 @@ class DistillServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_distill_pb2.ListTeachersResponse, _abc.Awaitable[_distill_pb2.ListTeachersResponse]]:
         """The teachers that the server runs for jobs with `teacher.model`."""
+
+    @_abc_1.abstractmethod
+    def BeginUpload(
+        self,
+        request: _distill_pb2.BeginUploadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_distill_pb2.BeginUploadResponse, _abc.Awaitable[_distill_pb2.BeginUploadResponse]]:
+        """Says which bytes of some files the server lacks. Once it has them all, keeps them at a path that jobs can name."""
+
+    @_abc_1.abstractmethod
+    def SendFiles(
+        self,
+        request_iterator: _MaybeAsyncIterator[_distill_pb2.FilePart],
+        context: _ServicerContext,
+    ) -> _typing.Union[_distill_pb2.SendFilesResponse, _abc.Awaitable[_distill_pb2.SendFilesResponse]]:
+        """Receives files one after the other, each from the byte that BeginUpload named to its end. What has arrived is kept."""
 
     @_abc_1.abstractmethod
     def GetArtifact(

@@ -17,6 +17,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import grpc
 
@@ -26,11 +27,14 @@ from clients.jobs.connection import ServerConnection
 from clients.jobs.download import Download
 from clients.jobs.job import TERMINAL, Job, JobEvent, JobState, StartedTeacher
 from clients.jobs.record import points_of
+from clients.jobs.upload import Report, Uploader
 from protos import distill_pb2 as pb
 from protos.distill_pb2_grpc import DistillStub
 from protos.errors import TimedOut
 from protos.rpc.statuses import fault_of
 from protos.rpc.transport import MAX_PAGE_JOBS
+
+_Job = TypeVar("_Job", bound=AnyJob)
 
 
 class JobHandle(Job):
@@ -147,6 +151,17 @@ class DistillClient:
         request = pb.SubmitJobsRequest(jobs=jobs)
         queued = self._connection.call(self._stub.SubmitJobs, request).jobs
         return [_handle_of(self, job) for job in queued]
+
+    def upload(self, configs: Sequence[_Job], report: Report = lambda progress: None) -> list[_Job]:
+        """Send the files that jobs name; return the jobs with the paths that the server gave them.
+
+        What the jobs name and what exists on this machine is sent: hub ids and paths of the server
+        stay. What the server has is not sent again, also if the call before was interrupted.
+        `report` is called as files are sent. Raises InvalidInput, naming the key, if a file cannot
+        be sent, and WrongState if the files do not fit on the disk of the server.
+        """
+        uploader = Uploader(self._connection, self._stub, report)
+        return [uploader.upload(config) for config in configs]
 
     def check(self, *configs: AnyJob) -> None:
         """Raise the error that `submit`, or `submit_all`, would raise now. Queues nothing."""

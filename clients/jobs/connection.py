@@ -60,6 +60,25 @@ class ServerConnection:
             second = fault_of(error, self.name)
             raise fault if isinstance(second, TimedOut) else second from error
 
+    def resuming(self, work: Callable[[], _Answer], progress: Callable[[], object]) -> _Answer:
+        """Return the result of `work`, which is called again whenever the server goes away.
+
+        `work` must go on where it stopped. Raises Unavailable if the server cannot be reached, or
+        `progress()` does not change, for the patience of the client.
+        """
+        away_since, seen, pauses = 0.0, progress(), _pauses()
+        while True:
+            try:
+                return work()
+            except Unavailable as fault:
+                now, reached = time.monotonic(), progress()
+                if not away_since or reached != seen:
+                    away_since, seen, pauses = now, reached, _pauses()
+                if fault.field or now - away_since > self._patience:
+                    raise
+            time.sleep(next(pauses))
+            self._wait_for_server(away_since + self._patience)
+
     def lasting(
         self, open_stream: Callable[[], Iterator[_Answer]], deadline: float | None = None
     ) -> Iterator[_Answer]:

@@ -41,7 +41,10 @@ _MOST_SECONDS = 8.0
 # A teacher's info is reused this long, so that a burst of submits asks a teacher only once.
 _FRESH_SECONDS = 3.0
 _LOOKERS, _ASKERS = 4, 16
-_REMEDY = "name a file or directory that exists on the distill server's machine"
+_REMEDY = (
+    "name a file or directory that exists on the distill server's machine, or send yours:"
+    " distill submit --upload"
+)
 
 _T = TypeVar("_T")
 

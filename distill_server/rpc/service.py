@@ -19,6 +19,7 @@ from distill_server.rpc.artifacts import notes_root, pieces_of
 from distill_server.rpc.encode import decode_state, encode_event, encode_job, encode_teacher
 from distill_server.rpc.streams import Streams
 from distill_server.teachers.started import Teacher
+from distill_server.uploads import UploadFile, Uploads
 from protos import distill_pb2 as pb
 from protos import distill_pb2_grpc
 from protos.rpc.transport import MAX_PAGE_JOBS, STREAM_OPEN
@@ -44,6 +45,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         streams: Streams,
         files: RunFiles | None = None,
         teachers: Iterable[Teacher] = (),
+        uploads: Uploads | None = None,
     ) -> None:
         self._store = store
         self._runs = runs
@@ -51,6 +53,7 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         self._streams = streams
         self._files = files or RunFiles()
         self._teachers = teachers
+        self._uploads = uploads or Uploads(runs)
 
     async def SubmitJob(self, request: pb.SubmitJobRequest, context: _Context) -> pb.Job:
         """Check and queue a job; a repeated idempotency key returns the job of its first use."""
@@ -132,6 +135,24 @@ class DistillService(distill_pb2_grpc.DistillServicer):
         users = self._store.users_of_teachers()
         teachers = [encode_teacher(one, users.get(one.key, ())) for one in self._teachers]
         return pb.ListTeachersResponse(teachers=teachers)
+
+    async def BeginUpload(
+        self, request: pb.BeginUploadRequest, context: _Context
+    ) -> pb.BeginUploadResponse:
+        """Return the path of uploaded files, or which bytes of them have yet to be sent."""
+        files = [UploadFile(file.path, file.size, file.sha256) for file in request.files]
+        path, missing = await self._files.start(partial(self._uploads.begin, files))
+        lacking = [pb.MissingFile(sha256=one.sha256, offset=one.offset) for one in missing]
+        return pb.BeginUploadResponse(path=str(path or ""), missing=lacking)
+
+    async def SendFiles(
+        self, request: AsyncIterator[pb.FilePart], context: _Context
+    ) -> pb.SendFilesResponse:
+        """Write the parts of files as they come; each file is verified when it is whole."""
+        async for part in request:
+            write = partial(self._uploads.receive, part.sha256, part.offset, part.data)
+            await self._files.start(write)
+        return pb.SendFilesResponse()
 
     async def GetArtifact(
         self, request: pb.GetArtifactRequest, context: _Context

@@ -46,6 +46,7 @@ class FaultProxy:
         self._target = (host, int(port))
         self.toxics = toxics
         self.connections = 0
+        self.carried = 0  # bytes, both ways
         self.resets = 0
         self.random = random.Random(0)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -140,6 +141,7 @@ class _Connection:
             loop.call_at(due, self._write, writer, data)
             await writer.drain()
             self._carried += len(data)
+            self._proxy.carried += len(data)
             if toxics.reset_after_bytes and self._carried >= toxics.reset_after_bytes:
                 self._proxy.resets += 1
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -46,6 +47,12 @@ def submit(
         str,
         typer.Option("--key", help="Submitting again with the same key returns the same job."),
     ] = "",
+    upload: Annotated[
+        bool,
+        typer.Option(
+            "--upload", help="Send the files of this machine that the job names to the server."
+        ),
+    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -60,12 +67,15 @@ def submit(
     settings = settings_of(context)
     output = settings.output
     files = load_jobs(job, overrides(sets, name))
-    configs = [localized(file.config) for file in files]
+    configs = [file.config if upload else localized(file.config) for file in files]
     if dry_run:
         print_values(output, files)
-        _ask_server(settings, configs)
+        if not (upload and _told_of_files(output, configs)):
+            _ask_server(settings, configs)
         return ExitCode.OK
     with settings.client() as client:
+        if upload:
+            configs = _sent(client, output, configs)
         text = files[0].text
         if len(configs) == 1:  # as older servers know it, too
             made = [client.submit(configs[0], config_text=text, idempotency_key=key or None)]
@@ -80,6 +90,36 @@ def submit(
         output.say(f"  distill logs -f {one.id}  show its log")
         output.say(f"  distill cancel {one.id}   stop it after a checkpoint")
     return ExitCode.OK
+
+
+def _sent(client: DistillClient, output: Output, configs: Sequence[AnyJob]) -> list[AnyJob]:
+    """Send the files of the jobs, once their content was checked here; return the jobs."""
+    from clients.cli.live.upload_report import UploadReport
+    from clients.config.tables.common import TrainingJob
+    from clients.preflight.data_files import check_file, data_files
+    from clients.preflight.files import check_student
+
+    for config in configs:
+        for expected in data_files(config):
+            if Path(expected.path).exists():
+                check_file(expected)
+        if isinstance(config, TrainingJob):
+            check_student(config.student)
+    return client.upload(configs, UploadReport(output))
+
+
+def _told_of_files(output: Output, configs: Sequence[AnyJob]) -> bool:
+    """Print what would be sent; return False if it is nothing."""
+    from clients.cli.live.upload_report import size_of
+    from clients.jobs.upload import local_files
+
+    found = [local for config in configs for local in local_files(config)]
+    for local in found:
+        size = size_of(sum(path.stat().st_size for path in local.files.values()))
+        output.say(f"{local.key}: {local.place}, {len(local.files)} files, {size}, would be sent")
+    if found:
+        output.say("checked the job file only: the server checks a job when it has the files")
+    return bool(found)
 
 
 def _ask_server(settings: ClientSettings, configs: Sequence[AnyJob]) -> None:

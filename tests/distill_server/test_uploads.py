@@ -1,0 +1,252 @@
+"""The files that clients send: what the server asks for, keeps, refuses and removes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from clients.config.tables.data import DataConfig
+from clients.jobs.client import DistillClient
+from distill_server.uploads import Missing, UploadFile, Uploads, uploads_named_in
+from protos.errors import Corrupt, InvalidInput, Unavailable, WrongState
+from tests.distill_server.conftest import Server, job_config
+from tests.small_disk import small_disk
+
+CONTENT = random.Random(0).randbytes(1000)
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def upload_file(path: str = "train.jsonl", content: bytes = CONTENT) -> UploadFile:
+    return UploadFile(path, len(content), digest(content))
+
+
+@pytest.fixture
+def uploads(tmp_path: Path) -> Uploads:
+    return Uploads(tmp_path)
+
+
+def sent(uploads: Uploads, *files: tuple[str, bytes]) -> Path:
+    """Send what the server asks for, in parts of 300 bytes, and return the path of the upload."""
+    contents = {digest(content): content for _, content in files}
+    asked = [upload_file(*one) for one in files]
+    _, missing = uploads.begin(asked)
+    for one in missing:
+        content = contents[one.sha256]
+        for start in range(one.offset, max(1, len(content)), 300):
+            uploads.receive(one.sha256, start, content[start : start + 300])
+    path, missing = uploads.begin(asked)
+    assert path is not None
+    assert missing == []
+    return path
+
+
+def test_a_file_and_a_directory(uploads: Uploads, tmp_path: Path) -> None:
+    path = sent(uploads, ("train.jsonl", CONTENT))
+    assert path.name == "train.jsonl"
+    assert path.read_bytes() == CONTENT
+    folder = sent(uploads, ("m/config.json", b"{}"), ("m/a/b.txt", CONTENT), ("m/empty", b""))
+    assert folder.name == "m"
+    assert (folder / "config.json").read_bytes() == b"{}"
+    assert (folder / "a" / "b.txt").samefile(path), "one content is stored once"
+    assert (folder / "empty").read_bytes() == b""
+    for file in (tmp_path / ".uploads" / "files").iterdir():
+        assert digest(file.read_bytes()) == file.name
+        assert file.stat().st_mode & 0o777 == 0o400
+    assert list((tmp_path / ".uploads" / "parts").iterdir()) == []
+    assert sent(uploads, ("train.jsonl", CONTENT)) == path, "the same path, whoever sends it"
+
+
+def test_only_what_is_missing_is_asked_for(uploads: Uploads, tmp_path: Path) -> None:
+    other = b"other" * 100
+    files = [upload_file("d/a"), upload_file("d/b", other), upload_file("d/c")]
+    assert uploads.begin(files)[1] == [Missing(digest(CONTENT), 0), Missing(digest(other), 0)]
+    uploads.receive(digest(CONTENT), 0, CONTENT[:400])
+    again = Uploads(tmp_path)  # a restarted server
+    with pytest.raises(Unavailable, match="begin the upload again"):
+        again.receive(digest(CONTENT), 400, CONTENT[400:])
+    assert again.begin(files)[1] == [Missing(digest(CONTENT), 400), Missing(digest(other), 0)]
+    again.receive(digest(CONTENT), 400, CONTENT[400:])
+    assert again.begin(files)[1] == [Missing(digest(other), 0)]
+    again.receive(digest(other), 0, other)
+    path, _ = again.begin(files)
+    assert path is not None
+    assert [(path / name).read_bytes() for name in "abc"] == [CONTENT, other, CONTENT]
+
+
+def test_a_part_that_is_early_or_comes_twice(uploads: Uploads) -> None:
+    uploads.begin([upload_file()])
+    name = digest(CONTENT)
+    with pytest.raises(Unavailable):
+        uploads.receive(name, 300, CONTENT[300:])
+    uploads.receive(name, 0, CONTENT[:600])
+    uploads.receive(name, 0, CONTENT[:300])
+    uploads.receive(name, 300, CONTENT[300:])
+    uploads.receive(name, 0, CONTENT[:300])  # a slower client, after the end
+    path, _ = uploads.begin([upload_file()])
+    assert path is not None
+    assert path.read_bytes() == CONTENT
+
+
+def test_wrong_bytes_are_never_kept(uploads: Uploads, tmp_path: Path) -> None:
+    uploads.begin([upload_file()])
+    with pytest.raises(InvalidInput, match="more bytes than the file has"):
+        uploads.receive(digest(CONTENT), 0, CONTENT + b"x")
+    with pytest.raises(Corrupt, match="does not match its checksum"):
+        uploads.receive(digest(CONTENT), 0, bytes(1000))
+    assert uploads.begin([upload_file()]) == (None, [Missing(digest(CONTENT), 0)])
+    with pytest.raises(Unavailable):
+        uploads.receive("../../x", 0, b"")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [".uploads", "files", "parts"]
+
+
+def test_many_clients_send_the_same_file(uploads: Uploads) -> None:
+    """With different offsets, and one that lies about the size at the same time."""
+    content = random.Random(1).randbytes(1 << 20)
+    name, faults = digest(content), []
+
+    def client(step: int) -> None:
+        try:
+            while (begun := uploads.begin([upload_file("f", content)]))[0] is None:
+                start = begun[1][0].offset
+                uploads.receive(name, start, content[start : start + step])
+        except Exception as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=client, args=(5000 + 777 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == []
+    path, _ = uploads.begin([upload_file("f", content)])
+    assert path is not None
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ["/etc/passwd"],
+        ["../x"],
+        ["a/../b"],
+        ["a//b"],
+        ["a/./b"],
+        ["a/"],
+        ["."],
+        [""],
+        ["a\0b"],
+        ["a\nb"],
+        ["a", "a"],
+        ["a/b", "a/b/c"],
+        ["a/b", "c/d"],
+        ["x" * 256],
+        [],
+        [f"d/{n}" for n in range(10_001)],
+    ],
+    ids=lambda paths: f"{len(paths)} {paths[0][:9]!r}" if paths else "none",
+)
+def test_paths_that_are_refused(uploads: Uploads, tmp_path: Path, paths: list[str]) -> None:
+    with pytest.raises(InvalidInput):
+        uploads.begin([upload_file(path) for path in paths])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checksum_that_is_refused(uploads: Uploads, tmp_path: Path) -> None:
+    for wrong in ("", "../x", "0" * 63, "G" * 64):
+        with pytest.raises(InvalidInput, match="no sha256"):
+            uploads.begin([UploadFile("a", 1, wrong)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_do_not_fit_are_refused_before_they_are_sent(uploads: Uploads) -> None:
+    with pytest.raises(WrongState, match=r"lacks 1e\+09 GB of these files, and has room for"):
+        uploads.begin([UploadFile("a", 10**18, digest(b"a"))])
+
+
+def test_a_disk_that_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has arrived stays, and is not sent again."""
+    monkeypatch.setattr("distill_server.uploads._RESERVED_BYTES", 0)
+    content = random.Random(2).randbytes(1 << 20)
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        uploads = Uploads(disk)
+        uploads.begin([upload_file("f", content)])
+        uploads.receive(digest(content), 0, content[:4096])
+        ballast = disk / "ballast"
+        with suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        with pytest.raises(WrongState, match="took no more bytes"):
+            uploads.receive(digest(content), 4096, content[4096:])
+        ballast.unlink()
+        (lacking,) = uploads.begin([upload_file("f", content)])[1]
+        assert lacking.offset >= 4096
+        uploads.receive(digest(content), lacking.offset, content[lacking.offset :])
+        path, _ = uploads.begin([upload_file("f", content)])
+        assert path is not None
+        assert path.read_bytes() == content
+
+
+def test_what_no_job_names_is_removed_after_a_day(uploads: Uploads, tmp_path: Path) -> None:
+    named = sent(uploads, ("a.jsonl", CONTENT))
+    unnamed = sent(uploads, ("m/a.jsonl", CONTENT), ("m/b", b"b"))
+    uploads.begin([upload_file("c", b"c" * 10)])
+    uploads.receive(digest(b"c" * 10), 0, b"c" * 5)
+    uploads.begin([upload_file("d", b"d"), upload_file("e", b"e")][:1])
+    uploads.receive(digest(b"d"), 0, b"d")  # whole, and linked by nothing
+    keep = {named.parent.name}
+    uploads.collect(keep, before=time.time() - 60)
+    assert unnamed.exists(), "somebody may be about to submit its job"
+    uploads.collect(keep, before=time.time() + 60)
+    left = [path for path in (tmp_path / ".uploads").rglob("*") if path.is_file()]
+    assert {path.name for path in left} == {digest(CONTENT), "a.jsonl"}
+    uploads.collect(set(), before=time.time() + 60)
+    uploads.collect(set(), before=time.time() + 60)
+    assert not [path for path in (tmp_path / ".uploads").rglob("*") if path.is_file()]
+    assert sent(uploads, ("a.jsonl", CONTENT)) == named, "it is sent again"
+
+
+def test_what_is_asked_for_again_stays_for_another_day(uploads: Uploads, tmp_path: Path) -> None:
+    path = sent(uploads, ("a", CONTENT))
+    uploads.begin([upload_file("b", b"b")])
+    uploads.receive(digest(b"b"), 0, b"b")
+    for old in (path.parent, tmp_path / ".uploads" / "files" / digest(b"b")):
+        os.utime(old, (0, 0))
+    uploads.begin([upload_file("a")])
+    pair = [upload_file("m/b", b"b"), upload_file("m/c", b"c")]
+    uploads.begin(pair)
+    uploads.collect(set(), before=time.time() - 60)
+    assert path.exists()
+    assert uploads.begin(pair)[1] == [Missing(digest(b"c"), 0)]
+
+
+def test_a_job_holds_what_it_names(make_server: Callable[..., Server], tmp_path: Path) -> None:
+    """By the server's own database, also after the job has ended and the server was restarted."""
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    server = make_server()
+    config = job_config().model_copy(
+        update={"data": DataConfig(path=str(tmp_path / "train.jsonl"))}
+    )
+    with DistillClient(server.address) as client:
+        (ready,) = client.upload([config])
+        assert ready.data is not None
+        path = Path(ready.data.path)
+        assert path.read_text() == (tmp_path / "train.jsonl").read_text()
+        assert path.is_relative_to(server.runs)
+        assert client.upload([config]) == [ready]
+        client.submit(ready).wait(60)
+    server.kill()
+    with sqlite3.connect(server.runs / "server.sqlite") as connection:
+        assert uploads_named_in(connection) == {path.parent.name}
+    connection.close()

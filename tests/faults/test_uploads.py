@@ -1,0 +1,152 @@
+"""Uploads that break: the network ten times, and the server ten times. Nothing is sent twice."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from clients.config.on_policy import OnPolicyJob
+from clients.config.tables.data import DataConfig
+from clients.jobs.client import DistillClient
+from clients.jobs.upload import Progress
+from protos.errors import Unavailable
+from tests.distill_server.conftest import SCRIPTED, Server, job_config
+from tests.faults.proxy import FaultProxy, Toxics
+from tests.forked_python import ForkedPython
+
+SIZE, BREAKS = 32 << 20, 10
+# What a break may cost: the part that it cuts, and what the server had not read (transport.py).
+LOST = 1 << 20
+
+
+class BreakingServer(Server):
+    """Its first ten processes die at a failpoint, each after as many parts."""
+
+    def __init__(self, runs: Path, specs: Sequence[str]) -> None:
+        super().__init__(runs)
+        self._specs = list(specs)
+
+    def launch(self) -> subprocess.Popen[str]:
+        where = [str(self.runs), self.host, str(self.port), str(self.slots)]
+        spec = self._specs.pop(0) if self._specs else ""
+        environment = {**os.environ, "DISTILL_FAILPOINT": spec}
+        return ForkedPython([*SCRIPTED, *where], stdout=subprocess.PIPE, text=True, env=environment)
+
+    def rise_again(self) -> None:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        assert self.process.wait(60) == -signal.SIGKILL
+        self.process.stdout.close()
+        self.start()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A file of the size of a small model; nobody reads its records here."""
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(random.Random(0).randbytes(SIZE))
+    return path
+
+
+def job_of(data: Path) -> OnPolicyJob:
+    return job_config().model_copy(update={"data": DataConfig(path=str(data))})
+
+
+def path_of(job: OnPolicyJob) -> Path:
+    assert job.data is not None
+    return Path(job.data.path)
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def breaking(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BreakingServer]:
+    server = BreakingServer(tmp_path / "runs", request.param)
+    server.start()
+    yield server
+    server.clean_up()
+
+
+@pytest.mark.slow
+def test_a_network_that_breaks_ten_times(tmp_path: Path, data: Path) -> None:
+    server = Server(tmp_path / "runs")
+    server.start()
+    told: list[Progress] = []
+    with FaultProxy(server.address, Toxics(reset_after_bytes=3 << 20)) as proxy:
+
+        def report(progress: Progress) -> None:
+            told.append(progress)
+            if proxy.resets == BREAKS:
+                proxy.toxics = Toxics()
+
+        with DistillClient(proxy.address) as client:
+            (ready,) = client.upload([job_of(data)], report)
+        assert proxy.resets == BREAKS
+        assert digest(path_of(ready)) == digest(data)
+        print(f"sent {proxy.carried / SIZE:.3f} times its size")
+        assert proxy.carried < SIZE + BREAKS * LOST
+        with DistillClient(proxy.address) as client:
+            before = proxy.carried
+            assert client.upload([job_of(data)]) == [ready]
+            assert proxy.carried - before < 10_000, "the server has it"
+    assert told[0] == Progress("data.path", 0, SIZE, begins=True)
+    assert told[-1].sent == SIZE
+    server.clean_up()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("breaking", [["upload-part-written:kill:12"] * BREAKS], indirect=True)
+def test_a_server_that_is_killed_ten_times(breaking: BreakingServer, data: Path) -> None:
+    found: list[OnPolicyJob | Exception] = []
+    with FaultProxy(breaking.address) as proxy, DistillClient(proxy.address) as client:
+
+        def upload() -> None:
+            try:
+                found.extend(client.upload([job_of(data)]))
+            except Exception as error:
+                found.append(error)
+
+        sender = threading.Thread(target=upload)
+        sender.start()
+        for _ in range(BREAKS):
+            breaking.rise_again()
+        sender.join(60)
+        (ready,) = found
+        assert isinstance(ready, OnPolicyJob), ready
+        assert digest(path_of(ready)) == digest(data)
+        print(f"sent {proxy.carried / SIZE:.3f} times its size")
+        assert proxy.carried < SIZE + BREAKS * LOST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "breaking", [["upload-verified:kill", "upload-linked:kill"]], indirect=True
+)
+def test_a_server_that_is_killed_at_the_end(breaking: BreakingServer, tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_bytes(b"x" * 1000)
+    with DistillClient(breaking.address) as client:
+        rising = threading.Thread(target=lambda: [breaking.rise_again(), breaking.rise_again()])
+        rising.start()
+        (ready,) = client.upload([job_of(data)])
+        rising.join(60)
+        assert path_of(ready).read_bytes() == b"x" * 1000
+
+
+def test_a_server_that_is_away(data: Path) -> None:
+    """At once, as any other command says it; not after the patience of a stream."""
+    with (
+        DistillClient("localhost:1", patience_seconds=1000) as client,
+        pytest.raises(Unavailable, match="cannot reach the distill server"),
+    ):
+        client.upload([job_of(data)])
