@@ -193,9 +193,9 @@ class _Sending:
                         data = file.read(min(_PART_BYTES, size - offset))
                         if not data and offset < size:
                             raise OSError("it has become shorter")
+                        self.sent += len(data)
                         yield pb.FilePart(sha256=one.sha256, offset=offset, data=data)
                         offset += len(data)
-                        self.sent += len(data)
                         if offset >= size:
                             break
             except OSError as error:
